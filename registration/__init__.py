@@ -1,0 +1,1 @@
+"""What an engine's KV memory looks like, and pinning it once."""

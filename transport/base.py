@@ -1,0 +1,96 @@
+"""The interface that every way of moving bytes implements.
+
+It is small on purpose: register memory once, exchange addresses, post reads,
+ask how they are doing.  A read cannot be cancelled, because no RDMA stack can
+promise that a cancelled read writes nothing more (a released NIXL READ does
+write, see the contract suite); it can only be waited for.
+
+A transport belongs to one thread at a time.  ``read`` may copy before it
+returns, so it is never called on an engine's thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from transport.types import Memory, PeerId, ReadId, Settled, Spans
+
+
+class Transport(ABC):
+    """Moves bytes from peers' registered memory into ours, one-sidedly."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The backend's name, as in configuration: ``nixl`` or ``memory``."""
+
+    @abstractmethod
+    def register(self, memories: Sequence[Memory]) -> None:
+        """Pin ``memories`` so that peers can read them and reads can land in them.
+
+        One region is pinned per memory.  Overlapping memories are an error.
+
+        Raises:
+            BadSpans: two memories overlap.
+            BackendFailure: the backend refused a region.
+        """
+
+    @abstractmethod
+    def address(self) -> bytes:
+        """Everything a peer needs to reach us and what is registered so far."""
+
+    @abstractmethod
+    def connect(self, address: bytes) -> PeerId:
+        """Make ``address`` readable.  Connecting twice to one address is harmless.
+
+        Raises:
+            BadAddress: the bytes are not an address of this backend.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget a peer.  Unknown peers are ignored; its reads settle as ``PeerLost``."""
+
+    @abstractmethod
+    def read(self, peer: PeerId, spans: Spans) -> ReadId:
+        """Start copying ``spans`` from ``peer``; may block while it copies.
+
+        Empty spans settle at once.  Runtime failures do not raise here: they
+        settle the read, so that every caller has one place to handle them.
+
+        Raises:
+            PeerUnknown: ``peer`` is not connected.
+            TransportClosed: after ``close``.
+        """
+
+    @abstractmethod
+    def poll(self, read: ReadId) -> Settled | None:
+        """How the read ended, or None while it can still write.
+
+        The read is forgotten once its ``Settled`` was returned.
+
+        Raises:
+            KeyError: ``read`` was never posted, or was returned already.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Facts for logs: library versions, transports and settings really in use."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unregister and release everything.  A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

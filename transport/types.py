@@ -1,0 +1,163 @@
+"""The three things a transport talks about: memory, spans of it, and how a read ended.
+
+Addresses are plain integers: a transport moves bytes between registered
+memories and knows nothing of KV caches, requests or engines.  A read is a set
+of spans, kept as numpy columns because a pull of a long prompt has tens of
+thousands of them::
+
+            local                remote             nbytes
+    span 0  0x7f10_0000_0000 <-- 0x7e20_0001_0000   65536
+    span 1  0x7f10_0001_0000 <-- 0x7e20_0005_0000   65536
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.errors import BadSpans, TransportError
+
+PeerId = NewType("PeerId", str)
+"""Names a connected peer, unique within one transport."""
+
+ReadId = NewType("ReadId", int)
+"""Names one posted read, unique within one transport."""
+
+U64 = NDArray[np.uint64]
+
+_LAST_ADDRESS = np.uint64(2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where memory lives: ``cpu`` (NIXL's DRAM) or ``cuda`` (VRAM), and which one."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+HOST = Device()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One contiguous allocation: ``nbytes`` bytes from address ``base`` on ``device``."""
+
+    base: int
+    nbytes: int
+    device: Device = HOST
+
+    def __post_init__(self) -> None:
+        if self.base <= 0 or self.nbytes <= 0:
+            raise BadSpans(f"memory at {self.base:#x} of {self.nbytes} bytes: both must be above 0")
+
+    @property
+    def end(self) -> int:
+        """First address after this memory."""
+        return self.base + self.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Byte runs to copy from a peer's memory into ours.
+
+    ``local``, ``remote`` and ``nbytes`` are one-dimensional uint64 arrays of the
+    same length n: run i copies ``nbytes[i]`` bytes from the peer's address
+    ``remote[i]`` to our address ``local[i]``.
+
+    Raises:
+        BadSpans: another dtype, shape or length, an empty run, or an address
+            that would overflow 63 bits.
+    """
+
+    local: U64
+    remote: U64
+    nbytes: U64
+    local_device: Device = HOST
+    remote_device: Device = HOST
+
+    def __post_init__(self) -> None:
+        for name in ("local", "remote", "nbytes"):
+            column = getattr(self, name)
+            if column.dtype != np.uint64 or column.ndim != 1:
+                raise BadSpans(
+                    f"{name}: expected uint64 of shape (n,), got {column.dtype} {column.shape}"
+                )
+        if not len(self.local) == len(self.remote) == len(self.nbytes):
+            raise BadSpans(
+                "columns differ in length: "
+                f"local {len(self.local)}, remote {len(self.remote)}, nbytes {len(self.nbytes)}"
+            )
+        if len(self.nbytes) and not self.nbytes.all():
+            raise BadSpans(f"run {int(np.argmin(self.nbytes))} has 0 bytes")
+        for name in ("local", "remote"):
+            column = getattr(self, name)
+            if len(column) and (column > _LAST_ADDRESS - self.nbytes).any():
+                raise BadSpans(f"{name}: an address lies beyond 63 bits")
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the whole read moves."""
+        return int(self.nbytes.sum())
+
+    def coalesced(self) -> Spans:
+        """The same copy with neighbouring runs merged.
+
+        Run i+1 joins run i when it continues it on both sides.  Order is kept,
+        so a caller that lists blocks in ascending order merges the most.
+        """
+        if len(self) < 2:
+            return self
+        joins = (self.local[:-1] + self.nbytes[:-1] == self.local[1:]) & (
+            self.remote[:-1] + self.nbytes[:-1] == self.remote[1:]
+        )
+        if not joins.any():
+            return self
+        starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+        return Spans(
+            self.local[starts],
+            self.remote[starts],
+            np.add.reduceat(self.nbytes, starts),
+            self.local_device,
+            self.remote_device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What a finished read cost, as the backend saw it.
+
+    ``num_descriptors`` is counted after the backend merged neighbours; times are
+    in seconds: ``post_s`` for posting, ``transfer_s`` from posting to the end.
+    """
+
+    nbytes: int
+    num_descriptors: int
+    post_s: float
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A read that can write nothing any more.
+
+    ``error`` is None when every byte arrived; otherwise the local bytes of its
+    spans are undefined.  Either way the destination may be reused.
+    """
+
+    stats: ReadStats
+    error: TransportError | None = field(default=None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte arrived."""
+        return self.error is None
