@@ -1,0 +1,1 @@
+"""State machines of a transfer: lease (prefill), pull and peer (decode).  Pure."""

@@ -1,0 +1,1 @@
+"""Which bytes to read from whom: topology, templates, plans.  Pure, numpy."""

@@ -1,0 +1,1 @@
+"""What two engines say to each other: messages, framing, tickets.  Pure."""

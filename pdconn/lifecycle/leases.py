@@ -1,0 +1,112 @@
+"""All leases of one lender: found by request, freed exactly once.
+
+The book also remembers how the last few thousand leases ended, so that a late
+claim hears *why* it is refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from pdconn.lifecycle.lease import Denied, Freed, Granted, Lease, refusal_after
+from pdconn.protocol.messages import Reader, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class FreedLease:
+    """The engine may reuse the blocks of ``request``."""
+
+    request: str
+    why: Freed
+
+
+class LeaseBook:
+    """Leases by request id.
+
+    Args:
+        remember: how many ended leases are kept by name (about 100 bytes each).
+    """
+
+    def __init__(self, remember: int = 4096) -> None:
+        self._leases: dict[str, Lease] = {}
+        self._ended: OrderedDict[str, Freed] = OrderedDict()
+        self._remember = remember
+        self._timers: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def lend(self, request: str, blocks: bytes, ttl_s: float, now: float) -> None:
+        """Blocks are lent from now on.
+
+        Raises:
+            ValueError: the request has a lease already.
+        """
+        if request in self._leases:
+            raise ValueError(f"request {request!r} has a lease already")
+        self._ended.pop(request, None)
+        lease = self._leases[request] = Lease(blocks, ttl_s, now)
+        heapq.heappush(self._timers, (lease.deadline, request))
+
+    def claim(self, request: str, reader: Reader, blocks: bytes, now: float) -> Granted | Denied:
+        """Answer a claim; see :meth:`Lease.claim`."""
+        lease = self._leases.get(request)
+        return self._absent(request) if lease is None else lease.claim(reader, blocks, now)
+
+    def renew(self, request: str, reader: Reader, now: float) -> Granted | Denied:
+        """Answer a renewal; see :meth:`Lease.renew`."""
+        lease = self._leases.get(request)
+        return self._absent(request) if lease is None else lease.renew(reader, now)
+
+    def done(self, request: str, reader: Reader, now: float) -> list[FreedLease]:
+        """A reader is done; unknown requests are ignored, since reports may repeat."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return []
+        lease.done(reader, now)
+        return self._settle(request, lease)
+
+    def abort(self, request: str, now: float) -> list[FreedLease]:
+        """Take the blocks back as soon as no claim can be believed any more."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return []
+        lease.abort(now)
+        return self._settle(request, lease)
+
+    def tick(self, now: float) -> list[FreedLease]:
+        """Free what is over at ``now``.  Cost grows with what is due, not with leases."""
+        freed: list[FreedLease] = []
+        while self._timers and self._timers[0][0] <= now:
+            _, request = heapq.heappop(self._timers)
+            lease = self._leases.get(request)
+            if lease is None:
+                continue
+            lease.tick(now)
+            freed += self._settle(request, lease, timer_spent=True)
+        return freed
+
+    def next_deadline(self) -> float | None:
+        """When ``tick`` should run next, or None when nothing is lent."""
+        while self._timers and self._timers[0][1] not in self._leases:
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def _settle(self, request: str, lease: Lease, timer_spent: bool = False) -> list[FreedLease]:
+        if lease.freed is None:
+            if timer_spent or lease.next_deadline() < lease.deadline:
+                heapq.heappush(self._timers, (lease.next_deadline(), request))
+            return []
+        del self._leases[request]
+        self._ended[request] = lease.freed
+        while len(self._ended) > self._remember:
+            self._ended.popitem(last=False)
+        return [FreedLease(request, lease.freed)]
+
+    def _absent(self, request: str) -> Denied:
+        ended = self._ended.get(request)
+        if ended is None:
+            return Denied(Refusal.UNKNOWN, "nothing is lent under this request")
+        return Denied(refusal_after(ended), "the lease has ended")

@@ -1,0 +1,222 @@
+"""A plan: every run of one pull, from templates and two block lists.
+
+Blocks are paired by absolute token position, never by list index::
+
+    token        0        64       128      192
+    ours   B=64  [  id 5  ][  id 9  ][  id 2  ]     first 0
+    theirs B=32  [hole][ 3][ 4][ 8][ 1][ 7]         first 0
+
+Holes of ours (id 0) are not needed and never move; a hole of theirs where ours is
+none fails the plan, because the byte could not be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock
+from pdconn.planning.template import I64, Side, Template, build_templates
+from pdconn.planning.topology import match_pieces
+from pdconn.protocol.ticket import BlockList
+from registration.references import KVCacheReferences
+from transport import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one request of ours wants: tokens ``[held, until)`` in these blocks.
+
+    ``blocks`` has one list per group of ours.  Blocks before ``held`` tokens are
+    in our cache already.
+    """
+
+    held: int
+    until: int
+    blocks: tuple[BlockList, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held <= self.until:
+            raise ValueError(f"expected 0 <= held <= until, got {self.held}, {self.until}")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of a plan, and bytes that it did not have to move.
+
+    ``full`` and ``window`` are pulled bytes by attention kind.  ``saved_by_window``
+    are bytes of blocks that no window reaches any more, ``saved_by_hits`` bytes of
+    blocks that the receiver holds already.
+    """
+
+    full: int = 0
+    window: int = 0
+    saved_by_window: int = 0
+    saved_by_hits: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.full + other.full,
+            self.window + other.window,
+            self.saved_by_window + other.saved_by_window,
+            self.saved_by_hits + other.saved_by_hits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Spans to read per rank of the peer (only ranks with something to read)."""
+
+    reads: tuple[tuple[int, Spans], ...]
+    moved: Moved
+    num_runs: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairing:
+    """Everything about a peer that plans are made from: made once, at the greeting."""
+
+    ours: KVCacheReferences
+    templates: tuple[Template, ...]
+    ranks: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
+    ) -> Pairing:
+        """Match our rank's memory with all ranks of a peer.
+
+        Raises:
+            Incompatible: naming the field and both values.
+        """
+        counts = {len(references.groups) for references in theirs}
+        if counts != {len(ours.groups)}:
+            raise Incompatible("number of KV cache groups", sorted(counts), len(ours.groups))
+        pieces = match_pieces(ours, theirs, spread)
+        templates = tuple(build_templates(ours, theirs, pieces))
+        return cls(ours, templates, tuple(sorted({t.their_rank for t in templates})))
+
+    def plan(self, need: Need, lent: Sequence[BlockList]) -> Plan:
+        """The reads for one request.
+
+        Args:
+            need: our blocks and the tokens wanted.
+            lent: the lender's blocks, one list per group of theirs.
+
+        Raises:
+            Incompatible: the number of block lists is not the number of groups.
+            MissingBlock: a block that we need is not lent.
+            BlockOutOfRange: an id beyond either cache.
+        """
+        if len(need.blocks) != len(self.ours.groups):
+            raise Incompatible("local block lists", len(need.blocks), len(self.ours.groups))
+        if len(lent) != len(self.ours.groups):
+            raise Incompatible("lent block lists", len(lent), len(self.ours.groups))
+        moved = Moved()
+        parts: dict[int, list[Spans]] = {}
+        for template in self.templates:
+            pairs = _pairs(template, need, lent[template.their_group])
+            moved += self._moved(template, pairs)
+            if len(pairs.ours):
+                spans = _spans(template, pairs, self.ours)
+                parts.setdefault(template.their_rank, []).append(spans)
+        reads = tuple((rank, _joined(spans)) for rank, spans in sorted(parts.items()))
+        return Plan(reads, moved, sum(len(spans) for _, spans in reads))
+
+    def _moved(self, template: Template, pairs: _Pairs) -> Moved:
+        each = template.sub_block_nbytes
+        windowed = self.ours.groups[template.our_group].kind.is_windowed
+        pulled = len(pairs.ours) * each
+        return Moved(
+            full=0 if windowed else pulled,
+            window=pulled if windowed else 0,
+            saved_by_window=pairs.holes * each if windowed else 0,
+            saved_by_hits=pairs.hits * each,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Sub-blocks to move: block ids and sub-block indices of both sides, shape (n,)."""
+
+    ours: I64
+    our_sub: I64
+    theirs: I64
+    their_sub: I64
+    holes: int
+    hits: int
+
+
+def _pairs(template: Template, need: Need, lent: BlockList) -> _Pairs:
+    tokens = template.sub_block_tokens
+    wanted = np.arange(need.until // tokens + (need.until % tokens > 0), dtype=np.int64)
+    ours, our_sub = _located(
+        wanted, template.our_block_tokens // tokens, need.blocks[template.our_group]
+    )
+    real = ours > 0
+    fresh = wanted >= need.held // tokens
+    moving = real & fresh
+    theirs, their_sub = _located(wanted[moving], template.their_block_tokens // tokens, lent)
+    if not theirs.all():
+        at = int(wanted[moving][np.argmin(theirs != 0)]) * tokens
+        raise MissingBlock(
+            f"group {template.our_group}: tokens from {at} on are needed and not lent"
+        )
+    _bounded("ours", ours, template.our_num_blocks)
+    _bounded("theirs", theirs, template.their_num_blocks)
+    return _Pairs(
+        ours[moving],
+        our_sub[moving],
+        theirs,
+        their_sub,
+        holes=int((~real).sum()),
+        hits=int((real & ~fresh).sum()),
+    )
+
+
+def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
+    """Block id (0 where the list has none) and sub-block index of each sub-block."""
+    ids = np.asarray(blocks.ids, dtype=np.int64)
+    position = wanted // per_block - blocks.first
+    inside = (position >= 0) & (position < len(ids))
+    found = np.zeros(len(wanted), dtype=np.int64)
+    found[inside] = ids[position[inside]]
+    return found, wanted % per_block
+
+
+def _bounded(side: str, ids: I64, num_blocks: int) -> None:
+    if len(ids) and int(ids.max()) >= num_blocks:
+        raise BlockOutOfRange(f"block id: {side} {int(ids.max())}, cache of {num_blocks} blocks")
+
+
+def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
+    count = len(pairs.ours)
+    return Spans(
+        _addresses(template.ours, pairs.ours, pairs.our_sub),
+        _addresses(template.theirs, pairs.theirs, pairs.their_sub),
+        np.tile(template.nbytes, count).astype(np.uint64),
+        ours.tensors[0].device,
+        template.their_device,
+    )
+
+
+def _addresses(side: Side, ids: I64, sub: I64) -> NDArray[np.uint64]:
+    table = side.start[None, :] + ids[:, None] * side.stride[None, :]
+    if sub.any():
+        table += sub[:, None] * side.step[None, :]
+    return table.ravel().astype(np.uint64)
+
+
+def _joined(parts: list[Spans]) -> Spans:
+    if len(parts) == 1:
+        return parts[0].coalesced()
+    return Spans(
+        np.concatenate([part.local for part in parts]),
+        np.concatenate([part.remote for part in parts]),
+        np.concatenate([part.nbytes for part in parts]),
+        parts[0].local_device,
+        parts[0].remote_device,
+    ).coalesced()

@@ -1,0 +1,202 @@
+"""The runs inside one block, computed once per pair of ranks and group.
+
+A template says, for one *sub-block* (the greatest common divisor of both sides'
+block sizes), which bytes of a block row of theirs go where in a block row of ours.
+A run is the largest piece that is contiguous on both sides::
+
+    ours   BLHNC  | L0 h0 h1 | L1 h0 h1 |      block stride 4 pages
+    theirs LBHNC  | L0 h0 h1 |...| L1 h0 h1 |  block stride 1 page
+    runs            ^^^^^^^^       ^^^^^^^^    two: a page each
+
+With unequal block sizes a block holds several sub-blocks; run i of sub-block s
+starts ``s * step[i]`` bytes later on each side.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdconn.planning.errors import Incompatible
+from pdconn.planning.topology import Piece
+from registration.references import KVCacheDataReference, KVCacheReferences
+from transport import Device
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One side's columns of a template, each of shape (runs,), int64, in bytes.
+
+    The address of a run in block b, sub-block s is ``start + b * stride + s * step``.
+    """
+
+    start: I64
+    stride: I64
+    step: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """The runs of one sub-block of one group from one rank of the peer.
+
+    ``sub_block_tokens`` divides ``our_block_tokens`` and ``their_block_tokens``.
+    ``num_blocks`` bounds the block ids of either side.
+    """
+
+    our_group: int
+    their_rank: int
+    their_group: int
+    sub_block_tokens: int
+    our_block_tokens: int
+    their_block_tokens: int
+    our_num_blocks: int
+    their_num_blocks: int
+    their_device: Device
+    ours: Side
+    theirs: Side
+    nbytes: I64
+
+    @property
+    def sub_block_nbytes(self) -> int:
+        """Bytes that one sub-block moves."""
+        return int(self.nbytes.sum())
+
+
+def build_templates(
+    ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], pieces: Sequence[Piece]
+) -> list[Template]:
+    """One template per group of ours, rank of theirs and group there.
+
+    Raises:
+        Incompatible: bytes per token or head differ, or an opaque block meets one
+            of another size or kind.
+    """
+    bundles: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        bundles[piece.our_group, piece.their_rank, piece.their_group].append(piece)
+    return [_template(ours, theirs[key[1]], key, bundle) for key, bundle in bundles.items()]
+
+
+def _template(
+    ours: KVCacheReferences,
+    theirs: KVCacheReferences,
+    key: tuple[int, int, int],
+    pieces: list[Piece],
+) -> Template:
+    our_group, their_rank, their_group = key
+    our_tokens = ours.groups[our_group].block_tokens
+    their_tokens = theirs.groups[their_group].block_tokens
+    sizes = _Sizes(gcd(our_tokens, their_tokens), our_tokens, their_tokens)
+    columns = [_runs(ours, theirs, piece, sizes) for piece in pieces]
+    table = _merged(np.concatenate(columns, axis=1))
+    return Template(
+        our_group,
+        their_rank,
+        their_group,
+        sizes.sub,
+        our_tokens,
+        their_tokens,
+        ours.num_blocks(our_group),
+        theirs.num_blocks(their_group),
+        theirs.tensors[pieces[0].theirs.tensor].device,
+        Side(table[0], table[1], table[2]),
+        Side(table[3], table[4], table[5]),
+        table[6],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Tokens of the sub-block and of both sides' blocks."""
+
+    sub: int
+    ours: int
+    theirs: int
+
+
+def _runs(ours: KVCacheReferences, theirs: KVCacheReferences, piece: Piece, sizes: _Sizes) -> I64:
+    """Rows: our start, stride, step, their start, stride, step, bytes; a column a run."""
+    rows, row_nbytes = _rows(piece, sizes)
+    heads = np.arange(piece.num_heads, dtype=np.int64)[:, None]
+    tokens = np.arange(rows, dtype=np.int64)[None, :]
+    table = np.empty((7, piece.num_heads * rows), dtype=np.int64)
+    for first, references, ref, head, block_tokens in (
+        (0, ours, piece.ours, piece.our_head, sizes.ours),
+        (3, theirs, piece.theirs, piece.their_head, sizes.theirs),
+    ):
+        tensor = references.tensors[ref.tensor]
+        start = tensor.base + ref.offset + (head + heads) * ref.head_stride
+        table[first] = (start + tokens * (ref.token_stride or 0)).ravel()
+        table[first + 1] = tensor.block_stride
+        table[first + 2] = _step(ref, sizes.sub, block_tokens)
+    table[6] = row_nbytes
+    return table
+
+
+def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
+    """How many runs one head of one sub-block needs, and the bytes of each."""
+    ours, theirs = piece.ours, piece.theirs
+    where = f"layer {ours.layer}"
+    if ours.token_nbytes is None or theirs.token_nbytes is None:
+        if ours.token_nbytes is not None or theirs.token_nbytes is not None:
+            raise Incompatible(f"{where}: blocks opaque in tokens", *_opaque(theirs, ours))
+        if sizes.ours != sizes.theirs:
+            raise Incompatible(
+                f"{where}: block_tokens of blocks that only move whole", sizes.theirs, sizes.ours
+            )
+        if ours.head_nbytes != theirs.head_nbytes:
+            raise Incompatible(f"{where}: bytes per head", theirs.head_nbytes, ours.head_nbytes)
+        return 1, ours.head_nbytes
+    if ours.token_nbytes != theirs.token_nbytes:
+        raise Incompatible(
+            f"{where}: bytes per token and head", theirs.token_nbytes, ours.token_nbytes
+        )
+    stored, their_stored = ours.num_rows or 0, theirs.num_rows or 0
+    if sizes.ours * their_stored != sizes.theirs * stored:
+        raise Incompatible(
+            f"{where}: tokens per stored row", sizes.theirs / their_stored, sizes.ours / stored
+        )
+    if sizes.sub * stored % sizes.ours:
+        per_row = sizes.ours // stored
+        raise Incompatible(f"{where}: block_tokens, {per_row} a row", sizes.theirs, sizes.ours)
+    rows = sizes.sub * stored // sizes.ours
+    dense = ours.token_stride == theirs.token_stride == ours.token_nbytes
+    return (1, rows * ours.token_nbytes) if dense else (rows, ours.token_nbytes)
+
+
+def _opaque(theirs: KVCacheDataReference, ours: KVCacheDataReference) -> tuple[str, str]:
+    return (
+        "opaque" if theirs.token_nbytes is None else "by token",
+        "opaque" if ours.token_nbytes is None else "by token",
+    )
+
+
+def _step(ref: KVCacheDataReference, sub_tokens: int, block_tokens: int) -> int:
+    """Bytes from one sub-block of a block to the next."""
+    if ref.token_stride is None or ref.num_rows is None:
+        return 0
+    return sub_tokens * ref.num_rows // block_tokens * ref.token_stride
+
+
+def _merged(table: I64) -> I64:
+    """Join runs that continue each other on both sides, in the order of our addresses."""
+    table = table[:, np.argsort(table[0], kind="stable")]
+    if table.shape[1] < 2:
+        return table
+    before, after = table[:, :-1], table[:, 1:]
+    joins = (
+        (before[0] + before[6] == after[0])
+        & (before[3] + before[6] == after[3])
+        & (before[[1, 2, 4, 5]] == after[[1, 2, 4, 5]]).all(axis=0)
+    )
+    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+    merged = table[:, starts].copy()
+    merged[6] = np.add.reduceat(table[6], starts)
+    return merged

@@ -1,0 +1,243 @@
+"""The messages of the side channel.
+
+Decode speaks first on a connection, prefill answers::
+
+    decode                          prefill
+    Hello ────────────────────────►
+          ◄──────────────── Welcome | Rejected
+    Claim ────────────────────────►
+          ◄──────────────── Granted | Refused
+    Renew ────────────────────────►
+          ◄──────────────── Granted | Refused
+    Done  ────────────────────────►
+
+A frame holds a list of messages, so everything due in one tick shares a frame.
+Time-to-live travels, points in time never do: decode counts from *sending* the
+claim or renewal that a ``Granted`` answers (``seq`` says which), prefill from
+*receiving* it, so decode gives up first and no clock is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+from pdconn.protocol.errors import FrameError, MessageError
+from registration.references import KVCacheReferences
+
+PROTOCOL_VERSION = 1
+"""Raised whenever an engine of the version before could misread a message."""
+
+EngineId = NewType("EngineId", str)
+Incarnation = NewType("Incarnation", str)
+"""Random text that one boot of one engine draws; a restart changes it."""
+RequestId = NewType("RequestId", str)
+
+MAX_RANKS = 4096
+MAX_MESSAGES = 4096
+MAX_TEXT = 512
+
+
+class Refusal(StrEnum):
+    """Why a claim or renewal was refused."""
+
+    UNKNOWN = "unknown"
+    EXPIRED = "expired"
+    CONSUMED = "consumed"
+    ABORTED = "aborted"
+    ALTERED = "altered"
+    BAD_READER = "bad_reader"
+    STALE_INCARNATION = "stale_incarnation"
+
+
+class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker of an engine: its place, how to reach it, and its KV memory."""
+
+    pp_rank: int
+    tp_rank: int
+    address: bytes
+    references: KVCacheReferences
+
+
+class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's share of one pull.
+
+    ``pull`` is unique per decode engine boot and request; ``rank`` of ``of`` ranks
+    read for it, and the lent blocks are consumed when all of them are done.
+    """
+
+    pull: str
+    rank: int
+    of: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """First message of a connection: who calls, and whom it means to reach."""
+
+    version: int
+    engine_id: str
+    incarnation: str
+    wants: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+    """The lender's answer: all its ranks, and what its bytes mean.
+
+    ``traits`` name everything about the content of a block that geometry does
+    not (dtype, packing, model); they must be equal on both sides.
+    """
+
+    version: int
+    engine_id: str
+    incarnation: str
+    traits: dict[str, str]
+    ranks: tuple[RankGeometry, ...]
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
+    """The lender's last message on a connection that it will not serve."""
+
+    field: str
+    expected: str
+    seen: str
+
+
+class Claim(msgspec.Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
+    """Asks to read what ``request`` lends; ``blocks`` is the ticket's block digest."""
+
+    seq: int
+    request: str
+    reader: Reader
+    blocks: bytes
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
+    """Asks for more time for a claim that was granted."""
+
+    seq: int
+    request: str
+    reader: Reader
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+    """This reader will read nothing more, whether or not it ever did."""
+
+    request: str
+    reader: Reader
+    ok: bool
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted", forbid_unknown_fields=True):
+    """The lent blocks stay as they are for ``ttl_ms`` milliseconds."""
+
+    seq: int
+    request: str
+    pull: str
+    ttl_ms: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+    """The claim or renewal ``seq`` is not granted; nothing read under it is valid."""
+
+    seq: int
+    request: str
+    pull: str
+    why: Refusal
+    detail: str
+
+
+FromReader = Hello | Claim | Renew | Done
+FromLender = Welcome | Rejected | Granted | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_from_reader = msgspec.msgpack.Decoder(list[FromReader])
+_from_lender = msgspec.msgpack.Decoder(list[FromLender])
+
+
+def encode(messages: Sequence[FromReader] | Sequence[FromLender]) -> bytes:
+    """The body of one frame."""
+    return _encoder.encode(messages)
+
+
+def decode_from_reader(body: bytes) -> list[FromReader]:
+    """What a decode engine said.
+
+    Raises:
+        MessageError: not a list of known messages, or a value out of bounds.
+    """
+    messages: list[FromReader] = _decoded(_from_reader, body)
+    for message in messages:
+        if isinstance(message, Hello):
+            _bounded("hello.incarnation", message.incarnation)
+            _bounded("hello.wants", message.wants)
+            _bounded("hello.engine_id", message.engine_id)
+        else:
+            _check_reader(message.reader)
+            _bounded("request", message.request)
+    return messages
+
+
+def decode_from_lender(body: bytes) -> list[FromLender]:
+    """What a prefill engine said.
+
+    Raises:
+        MessageError: not a list of known messages, or a value out of bounds.
+    """
+    messages: list[FromLender] = _decoded(_from_lender, body)
+    for message in messages:
+        if isinstance(message, Welcome) and not 0 < len(message.ranks) <= MAX_RANKS:
+            raise MessageError("welcome.ranks", f"1 to {MAX_RANKS}", len(message.ranks))
+        if isinstance(message, Granted) and not 0 < message.ttl_ms < 2**31:
+            raise MessageError("granted.ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
+    return messages
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> list:  # type: ignore[type-arg]
+    try:
+        messages = decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MessageError("message", "a list of known messages", str(error)) from error
+    if len(messages) > MAX_MESSAGES:
+        raise MessageError("messages in one frame", f"at most {MAX_MESSAGES}", len(messages))
+    return list(messages)
+
+
+def _bounded(field: str, text: str) -> None:
+    if not 0 < len(text) <= MAX_TEXT:
+        raise MessageError(field, f"1 to {MAX_TEXT} characters", text)
+
+
+def _check_reader(reader: Reader) -> None:
+    _bounded("reader.pull", reader.pull)
+    if not 0 < reader.of <= MAX_RANKS:
+        raise MessageError("reader.of", f"1 to {MAX_RANKS}", reader.of)
+    if not 0 <= reader.rank < reader.of:
+        raise MessageError("reader.rank", f"0 to {reader.of - 1}", reader.rank)
+
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Claim",
+    "Done",
+    "EngineId",
+    "FrameError",
+    "FromLender",
+    "FromReader",
+    "Granted",
+    "Hello",
+    "Incarnation",
+    "RankGeometry",
+    "Reader",
+    "Refusal",
+    "Refused",
+    "Rejected",
+    "Renew",
+    "RequestId",
+    "Welcome",
+    "decode_from_lender",
+    "decode_from_reader",
+    "encode",
+]

@@ -1,0 +1,162 @@
+"""The ticket: what prefill hands to decode through the proxy.
+
+It is the ``kv_transfer_params`` dict that vLLM's proxies pass through untouched,
+with the keys of vLLM's in-tree connector and one of ours, ``pdconn``.  It passes
+through clients' and proxies' hands, so nothing in it is believed: block lists are
+checked against the geometry in the handshake, and the lender compares their
+digest with what it lent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.messages import MAX_TEXT
+
+TICKET_VERSION = 1
+MAX_GROUPS = 256
+MAX_BLOCKS = 1 << 22
+_MAX_BLOCK_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    """Blocks of one group by logical position.
+
+    ``ids[i]`` holds logical block ``first + i``; id 0 is a hole (vLLM's null
+    block) on either side.
+    """
+
+    first: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A promise of KV: who holds it, under which name, in which blocks.
+
+    ``prompt`` is a digest of the prompt that the KV was computed from.
+    """
+
+    engine_id: str
+    incarnation: str
+    request_id: str
+    host: str
+    port: int
+    num_tokens: int
+    prompt: str
+    blocks: tuple[BlockList, ...]
+
+    def to_params(self, tp_size: int, pp_size: int) -> dict[str, Any]:
+        """As ``kv_transfer_params``, ready for the decode engine's request."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_block_ids": [list(group.ids) for group in self.blocks],
+            "remote_num_tokens": self.num_tokens,
+            "tp_size": tp_size,
+            "pp_size": pp_size,
+            "pdconn": {
+                "version": TICKET_VERSION,
+                "incarnation": self.incarnation,
+                "prompt": self.prompt,
+                "first_blocks": [group.first for group in self.blocks],
+            },
+        }
+
+
+def trimmed(ids: Sequence[int]) -> BlockList:
+    """A group's block list without the holes at its head.
+
+    >>> trimmed([0, 0, 7, 9])
+    BlockList(first=2, ids=(7, 9))
+    """
+    first = next((index for index, block in enumerate(ids) if block), len(ids))
+    return BlockList(first, tuple(ids[first:]))
+
+
+def block_digest(blocks: Sequence[BlockList]) -> bytes:
+    """16 bytes that differ when any group's blocks do (BLAKE2b)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for group in blocks:
+        digest.update(np.array([group.first, len(group.ids)], dtype="<i8").tobytes())
+        digest.update(np.array(group.ids, dtype="<i8").tobytes())
+    return digest.digest()
+
+
+def parse_ticket(params: Mapping[str, Any]) -> Ticket:
+    """Read ``kv_transfer_params``; keys that we do not know are left alone.
+
+    Raises:
+        TicketError: naming the field, what was expected and what came.
+    """
+    ours = _field(params, "pdconn", dict, "a ticket made by pdconn (does prefill run PdConnector?)")
+    version = _number(ours, "pdconn.version", 1, 1 << 16)
+    if version != TICKET_VERSION:
+        raise TicketError("pdconn.version", TICKET_VERSION, version)
+    firsts = _field(ours, "pdconn.first_blocks", list, "a list of block positions")
+    lists = _field(params, "remote_block_ids", list, "a list of block ids per group")
+    if len(lists) > MAX_GROUPS:
+        raise TicketError("remote_block_ids", f"at most {MAX_GROUPS} groups", len(lists))
+    if len(firsts) != len(lists):
+        raise TicketError("pdconn.first_blocks", f"{len(lists)} entries", len(firsts))
+    return Ticket(
+        engine_id=_text(params, "remote_engine_id"),
+        incarnation=_text(ours, "pdconn.incarnation"),
+        request_id=_text(params, "remote_request_id"),
+        host=_text(params, "remote_host"),
+        port=_number(params, "remote_port", 1, 65535),
+        num_tokens=_number(params, "remote_num_tokens", 0, 1 << 31),
+        prompt=_text(ours, "pdconn.prompt"),
+        blocks=tuple(
+            _block_list(index, first, ids)
+            for index, (first, ids) in enumerate(zip(firsts, lists, strict=True))
+        ),
+    )
+
+
+def _block_list(index: int, first: object, ids: object) -> BlockList:
+    where = f"remote_block_ids[{index}]"
+    if type(first) is not int or not 0 <= first <= MAX_BLOCKS:
+        raise TicketError(f"pdconn.first_blocks[{index}]", f"0 to {MAX_BLOCKS}", first)
+    if not isinstance(ids, list):
+        raise TicketError(where, "a list of block ids", ids)
+    if len(ids) > MAX_BLOCKS:
+        raise TicketError(where, f"at most {MAX_BLOCKS} blocks", len(ids))
+    for position, block in enumerate(ids):
+        if type(block) is not int or not 0 <= block <= _MAX_BLOCK_ID:
+            raise TicketError(f"{where}[{position}]", f"0 to {_MAX_BLOCK_ID}", block)
+    return BlockList(first, tuple(ids))
+
+
+def _field(params: Mapping[str, Any], field: str, kind: type, expected: str) -> Any:
+    key = field.rpartition(".")[2]
+    if key not in params:
+        raise TicketError(field, expected, "nothing")
+    if type(params[key]) is not kind:
+        raise TicketError(field, expected, params[key])
+    return params[key]
+
+
+def _text(params: Mapping[str, Any], field: str) -> str:
+    text: str = _field(params, field, str, "text")
+    if not 0 < len(text) <= MAX_TEXT:
+        raise TicketError(field, f"1 to {MAX_TEXT} characters", text)
+    return text
+
+
+def _number(params: Mapping[str, Any], field: str, low: int, high: int) -> int:
+    number: int = _field(params, field, int, f"a whole number from {low} to {high}")
+    if not low <= number <= high:
+        raise TicketError(field, f"{low} to {high}", number)
+    return number

@@ -1,0 +1,50 @@
+"""A queue between an engine's thread and one of ours.
+
+Posting never blocks: it appends and, if the owner may be asleep in ``select``,
+writes one byte to a socket pair that the owner selects on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Many posters, one owner that waits for ``self.socket`` to be readable."""
+
+    def __init__(self) -> None:
+        self.socket, self._poke = socket.socketpair()
+        self.socket.setblocking(False)
+        self._poke.setblocking(False)
+        self._items: deque[T] = deque()
+
+    def post(self, item: T) -> None:
+        """Add ``item`` and wake the owner."""
+        self._items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make ``select`` return.  A full or closed pipe means it will, or need not."""
+        with contextlib.suppress(OSError):
+            self._poke.send(b"\0")
+
+    def take(self) -> list[T]:
+        """Everything posted so far, in order.  Only the owner calls this."""
+        with contextlib.suppress(BlockingIOError):
+            while len(self.socket.recv(4096)) == 4096:
+                pass
+        items = []
+        with contextlib.suppress(IndexError):
+            while True:
+                items.append(self._items.popleft())
+        return items
+
+    def close(self) -> None:
+        """Close both ends; later posts are kept and ignored."""
+        self.socket.close()
+        self._poke.close()

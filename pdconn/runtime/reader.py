@@ -1,0 +1,167 @@
+"""The reader: a thread that owns the transport of a decode rank.
+
+Posting a read may copy the whole of it before it returns, so it happens here:
+neither the engine nor the thread that renews claims ever waits for a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
+
+log = logging.getLogger(__name__)
+
+_NOTHING = ReadStats(0, 0, 0.0, 0.0)
+
+DRAIN_S = 5.0
+"""How long closing waits for reads in flight; their memory is gone afterwards."""
+
+_PAUSES_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001)
+"""Between polls of a read in flight: quick at first, then a thousand a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Reach a peer's rank; answered by Connected under the same ``tag``."""
+
+    tag: object
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Forget a peer's rank; not answered."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Copy ``spans``; answered by ReadSettled under the same ``tag``."""
+
+    tag: object
+    peer: PeerId
+    spans: Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """``peer`` is reachable, or ``error`` says why not."""
+
+    tag: object
+    peer: PeerId | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettled:
+    """Nothing of the read can be written any more; seen at ``at`` seconds."""
+
+    tag: object
+    settled: Settled
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStopped:
+    """The thread met an error of our own: what is in flight is unknown from now on."""
+
+    error: str
+
+
+Answer = Connected | ReadSettled | ReaderStopped
+
+
+class ReaderThread:
+    """Runs jobs in order and hands their answers to ``deliver``, on this thread.
+
+    Args:
+        transport: owned from now on, and closed by :meth:`close`.
+        deliver: must not block.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        deliver: Callable[[Answer], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._deliver = deliver
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[Connect | Disconnect | Read | None] = queue.SimpleQueue()
+        self._reading: dict[ReadId, object] = {}
+        self._thread = threading.Thread(target=self._run, name="pdconn-reader", daemon=True)
+        self._thread.start()
+
+    def post(self, job: Connect | Disconnect | Read) -> None:
+        """Queue a job; never blocks."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish the queued jobs, wait a while for reads in flight, close the transport."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            log.critical("the reader thread stopped", exc_info=True)
+            self._deliver(ReaderStopped(f"{type(error).__name__}: {error}"))
+        finally:
+            self._transport.close()
+
+    def _work(self) -> None:
+        stop_by: float | None = None
+        idle_polls = 0
+        while stop_by is None or (self._reading and self._clock() < stop_by):
+            pause = _PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)]
+            try:
+                job = self._jobs.get(timeout=pause) if self._reading else self._jobs.get()
+            except queue.Empty:
+                idle_polls += 1
+            else:
+                idle_polls = 0
+                if job is None:
+                    stop_by = self._clock() + DRAIN_S
+                else:
+                    self._do(job)
+            if self._poll():
+                idle_polls = 0
+
+    def _do(self, job: Connect | Disconnect | Read) -> None:
+        if isinstance(job, Connect):
+            try:
+                peer = self._transport.connect(job.address)
+            except TransportError as error:
+                self._deliver(Connected(job.tag, None, f"{type(error).__name__}: {error}"))
+            else:
+                self._deliver(Connected(job.tag, peer, None))
+        elif isinstance(job, Disconnect):
+            self._transport.disconnect(job.peer)
+        else:
+            self._read(job)
+
+    def _read(self, job: Read) -> None:
+        try:
+            read = self._transport.read(job.peer, job.spans)
+        except TransportError as error:
+            self._deliver(ReadSettled(job.tag, Settled(_NOTHING, error), self._clock()))
+        else:
+            self._reading[read] = job.tag
+
+    def _poll(self) -> bool:
+        ended = False
+        for read in list(self._reading):
+            settled = self._transport.poll(read)
+            if settled is not None:
+                self._deliver(ReadSettled(self._reading.pop(read), settled, self._clock()))
+                ended = True
+        return ended

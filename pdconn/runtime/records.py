@@ -1,0 +1,90 @@
+"""What the puller measures and reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdconn.planning.plan import Moved
+from transport import ReadStats
+
+
+@dataclass(frozen=True, slots=True)
+class PullRecord:
+    """One rank's pull, once it was received.  Times in seconds.
+
+    ``claim_s`` runs from first hearing of the request to the granted claim,
+    ``plan_s`` is the planning, ``post_s`` and ``transfer_s`` are the slowest of its
+    reads, ``total_s`` runs from the engine's wish to the report.
+    """
+
+    request: str
+    moved: Moved
+    num_descriptors: int
+    claim_s: float
+    plan_s: float
+    post_s: float
+    transfer_s: float
+    total_s: float
+
+
+@dataclass(slots=True)
+class Measured:
+    """Times and sizes of a pull as they become known; clock readings in seconds."""
+
+    held: float
+    asked: float = 0.0
+    granted: float = 0.0
+    plan_s: float = 0.0
+    moved: Moved = field(default_factory=Moved)
+    num_descriptors: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def planned(self, moved: Moved, plan_s: float) -> None:
+        """The plan was made in ``plan_s`` seconds."""
+        self.moved, self.plan_s = moved, plan_s
+
+    def add(self, stats: ReadStats) -> None:
+        """One of the reads settled."""
+        self.num_descriptors += stats.num_descriptors
+        self.post_s = max(self.post_s, stats.post_s)
+        self.transfer_s = max(self.transfer_s, stats.transfer_s)
+
+    def record(self, request: str, now: float) -> PullRecord:
+        """The pull was received at ``now``."""
+        return PullRecord(
+            request,
+            self.moved,
+            self.num_descriptors,
+            self.granted - self.held,
+            self.plan_s,
+            self.post_s,
+            self.transfer_s,
+            now - self.asked,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened since the engine last asked: requests, requests with reasons, records."""
+
+    received: tuple[str, ...]
+    failed: tuple[tuple[str, str], ...]
+    records: tuple[PullRecord, ...]
+
+    @classmethod
+    def of(cls, outbox: deque[str | tuple[str, str] | PullRecord]) -> Outcome:
+        """Empty ``outbox``, which another thread may be filling."""
+        received: list[str] = []
+        failed: list[tuple[str, str]] = []
+        records: list[PullRecord] = []
+        while outbox:
+            item = outbox.popleft()
+            if isinstance(item, PullRecord):
+                records.append(item)
+            elif isinstance(item, str):
+                received.append(item)
+            else:
+                failed.append(item)
+        return cls(tuple(received), tuple(failed), tuple(records))

@@ -1,0 +1,208 @@
+"""The scheduler's half of a decode engine: decides what to pull for which request.
+
+Every request with a ticket is *held* from its arrival, so that its lease is claimed
+and renewed while it queues, and leaves in one of three ways: *pulled* once it has
+blocks, *cancelled* when it wants nothing (a full local hit, an abort, a rejection),
+or *doomed* when its ticket is wrong.
+
+Best-of-n sends one ticket with several requests.  Each holds a claim of its own;
+with prefix caching the later ones wait for the first pull and then hit its blocks.
+One that comes when the ticket is consumed already computes for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from pdconn.planning.plan import Need
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.ticket import Ticket, parse_ticket, trimmed
+from pdconn.vllm.metadata import PdMetadata
+from pdconn.vllm.prompt import prompt_digest
+
+log = logging.getLogger(__name__)
+
+_CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
+_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request with a ticket, from its arrival to its pull or its end.
+
+    ``held`` is the local hit in tokens that the engine last asked with.
+    """
+
+    ticket: Ticket | None
+    problem: str | None
+    parent: str | None
+    pulling: bool = False
+    held: int = 0
+
+
+class Borrowing:
+    """Tickets of one decode engine.
+
+    Args:
+        incarnation: this boot's name, part of every pull id.
+        recompute: whether the engine recomputes what cannot be pulled; otherwise
+            such requests fail.
+        prefix_caching: whether a finished pull can be hit by the next request.
+    """
+
+    def __init__(self, incarnation: str, recompute: bool, prefix_caching: bool) -> None:
+        self._incarnation = incarnation
+        self._recompute = recompute
+        self._prefix_caching = prefix_caching
+        self._tracked: dict[str, _Tracked] = {}
+        self._pulling: dict[tuple[str, str], int] = {}
+        self._consumed: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._orders = PdMetadata()
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    def arrived(self, request: Any) -> None:
+        """A request entered the engine; hold its ticket if it has one."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        parent = _parent(request.request_id)
+        try:
+            ticket = parse_ticket(params)
+        except TicketError as error:
+            self._tracked[request.request_id] = _Tracked(None, str(error), parent)
+            log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, error)
+            return
+        tracked = self._tracked[request.request_id] = _Tracked(
+            ticket, _problem(request, ticket), parent
+        )
+        if tracked.problem is not None:
+            log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, tracked.problem)
+        if self._was_consumed(tracked):
+            tracked.ticket = None
+            return
+        self._number += 1
+        pull = f"{self._incarnation}/{self._number}"
+        self._orders.holds.append((request.request_id, pull, ticket))
+
+    def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
+        """How many tokens after the local hit can be pulled; None to ask again later.
+
+        The last prompt token is never pulled: the engine computes it anyway, to have
+        something to sample from.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
+            return 0, False
+        tracked.held = num_local
+        count = request.num_prompt_tokens - 1 - num_local
+        if count <= 0:
+            return 0, False
+        if tracked.problem is not None:
+            return (0, False) if self._recompute else (count, True)
+        if tracked.ticket is None:
+            return 0, False
+        if self._prefix_caching and self._pulling.get(_key(tracked.ticket)):
+            return None, False
+        return count, True
+
+    def allocated(self, request: Any, blocks: tuple[list[int], ...], num_external: int) -> None:
+        """The request got blocks, of which ``num_external`` tokens are ours to fill."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.pulling:
+            return
+        # From here on the engine must not ask us again, also when it recomputes.
+        request.kv_transfer_params["do_remote_prefill"] = False
+        if num_external <= 0 or tracked.problem is not None or tracked.ticket is None:
+            self._let_go(request.request_id, tracked)
+            if num_external > 0:
+                self._doom(request.request_id, tracked)
+            return
+        tracked.pulling = True
+        key = _key(tracked.ticket)
+        self._pulling[key] = self._pulling.get(key, 0) + 1
+        need = Need(
+            tracked.held, tracked.held + num_external, tuple(trimmed(ids) for ids in blocks)
+        )
+        self._orders.pulls.append((request.request_id, need))
+
+    def reported(self, request_id: str) -> None:
+        """The workers reported the pull, received or failed."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None:
+            self._ended(tracked)
+
+    def finished(self, request: Any) -> None:
+        """The request left the engine: finished, aborted, or rejected at its door."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        if tracked.pulling:
+            # The engine keeps the blocks until the workers report, so stay tracked.
+            self._orders.cancels.append(request.request_id)
+        else:
+            self._let_go(request.request_id, tracked)
+
+    def take_orders(self) -> PdMetadata:
+        """This step's orders for the workers."""
+        orders, self._orders = self._orders, PdMetadata()
+        return orders
+
+    def _doom(self, request_id: str, tracked: _Tracked) -> None:
+        self._tracked[request_id] = tracked
+        tracked.pulling = True
+        self._orders.doomed.append((request_id, tracked.problem or "no ticket"))
+
+    def _let_go(self, request_id: str, tracked: _Tracked) -> None:
+        """Nothing will be pulled: give the claim up, so that the lender hears of it."""
+        del self._tracked[request_id]
+        if tracked.ticket is not None:
+            self._orders.cancels.append(request_id)
+            tracked.ticket = None
+
+    def _ended(self, tracked: _Tracked) -> None:
+        if tracked.ticket is None:
+            return
+        key = _key(tracked.ticket)
+        left = self._pulling.pop(key, 1) - 1
+        if left > 0:
+            self._pulling[key] = left
+        if tracked.parent is not None:
+            self._consumed[(*key, tracked.parent)] = None
+            while len(self._consumed) > _REMEMBERED:
+                self._consumed.popitem(last=False)
+
+    def _was_consumed(self, tracked: _Tracked) -> bool:
+        """Whether a sibling pulled with this ticket before this request arrived."""
+        if tracked.ticket is None or tracked.parent is None:
+            return False
+        return (*_key(tracked.ticket), tracked.parent) in self._consumed
+
+
+def _key(ticket: Ticket) -> tuple[str, str]:
+    return ticket.incarnation, ticket.request_id
+
+
+def _parent(request_id: str) -> str | None:
+    """Best-of-n children are named ``<index>_<parent>`` by vLLM."""
+    child = _CHILD.fullmatch(request_id)
+    return child.group(1) if child else None
+
+
+def _problem(request: Any, ticket: Ticket) -> str | None:
+    """Why the ticket cannot be this request's, or None."""
+    if ticket.num_tokens < request.num_prompt_tokens - 1:
+        error = TicketError(
+            "remote_num_tokens", f"at least {request.num_prompt_tokens - 1}", ticket.num_tokens
+        )
+        return str(error)
+    digest = prompt_digest(request)
+    if ticket.prompt != digest:
+        return str(TicketError("pdconn.prompt", digest, ticket.prompt))
+    return None

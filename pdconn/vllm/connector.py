@@ -1,0 +1,236 @@
+"""``PdConnector``: vLLM's hooks, each handed to the half that answers it.
+
+vLLM builds the class twice: in the scheduler's process, where it lends and decides
+what to borrow, and in every worker's, where it registers memory and pulls.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from pdconn.vllm.borrowing import Borrowing
+from pdconn.vllm.config import Settings, read_settings
+from pdconn.vllm.lending import Lending
+from pdconn.vllm.metadata import PdHandshake, PdMetadata
+from pdconn.vllm.retention import keep_window_of_last_token
+from pdconn.vllm.stats import PdPromMetrics, PdStats
+from pdconn.vllm.worker import PdWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+_PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class PdConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill-to-decode KV transfer by one-sided reads, for hybrid models."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = _settings(vllm_config)
+        self._lending: Lending | None = None
+        self._borrowing: Borrowing | None = None
+        self._worker: PdWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            self._worker = PdWorker(settings, vllm_config, kv_cache_config)
+            return
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        incarnation = secrets.token_hex(8)
+        if transfer.is_kv_producer:
+            sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+            self._lending = Lending(settings, transfer.engine_id, incarnation, sizes)
+        if transfer.is_kv_consumer:
+            self._borrowing = Borrowing(
+                incarnation,
+                recompute=transfer.kv_load_failure_policy == "recompute",
+                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            )
+
+    # Scheduler side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Let prefill keep what decode's last token attends to."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._lending is not None:
+            changed = keep_window_of_last_token(kv_cache_manager)
+            log.info("pdconn: %d windowed group(s) keep the last token's window", changed)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Every worker is registered: start lending."""
+        if self._lending is not None:
+            self._lending.serve(
+                {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
+            )
+
+    def on_new_request(self, request: Request) -> None:
+        """Hold the request's ticket from its arrival."""
+        if self._borrowing is not None:
+            self._borrowing.arrived(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A pull restores every group that takes part in transfers."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See :meth:`Borrowing.matched`."""
+        if self._borrowing is None:
+            return 0, False
+        return self._borrowing.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See :meth:`Borrowing.allocated`."""
+        if self._borrowing is not None:
+            ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+            self._borrowing.allocated(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """This step's orders for the workers."""
+        orders = PdMetadata() if self._borrowing is None else self._borrowing.take_orders()
+        if self._lending is not None:
+            orders.freed = self._lending.freed()
+        return orders
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The workers reported."""
+        if self._borrowing is not None:
+            for request_id in connector_output.finished_recving or ():
+                self._borrowing.reported(request_id)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request of a model with one group left the engine."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request left the engine: lend its blocks if prefill was asked for."""
+        if self._borrowing is not None:
+            self._borrowing.finished(request)
+        params = request.kv_transfer_params
+        if self._lending is None or not params or not params.get("do_remote_decode"):
+            return False, None
+        if request.status not in _PREFILLED:
+            return False, None
+        ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        ticket = self._lending.lend(request, ids)
+        return ticket is not None, ticket
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Pin the KV memory."""
+        self._of_worker().register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Our memory, for the scheduler's half to serve."""
+        return self._of_worker().handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take orders before the step's forward pass, which pulls need not wait for."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, PdMetadata):
+            self._of_worker().obey(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing left to do: see :meth:`bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Pulls end between steps."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Prefill does nothing per layer: decode reads."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Pulls and leases that ended."""
+        return self._of_worker().results()
+
+    def get_kv_connector_stats(self) -> PdStats | None:
+        """Pulls (worker's half) and leases (scheduler's half) since the last call."""
+        if self._worker is not None:
+            return self._worker.take_stats()
+        counts = {} if self._lending is None else self._lending.take_counts()
+        return PdStats({"counts": counts}) if counts else None
+
+    def shutdown(self) -> None:
+        """Stop every thread, close every socket, unpin the memory."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._lending is not None:
+            self._lending.close()
+
+    # Class side
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStats:
+        """Stats from their payload."""
+        return PdStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PdPromMetrics:
+        """Our metrics on vLLM's ``/metrics``."""
+        return PdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _of_worker(self) -> PdWorker:
+        if self._worker is None:
+            raise RuntimeError("a worker's hook was called on the scheduler's half")
+        return self._worker
+
+
+def _settings(config: VllmConfig) -> Settings:
+    return read_settings(
+        config.kv_transfer_config.kv_connector_extra_config,
+        envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        config.parallel_config.data_parallel_index,
+    )

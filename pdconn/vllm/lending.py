@@ -1,0 +1,90 @@
+"""The scheduler's half of a prefill engine: lends finished prompts, frees them later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pdconn.protocol.messages import PROTOCOL_VERSION, RankGeometry, Welcome
+from pdconn.protocol.ticket import Ticket, block_digest, trimmed
+from pdconn.runtime.lender import Lender
+from pdconn.vllm.config import Settings
+from pdconn.vllm.metadata import PdHandshake
+from pdconn.vllm.prompt import prompt_digest
+
+log = logging.getLogger(__name__)
+
+
+class Lending:
+    """Leases of one prefill engine.
+
+    Args:
+        settings: checked settings.
+        engine_id: the engine's name in tickets.
+        incarnation: this boot's name in tickets.
+        tp_size, pp_size: put in tickets for proxies that look.
+    """
+
+    def __init__(
+        self, settings: Settings, engine_id: str, incarnation: str, sizes: tuple[int, int]
+    ) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._incarnation = incarnation
+        self._sizes = sizes
+        self._lender: Lender | None = None
+
+    def serve(self, handshakes: Mapping[tuple[int, int], PdHandshake]) -> None:
+        """Start the side channel with every worker's geometry, by (pp rank, tp rank).
+
+        Raises:
+            SideChannelInUse: the port is taken.
+        """
+        decoder = msgspec.msgpack.Decoder(RankGeometry)
+        ranks = tuple(decoder.decode(handshakes[key].geometry) for key in sorted(handshakes))
+        traits = next(iter(handshakes.values())).traits
+        welcome = Welcome(PROTOCOL_VERSION, self._engine_id, self._incarnation, traits, ranks)
+        host, port = self._settings.side_channel_host, self._settings.side_channel_port
+        self._lender = Lender(welcome, host, port)
+        log.info("pdconn: lending %d rank(s) at %s:%d", len(ranks), host, port)
+
+    def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """Lend a finished request's blocks; the ticket, or None when there are none."""
+        if self._lender is None or not any(any(ids) for ids in block_ids):
+            return None
+        blocks = tuple(trimmed(ids) for ids in block_ids)
+        ticket = Ticket(
+            self._engine_id,
+            self._incarnation,
+            request.request_id,
+            self._settings.side_channel_host,
+            self._settings.side_channel_port,
+            request.num_computed_tokens,
+            prompt_digest(request),
+            blocks,
+        )
+        ttl_s = self._settings.kv_lease_duration
+        self._lender.lend(request.request_id, block_digest(blocks), ttl_s)
+        return ticket.to_params(*self._sizes)
+
+    def freed(self) -> list[str]:
+        """Requests whose blocks may be reused, since the last call."""
+        if self._lender is None:
+            return []
+        freed = self._lender.collect()
+        for lease in freed:
+            log.debug("pdconn: blocks of %s are free: %s", lease.request, lease.why)
+        return [lease.request for lease in freed]
+
+    def take_counts(self) -> dict[str, int]:
+        """What the side channel counted since the last call."""
+        return {} if self._lender is None else self._lender.take_counts()
+
+    def close(self) -> None:
+        """Stop the side channel."""
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None

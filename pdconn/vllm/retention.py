@@ -1,0 +1,50 @@
+"""Keeping the one block that decode needs and prefill would drop.
+
+Decode recomputes the last prompt token, at position N-1, and so attends to the
+window *before that token*.  Prefill has computed N tokens when it finishes, and
+vLLM has freed what lies outside the window of the *next* token, N::
+
+    window 4, block 2, N = 9        0 1 | 2 3 | 4 5 | 6 7 | 8
+    window of token 9 (prefill)                       6 7   8 9
+    window of token 8 (decode)                      5 6 7   8
+                                    block (4 5) is dropped, and token 5 is needed
+
+It happens whenever N - window + 1 is a multiple of the block size (for chunked
+attention, when N is a multiple of the chunk: the whole chunk is dropped).  Prefill
+therefore frees as if one token fewer had been computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def keep_window_of_last_token(kv_cache_manager: Any) -> int:
+    """Let every windowed group of a prefill engine keep one token more.
+
+    Args:
+        kv_cache_manager: vLLM's ``KVCacheManager``, before any request.
+
+    Returns:
+        How many groups were changed.
+    """
+    changed = 0
+    for manager in kv_cache_manager.coordinator.single_type_managers:
+        if manager.get_num_skipped_tokens(1 << 30) > 0:
+            _delay_by_one(manager)
+            changed += 1
+    return changed
+
+
+def _delay_by_one(manager: Any) -> None:
+    freeing = manager.remove_skipped_blocks
+
+    def remove_skipped_blocks(
+        request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        freeing(request_id, max(0, processed_computed_tokens - 1), num_prompt_tokens)
+
+    manager.remove_skipped_blocks = remove_skipped_blocks
+    # The admission cap is the most blocks a request may hold at once: one more now.
+    if manager.max_admission_blocks_per_request is not None:
+        manager.max_admission_blocks_per_request += 1

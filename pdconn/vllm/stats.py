@@ -1,0 +1,150 @@
+"""Pulls and leases on vLLM's own ``/metrics``, under its names where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from pdconn.runtime.records import PullRecord
+
+_SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
+_BYTES = [2.0 ** (10 + i) for i in range(1, 25, 2)]
+_DESCRIPTORS = [1, 10, 30, 100, 300, 1000, 3000, 10000, 30000, 100000]
+
+_HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
+    "transfer_s": ("vllm:nixl_xfer_time_seconds", "Time of a KV pull's reads.", _SECONDS),
+    "post_s": ("vllm:nixl_post_time_seconds", "Time to post a KV pull's reads.", _SECONDS),
+    "nbytes": ("vllm:nixl_bytes_transferred", "Bytes per KV pull.", _BYTES),
+    "descriptors": ("vllm:nixl_num_descriptors", "Descriptors per KV pull.", _DESCRIPTORS),
+    "claim_s": ("pdconn:claim_seconds", "From a ticket's arrival to its claim.", _SECONDS),
+    "plan_s": ("pdconn:plan_seconds", "Planning a KV pull.", _SECONDS),
+    "total_s": ("pdconn:pull_seconds", "From a request's blocks to its KV.", _SECONDS),
+}
+
+_COUNTERS: dict[str, tuple[str, str]] = {
+    "failed": ("vllm:nixl_num_failed_transfers", "KV pulls that failed."),
+    "freed_expired": ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out unread."),
+    "pulls": ("pdconn:pulls", "KV pulls received, per rank."),
+    "full": ("pdconn:full_attention_bytes", "Bytes pulled of full-attention groups."),
+    "window": ("pdconn:window_bytes", "Bytes pulled of windowed groups."),
+    "saved_by_window": ("pdconn:saved_by_window_bytes", "Bytes that no window needs."),
+    "saved_by_hits": ("pdconn:saved_by_hits_bytes", "Bytes that decode held already."),
+    "lent": ("pdconn:leases_granted", "Prompts lent."),
+    "freed_read": ("pdconn:leases_read", "Leases that every reader was done with."),
+    "freed_aborted": ("pdconn:leases_aborted", "Leases taken back."),
+    "claims": ("pdconn:claims", "Claims heard."),
+    "renewals": ("pdconn:renewals", "Renewals heard."),
+    "bad_messages": ("pdconn:bad_messages", "Side-channel messages that made no sense."),
+    "rejected": ("pdconn:connections_rejected", "Side-channel visitors turned away."),
+}
+
+
+@dataclass
+class PdStats(KVConnectorStats):
+    """What happened in an interval: ``seen`` lists per histogram, ``counts`` per counter."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.data.setdefault("seen", {})
+        self.data.setdefault("counts", {})
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter."""
+        self.data["counts"][name] = self.data["counts"].get(name, 0) + amount
+
+    def record(self, record: PullRecord) -> None:
+        """Add one received pull."""
+        moved = record.moved
+        for name, value in (
+            ("transfer_s", record.transfer_s),
+            ("post_s", record.post_s),
+            ("nbytes", moved.full + moved.window),
+            ("descriptors", record.num_descriptors),
+            ("claim_s", record.claim_s),
+            ("plan_s", record.plan_s),
+            ("total_s", record.total_s),
+        ):
+            self.data["seen"].setdefault(name, []).append(value)
+        self.count("pulls")
+        for name in ("full", "window", "saved_by_window", "saved_by_hits"):
+            self.count(name, getattr(moved, name))
+
+    def reset(self) -> None:
+        """Start an interval."""
+        self.data = {"seen": {}, "counts": {}}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not (self.data["seen"] or self.data["counts"])
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another worker's or interval's."""
+        for name, values in other.data.get("seen", {}).items():
+            self.data["seen"].setdefault(name, []).extend(values)
+        for name, amount in other.data.get("counts", {}).items():
+            self.count(name, amount)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """A line for vLLM's log."""
+        seen, counts = self.data["seen"], self.data["counts"]
+        times = seen.get("total_s", [])
+        nbytes, moving = sum(seen.get("nbytes", [])), sum(seen.get("transfer_s", []))
+        return {
+            "pulls": counts.get("pulls", 0),
+            "failed": counts.get("failed", 0),
+            "avg pull (ms)": round(1e3 * sum(times) / len(times), 3) if times else 0,
+            "GB/s": round(nbytes / moving / 1e9, 3) if moving else 0,
+            "descriptors": sum(seen.get("descriptors", [])),
+            "leases lent": counts.get("lent", 0),
+            "leases expired": counts.get("freed_expired", 0),
+        }
+
+
+class PdPromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics above and fills them per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        del metric_types
+        self._histograms = {
+            key: create_metric_per_engine(
+                self._histogram_cls(
+                    name=name, documentation=text, buckets=buckets, labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for key, (name, text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            key: create_metric_per_engine(
+                self._counter_cls(name=name, documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for key, (name, text) in _COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval; counts without a metric of their own are left out."""
+        for name, values in transfer_stats_data.get("seen", {}).items():
+            for value in values:
+                self._histograms[name][engine_idx].observe(value)
+        for name, amount in transfer_stats_data.get("counts", {}).items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(amount)
+
+
+__all__ = ["PdPromMetrics", "PdStats"]

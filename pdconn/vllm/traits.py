@@ -1,0 +1,53 @@
+"""What the bytes of a block mean, by name: everything that geometry does not say.
+
+Both sides' traits must be equal, or the same bytes would be read as other keys and
+values.  A model is named by the last part of its path, since hosts keep models in
+different places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+
+_SHAPE = (
+    "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "rope_theta", "rope_scaling",
+)  # fmt: skip
+
+
+def block_traits(config: VllmConfig, layers: dict[str, Any], enforce: bool) -> dict[str, str]:
+    """Names to compare at the handshake; none when ``enforce`` is off.
+
+    Args:
+        config: the engine's configuration.
+        layers: attention layers by name (vLLM's static forward context).
+    """
+    if not enforce:
+        return {}
+    model = config.model_config
+    return {
+        "model": os.path.basename(os.path.normpath(str(model.model))),
+        "model_shape": _shape_digest(model.hf_text_config),
+        "kv_dtype": f"{config.cache_config.cache_dtype}/{model.dtype}",
+        "block_content": _content(layers),
+    }
+
+
+def _shape_digest(hf_config: Any) -> str:
+    shape = {name: str(getattr(hf_config, name, None)) for name in _SHAPE}
+    return hashlib.blake2b(json.dumps(shape).encode(), digest_size=8).hexdigest()
+
+
+def _content(layers: dict[str, Any]) -> str:
+    """How the backends arrange a head's block: backend names and CPU packings."""
+    arrangements = set()
+    for layer in layers.values():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None:
+            arrangements.add(f"{backend.get_name()}:{getattr(layer, 'isa', '')}")
+    return ",".join(sorted(arrangements))

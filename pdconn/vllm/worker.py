@@ -1,0 +1,158 @@
+"""The worker's half: registers KV memory, pulls on decode, reports both ways."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from pdconn.protocol.messages import RankGeometry
+from pdconn.runtime.puller import Puller, Rank
+from pdconn.vllm.config import Settings
+from pdconn.vllm.geometry import kv_cache_references
+from pdconn.vllm.metadata import PdHandshake, PdMetadata
+from pdconn.vllm.stats import PdStats
+from pdconn.vllm.traits import block_traits
+from registration.references import KVCacheReferences
+from transport.nixl import NixlTransport
+
+log = logging.getLogger(__name__)
+
+
+class PdWorker:
+    """One worker's registered memory, and on decode its puller.
+
+    Args:
+        settings: checked settings.
+        config: the engine's configuration.
+        kv_cache_config: the worker's KV cache configuration.
+    """
+
+    def __init__(
+        self, settings: Settings, config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._transport: NixlTransport | None = None
+        self._puller: Puller | None = None
+        self._handshake: PdHandshake | None = None
+        self._kv_caches: dict[str, Any] = {}
+        self._stats = PdStats()
+        self._sent: list[str] = []
+        self._failed: list[str] = []
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Describe and pin the KV memory, once; start the puller on decode.
+
+        Raises:
+            RegistrationError: memory that we cannot describe.
+            TransportError: memory that cannot be pinned.
+        """
+        tp_rank, pp = get_tensor_model_parallel_rank(), get_pp_group()
+        references = self._references(kv_caches, tp_rank)
+        layers = self._config.compilation_config.static_forward_context
+        traits = block_traits(self._config, layers, self._settings.enforce_handshake_compat)
+        transfer = self._config.kv_transfer_config
+        self._transport = NixlTransport(
+            f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}",
+            backends=self._settings.backends,
+            backend_options=self._settings.backend_options,
+            huge_pages=self._settings.huge_pages,
+        )
+        self._transport.register(references.memories())
+        self._kv_caches = kv_caches
+        geometry = RankGeometry(pp.rank_in_group, tp_rank, self._transport.address(), references)
+        self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits)
+        log.info("pdconn: registered %s", _summary(references))
+        if transfer.is_kv_consumer:
+            tp_size = self._config.parallel_config.tensor_parallel_size
+            me = Rank(
+                engine_id=transfer.engine_id,
+                rank=pp.rank_in_group * tp_size + tp_rank,
+                of=pp.world_size * tp_size,
+                spread=tp_rank,
+                references=references,
+                traits=traits,
+            )
+            self._puller = Puller(me, self._transport, self._settings.claim_timeout)
+
+    def handshake(self) -> PdHandshake | None:
+        """What the scheduler's half serves to peers."""
+        return self._handshake
+
+    def obey(self, orders: PdMetadata) -> None:
+        """Take this step's orders.  Only posts to other threads."""
+        self._sent += orders.freed
+        for request, reason in orders.doomed:
+            log.warning("pdconn: pull of %s failed: %s", request, reason)
+            self._failed.append(request)
+            self._stats.count("failed")
+        if self._puller is None:
+            return
+        for request, pull, ticket in orders.holds:
+            self._puller.hold(request, pull, ticket)
+        for request, need in orders.pulls:
+            self._puller.pull(request, need)
+        for request in orders.cancels:
+            self._puller.cancel(request)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What ended since the last step."""
+        results = KVConnectorTransferResults(
+            finished_sending=set(self._sent), failed_recving=set(self._failed)
+        )
+        self._sent, self._failed = [], []
+        if self._puller is not None:
+            outcome = self._puller.collect()
+            results.finished_recving.update(outcome.received)
+            results.failed_recving.update(request for request, _ in outcome.failed)
+            for record in outcome.records:
+                self._stats.record(record)
+            for _ in outcome.failed:
+                self._stats.count("failed")
+        results.finished_recving |= results.failed_recving
+        return results
+
+    def take_stats(self) -> PdStats | None:
+        """Pulls since the last step, or None."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, PdStats()
+        return stats
+
+    def close(self) -> None:
+        """Stop the threads and unpin the memory."""
+        if self._puller is not None:
+            self._puller.close()
+        elif self._transport is not None:
+            self._transport.close()
+        self._puller = self._transport = None
+        self._kv_caches = {}
+
+    def _references(self, kv_caches: dict[str, Any], tp_rank: int) -> KVCacheReferences:
+        model, parallel = self._config.model_config, self._config.parallel_config
+        layout = self._config.cache_config.get_resolved_kv_cache_layout()
+        return kv_cache_references(
+            self._kv_cache_config,
+            kv_caches,
+            layout=layout.name,
+            total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+            tp_rank=tp_rank,
+            tp_size=parallel.tensor_parallel_size,
+            opaque_tokens=self._config.device_config.device_type == "cpu",
+        )
+
+
+def _summary(references: KVCacheReferences) -> str:
+    groups = ", ".join(
+        f"{group.kind}{f'({group.window})' if group.window else ''} x {len(group.layers)} layers"
+        for group in references.groups
+    )
+    nbytes = sum(memory.nbytes for memory in references.memories())
+    return f"{nbytes / 2**20:.0f} MiB in {len(references.memories())} region(s): {groups}"
