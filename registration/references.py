@@ -25,7 +25,7 @@ Layout vocabulary: vLLM's KV cache layout RFC 42082 and its ``KVCacheTensor``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -123,6 +123,18 @@ class KVCacheDataReference:
                 )
             if self.token_stride < self.token_nbytes:
                 raise RegistrationError(f"{self.layer}: tokens overlap")
+        if _overlap(self._run_nbytes, self._steps):
+            raise RegistrationError(f"{self.layer}: heads overlap")
+
+    @property
+    def _run_nbytes(self) -> int:
+        """Bytes that certainly lie together: a token of a head, or an opaque head."""
+        return self.head_nbytes if self.token_nbytes is None else self.token_nbytes
+
+    @property
+    def _steps(self) -> tuple[tuple[int, int], ...]:
+        """(stride, count) of heads and tokens."""
+        return (self.head_stride, self.num_heads), (self.token_stride or 0, self.num_rows or 1)
 
     @property
     def head_nbytes(self) -> int:
@@ -203,6 +215,9 @@ class KVCacheReferences:
                     raise RegistrationError(
                         f"group {index}, {ref.layer}: ends at byte {last} of {tensor.nbytes}"
                     )
+                blocks = (tensor.block_stride, tensor.num_blocks)
+                if _overlap(ref._run_nbytes, (*ref._steps, blocks)):
+                    raise RegistrationError(f"group {index}, {ref.layer}: blocks overlap")
 
     def memories(self) -> tuple[Memory, ...]:
         """The distinct allocations, one region each, in order of first use."""
@@ -308,6 +323,18 @@ def build_kv_cache_references(groups: Sequence[GroupMemory]) -> KVCacheReference
             KVCacheGroupReference(group.kind, group.window, group.block_tokens, tuple(data))
         )
     return KVCacheReferences(tuple(tensors), tuple(built))
+
+
+def _overlap(run_nbytes: int, steps: Iterable[tuple[int, int]]) -> bool:
+    """Whether a run repeated at every (stride, count) meets itself, or interleaves.
+
+    In every real layout one step's repetitions end before the next larger step begins.
+    """
+    for stride, count in sorted(step for step in steps if step[1] > 1):
+        if stride < run_nbytes:
+            return True
+        run_nbytes += (count - 1) * stride
+    return False
 
 
 def _reference(

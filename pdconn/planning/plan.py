@@ -6,7 +6,7 @@ Blocks are paired by absolute token position, never by list index::
     ours   B=64  [  id 5  ][  id 9  ][  id 2  ]     first 0
     theirs B=32  [hole][ 3][ 4][ 8][ 1][ 7]         first 0
 
-Holes of ours (id 0) are not needed and never move; a hole of theirs where ours is
+Holes of ours (id 0), and what no window reaches any more, are not needed and never move; a hole of theirs where ours is
 none fails the plan, because the byte could not be had.
 """
 
@@ -22,7 +22,7 @@ from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock
 from pdconn.planning.template import I64, Side, Template, build_templates
 from pdconn.planning.topology import match_pieces
 from pdconn.protocol.ticket import BlockList
-from registration.references import KVCacheReferences
+from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
 from transport import Spans
 
 
@@ -118,7 +118,8 @@ class Pairing:
         moved = Moved()
         parts: dict[int, list[Spans]] = {}
         for template in self.templates:
-            pairs = _pairs(template, need, lent[template.their_group])
+            reach = window_start(self.ours.groups[template.our_group], need.until)
+            pairs = _pairs(template, need, lent[template.their_group], reach)
             moved += self._moved(template, pairs)
             if len(pairs.ours):
                 spans = _spans(template, pairs, self.ours)
@@ -150,13 +151,31 @@ class _Pairs:
     hits: int
 
 
-def _pairs(template: Template, need: Need, lent: BlockList) -> _Pairs:
+def window_start(group: KVCacheGroupReference, until: int) -> int:
+    """The first token that position ``until`` attends to in this group.
+
+    A sliding window of W ends at the token itself; a chunk starts at a multiple of
+    its size.
+    """
+    if group.window is None:
+        return 0
+    if group.kind is AttentionKind.CHUNKED_LOCAL:
+        return until // group.window * group.window
+    return max(0, until - group.window + 1)
+
+
+def _pairs(template: Template, need: Need, lent: BlockList, reach: int) -> _Pairs:
+    """Pair the sub-blocks that hold tokens from ``reach`` on and that we lack.
+
+    With unequal block sizes a block of ours can begin before the window; its
+    sub-blocks there are read by nobody, and the lender may have dropped them.
+    """
     tokens = template.sub_block_tokens
     wanted = np.arange(need.until // tokens + (need.until % tokens > 0), dtype=np.int64)
     ours, our_sub = _located(
         wanted, template.our_block_tokens // tokens, need.blocks[template.our_group]
     )
-    real = ours > 0
+    real = (ours > 0) & (wanted >= reach // tokens)
     fresh = wanted >= need.held // tokens
     moving = real & fresh
     theirs, their_sub = _located(wanted[moving], template.their_block_tokens // tokens, lent)

@@ -75,11 +75,10 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """First message of a connection: who calls, and whom it means to reach."""
+    """First message of a connection: who calls, and which incarnation it wants."""
 
     version: int
     engine_id: str
-    incarnation: str
     wants: str
 
 
@@ -171,7 +170,6 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
     messages: list[FromReader] = _decoded(_from_reader, body)
     for message in messages:
         if isinstance(message, Hello):
-            _bounded("hello.incarnation", message.incarnation)
             _bounded("hello.wants", message.wants)
             _bounded("hello.engine_id", message.engine_id)
         else:

@@ -137,7 +137,7 @@ class Connections:
         except OSError as error:
             self.close(peer, f"side channel: {error}")
             return peer
-        peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, "", key.incarnation))
+        peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
         both = selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector.register(peer.channel.socket, both, peer)
         return peer

@@ -21,7 +21,7 @@ from typing import Any
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import Ticket, parse_ticket, trimmed
-from pdconn.vllm.metadata import PdMetadata
+from pdconn.vllm.orders import Orders
 from pdconn.vllm.prompt import prompt_digest
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Borrowing:
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._consumed: OrderedDict[tuple[str, str, str], None] = OrderedDict()
-        self._orders = PdMetadata()
+        self._orders = Orders()
         self._number = 0
 
     def __len__(self) -> int:
@@ -149,9 +149,9 @@ class Borrowing:
         else:
             self._let_go(request.request_id, tracked)
 
-    def take_orders(self) -> PdMetadata:
+    def take_orders(self) -> Orders:
         """This step's orders for the workers."""
-        orders, self._orders = self._orders, PdMetadata()
+        orders, self._orders = self._orders, Orders()
         return orders
 
     def _doom(self, request_id: str, tracked: _Tracked) -> None:

@@ -30,6 +30,7 @@ from pdconn.vllm.borrowing import Borrowing
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.lending import Lending
 from pdconn.vllm.metadata import PdHandshake, PdMetadata
+from pdconn.vllm.orders import Orders
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.worker import PdWorker
@@ -119,10 +120,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """This step's orders for the workers."""
-        orders = PdMetadata() if self._borrowing is None else self._borrowing.take_orders()
+        orders = Orders() if self._borrowing is None else self._borrowing.take_orders()
         if self._lending is not None:
             orders.freed = self._lending.freed()
-        return orders
+        return PdMetadata(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers reported."""
@@ -165,7 +166,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Take orders before the step's forward pass, which pulls need not wait for."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, PdMetadata):
-            self._of_worker().obey(connector_metadata)
+            self._of_worker().obey(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing left to do: see :meth:`bind_connector_metadata`."""

@@ -15,7 +15,8 @@ from pdconn.protocol.messages import RankGeometry
 from pdconn.runtime.puller import Puller, Rank
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references
-from pdconn.vllm.metadata import PdHandshake, PdMetadata
+from pdconn.vllm.metadata import PdHandshake
+from pdconn.vllm.orders import Orders
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.traits import block_traits
 from registration.references import KVCacheReferences
@@ -86,7 +87,7 @@ class PdWorker:
         """What the scheduler's half serves to peers."""
         return self._handshake
 
-    def obey(self, orders: PdMetadata) -> None:
+    def obey(self, orders: Orders) -> None:
         """Take this step's orders.  Only posts to other threads."""
         self._sent += orders.freed
         for request, reason in orders.doomed:

@@ -1,0 +1,60 @@
+# Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
+#   make demo     prefill and decode on this machine, checked against one engine alone
+#   make test     everything, unit to real vLLM (about 15 minutes on two cores)
+#   make check    format, lint, types, direction of imports
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: help venv demo test test-fast test-vllm check format property bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(STAMP)
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"pdconn needs Python 3.11 or newer, found {v[0]}.{v[1]}; set PYTHON=")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch (1 of 3)"
+	@$(BIN)/python -m pip install -q $(TORCH)
+	@echo "installing pinned dependencies (2 of 3)"
+	@$(BIN)/python -m pip install -q --no-deps -r requirements.txt
+	@echo "installing pdconn (3 of 3)"
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: venv
+	@$(BIN)/pdconn demo $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: venv
+	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+
+test-vllm: venv
+	$(BIN)/python -m pytest -m engine $(ARGS)
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+property: venv
+	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property --timeout 0 $(ARGS)
+
+bench: venv
+	$(BIN)/python -m tests.throughput.handover $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,194 @@
+"""``pdconn proxy``: an OpenAI API over prefill and decode engines."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+from pdconn.router.config import ProxyConfig
+from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
+from pdconn.router.server import EngineReady, Running, running_proxy
+
+_EPILOG = """\
+Each request is sent to a prefill engine first, for one token, and then with its
+ticket (kv_transfer_params) to a decode engine, whose answer reaches the client
+byte for byte. Engines of a role take turns. One that cannot be reached is
+skipped, and asked again by its /health after 1, 2, 4, 8, 15, 15, ... seconds.
+
+Served by decode alone, which computes the prompt itself, and counted by reason:
+several prompts in one body, n > 1, beam search, echo, prompt_logprobs,
+prompt_embeds, truncate_prompt_tokens.
+
+routes:
+  POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+
+examples:
+  pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
+  pdconn proxy --prefill http://p0:8000 http://p1:8000 --decode http://d0:8000 \\
+      --host 0.0.0.0 --port 8000 --wait 300
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "m", "prompt": "Once upon a time", "max_tokens": 16}'
+
+exit codes:
+  0  stopped by SIGTERM or SIGINT, after draining
+  1  --wait ended and a role had no engine that answers, or a second signal came
+  2  bad options, or the address cannot be listened on
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pdconn proxy``."""
+    parser.epilog = _EPILOG
+    urls = {"nargs": "+", "action": "extend", "required": True, "metavar": "URL"}
+    parser.add_argument("--prefill", help="engines that compute prompts", **urls)  # type: ignore[arg-type]
+    parser.add_argument("--decode", help="engines that generate answers", **urls)  # type: ignore[arg-type]
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0: any free one (%(default)s)"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="wait this long for the engines' /health before listening (no wait)",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="on SIGTERM, let requests finish for this long (%(default)g)",
+    )
+    parser.add_argument(
+        "--connect-timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="an engine that does not connect by then is down (%(default)g)",
+    )
+    parser.add_argument(
+        "--max-body-mib",
+        type=float,
+        default=64.0,
+        metavar="MIB",
+        help="refuse longer request bodies with 413 (%(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print events as JSON, one per line")
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="what to log on stderr (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; 0, 1 or 2 as ``--help`` says."""
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        config = ProxyConfig.of(
+            args.prefill,
+            args.decode,
+            host=args.host,
+            port=args.port,
+            max_body_mib=args.max_body_mib,
+            connect_timeout_s=args.connect_timeout,
+            drain_timeout_s=args.drain_timeout,
+            wait_s=args.wait,
+        )
+        return asyncio.run(_serve(config, _Events(args.json)))
+    except (BadSetting, CannotListen) as error:
+        print(f"pdconn proxy: {error}", file=sys.stderr)
+        return 2
+    except EnginesMissing as error:
+        print(f"pdconn proxy: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1  # the second signal, in the middle of the drain
+
+
+class _Events:
+    """Tells the user what happens, as sentences or as JSON lines, on stdout."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def say(self, sentence: str, event: str, **facts: object) -> None:
+        line = json.dumps({"event": event, **facts}) if self._as_json else sentence
+        print(line, flush=True)
+
+    def waiting(self, config: ProxyConfig) -> None:
+        engines = list(dict.fromkeys(config.prefill + config.decode))
+        self.say(
+            f"waiting up to {config.wait_s:g} s for {len(engines)} engines",
+            "waiting",
+            engines=engines,
+            wait_s=config.wait_s,
+        )
+
+    def ready(self, one: EngineReady) -> None:
+        self.say(
+            f"{one.engine} ready after {one.after_s:.1f} s ({one.num_ready} of {one.num_engines})",
+            "engine_ready",
+            engine=one.engine,
+            after_s=round(one.after_s, 3),
+        )
+
+    def listening(self, proxy: Running) -> None:
+        prefill, decode = proxy.config.prefill, proxy.config.decode
+        self.say(
+            f"pdconn proxy on {proxy.url}: prefill by {', '.join(prefill)}; "
+            f"decode by {', '.join(decode)}",
+            "listening",
+            url=proxy.url,
+            prefill=prefill,
+            decode=decode,
+        )
+
+    def draining(self, config: ProxyConfig) -> None:
+        self.say(
+            f"stopping: requests have {config.drain_timeout_s:g} s to finish",
+            "draining",
+            drain_timeout_s=config.drain_timeout_s,
+        )
+
+
+async def _serve(config: ProxyConfig, events: _Events) -> int:
+    task = asyncio.current_task()
+    assert task is not None  # a coroutine runs in one
+    _on_first_signal(task.cancel)
+    if config.wait_s is not None:
+        events.waiting(config)
+    try:
+        async with running_proxy(config, events.ready) as proxy:
+            stop = asyncio.Event()
+            _on_first_signal(stop.set)
+            events.listening(proxy)
+            await stop.wait()
+            events.draining(config)
+    except asyncio.CancelledError:
+        pass  # stopped before it listened: there is nothing to drain
+    return 0
+
+
+def _on_first_signal(act: Callable[[], object]) -> None:
+    """Act on SIGTERM or SIGINT; the next one does what it does to any program."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def once() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        act()
+
+    for number in numbers:
+        loop.add_signal_handler(number, once)

@@ -1,0 +1,56 @@
+"""What can go wrong in the lab, each with what its reader needs next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class LabError(Exception):
+    """Anything the lab reports about an experiment it could not run."""
+
+
+class PortInUse(LabError):
+    """A port that an engine was told to serve on is taken."""
+
+    def __init__(self, name: str, host: str, port: int) -> None:
+        super().__init__(f"{name}: port {port} on {host} is in use; choose another or free it")
+        self.port = port
+
+
+class EngineDied(LabError):
+    """An engine ended although nobody stopped it."""
+
+    def __init__(self, name: str, exit_code: int | None, log: Path, tail: str) -> None:
+        super().__init__(
+            f"{name} died with exit status {exit_code}; the end of its log {log}:\n{tail}"
+        )
+        self.exit_code = exit_code
+        self.log = log
+
+
+class EngineStartTimeout(LabError):
+    """An engine did not become healthy in time."""
+
+    def __init__(self, name: str, timeout_s: float, log: Path, tail: str) -> None:
+        super().__init__(
+            f"{name} was not healthy within {timeout_s:.0f} s; the end of its log {log}:\n{tail}"
+        )
+        self.log = log
+
+
+class LeftBehind(LabError):
+    """Processes of an engine survived being killed: the operating system holds on to them."""
+
+    def __init__(self, name: str, processes: Sequence[str]) -> None:
+        super().__init__(f"{name} left processes behind: {', '.join(processes)}")
+        self.processes = tuple(processes)
+
+
+class RequestRefused(LabError):
+    """An engine answered with an HTTP error."""
+
+    def __init__(self, url: str, status: int, body: str) -> None:
+        super().__init__(f"{url} answered {status}: {body[:2000]}")
+        self.status = status
+        self.body = body

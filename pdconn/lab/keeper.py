@@ -1,0 +1,207 @@
+"""Runs one command and sees to it that nothing of it is left: a script of its own.
+
+    us ── a pipe, held open ──► keeper ──► command ──► its children ...
+
+An engine is a tree of processes, and whoever starts it may be interrupted,
+killed or crash.  So the tree hangs below a keeper, in a session that no
+terminal signals, and the keeper ends it when
+
+* the pipe on its standard input closes: we asked for the end, or we are gone,
+  however that came about;
+* the command ends by itself: its children must not survive it;
+* somebody sends the keeper SIGTERM, SIGINT or SIGHUP.
+
+The keeper is a *subreaper*: a process whose parent dies becomes the keeper's
+child, so all that the command ever started is found below it, also what left
+the process group.  Should the keeper itself be killed, the kernel sends the
+command SIGTERM.
+
+It speaks on its standard output, one JSON object a line: ``{"pid": …}`` once
+the command runs, ``{"exit_code": …, "killed": […], "left": […]}`` at the end.
+Started by path, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TICK_S = 0.02
+_GO_QUIETLY_S = 3.0  # what children get to end by themselves after the command did
+_UNLINK_S = 2.0  # and what the one that frees their shared memory gets after them
+_KILL_S = 10.0  # how long a killed process may take to disappear
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What happened to the processes that outlived the command."""
+
+    killed: list[str]
+    left: list[str]
+
+
+def main(arguments: list[str]) -> int:
+    """``keeper GRACE_S LOG COMMAND…``: returns 0 if nothing is left."""
+    grace_s, log, command = float(arguments[0]), arguments[1], arguments[2:]
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signals = _signals_as_a_socket()
+    with tempfile.TemporaryDirectory(prefix="pdconn-", ignore_cleanup_errors=True) as scratch:
+        child = _start(command, log, scratch)
+        _say({"pid": child.pid})
+        exit_code = _wait(child, signals, grace_s)
+        swept = sweep()
+    _say({"exit_code": exit_code, "killed": swept.killed, "left": swept.left})
+    return 1 if swept.left else 0
+
+
+def _start(command: list[str], log: str, scratch: str) -> subprocess.Popen[bytes]:
+    """The command in a session of its own.  Its temporary files go when it does."""
+    with open(log, "ab", buffering=0) as sink:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": scratch},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - the keeper has one thread
+        )
+
+
+def _wait(child: subprocess.Popen[bytes], signals: socket.socket, grace_s: float) -> int:
+    """Until the command ends by itself or has to; returns its exit status."""
+    ended = os.pidfd_open(child.pid)
+    try:
+        readable, _, _ = select.select([ended, sys.stdin, signals], [], [])
+        if ended not in readable:
+            _end(child, ended, grace_s)
+        return child.wait()
+    finally:
+        os.close(ended)
+
+
+def _end(child: subprocess.Popen[bytes], ended: int, grace_s: float) -> None:
+    """Ask the command to end, wait, then insist.
+
+    Only the command is asked, not its group: a server ends its own children in
+    order, and one that is signalled by both drops its work half way.
+    """
+    child.terminate()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGCONT)  # a stopped process would never hear it
+    readable, _, _ = select.select([ended], [], [], grace_s)
+    if not readable:
+        child.kill()
+
+
+def sweep(quiet_s: float = _GO_QUIETLY_S) -> Swept:
+    """Ask all descendants of this process to end, and kill those left after ``quiet_s``."""
+    quiet_until = time.monotonic() + quiet_s
+    no_mercy = quiet_until + _UNLINK_S
+    give_up = no_mercy + _KILL_S
+    killed: dict[int, str] = {}
+    for pid in descendants(os.getpid()):
+        _signal(pid, signal.SIGTERM)
+    while True:
+        _reap()
+        alive = descendants(os.getpid())
+        now = time.monotonic()
+        if not alive or now > give_up:
+            return Swept(list(killed.values()), list(alive.values()))
+        for pid, name in alive.items():
+            if now > no_mercy or (now > quiet_until and not _unlinks_shared_memory(pid)):
+                killed[pid] = name
+                _signal(pid, signal.SIGKILL)
+        time.sleep(_TICK_S)
+
+
+def _unlinks_shared_memory(pid: int) -> bool:
+    """Whether this is Python's helper that frees what killed processes left in memory.
+
+    It ends by itself once they are gone.
+    """
+    with suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Living processes below ``root``: pid to ``name (pid)``.  Zombies do not count."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text(errors="replace")
+        except OSError:
+            continue  # gone since we listed it
+        head, _, tail = stat.rpartition(")")  # a name may hold spaces and brackets
+        state, parent = tail.split()[:2]
+        pid = int(entry.name)
+        parents[pid] = int(parent)
+        if state not in "ZX":
+            names[pid] = f"{head.partition('(')[2]} ({pid})"
+    return {pid: name for pid, name in names.items() if _is_below(pid, root, parents)}
+
+
+def _is_below(pid: int, root: int, parents: dict[int, int]) -> bool:
+    seen = set()
+    while (pid := parents.get(pid, 0)) and pid not in seen:
+        if pid == root:
+            return True
+        seen.add(pid)  # pids reused while we read could close a circle
+    return False
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _signals_as_a_socket() -> socket.socket:
+    """A socket that becomes readable when we are signalled, for ``select``."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.detach())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    return ours
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def _say(message: dict[str, object]) -> None:
+    with suppress(BrokenPipeError):  # whoever asked is gone; the work still has to be done
+        print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

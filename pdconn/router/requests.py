@@ -1,0 +1,195 @@
+"""What a client asks for, and whether a ticket can serve it.  Pure.
+
+A body is split into its top-level fields and no further: what a field holds
+stays the bytes that the client sent (``msgspec.Raw``), so a prompt of a
+megabyte is never built as Python objects and never written anew.  The checks
+are those that the proxy needs; everything else the engines judge.
+
+Some requests cannot use a ticket.  They go to decode alone, which computes the
+prompt itself: slower, never wrong.  ``Direct`` says why, one row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
+
+import msgspec
+from msgspec import Raw
+from multidict import CIMultiDict
+
+from pdconn.router.errors import BadBody
+
+Fields = Mapping[str, Raw]
+
+
+class Route(Enum):
+    """A generating route: its path, and the field that holds the prompt."""
+
+    COMPLETIONS = ("/v1/completions", "prompt", "a string, token ids, or a list of either")
+    CHAT = ("/v1/chat/completions", "messages", "a list of messages")
+
+    def __init__(self, path: str, prompt: str, expected: str) -> None:
+        self.path = path
+        self.prompt = prompt
+        self.expected = expected
+
+
+class Direct(Enum):
+    """Why a request went to decode without a ticket."""
+
+    #: A response carries one ticket, whatever the number of prompts in the body.
+    SEVERAL_PROMPTS = "several_prompts"
+    #: vLLM makes n requests of it, and each would pull with the same ticket:
+    #: the first that is done gives back blocks that the others still read.
+    SEVERAL_CHOICES = "several_choices"
+    #: Beam search builds its own requests and leaves the ticket out of them.
+    BEAM_SEARCH = "beam_search"
+    #: vLLM computes the whole prompt to score it; the ticket would lie unused.
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    #: A prompt without token ids: connectors count tokens, and would see none.
+    PROMPT_EMBEDS = "prompt_embeds"
+    #: How far vLLM cuts a prompt can depend on max_tokens, which differs
+    #: between the two bodies: blocks of two different prompts.
+    TRUNCATED_PROMPT = "truncated_prompt"
+    #: Prefill answered without a ticket: it has no connector, or a foreign one.
+    NO_TICKET = "no_ticket"
+    #: A decode engine died with the ticket in its hands, perhaps used up.
+    TICKET_SPENT = "ticket_spent"
+
+
+#: field -> (values that do not ask for it, reason).  Anything else counts as
+#: asking, "yes" and 1.0 too: vLLM is lenient in what it takes for true, and a
+#: request that goes direct without need is merely slower.
+_GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
+    "n": (frozenset({b"1", b"null"}), Direct.SEVERAL_CHOICES),
+    "use_beam_search": (frozenset({b"false", b"null"}), Direct.BEAM_SEARCH),
+    "echo": (frozenset({b"false", b"null"}), Direct.PROMPT_LOGPROBS),
+    "prompt_logprobs": (frozenset({b"null"}), Direct.PROMPT_LOGPROBS),
+    "prompt_embeds": (frozenset({b"null"}), Direct.PROMPT_EMBEDS),
+    "truncate_prompt_tokens": (frozenset({b"null"}), Direct.TRUNCATED_PROMPT),
+}
+
+TICKET_FIELD = "kv_transfer_params"
+#: Both name memory of engines.  vLLM also reads them out of ``vllm_xargs``.
+_NAMES_MEMORY = (TICKET_FIELD, "ec_transfer_params")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A client's request that makes sense, and how it can be served.
+
+    ``raw`` is the body as it came, ``fields`` its top level, ``direct`` the
+    reason why decode has to serve it alone, or None.
+    """
+
+    route: Route
+    raw: bytes
+    fields: Fields
+    direct: Direct | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A client's request on its way: what to send, and as whom."""
+
+    request: GenerateRequest
+    request_id: str
+    headers: CIMultiDict[str]
+
+
+def parse_request(route: Route, raw: bytes) -> GenerateRequest:
+    """Split and check a client's body.
+
+    Raises:
+        BadBody: not a JSON object, no prompt, or a prompt that names memory.
+
+    >>> parse_request(Route.COMPLETIONS, b'{"prompt": ["a", "b"]}').direct
+    <Direct.SEVERAL_PROMPTS: 'several_prompts'>
+    """
+    fields = _split(raw)
+    _refuse_named_memory(fields)
+    direct = _why_direct(fields)
+    if direct is not Direct.PROMPT_EMBEDS:
+        _check_prompt(route, fields)
+        if direct is None and route is Route.COMPLETIONS and _holds_several(fields["prompt"]):
+            direct = Direct.SEVERAL_PROMPTS
+    return GenerateRequest(route=route, raw=raw, fields=fields, direct=direct)
+
+
+def _split(raw: bytes) -> dict[str, Raw]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Raw])
+    except msgspec.ValidationError as error:
+        raise BadBody("body", "a JSON object", str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        seen = f"{len(raw)} bytes that are not JSON ({error})"
+        raise BadBody("body", "a JSON object", seen) from error
+
+
+def _refuse_named_memory(fields: Fields) -> None:
+    """A client that could name blocks could read another client's prompt."""
+    for name in _NAMES_MEMORY:
+        if name in fields and not is_empty(fields[name]):
+            _refuse(name, fields[name])
+    extra = fields.get("vllm_xargs")
+    if extra is not None and kind_of(extra) == "an object":
+        inner = msgspec.json.decode(extra, type=dict[str, Raw])
+        for name in _NAMES_MEMORY:
+            if name in inner:
+                _refuse(f"vllm_xargs.{name}", inner[name])
+
+
+def _refuse(field: str, seen: Raw) -> NoReturn:
+    raise BadBody(field, "nothing (engines name blocks, clients may not)", kind_of(seen))
+
+
+def _check_prompt(route: Route, fields: Fields) -> None:
+    prompt = fields.get(route.prompt)
+    fits = ("a list",) if route is Route.CHAT else ("a list", "a string")
+    if prompt is None:
+        raise BadBody(route.prompt, route.expected, "nothing")
+    if kind_of(prompt) not in fits:
+        raise BadBody(route.prompt, route.expected, kind_of(prompt))
+
+
+def _why_direct(fields: Fields) -> Direct | None:
+    for name, (not_asked, reason) in _GOES_DIRECT.items():
+        if name in fields and bytes(fields[name]) not in not_asked:
+            return reason
+    return None
+
+
+def _holds_several(prompt: Raw) -> bool:
+    """Whether a prompt field holds more than one prompt.
+
+    A list of numbers is one prompt.  It is told by its first element, because
+    a long one has a hundred thousand; whether the rest fits the engine judges.
+    """
+    if kind_of(prompt) != "a list":
+        return False
+    after = next((byte for byte in memoryview(prompt)[1:] if byte not in b" \t\n\r"), None)
+    if after not in (ord('"'), ord("[")):
+        return False
+    return len(msgspec.json.decode(prompt, type=list[Raw])) > 1
+
+
+_KINDS = {b"{": "an object", b"[": "a list", b'"': "a string", b"t": "true", b"f": "false"}
+
+
+def kind_of(value: Raw) -> str:
+    """What a JSON value is, in words.
+
+    >>> kind_of(Raw(b"[1, 2]"))
+    'a list'
+    """
+    first = bytes(memoryview(value)[:1])
+    return "null" if first == b"n" else _KINDS.get(first, "a number")
+
+
+def is_empty(value: Raw) -> bool:
+    """Null or ``{}``: what clients send who fill in every field they know."""
+    kind = kind_of(value)
+    return kind == "null" or (kind == "an object" and not bytes(memoryview(value)[1:-1]).strip())

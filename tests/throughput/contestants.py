@@ -1,0 +1,141 @@
+"""Who is measured: connectors as rows, and the engines that each of them needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdconn.lab.client import Client, Timed, prefill_only
+from pdconn.lab.engine import Engine
+from pdconn.lab.ports import free_ports
+from pdconn.lab.spec import EngineSpec
+
+#: The answer goes on after its first token, as answers do.
+ANSWER_TOKENS = 8
+
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Connector:
+    """A connector as an operator would configure it, the same on both sides."""
+
+    kv_transfer_config: Mapping[str, Any]
+    layout: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+_PDCONN = {
+    "kv_connector": "PdConnector",
+    "kv_connector_module_path": "pdconn.vllm",
+    "kv_role": "kv_both",
+}
+
+CONNECTORS = {
+    "in-tree": Connector(
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    ),
+    "pdconn": Connector(_PDCONN),
+    "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
+    "pdconn-BHLNC": Connector(_PDCONN, layout="BHLNC"),
+}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One prompt's way through a contestant, in seconds.
+
+    Attributes:
+        prefill_s: the prefill engine's request, sent to answered; of an engine
+            alone, zero.
+        first_s: the decode request, sent to its first streamed token; of an
+            engine alone, of the only request.
+        timed: the answer.
+    """
+
+    prefill_s: float
+    first_s: float
+    timed: Timed
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Engines that answer prompts together: one alone, or prefill and decode."""
+
+    name: str
+    engines: tuple[Engine, ...]
+
+    def answer(self, prompt: Sequence[int]) -> Taken:
+        """Put one prompt through and time it."""
+        first, *rest = (Client(engine.url) for engine in self.engines)
+        if not rest:
+            timed = first.stream(prompt, ANSWER_TOKENS)
+            return Taken(0.0, timed.first_token_s, timed)
+        prefill_s, ticket = _prefill(first, prompt)
+        timed = rest[0].stream(prompt, ANSWER_TOKENS, kv_transfer_params=ticket)
+        return Taken(prefill_s, timed.first_token_s, timed)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let its engines run, and freeze them afterwards.
+
+        Frozen, they take nothing from whoever is measured next, whatever their
+        threads do when idle.
+        """
+        for engine in self.engines:
+            engine.resume()
+        try:
+            for engine in self.engines:
+                Client(engine.url).complete([4, 5, 6], 1)
+            yield
+        finally:
+            for engine in self.engines:
+                engine.pause()
+
+
+def _prefill(client: Client, prompt: Sequence[int]) -> tuple[float, Mapping[str, Any] | None]:
+    began = time.perf_counter()
+    ticket = prefill_only(client, prompt)
+    return time.perf_counter() - began, ticket
+
+
+def specs(names: Sequence[str], model: Path, one_process: bool) -> list[EngineSpec]:
+    """Engines for ``names``, in order: one for ``ALONE``, else prefill then decode.
+
+    Prefill and an engine alone compute on core 0, decode on core 1.
+    """
+    engines = []
+    for name in names:
+        roles = [""] if name == ALONE else ["-prefill", "-decode"]
+        connector = None if name == ALONE else CONNECTORS[name]
+        for core, role in enumerate(roles):
+            port, side_channel = free_ports(2)
+            engines.append(
+                EngineSpec(
+                    name=name + role,
+                    model=model,
+                    port=port,
+                    kv_transfer_config=connector.kv_transfer_config if connector else None,
+                    side_channel_port=side_channel if connector else None,
+                    layout=connector.layout if connector else None,
+                    cpus=None if one_process else (core,),
+                    one_process=one_process,
+                    env=connector.env if connector else {},
+                )
+            )
+    return engines
+
+
+def contestants(names: Sequence[str], engines: Sequence[Engine]) -> list[Contestant]:
+    """Deal ``engines``, started from ``specs(names)``, back to their names."""
+    left = list(engines)
+    dealt = []
+    for name in names:
+        count = 1 if name == ALONE else 2
+        dealt.append(Contestant(name, tuple(left[:count])))
+        del left[:count]
+    return dealt

@@ -1,0 +1,105 @@
+"""How long until decode speaks: from its request to its first token.
+
+    python -m tests.throughput.handover --json handover.json
+
+A prompt is first computed by the prefill engine; then the clock starts, the
+decode engine gets the request with what prefill returned, and the clock stops
+at the first streamed token.  Beside it, the same prompts on an engine alone:
+the time that the handover saves, and, for a one-token prompt, the least that
+any first token takes.
+
+Everything is measured in one run, on one machine, in rounds: each round takes
+every contestant through every length once, so a machine that drifts drifts for
+all.  The engines of those whose turn it is not are frozen.  Ratios travel to
+other machines, milliseconds do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from pdconn.lab.compare import compare, make_prompts
+from pdconn.lab.engine import running
+from pdconn.lab.model import SPECS, write_model
+from tests.throughput.contestants import ALONE, CONNECTORS, Contestant, contestants, specs
+from tests.throughput.results import Results, verdicts
+
+_LENGTHS = (200, 1000, 3000)
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON."""
+    options = _options()
+    names = [ALONE, *options.connectors]
+    model = write_model(options.directory / "models", SPECS[options.model])
+    results = Results()
+    engines = specs(names, model, options.one_process)
+    with running(engines, options.directory / "run", timeout_s=900, progress=_booting) as started:
+        print(
+            "boot, s:", {e.spec.name: round(e.boot_s or 0.0, 1) for e in started}, file=sys.stderr
+        )
+        everyone = contestants(names, started)
+        for engine in started:
+            engine.pause()
+        _run(everyone, options, results)
+    print(results.table())
+    verdict = verdicts(results, options.connectors)
+    print("\n".join(map(str, verdict)))
+    if options.json is not None:
+        settings = {key: str(value) for key, value in vars(options).items()}
+        document = {"settings": settings, "cores": os.cpu_count(), **results.as_json(verdict)}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if results.mismatches == 0 and (not options.check or all(verdict)) else 1
+
+
+def _run(everyone: list[Contestant], options: argparse.Namespace, results: Results) -> None:
+    for number in range(-options.warm_up, options.rounds):
+        prompts = make_prompts(options.lengths, seed=1000 * options.seed + number)
+        alone, *others = everyone
+        with alone.awake():
+            expected = [alone.answer(prompt) for prompt in prompts]
+            floor = alone.answer([4 + number % 1000])
+        if number >= 0:
+            results.add(ALONE, 1, floor)
+            for prompt, taken in zip(prompts, expected, strict=True):
+                results.add(ALONE, len(prompt), taken)
+        for one in others:
+            with one.awake():
+                answers = [one.answer(prompt) for prompt in prompts]
+            for prompt, right, taken in zip(prompts, expected, answers, strict=True):
+                if mismatch := compare(right.timed.answer, taken.timed.answer):
+                    results.mismatches += 1
+                    print(f"{one.name}, {len(prompt)} tokens: {mismatch}", file=sys.stderr)
+                if number >= 0:
+                    results.add(one.name, len(prompt), taken)
+            shown = ", ".join(f"{1000 * taken.first_s:.0f}" for taken in answers)
+            print(f"round {number}: {one.name}: {shown} ms", file=sys.stderr)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--json", type=Path, help="where to write all measurements")
+    add("--connectors", nargs="*", choices=CONNECTORS, default=["in-tree", "pdconn"])
+    add("--lengths", nargs="+", type=int, default=_LENGTHS, help="prompts, in tokens")
+    add("--rounds", type=int, default=15, help="prompts of each length")
+    add("--warm-up", type=int, default=2, help="rounds that do not count")
+    add("--model", choices=SPECS, default="handover")
+    add("--directory", type=Path, default=Path(".work"), help="for models and logs")
+    add("--one-process", action="store_true", help="workers inside the engine core's process")
+    add("--seed", type=int, default=1)
+    add("--check", action="store_true", help="fail if a ratio is above its bound")
+    return parser.parse_args()
+
+
+def _booting(name: str, seconds: float, said: str) -> None:
+    if round(seconds) % 10 == 0:
+        print(f"{seconds:4.0f} s  {name}: {said[:100]}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Measurements of a handover run, their table, and the ratios that must hold."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.throughput.contestants import ALONE, ANSWER_TOKENS, Taken
+
+_BASELINE = "in-tree"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A ratio and the most it may be.  True if it holds."""
+
+    claim: str
+    ratio: float
+    bound: float
+
+    def __bool__(self) -> bool:
+        return self.ratio <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'holds' if self else 'FAILS'}  {self.ratio:7.3f} <= {self.bound:<5g} {self.claim}"
+
+
+@dataclass
+class Results:
+    """All measurements in seconds, by contestant and prompt length."""
+
+    first: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    prefill: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    between: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    mismatches: int = 0
+
+    def add(self, name: str, length: int, taken: Taken) -> None:
+        """Note one prompt's way through a contestant."""
+        timed = taken.timed
+        key = (name, length)
+        self.first.setdefault(key, []).append(taken.first_s)
+        self.prefill.setdefault(key, []).append(taken.prefill_s)
+        between = (timed.last_token_s - timed.first_token_s) / (ANSWER_TOKENS - 1)
+        self.between.setdefault(key, []).append(between)
+
+    def median(self, name: str, length: int) -> float:
+        """Of the time to the first token."""
+        return statistics.median(self.first[name, length])
+
+    def worst(self, name: str, length: int) -> float:
+        """Of the time to the first token."""
+        return max(self.first[name, length])
+
+    def table(self) -> str:
+        """For people, in milliseconds."""
+        head = ("", "tokens", "median", "worst", "prefill", "per token")
+        rows = [f"{head[0]:<14}" + "".join(f"{word:>11}" for word in head[1:])]
+        for name, length in self.first:
+            numbers = [
+                self.median(name, length),
+                self.worst(name, length),
+                statistics.median(self.prefill[name, length]),
+                statistics.median(self.between[name, length]),
+            ]
+            cells = "".join(f"{1000 * number:>11.1f}" for number in numbers)
+            rows.append(f"{name:<14}{length:>11}{cells}")
+        return "\n".join([*rows, f"wrong answers: {self.mismatches}"])
+
+    def as_json(self, verdict: Sequence[Verdict]) -> dict[str, Any]:
+        """Every measurement, and what follows from them."""
+        measured = [
+            {
+                "contestant": name,
+                "tokens": length,
+                "median_s": self.median(name, length),
+                "worst_s": self.worst(name, length),
+                "first_s": self.first[name, length],
+                "prefill_s": self.prefill[name, length],
+                "between_tokens_s": self.between[name, length],
+            }
+            for name, length in self.first
+        ]
+        return {
+            "measured": measured,
+            "mismatches": self.mismatches,
+            "ratios": [{**asdict(each), "holds": bool(each)} for each in verdict],
+        }
+
+
+def verdicts(results: Results, connectors: Sequence[str]) -> list[Verdict]:
+    """What our handover is to show, against the in-tree connector and an engine alone."""
+    lengths = sorted({length for name, length in results.first if name != ALONE})
+    found = []
+    for name in connectors:
+        if name == _BASELINE:
+            continue
+        longest = lengths[-1]
+        prefill = results.median(ALONE, longest)
+        claim = f"{name}, {longest} tokens: median handover / full prefill"
+        found.append(Verdict(claim, results.median(name, longest) / prefill, 0.15))
+        if _BASELINE not in connectors:
+            continue
+        for length in lengths:
+            theirs = results.median(_BASELINE, length)
+            claim = f"{name}, {length} tokens: median / in-tree median"
+            found.append(Verdict(claim, results.median(name, length) / theirs, 0.1))
+            claim = f"{name}, {length} tokens: worst / in-tree median"
+            found.append(Verdict(claim, results.worst(name, length) / theirs, 1.0))
+    return found

@@ -1,0 +1,312 @@
+"""An engine that behaves to a proxy as vLLM's HTTP server does, on a real socket.
+
+What matters of vLLM is kept: a prefill answer carries a ticket and lends blocks;
+a model of another name is refused with 404 before all else, and the lender is
+told; a client that leaves aborts its request, and the lender is told, unless the
+server had not looked at the request yet: then nobody is.  ``Leases`` is what all
+engines of a test share: the tickets whose blocks are still lent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from pdconn.router.config import ProxyConfig
+from pdconn.router.server import Running, running_proxy
+
+MODEL = "m"
+
+#: Written oddly, so that a ticket which is parsed and written anew is told.
+TICKET = (
+    '{"do_remote_prefill":true, "remote_block_ids": [[1,2],[ 0,7 ]], "ttl": 1.50, '
+    '"an unknown key": {"é": 1e2}, "big": 123456789012345678901234567890, "lease": "%s"}'
+)
+
+#: Split across a UTF-8 letter and without regard to SSE's lines.
+CHUNKS = (b'data: {"text": "\xc3', b'\xa9"}\n\nda', b"ta: x\n\n", b"data: [DONE]\n\n")
+
+ANSWER = b'{"choices": [ {"text" : "whole"} ]}'
+
+
+@dataclass
+class Seen:
+    """A request as it arrived."""
+
+    path: str
+    headers: CIMultiDict[str]
+    raw: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return json.loads(self.raw)
+
+
+@dataclass
+class Leases:
+    """Tickets whose blocks prefill still holds."""
+
+    held: set[str] = field(default_factory=set)
+    granted: int = 0
+
+    def grant(self) -> str:
+        self.granted += 1
+        name = f"lease-{self.granted}"
+        self.held.add(name)
+        return TICKET % name
+
+
+Script = Callable[["FakeEngine", Seen, web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeEngine:
+    """One engine; set its attributes to make it misbehave."""
+
+    def __init__(self, leases: Leases) -> None:
+        self.leases = leases
+        self.seen: list[Seen] = []
+        self.aborted: list[str] = []
+        self.script: Script | None = None
+        self.health_status = 200
+        self.num_probes = 0
+        self.lends = True
+        self.checks_names = True
+        self.admission_s = 0.0
+        self.chunk_pause_s = 0.0
+        self.num_chunks: int | None = None
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/{kind:(chat/)?completions}", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _health(self, http: web.Request) -> web.Response:
+        self.num_probes += 1
+        return web.Response(status=self.health_status)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return web.Response(body=b'{"data": [ {"id" : "m"} ]}', content_type="application/json")
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        request_id = http.headers.get("X-Request-Id", "")
+        admitted = False
+        raw = await http.read()
+        seen = Seen(http.path, CIMultiDict(http.headers), raw)
+        self.seen.append(seen)
+        try:
+            await asyncio.sleep(self.admission_s)
+            admitted = True
+            if self.script is not None:
+                return await self.script(self, seen, http)
+            return await self.answer(seen, http)
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+        finally:
+            if admitted:
+                self.tell_lender(seen)
+
+    def tell_lender(self, seen: Seen) -> None:
+        """The request is over, however it ended: its blocks are not needed."""
+        lease = (seen.body.get("kv_transfer_params") or {}).get("lease")
+        self.leases.held.discard(lease)
+
+    async def answer(self, seen: Seen, http: web.Request) -> web.StreamResponse:
+        body = seen.body
+        if self.checks_names and body.get("model", MODEL) != MODEL:
+            return error(404, f"The model `{body['model']}` does not exist.")
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            return self.prefill_answer()
+        if body.get("stream"):
+            return await self.stream(http)
+        return web.Response(body=ANSWER, content_type="application/json")
+
+    def prefill_answer(self) -> web.Response:
+        ticket = self.leases.grant() if self.lends else "null"
+        text = f'{{"id": "x", "choices": [{{"text": "a"}}], "kv_transfer_params": {ticket}}}'
+        return web.Response(text=text, content_type="application/json")
+
+    async def stream(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Own": "1"})
+        await response.prepare(http)
+        chunks = CHUNKS if self.num_chunks is None else (b"data: t\n\n",) * self.num_chunks
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(self.chunk_pause_s)
+        await response.write_eof()
+        return response
+
+
+def error(status: int, message: str) -> web.Response:
+    """An error as vLLM writes it."""
+    body = {"error": {"message": message, "type": "X", "param": None, "code": status}}
+    return web.json_response(body, status=status)
+
+
+async def reset(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+    """A script: the engine dies with the request in its hands."""
+    http.transport.abort()
+    return web.Response()
+
+
+async def die_in_stream(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+    """A script: the engine dies after two chunks."""
+    response = web.StreamResponse()
+    await response.prepare(http)
+    for chunk in CHUNKS[:2]:
+        await response.write(chunk)
+        await asyncio.sleep(0.02)
+    http.transport.abort()
+    return response
+
+
+async def hang(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+    """A script: the engine computes until its client leaves."""
+    await asyncio.sleep(60)
+    return web.Response()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client got, whole."""
+
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.body)["error"]
+
+
+@dataclass
+class Deployment:
+    """A proxy over fake engines, and a client."""
+
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    leases: Leases
+    proxy: Running
+    client: aiohttp.ClientSession
+
+    def url(self, path: str) -> str:
+        return self.proxy.url + path
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.proxy.metrics.registry.get_sample_value(f"pdconn_proxy_{name}", labels)
+        return 0.0 if value is None else value
+
+    def outcome(self, outcome: str, path: str = "/v1/completions") -> float:
+        return self.metric("requests_total", route=path, outcome=outcome)
+
+    async def complete(self, path: str = "/v1/completions", **body: Any) -> Reply:
+        """Ask the proxy, and read its answer."""
+        prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {}
+        body = {"model": MODEL, **(prompt or {"prompt": "hi"}), **body}
+        async with self.client.post(self.url(path), json=body) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def send(self, path: str, raw: Any = None, method: str = "POST") -> Reply:
+        """Ask the proxy something odd."""
+        async with self.client.request(method, self.url(path), data=raw) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def open(self, **body: Any) -> asyncio.StreamWriter:
+        """Ask the proxy over a bare socket, to leave at will (``leave``)."""
+        text = json.dumps({"model": MODEL, "prompt": "hi", **body})
+        port = int(self.proxy.url.rsplit(":", 1)[1])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+        writer.write((head + text).encode())
+        await writer.drain()
+        return writer
+
+
+async def leave(writer: asyncio.StreamWriter) -> None:
+    """The client goes, without waiting for an answer."""
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def until(true: Callable[[], object], within_s: float = 5.0) -> None:
+    """Wait for something that happens soon."""
+    async with asyncio.timeout(within_s):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def deployment(
+    num_prefill: int = 1, num_decode: int = 1, **settings: Any
+) -> AsyncIterator[Deployment]:
+    """Engines, a proxy over them and a client, all gone at the end."""
+    leases = Leases()
+    engines = [FakeEngine(leases) for _ in range(num_prefill + num_decode)]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        prefill, decode = engines[:num_prefill], engines[num_prefill:]
+        settings = {"port": 0, "drain_timeout_s": 1.0, **settings}
+        config = ProxyConfig.of([e.url for e in prefill], [e.url for e in decode], **settings)
+        client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        proxy = await stack.enter_async_context(running_proxy(config))  # goes before its client
+        yield Deployment(prefill, decode, leases, proxy, client)
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test, and fail it if it leaves a task or a socket behind."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        sockets = open_sockets()
+        asyncio.run(_leaving_nothing(test(*args, **kwargs)))
+        assert open_sockets() == sockets
+
+    return run
+
+
+async def _leaving_nothing(test: Awaitable[None]) -> None:
+    await test
+    await asyncio.sleep(0.01)  # connections that were just closed say so
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, f"tasks left behind: {left}"
+
+
+def open_sockets() -> int:
+    """How many sockets this process holds."""
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(target.startswith("socket:") for target in targets)
