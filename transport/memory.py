@@ -75,7 +75,7 @@ class MemoryTransport(Transport):
         self._peers: dict[PeerId, Regions] = {}
         self._ids = itertools.count()
         self._reads: dict[ReadId, Settled | None] = {}
-        self._closed = False
+        self._closing = False
 
     @property
     def name(self) -> str:
@@ -138,20 +138,20 @@ class MemoryTransport(Transport):
         }
 
     def close(self) -> None:
-        """As ``Transport.close``; a killed transport closes without more ado.
+        """As ``Transport.close``: disconnects from all peers first.
 
         Raises:
-            BackendFailure: a read can still write.  Nothing is released; close
-                again once it settled, after disconnecting its peer if it is lost.
+            BackendFailure: reads can still write.  Nothing is released; they can
+                be polled, and ``close`` called again once they settled.
         """
-        pending = [read for read, settled in self._reads.items() if settled is None]
+        self._closing = True
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        pending = sum(settled is None for settled in self._reads.values())
         if pending and self.network.is_alive(self.peer_id):
-            raise BackendFailure(f"{self.peer_id}: {len(pending)} reads can still write")
-        if not self._closed:
-            self.network.leave(self.peer_id, PeerLost(f"{self.peer_id} closed"))
+            raise BackendFailure(f"{self.peer_id}: {pending} reads can still write")
         self._reads.clear()
-        self._peers.clear()
-        self._closed = True
+        self.network.leave(self.peer_id, PeerLost(f"{self.peer_id} closed"))
 
     def _settle(self, read: ReadId, settled: Settled) -> None:
         self._reads[read] = settled
@@ -165,5 +165,5 @@ class MemoryTransport(Transport):
         )
 
     def _check_open(self) -> None:
-        if self._closed or not self.network.is_alive(self.peer_id):
+        if self._closing or not self.network.is_alive(self.peer_id):
             raise TransportClosed(f"{self.peer_id} is closed")

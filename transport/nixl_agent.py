@@ -10,32 +10,25 @@ Each oddity that the code below answers to was measured on NIXL 1.5.1:
   gives None, float indices are rounded.  ``Spans`` is checked already and the
   arrays are built here, from columns, always uint64 and C-contiguous.
 * Neighbouring descriptors merge in ``make_prepped_xfer`` and only there.
-* Errors are exceptions without a common base class.
+* The telemetry of a READ in flight is rubbish, not an error.
 * Loading damaged metadata of a known agent makes NIXL forget that agent, which
   is why addresses carry a checksum.
 
-Nothing here imports nixl: ``transport.nixl`` does and passes the modules in.
+Nothing here imports nixl: ``transport.nixl`` does and passes its modules in.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from transport.errors import (
-    BackendFailure,
-    BadAddress,
-    OutOfBounds,
-    PeerLost,
-    PeerUnknown,
-    TransportError,
-    TransportUnavailable,
-)
+from transport.errors import BackendFailure, TransportError, TransportUnavailable
+from transport.nixl_errors import INVALIDATED, UNLOADABLE, UNREGISTERED, error_classes, mapper
 from transport.types import U64, Device, Memory, Spans
 
 _log = logging.getLogger(__name__)
@@ -44,6 +37,7 @@ _SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
 _OURS = "NIXL_INIT_AGENT"
 
 Progress = Literal["pending", "done"]
+Backends = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +72,30 @@ class Telemetry:
 
 
 class Agent:
-    """A NIXL agent called ``name`` with the given backends and their options."""
+    """A NIXL agent called ``name``, with ``backends`` by name and their options.
+
+    Raises:
+        TransportUnavailable: a backend is missing or does not start.
+    """
 
     def __init__(
         self,
         library: Library,
         name: str,
-        backends: Mapping[str, Mapping[str, str]],
+        backends: Backends,
         *,
         progress_delay_us: int,
         telemetry: bool,
     ) -> None:
         self.name = name
-        self._library = library
-        self._errors = _error_classes(library.bindings)
-        self._regions: list[Any] = []
-        self._raw: Any = self._create(backends, progress_delay_us, telemetry)
+        self._errors = error_classes(library.bindings)
+        self._mapped = mapper(self._errors)
         self._backends = list(backends)
+        self._regions: list[Any] = []
+        with self._mapped(f"create agent {name}"):
+            self._raw: Any = _bare_agent(library, name, progress_delay_us, telemetry)
+        for backend, options in backends.items():
+            self._start(backend, dict(options))
 
     def register(self, memory: Memory) -> None:
         """Pin one memory as one region.
@@ -108,9 +109,11 @@ class Agent:
         self._regions.append(region)
 
     def unregister_newest(self) -> None:
-        """Take back the latest ``register``."""
-        with self._mapped("unregister"):
+        """Take back the latest ``register``; a refusal is logged, the agent's end settles it."""
+        try:
             self._raw.deregister_memory(self._regions.pop())
+        except self._errors:
+            _log.exception("%s: a region stays registered until the agent is gone", self.name)
 
     def metadata(self) -> bytes:
         """What a peer's ``add`` needs: how to connect, and the regions of this moment."""
@@ -121,14 +124,10 @@ class Agent:
         """Learn a peer, or newly registered regions of a known one; returns its name.
 
         Raises:
-            BadAddress: NIXL cannot read it, or it was made by another boot of a known peer.
-            BackendFailure: anything else.
+            ChangedConnection: a known peer was started anew; remove it first.
+            BadAddress: the metadata cannot be used.
         """
-        refusals = {
-            kind: BadAddress
-            for kind in ("nixlMismatchError", "nixlNotAllowedError", "nixlInvalidParamError")
-        }
-        with self._mapped("load a peer's metadata", refusals):
+        with self._mapped("load a peer's metadata", UNLOADABLE):
             name = self._raw.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
@@ -142,36 +141,38 @@ class Agent:
 
         Raises:
             OutOfBounds: a run lies in no registered memory, ours or as the peer told us.
-            PeerLost: NIXL dropped the peer on its own.
+            PeerLost: NIXL dropped the peer by itself.
             BackendFailure: anything else.
         """
         indices = np.arange(len(spans), dtype=np.int32)
-        outside = {"nixlNotFoundError": OutOfBounds}
-        with ExitStack() as handles:
-            with self._mapped("local runs", outside):
+        handles = ExitStack()
+        try:
+            with self._mapped("local runs", UNREGISTERED):
                 local = self._side(_OURS, spans.local, spans.nbytes, spans.local_device)
             handles.callback(self._release, local)
-            gone = outside if self._raw.check_remote_metadata(peer) else _INVALIDATED
-            with self._mapped(f"runs of {peer}", gone):
+            known = self._raw.check_remote_metadata(peer)
+            with self._mapped(f"runs of {peer}", UNREGISTERED if known else INVALIDATED):
                 remote = self._side(peer, spans.remote, spans.nbytes, spans.remote_device)
             handles.callback(self._release, remote)
-            with self._mapped(f"prepare a read from {peer}", _INVALIDATED):
+            with self._mapped(f"prepare a read from {peer}", INVALIDATED):
                 request = self._raw.make_prepped_xfer(
                     "READ", local, indices, remote, indices, backends=self._backends
                 )
             handles.callback(self._release, request)
-            return Transfer(peer, request, handles.pop_all())
-        raise AssertionError("unreachable: ExitStack swallows nothing")
+        except TransportError:
+            handles.close()
+            raise
+        return Transfer(peer, request, handles)
 
     def post(self, transfer: Transfer) -> Progress:
         """Start a prepared READ; over shared memory it is over when this returns.
 
         Raises:
             PeerLost: the connection is gone; nothing can be written.
-            BackendFailure: anything else; earlier runs may be on their way.
+            BackendFailure: anything else; runs posted before the bad one may be on their way.
         """
-        with self._mapped(f"read from {transfer.peer}", _INVALIDATED):
-            return self._progress(self._raw.transfer(transfer.request))
+        with self._mapped(f"read from {transfer.peer}", INVALIDATED):
+            return _progress(self._raw.transfer(transfer.request))
 
     def check(self, transfer: Transfer) -> Progress:
         """Whether a posted READ is over.
@@ -179,8 +180,8 @@ class Agent:
         Raises:
             PeerLost, BackendFailure: it is over, and failed.
         """
-        with self._mapped(f"read from {transfer.peer}", _INVALIDATED):
-            return self._progress(self._raw.check_xfer_state(transfer.request))
+        with self._mapped(f"read from {transfer.peer}", INVALIDATED):
+            return _progress(self._raw.check_xfer_state(transfer.request))
 
     def telemetry(self, transfer: Transfer) -> Telemetry | None:
         """What a READ that is done cost, or None where telemetry is off."""
@@ -193,36 +194,19 @@ class Agent:
     def close(self) -> None:
         """Unregister everything and end the progress thread.  No READ may be in flight."""
         while self._regions:
-            try:
-                self.unregister_newest()
-            except TransportError:
-                _log.exception("%s: a region stays registered until the agent is gone", self.name)
+            self.unregister_newest()
         self._raw = None
 
-    def _create(
-        self, backends: Mapping[str, Mapping[str, str]], progress_delay_us: int, telemetry: bool
-    ) -> Any:
-        api, bindings = self._library.api, self._library.bindings
-        with self._mapped(f"create agent {self.name}"):
-            bare = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-            raw = api.nixl_agent(self.name, bare)
-            config = bindings.nixlAgentConfig()
-            config.useProgThread = True
-            config.pthrDelay = progress_delay_us
-            config.captureTelemetry = telemetry
-            config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
-            raw.agent = bindings.nixlAgent(self.name, config)
-        for backend, options in backends.items():
-            if backend not in raw.get_plugin_list():
-                known = ", ".join(raw.get_plugin_list())
-                raise TransportUnavailable(f"nixl has no plugin {backend!r}; it has {known}")
-            try:
-                raw.create_backend(backend, dict(options))
-            except self._errors as error:
-                raise TransportUnavailable(
-                    f"nixl cannot start {backend} with {dict(options)}: {error}"
-                ) from error
-        return raw
+    def _start(self, backend: str, options: dict[str, str]) -> None:
+        plugins = self._raw.get_plugin_list()
+        if backend not in plugins:
+            raise TransportUnavailable(f"nixl has no plugin {backend!r}, only {', '.join(plugins)}")
+        try:
+            self._raw.create_backend(backend, options)
+        except self._errors as error:
+            raise TransportUnavailable(
+                f"nixl cannot start {backend} with {options}: {error}"
+            ) from error
 
     def _side(self, agent: str, addresses: U64, nbytes: U64, device: Device) -> Any:
         rows = np.empty((len(addresses), 3), dtype=np.uint64)
@@ -235,36 +219,22 @@ class Agent:
         except self._errors as error:
             _log.warning("%s: nixl did not release %r: %s", self.name, handle, error)
 
-    def _progress(self, state: str) -> Progress:
-        if state not in ("DONE", "PROC"):
-            raise BackendFailure(f"nixl reports state {state!r} without a reason")
-        return "done" if state == "DONE" else "pending"
 
-    @contextmanager
-    def _mapped(
-        self, doing: str, kinds: Mapping[str, type[TransportError]] | None = None
-    ) -> Iterator[None]:
-        try:
-            yield
-        except self._errors as error:
-            name = type(error).__name__
-            kind = {"nixlRemoteDisconnectError": PeerLost, **(kinds or {})}.get(name)
-            raise (kind or BackendFailure)(f"{doing}: {name}: {error}") from error
+def _bare_agent(library: Library, name: str, progress_delay_us: int, telemetry: bool) -> Any:
+    """A nixl_agent without backends whose progress thread will rest between events."""
+    empty = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
+    raw = library.api.nixl_agent(name, empty)
+    config = library.bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = progress_delay_us
+    config.captureTelemetry = telemetry
+    # Our thread and the progress thread work on the same UCX worker.
+    config.syncMode = library.bindings.NIXL_THREAD_SYNC_STRICT
+    raw.agent = library.bindings.nixlAgent(name, config)
+    return raw
 
 
-_INVALIDATED: Mapping[str, type[TransportError]] = {"nixlNotFoundError": PeerLost}
-"""Newer NIXL forgets a peer by itself once one READ finds it disconnected; its
-other READs then answer "not found".  They are over: one endpoint carried all."""
-
-
-def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:
-    """Every exception NIXL raises for failures, as there is no base class to catch.
-
-    RuntimeError stands for statuses without a class, ValueError for refused arguments.
-    """
-    own = tuple(
-        value
-        for name, value in vars(bindings).items()
-        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
-    )
-    return (*own, RuntimeError, ValueError)
+def _progress(state: str) -> Progress:
+    if state not in ("DONE", "PROC"):
+        raise BackendFailure(f"nixl reports state {state!r} without a reason")
+    return "done" if state == "DONE" else "pending"

@@ -45,11 +45,13 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command("demo", "pdconn.cli.demo", "see it work, checked against one engine alone"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
 )
 
 _EXAMPLES = """\
 examples:
+  pdconn demo
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
   pdconn proxy --help
 

@@ -6,8 +6,9 @@ Blocks are paired by absolute token position, never by list index::
     ours   B=64  [  id 5  ][  id 9  ][  id 2  ]     first 0
     theirs B=32  [hole][ 3][ 4][ 8][ 1][ 7]         first 0
 
-Holes of ours (id 0), and what no window reaches any more, are not needed and never move; a hole of theirs where ours is
-none fails the plan, because the byte could not be had.
+Holes of ours (id 0), and what no window reaches any more, are not needed and never
+move; a hole of theirs where ours is none fails the plan, because the byte could not
+be had.
 """
 
 from __future__ import annotations

@@ -70,6 +70,8 @@ class Handover:
         raise self._nobody_left(Role.PREFILL, misses)
 
     async def _read_ticket(self, exchange: Exchange, answer: Answer) -> Raw | None:
+        if answer.is_here:
+            return await _ticket_in(answer)  # waits for nothing: nobody can leave
         reading = asyncio.ensure_future(_ticket_in(answer))
         try:
             return await asyncio.shield(reading)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from pdconn.router.upstream import Answer, Lost
 
@@ -29,9 +30,12 @@ async def relay(
     http: web.Request, answer: Answer, request_id: str
 ) -> tuple[web.StreamResponse, Ending]:
     """Write an answer to the client who made ``http``, and close the answer."""
-    response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    response.headers[ENGINE_HEADER] = answer.engine
-    response.headers[REQUEST_ID_HEADER] = request_id
+    headers = answer.headers
+    headers[ENGINE_HEADER] = answer.engine
+    headers[REQUEST_ID_HEADER] = request_id
+    if answer.is_here:
+        return await _at_once(answer, headers), Ending.WHOLE
+    response = web.StreamResponse(status=answer.status, headers=headers)
     async with answer:
         try:
             await response.prepare(http)
@@ -44,6 +48,13 @@ async def relay(
         except ConnectionResetError:
             return response, Ending.CLIENT_LEFT
     return response, Ending.WHOLE
+
+
+async def _at_once(answer: Answer, headers: CIMultiDict[str]) -> web.Response:
+    """A body that is here already: head and body leave in one packet."""
+    headers.popall("Content-Length", None)  # aiohttp writes the same
+    async with answer:
+        return web.Response(status=answer.status, headers=headers, body=await answer.rest())
 
 
 def _break_off(http: web.Request) -> None:

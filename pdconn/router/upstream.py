@@ -87,6 +87,11 @@ class Answer:
         ahead, self._ahead = self._ahead, None
         return ahead
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the whole body has arrived, so that reading it waits for nothing."""
+        return self._response.content.is_eof()
+
     async def rest(self) -> bytes:
         """The whole body, for answers that are known to be short."""
         pieces = []

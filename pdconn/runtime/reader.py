@@ -116,7 +116,13 @@ class ReaderThread:
             log.critical("the reader thread stopped", exc_info=True)
             self._deliver(ReaderStopped(f"{type(error).__name__}: {error}"))
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
             self._transport.close()
+        except TransportError as error:
+            log.warning("pdconn: the transport was left open: %s", error)
 
     def _work(self) -> None:
         stop_by: float | None = None

@@ -19,7 +19,10 @@ from pdconn.vllm.metadata import PdHandshake
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.traits import block_traits
+from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
+from transport import Transport
+from transport.flipping import FlippingTransport
 from transport.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
@@ -40,10 +43,9 @@ class PdWorker:
         self._settings = settings
         self._config = config
         self._kv_cache_config = kv_cache_config
-        self._transport: NixlTransport | None = None
+        self._memory: RegisteredKVMemory | None = None
         self._puller: Puller | None = None
         self._handshake: PdHandshake | None = None
-        self._kv_caches: dict[str, Any] = {}
         self._stats = PdStats()
         self._sent: list[str] = []
         self._failed: list[str] = []
@@ -60,15 +62,9 @@ class PdWorker:
         layers = self._config.compilation_config.static_forward_context
         traits = block_traits(self._config, layers, self._settings.enforce_handshake_compat)
         transfer = self._config.kv_transfer_config
-        self._transport = NixlTransport(
-            f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}",
-            backends=self._settings.backends,
-            backend_options=self._settings.backend_options,
-            huge_pages=self._settings.huge_pages,
-        )
-        self._transport.register(references.memories())
-        self._kv_caches = kv_caches
-        geometry = RankGeometry(pp.rank_in_group, tp_rank, self._transport.address(), references)
+        transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
+        self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
+        geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
         self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits)
         log.info("pdconn: registered %s", _summary(references))
         if transfer.is_kv_consumer:
@@ -81,7 +77,7 @@ class PdWorker:
                 references=references,
                 traits=traits,
             )
-            self._puller = Puller(me, self._transport, self._settings.claim_timeout)
+            self._puller = Puller(me, transport, self._settings.claim_timeout)
 
     def handshake(self) -> PdHandshake | None:
         """What the scheduler's half serves to peers."""
@@ -131,10 +127,23 @@ class PdWorker:
         """Stop the threads and unpin the memory."""
         if self._puller is not None:
             self._puller.close()
-        elif self._transport is not None:
-            self._transport.close()
-        self._puller = self._transport = None
-        self._kv_caches = {}
+        if self._memory is not None:
+            self._memory.close()
+        self._puller = self._memory = None
+
+    def _open_transport(self, name: str) -> Transport:
+        transport: Transport = NixlTransport(
+            name,
+            backends=self._settings.backends,
+            backend_options=self._settings.backend_options,
+            huge_pages=self._settings.huge_pages,
+        )
+        if self._settings.debug_flip_bytes:
+            log.warning("pdconn: debug_flip_bytes is on: answers will be wrong")
+            transport = FlippingTransport(transport)
+        facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
+        log.info("pdconn: transport: %s", facts)
+        return transport
 
     def _references(self, kv_caches: dict[str, Any], tp_rank: int) -> KVCacheReferences:
         model, parallel = self._config.model_config, self._config.parallel_config

@@ -1,0 +1,258 @@
+"""The demo: prefill, decode and a proxy on this machine, held to one engine alone.
+
+Every prompt goes through the proxy, and to an engine without a connector.  Tokens
+must be equal and log-probabilities within a tolerance.  What moved is read from the
+decode engine's ``/metrics``, before and after each request.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdconn.lab.client import Client
+from pdconn.lab.compare import Mismatch, compare, make_prompts
+from pdconn.lab.engine import Engine, running
+from pdconn.lab.errors import EngineDied, EngineStartTimeout, PortInUse
+from pdconn.lab.ports import LOCALHOST, free_ports, is_free
+from pdconn.lab.process import Process
+from pdconn.lab.spec import EngineSpec
+
+LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
+EXTENDED = 1000
+"""The prompt that is asked again with more tokens behind it, to show prefix hits."""
+
+Say = Callable[[str], None]
+
+_COUNTED = {
+    "full_bytes": "pdconn:full_attention_bytes_total",
+    "window_bytes": "pdconn:window_bytes_total",
+    "saved_by_window_bytes": "pdconn:saved_by_window_bytes_total",
+    "saved_by_hits_bytes": "pdconn:saved_by_hits_bytes_total",
+    "descriptors": "vllm:nixl_num_descriptors_sum",
+    "pull_s": "pdconn:pull_seconds_sum",
+    "transfer_s": "vllm:nixl_xfer_time_seconds_sum",
+}
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """What to run.
+
+    ``vocab`` bounds the random token ids of prompts; ``layout`` is None for the
+    engine's own choice; ``args`` are further arguments of all three engines.
+    """
+
+    model: str | Path
+    directory: Path
+    vocab: int
+    device: str = "cpu"
+    layout: str | None = "BHLNC"
+    max_tokens: int = 16
+    max_model_len: int = 4096
+    tolerance: float = 1e-3
+    port: int | None = None
+    args: tuple[str, ...] = ()
+    prefill_env: Mapping[str, str] = field(default_factory=dict)
+    decode_env: Mapping[str, str] = field(default_factory=dict)
+    decode_extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """One prompt: what moved for it, how long it took, and whether the answer is right.
+
+    Bytes and descriptors are of the whole pull; ``handover_s`` runs from asking
+    decode to the first byte of its answer.  ``mismatch`` is None when all agrees.
+    """
+
+    label: str
+    prompt_tokens: int
+    full_bytes: int
+    window_bytes: int
+    saved_by_window_bytes: int
+    saved_by_hits_bytes: int
+    descriptors: int
+    pull_s: float
+    transfer_s: float
+    handover_s: float
+    mismatch: str | None
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes pulled per second of transfer, in 10^9; 0 when nothing was."""
+        moved = self.full_bytes + self.window_bytes
+        return moved / self.transfer_s / 1e9 if self.transfer_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the throughput."""
+        return {**asdict(self), "gb_per_s": self.gb_per_s}
+
+
+def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
+    """Start everything, ask everything, stop everything.
+
+    Raises:
+        LabError: something could not be started, or died; nothing is left running.
+    """
+    with _engines(plan, say) as (prefill, decode, alone), _proxy(plan, prefill, decode) as url:
+        say(f"proxy ready at {url}")
+        through, reference = Client(url), Client(alone.url)
+        rows = []
+        for label, prompt in _prompts(plan):
+            before = _counted(decode, url)
+            seen = through.stream(prompt, plan.max_tokens, top=5).answer
+            after = _counted(decode, url)
+            expected = reference.stream(prompt, plan.max_tokens, top=5).answer
+            mismatch = compare(expected, seen, plan.tolerance)
+            rows.append(_row(label, len(prompt), before, after, _said(mismatch)))
+            say(f"{label}: {'agrees' if mismatch is None else mismatch}")
+        say("stopping")
+    return rows
+
+
+def _prompts(plan: DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
+    lengths = [n for n in LENGTHS if n + plan.max_tokens <= plan.max_model_len]
+    prompts = make_prompts(lengths, seed=1, vocab=plan.vocab)
+    for number, prompt in enumerate(prompts, 1):
+        yield f"prompt {number} of {len(prompts) + 2}, {len(prompt)} tokens", prompt
+    seen = next((prompt for prompt in prompts if len(prompt) == EXTENDED), prompts[-1])
+    more = make_prompts([120], seed=2, vocab=plan.vocab)[0]
+    total = len(prompts) + 2
+    yield f"prompt {total - 1} of {total}, asked before", seen
+    yield f"prompt {total} of {total}, asked before and {len(more)} tokens more", seen + more
+
+
+def _said(mismatch: Mismatch | None) -> str | None:
+    return None if mismatch is None else str(mismatch)
+
+
+def _row(
+    label: str,
+    prompt_tokens: int,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    mismatch: str | None,
+) -> DemoRow:
+    change = {name: after[name] - before[name] for name in after}
+    whole = {
+        name: int(change[name])
+        for name in (
+            "full_bytes", "window_bytes", "saved_by_window_bytes", "saved_by_hits_bytes",
+            "descriptors",
+        )
+    }  # fmt: skip
+    return DemoRow(
+        label=label,
+        prompt_tokens=prompt_tokens,
+        **whole,
+        pull_s=change["pull_s"],
+        transfer_s=change["transfer_s"],
+        handover_s=change["handover_s"],
+        mismatch=mismatch,
+    )
+
+
+def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
+    samples = Client(decode.url).metrics()
+    counted = {name: samples.get(sample, 0.0) for name, sample in _COUNTED.items()}
+    proxied = Client(proxy_url).metrics()
+    counted["handover_s"] = proxied.get("pdconn_proxy_decode_first_byte_seconds_sum", 0.0)
+    return counted
+
+
+@contextmanager
+def _engines(plan: DemoPlan, say: Say) -> Iterator[tuple[Engine, ...]]:
+    def progress(name: str, seconds: float, said: str) -> None:
+        if int(seconds) % 5 == 0:
+            say(f"{name} is starting, {seconds:.0f} s: {said[-100:].strip()}")
+
+    say("starting three vLLM engines: prefill, decode, and one alone to compare with")
+    with running(demo_specs(plan), plan.directory, progress=progress) as engines:
+        for engine in engines:
+            say(f"{engine.spec.name} ready at {engine.url} after {engine.boot_s:.0f} s")
+        yield engines
+
+
+def demo_specs(plan: DemoPlan) -> list[EngineSpec]:
+    """Prefill, decode, and one engine alone."""
+    ports = free_ports(4)
+    cores = os.cpu_count() or 1
+    common: dict[str, Any] = {
+        "model": plan.model,
+        "max_model_len": plan.max_model_len,
+        "prefix_caching": True,
+        "device": plan.device,
+        "args": plan.args,
+    }
+    pinned = plan.device == "cpu" and cores > 1
+    return [
+        EngineSpec(
+            name="prefill",
+            port=ports[0],
+            side_channel_port=ports[3],
+            layout=plan.layout,
+            cpus=(0,) if pinned else None,
+            kv_transfer_config=_transfer("kv_producer", {}),
+            env=plan.prefill_env,
+            **common,
+        ),
+        EngineSpec(
+            name="decode",
+            port=ports[1],
+            layout=plan.layout,
+            cpus=(1,) if pinned else None,
+            kv_transfer_config=_transfer("kv_consumer", plan.decode_extra_config),
+            env=plan.decode_env,
+            **common,
+        ),
+        EngineSpec(
+            name="alone",
+            port=ports[2],
+            cpus=(0,) if pinned else None,
+            **{**common, "prefix_caching": False},
+        ),
+    ]
+
+
+def _transfer(role: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "PdConnector",
+        "kv_connector_module_path": "pdconn.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
+@contextmanager
+def _proxy(plan: DemoPlan, prefill: Engine, decode: Engine) -> Iterator[str]:
+    """The proxy as its users start it: a process of its own."""
+    port = plan.port or free_ports(1)[0]
+    if not is_free(port):
+        raise PortInUse("proxy", LOCALHOST, port)
+    command = [sys.executable, "-m", "pdconn.cli.main", "proxy", "--port", str(port)]
+    command += ["--prefill", prefill.url, "--decode", decode.url]
+    log = plan.directory / "proxy.log"
+    log.write_bytes(b"")
+    process = Process("proxy", command, log.resolve())
+    try:
+        _await_port(process, port)
+        yield f"http://{LOCALHOST}:{port}"
+    finally:
+        process.end()
+
+
+def _await_port(process: Process, port: int, timeout_s: float = 30.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while is_free(port):
+        if (ended := process.ended()) is not None:
+            raise EngineDied("proxy", ended.exit_code, process.log, process.tail())
+        if time.monotonic() > give_up:
+            raise EngineStartTimeout("proxy", timeout_s, process.log, process.tail())
+        time.sleep(0.05)

@@ -1,0 +1,74 @@
+"""NIXL's exceptions, turned into the transport's.
+
+NIXL raises a dozen classes that share no base class below ``Exception``, so
+the classes to catch are collected from its module, and told apart by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from transport.errors import BackendFailure, BadAddress, OutOfBounds, PeerLost, TransportError
+
+ErrorClasses = tuple[type[Exception], ...]
+Kinds = Mapping[str, type[TransportError]]
+
+
+class ChangedConnection(BadAddress):
+    """A known peer's address now leads elsewhere: it was started anew under its old name."""
+
+
+INVALIDATED: Kinds = {"nixlNotFoundError": PeerLost}
+"""Newer NIXL forgets a peer by itself once one READ finds it disconnected; its
+other READs then answer "not found".  They are over: one endpoint carried all."""
+
+UNREGISTERED: Kinds = {"nixlNotFoundError": OutOfBounds}
+"""Descriptors outside registered memory are "not found" as well."""
+
+UNLOADABLE: Kinds = {
+    "nixlMismatchError": BadAddress,
+    "nixlNotFoundError": BadAddress,
+    "nixlInvalidParamError": BadAddress,
+    "nixlBackendError": BadAddress,  # no backend in common
+    "nixlNotAllowedError": ChangedConnection,
+}
+"""What loading metadata can end with: all say that this address leads nowhere."""
+
+_ALWAYS: Kinds = {"nixlRemoteDisconnectError": PeerLost}
+
+Mapped = Callable[..., AbstractContextManager[None]]
+
+
+def error_classes(bindings: Any) -> ErrorClasses:
+    """Every exception that NIXL raises for failures.
+
+    RuntimeError stands for statuses that have no class of their own, ValueError
+    for arguments that its bindings refuse.
+    """
+    own = [
+        value
+        for name, value in vars(bindings).items()
+        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
+    ]
+    return (*own, RuntimeError, ValueError)
+
+
+def mapper(errors: ErrorClasses) -> Mapped:
+    """A context manager that maps ``errors``: ``with mapped("register x", UNREGISTERED): …``.
+
+    What ``kinds`` does not name becomes ``PeerLost`` for a disconnect and
+    ``BackendFailure`` otherwise; NIXL's own exception stays as the cause.
+    """
+
+    @contextmanager
+    def mapped(doing: str, kinds: Kinds | None = None) -> Iterator[None]:
+        try:
+            yield
+        except errors as error:
+            name = type(error).__name__
+            kind = {**_ALWAYS, **(kinds or {})}.get(name, BackendFailure)
+            raise kind(f"{doing}: {name}: {error}") from error
+
+    return mapped

@@ -1,0 +1,87 @@
+"""What a NIXL agent is configured with, and what it turns out to use.
+
+UCX takes a setting from, in this order: the environment (``UCX_…``), the
+user's ``engine_config``, ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_ENGINE_CONFIG = "engine_config"
+
+UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K"}
+"""UCX's own segment of 8 KiB holds a READ over TCP at a fifth of what this reaches."""
+
+_ONE_ENDPOINT = ("num_workers", "num_threads")
+"""With several workers one peer has several endpoints, and the failure of one
+says nothing about READs on the others: we could not tell when they are over."""
+
+
+def backend_params(
+    backends: Sequence[str], options: Mapping[str, Mapping[str, str]] | None
+) -> dict[str, dict[str, str]]:
+    """Each backend's parameters: the user's ``options`` over our defaults.
+
+    Raises:
+        ValueError: no backend, options for one that is not used, an
+            ``engine_config`` that UCX would ignore in part, more than one worker.
+    """
+    if not backends:
+        raise ValueError("no NIXL backend is named; UCX is the usual one")
+    options = options or {}
+    for backend in options:
+        if backend not in backends:
+            raise ValueError(f"options for backend {backend!r}, which is not one of {backends}")
+    params = {backend: dict(options.get(backend, {})) for backend in backends}
+    if "UCX" in params:
+        ucx = params["UCX"]
+        for option in _ONE_ENDPOINT:
+            if int(ucx.get(option, "0")) > 1:
+                raise ValueError(f"UCX {option}={ucx[option]}: reads need one endpoint per peer")
+        ucx[_ENGINE_CONFIG] = merged_engine_config(ucx.get(_ENGINE_CONFIG, ""))
+    return params
+
+
+def merged_engine_config(user: str) -> str:
+    """``KEY=value,…`` with our UCX defaults first and the user's settings over them.
+
+    Raises:
+        ValueError: a part without ``=``.  NIXL splits at every comma and skips
+            such parts, so ``TLS=rc,cuda_copy`` would silently mean ``TLS=rc``;
+            lists belong into the environment.
+    """
+    settings = dict(UCX_DEFAULTS)
+    for part in filter(None, (part.strip() for part in user.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(
+                f"engine_config {user!r}: {part!r} is not KEY=value; "
+                "set lists in the environment, as UCX_<KEY>"
+            )
+        settings[key.strip().removeprefix("UCX_")] = value.strip()
+    return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+def ucx_environment() -> dict[str, str]:
+    """Every ``UCX_…`` variable of this process; they win over ``engine_config``."""
+    return {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
+
+
+def ucx_version(maps: str | None = None) -> str:
+    """The version of the UCX that nixl loaded, or ``unknown``.
+
+    Another library may bring a UCX of its own, so the one whose path names
+    nixl is asked.  ``maps`` replaces ``/proc/self/maps``.
+    """
+    try:
+        lines = (maps if maps is not None else Path("/proc/self/maps").read_text()).splitlines()
+        path = next(line.split()[-1] for line in lines if "libucp" in line and "nixl" in line)
+        function = ctypes.CDLL(path).ucp_get_version_string
+    except (OSError, StopIteration, AttributeError):
+        return "unknown"
+    function.restype = ctypes.c_char_p
+    return str(function().decode())

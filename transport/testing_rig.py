@@ -1,0 +1,125 @@
+"""What the contract's tests stand on: a reader, a lender, and bytes to watch.
+
+    guard │ registered memory                 │ guard
+    EE EE │ pattern (lender) or EE EE (reader)│ EE EE
+
+A rig tells its tests nothing about where the lender lives: the tests know the
+pattern that its memory holds, so no byte of it needs to be fetched to compare.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.base import Transport
+from transport.types import Memory, PeerId, ReadId, Settled, Spans
+
+Bytes = NDArray[np.uint8]
+
+GUARD_BYTES = 8192
+ARENA_BYTES = 256 * 1024
+BLANK = 0xEE
+SETTLE_S = 20.0
+"""How long a read may take before it counts as stuck."""
+
+
+def pattern(nbytes: int) -> Bytes:
+    """The bytes that a lender's registered memory holds: no two runs are alike."""
+    return np.random.default_rng(7).integers(0, 200, nbytes, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arena:
+    """Bytes with a guard on either side of ``memory``, the part that is registered."""
+
+    bytes: Bytes
+
+    @classmethod
+    def blank(cls) -> Arena:
+        """A reader's arena: every byte is ``BLANK``, which no pattern contains."""
+        return cls(np.full(ARENA_BYTES + 2 * GUARD_BYTES, BLANK, dtype=np.uint8))
+
+    @classmethod
+    def patterned(cls) -> Arena:
+        """A lender's arena: ``pattern`` in the middle, blank guards."""
+        arena = cls.blank()
+        arena.bytes[GUARD_BYTES:-GUARD_BYTES] = pattern(ARENA_BYTES)
+        return arena
+
+    @property
+    def memory(self) -> Memory:
+        """The registered middle of the arena."""
+        return Memory(self.bytes.ctypes.data + GUARD_BYTES, ARENA_BYTES)
+
+    @property
+    def guard(self) -> Memory:
+        """The guard after it."""
+        return Memory(self.memory.end, GUARD_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A reader, connected to ``peer`` at ``address``; ``remote`` is memory it lends.
+
+    ``remote`` is the middle of an ``Arena.patterned()``, wherever that lives.
+    After ``pause`` no read may settle before ``resume``; ``kill`` ends the peer
+    without a goodbye.  None means that this rig cannot.
+    """
+
+    reader: Transport
+    peer: PeerId
+    address: bytes
+    arena: Arena
+    remote: Memory
+    pause: Callable[[], None] | None = None
+    resume: Callable[[], None] | None = None
+    kill: Callable[[], None] | None = None
+
+    def spans(self, *runs: tuple[int, int, int]) -> Spans:
+        """Runs ``(local offset, remote offset, nbytes)`` into the registered memories."""
+        local, remote, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+        return Spans(
+            (local + self.arena.memory.base).astype(np.uint64),
+            (remote + self.remote.base).astype(np.uint64),
+            nbytes.astype(np.uint64),
+        )
+
+    def finish(self, read: ReadId) -> Settled:
+        """Poll until ``read`` settles."""
+        deadline = time.monotonic() + SETTLE_S
+        while (settled := self.reader.poll(read)) is None:
+            assert time.monotonic() < deadline, f"read not settled after {SETTLE_S} s"
+            time.sleep(0.0005)
+        return settled
+
+    def check(self, *runs: tuple[int, int, int]) -> None:
+        """Assert that exactly ``runs`` were copied into the arena."""
+        expected, source = Arena.blank().bytes, pattern(ARENA_BYTES)
+        for local, remote, nbytes in runs:
+            start = GUARD_BYTES + local
+            expected[start : start + nbytes] = source[remote : remote + nbytes]
+        wrong = np.flatnonzero(self.arena.bytes != expected)
+        assert not len(wrong), (
+            f"{len(wrong)} bytes are wrong, the first at offset {int(wrong[0]) - GUARD_BYTES}"
+        )
+
+    def check_read(self, *runs: tuple[int, int, int]) -> Settled:
+        """Read ``runs`` and assert that they and nothing else arrived."""
+        settled = self.finish(self.reader.read(self.peer, self.spans(*runs)))
+        assert settled.ok, settled.error
+        self.check(*runs)
+        return settled
+
+
+def scattered(num_runs: int, seed: int) -> list[tuple[int, int, int]]:
+    """Runs of assorted lengths, in another order on either side, with gaps between them."""
+    rng = np.random.default_rng(seed)
+    slot = ARENA_BYTES // num_runs
+    nbytes = rng.integers(1, slot, num_runs).tolist()
+    local, remote = (rng.permutation(num_runs) * slot).tolist(), rng.permutation(num_runs) * slot
+    return list(zip(local, remote.tolist(), nbytes, strict=True))
