@@ -9,6 +9,8 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
@@ -105,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
             drain_timeout_s=args.drain_timeout,
             wait_s=args.wait,
         )
-        return asyncio.run(_serve(config, _Events(args.json)))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config, _Events(args.json)))
     except (BadSetting, CannotListen) as error:
         print(f"pdconn proxy: {error}", file=sys.stderr)
         return 2
@@ -114,6 +117,14 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 1  # the second signal, in the middle of the drain
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed (vLLM brings it): half the work per token."""
+    if find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
+    return factory
 
 
 class _Events:

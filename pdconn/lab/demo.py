@@ -8,8 +8,6 @@ decode engine's ``/metrics``, before and after each request.
 from __future__ import annotations
 
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,9 +17,8 @@ from typing import Any
 from pdconn.lab.client import Client
 from pdconn.lab.compare import Mismatch, compare, make_prompts
 from pdconn.lab.engine import Engine, running
-from pdconn.lab.errors import EngineDied, EngineStartTimeout, PortInUse
-from pdconn.lab.ports import LOCALHOST, free_ports, is_free
-from pdconn.lab.process import Process
+from pdconn.lab.ports import free_ports
+from pdconn.lab.proxy import running_proxy
 from pdconn.lab.spec import EngineSpec
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
@@ -101,9 +98,15 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
     Raises:
         LabError: something could not be started, or died; nothing is left running.
     """
-    with _engines(plan, say) as (prefill, decode, alone), _proxy(plan, prefill, decode) as url:
+    with (
+        _engines(plan, say) as (prefill, decode, alone),
+        running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
+    ):
         say(f"proxy ready at {url}")
         through, reference = Client(url), Client(alone.url)
+        say("warming up: the first request of an engine is its slowest")
+        for client in (through, reference):
+            client.complete(make_prompts([70], seed=9, vocab=plan.vocab)[0], 2)
         rows = []
         for label, prompt in _prompts(plan):
             before = _counted(decode, url)
@@ -228,31 +231,3 @@ def _transfer(role: str, extra: Mapping[str, Any]) -> dict[str, Any]:
         "kv_role": role,
         "kv_connector_extra_config": dict(extra),
     }
-
-
-@contextmanager
-def _proxy(plan: DemoPlan, prefill: Engine, decode: Engine) -> Iterator[str]:
-    """The proxy as its users start it: a process of its own."""
-    port = plan.port or free_ports(1)[0]
-    if not is_free(port):
-        raise PortInUse("proxy", LOCALHOST, port)
-    command = [sys.executable, "-m", "pdconn.cli.main", "proxy", "--port", str(port)]
-    command += ["--prefill", prefill.url, "--decode", decode.url]
-    log = plan.directory / "proxy.log"
-    log.write_bytes(b"")
-    process = Process("proxy", command, log.resolve())
-    try:
-        _await_port(process, port)
-        yield f"http://{LOCALHOST}:{port}"
-    finally:
-        process.end()
-
-
-def _await_port(process: Process, port: int, timeout_s: float = 30.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while is_free(port):
-        if (ended := process.ended()) is not None:
-            raise EngineDied("proxy", ended.exit_code, process.log, process.tail())
-        if time.monotonic() > give_up:
-            raise EngineStartTimeout("proxy", timeout_s, process.log, process.tail())
-        time.sleep(0.05)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 FIRST_WORD = len(SPECIAL_TOKENS)
 
-_FORMAT = 1  # raise when the same spec shall give other files
+_FORMAT = 1  # raise when other code shall give other files
 _ATTENTION_SPREAD = 1.5  # standard deviation of attention scores, in nats
 _EMBEDDING = 2.0  # RMS of a token's embedding in the residual stream
 _WINDOW_ATTENTION = 1.0  # RMS that a window layer's attention adds to it
@@ -92,14 +92,16 @@ class ModelSpec:
     @property
     def digest(self) -> str:
         """Names the content: equal digests mean equal files."""
-        text = json.dumps([_FORMAT, asdict(self)], sort_keys=True)
+        scales = (_ATTENTION_SPREAD, _EMBEDDING, _WINDOW_ATTENTION, _FULL_ATTENTION)
+        rest = (_FORMAT, *scales, _FEED_FORWARD, _LOGITS, SPECIAL_TOKENS, _CHAT_TEMPLATE)
+        text = json.dumps([asdict(self), rest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 #: For correctness: the smallest that has every kind of group.
 TINY = ModelSpec("tiny", hidden=128, intermediate=256, heads=4, kv_heads=2)
 #: For timing: heavy enough that prefill takes much longer than one decode step.
-HANDOVER = ModelSpec("handover", hidden=256, intermediate=1024, heads=4, kv_heads=2, head_dim=64)
+HANDOVER = ModelSpec("handover", hidden=256, intermediate=512, heads=8, kv_heads=4)
 SPECS = {spec.name: spec for spec in (TINY, HANDOVER)}
 
 

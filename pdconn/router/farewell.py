@@ -37,7 +37,7 @@ from pdconn.router.upstream import Answer, Delivery, Lost, Unreached
 
 #: A frontend that has not looked at a request for this long is no longer
 #: serving anybody.  The price: a client's leaving is passed on this much later.
-_ADMISSION_S = 2.0
+_ADMISSION_S = 1.0
 
 #: The rest of a prefill answer whose head is here: one packet, if any.
 _REST_OF_ANSWER_S = 5.0

@@ -134,14 +134,16 @@ def _await_state(pid: int, state: str) -> None:
 
 
 @contextmanager
-def nixl_rig(lender: Lender, *, tls: str | None = None, stalls: bool = False) -> Iterator[Rig]:
+def nixl_rig(
+    lender: Lender, *, tls: str | None = None, stalls: bool = False, boot: str | None = None
+) -> Iterator[Rig]:
     """A reader here and a lender there; ``tls`` picks UCX's transport.
 
     ``stalls``: reads need the lender to run, so that stopping it stalls them.
     Over shared memory the reader copies by itself, and nothing stalls.
     """
     options = nixl_options(tls)
-    address, remote = lender.open("lender", None, options)
+    address, remote = lender.open("lender", boot, options)
     arena = Arena.blank()
     reader = NixlTransport("reader", close_wait_s=0.2, **options)
     try:

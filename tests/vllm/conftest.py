@@ -1,0 +1,86 @@
+"""Engines for the tests in this folder, each configuration started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from pdconn.lab.model import write_model
+from tests.vllm.engines import (
+    CONFIGURATIONS,
+    Configuration,
+    Expected,
+    PdPair,
+    all_at_once,
+    alone,
+    engine,
+    one_after_another,
+    pair_of,
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Our marker."""
+    config.addinivalue_line("markers", "only(**fields): run in configurations with these fields")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Everything here starts engines; what is not for a configuration is not selected for it."""
+    here = Path(__file__).parent
+    left_out = []
+    for item in items:
+        if here not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.engine)
+        item.add_marker(pytest.mark.timeout(900))
+        only = item.get_closest_marker("only")
+        if only is not None and not _meant(item, only.kwargs):
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _meant(item: pytest.Item, fields: Mapping[str, object]) -> bool:
+    configuration = item.callspec.params["pair"]  # type: ignore[attr-defined]
+    return all(getattr(configuration, name) == value for name, value in fields.items())
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def model(work: Path) -> Path:
+    return write_model(work)
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path, work: Path) -> Expected:
+    """What one engine alone says to every prompt of these tests."""
+    with alone(model, work) as client:
+        return Expected(client, [*one_after_another(), *all_at_once()])
+
+
+@pytest.fixture(scope="session", params=CONFIGURATIONS, ids=str)
+def pair(
+    request: pytest.FixtureRequest, model: Path, work: Path, expected: Expected
+) -> Iterator[PdPair]:
+    """A pair in each configuration in turn."""
+    del expected  # its engine must be gone first
+    configuration: Configuration = request.param
+    with pair_of(configuration, model, work / str(configuration)) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def spoiled(model: Path, work: Path, expected: Expected) -> Iterator[PdPair]:
+    """A pair whose decode engine flips a byte of every pull, and a right one beside it."""
+    del expected
+    configuration = Configuration("BHLNC", False, one_process=True, policy="fail")
+    wrong = engine("spoiled", model, configuration, "kv_consumer", 1, debug_flip_bytes=True)
+    with pair_of(configuration, model, work / "spoiled", {"spoiled": wrong}) as started:
+        yield started

@@ -1,0 +1,201 @@
+"""Engine pairs for the tests against real vLLM, and what a single engine answers.
+
+One pair is started per configuration and serves every test that asks for it.  The
+single engine runs first, answers every prompt once, and is gone before the pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdconn.lab.client import Client, prefill_then_decode
+from pdconn.lab.compare import Answer, make_prompts, spread_lengths
+from pdconn.lab.engine import Engine, running
+from pdconn.lab.ports import free_ports
+from pdconn.lab.proxy import running_proxy
+from pdconn.lab.spec import EngineSpec
+
+MAX_MODEL_LEN = 2048
+MAX_TOKENS = 6
+BLOCK = 32
+WINDOW = 64
+EDGES = (BLOCK, WINDOW, WINDOW + BLOCK - 1, 127, 159, 10 * BLOCK)
+"""Lengths around which blocks, windows and retention change; 95, 127, 159 are where
+prefill would drop a block that decode needs."""
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One pair of engines."""
+
+    layout: str
+    prefix_caching: bool
+    one_process: bool
+    policy: str
+    num_blocks: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{'caching' if self.prefix_caching else 'plain'}"
+
+
+CONFIGURATIONS = tuple(
+    Configuration(
+        layout,
+        prefix_caching,
+        one_process=layout != "BHLNC",
+        policy="fail" if prefix_caching else "recompute",
+        # Few enough blocks that 32 requests at once preempt each other.
+        num_blocks=None if prefix_caching else 220,
+    )
+    for layout in ("LBHNC", "BLHNC", "BHLNC")
+    for prefix_caching in (True, False)
+)
+
+
+def one_after_another() -> list[Prompt]:
+    """200 prompts from 1 token to the model's limit; the last ones share prefixes."""
+    longest = MAX_MODEL_LEN - MAX_TOKENS
+    prompts = make_prompts(spread_lengths(160, longest, seed=3, edges=EDGES), seed=4)
+    tails = make_prompts(spread_lengths(40, 300, seed=5, edges=(BLOCK,)), seed=6)
+    grown = [(prompts[number] + tail)[:longest] for number, tail in enumerate(tails)]
+    return [*prompts, *grown]
+
+
+def all_at_once() -> list[Prompt]:
+    """32 prompts, among them several of equal beginning."""
+    prompts = make_prompts(spread_lengths(24, 1200, seed=7, edges=(WINDOW,)), seed=8)
+    return [*prompts, *(prompts[n] + prompts[n + 1][:50] for n in range(8))]
+
+
+class Expected:
+    """What one engine alone answers, by prompt; asked once."""
+
+    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            answers = pool.map(lambda prompt: client.complete(prompt, MAX_TOKENS), prompts)
+            self._answers: dict[Prompt, Answer] = dict(zip(prompts, answers, strict=True))
+
+    def __getitem__(self, prompt: Prompt) -> Answer:
+        return self._answers[prompt]
+
+
+def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
+    """``--kv-transfer-config`` of a test engine; ``extra`` are our own keys."""
+    policy = extra.pop("policy", "fail")
+    return {
+        "kv_connector": "PdConnector",
+        "kv_connector_module_path": "pdconn.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+@dataclass(frozen=True)
+class PdPair:
+    """A prefill and a decode engine, and clients to them."""
+
+    configuration: Configuration
+    prefill_engine: Engine
+    decode_engine: Engine
+    others: tuple[Engine, ...]
+
+    @property
+    def prefill(self) -> Client:
+        return Client(self.prefill_engine.url)
+
+    @property
+    def decode(self) -> Client:
+        return Client(self.decode_engine.url)
+
+    def log(self) -> str:
+        """Everything that decode has logged."""
+        return self.decode_engine.log.read_text()
+
+    @contextmanager
+    def proxy(self) -> Iterator[str]:
+        """``pdconn proxy`` over the pair; its URL."""
+        directory = self.decode_engine.log.parent
+        with running_proxy([self.prefill_engine.url], [self.decode_engine.url], directory) as url:
+            yield url
+
+    def lent_after_one_more(self, tries: int = 20) -> float:
+        """Share of prefill's blocks in use, after one more request (or some, to settle)."""
+        used = 1.0
+        for _ in range(tries):
+            prefill_then_decode(self.prefill, self.decode, (5, 6, 7), 1)
+            used = self.prefill.metrics()["vllm:kv_cache_usage_perc"]
+            if used == 0.0:
+                break
+            time.sleep(0.1)
+        return used
+
+
+def engine(
+    name: str,
+    model: Path,
+    configuration: Configuration,
+    role: str,
+    core: int,
+    **extra: Any,
+) -> EngineSpec:
+    """One engine of a pair; ``extra`` goes into our part of the configuration."""
+    port, side = free_ports(2)
+    cores = os.cpu_count() or 1
+    producer = role == "kv_producer"
+    return EngineSpec(
+        name=name,
+        model=model,
+        port=port,
+        side_channel_port=side if producer else None,
+        kv_transfer_config=transfer_config(role, policy=configuration.policy, **extra),
+        layout=configuration.layout,
+        prefix_caching=configuration.prefix_caching,
+        one_process=configuration.one_process,
+        cpus=(core % cores,) if cores > 1 and not configuration.one_process else None,
+        num_blocks=None if producer else configuration.num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        block_tokens=BLOCK,
+    )
+
+
+@contextmanager
+def pair_of(
+    configuration: Configuration,
+    model: Path,
+    directory: Path,
+    others: Mapping[str, EngineSpec] | None = None,
+) -> Iterator[PdPair]:
+    """Start a pair, with ``others`` beside it."""
+    specs = [
+        engine("prefill", model, configuration, "kv_producer", 0),
+        engine("decode", model, configuration, "kv_consumer", 1),
+        *(others or {}).values(),
+    ]
+    with running(specs, directory) as (prefill, decode, *rest):
+        yield PdPair(configuration, prefill, decode, tuple(rest))
+
+
+@contextmanager
+def alone(model: Path, directory: Path) -> Iterator[Client]:
+    """An engine without a connector."""
+    spec = EngineSpec(
+        name="alone",
+        model=model,
+        port=free_ports(1)[0],
+        one_process=True,
+        max_model_len=MAX_MODEL_LEN,
+        block_tokens=BLOCK,
+        kv_cache_mib=512,
+    )
+    with running([spec], directory) as (engine,):
+        yield Client(engine.url)

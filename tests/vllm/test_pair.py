@@ -1,0 +1,88 @@
+"""Prefill to decode through real vLLM and NIXL, in every layout, against one engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pdconn.lab.client import Client, prefill_only, prefill_then_decode
+from pdconn.lab.compare import compare
+from tests.vllm.engines import (
+    MAX_TOKENS,
+    Expected,
+    PdPair,
+    Prompt,
+    all_at_once,
+    one_after_another,
+)
+
+
+def mismatches(expected: Expected, answers: dict[Prompt, object]) -> list[str]:
+    found = []
+    for prompt, answer in answers.items():
+        difference = compare(expected[prompt], answer)  # type: ignore[arg-type]
+        if difference is not None:
+            found.append(f"{len(prompt)} tokens: {difference}")
+    return found
+
+
+def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
+    pair: PdPair, expected: Expected
+) -> None:
+    """Prefill, then decode with ``kv_transfer_params`` passed on untouched."""
+    prompts = one_after_another()
+    assert len(prompts) == 200
+    before = pair.decode.metrics()
+    answers = {
+        prompt: prefill_then_decode(pair.prefill, pair.decode, prompt, MAX_TOKENS)
+        for prompt in prompts
+    }
+    after = pair.decode.metrics()
+    assert mismatches(expected, answers) == []
+    pulled = after["pdconn:pulls_total"] - before.get("pdconn:pulls_total", 0)
+    assert pulled >= 150  # the rest were one token long or wholly cached
+    assert after.get("vllm:nixl_num_failed_transfers_total", 0) == 0
+
+
+def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) -> None:
+    prompts = all_at_once()
+    assert len(prompts) == 32
+    with pair.proxy() as url, ThreadPoolExecutor(32) as pool:
+        client = Client(url)
+        answers = dict(
+            zip(prompts, pool.map(lambda p: client.complete(p, MAX_TOKENS), prompts), strict=True)
+        )
+    assert mismatches(expected, answers) == []
+
+
+@pytest.mark.only(prefix_caching=False)
+def test_one_descriptor_per_block_where_blocks_are_outermost(pair: PdPair) -> None:
+    """NIXL's own count: whole block rows where a row is one piece, pages otherwise."""
+    before = pair.decode.metrics()
+    prompt = tuple(range(100, 100 + 1500))
+    prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
+    after = pair.decode.metrics()
+
+    def change(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    descriptors = change("vllm:nixl_num_descriptors_sum")
+    full_blocks = -(-1499 // 32)
+    window_blocks = 3 * 2  # two groups of two layers, 64 tokens over 32-token blocks
+    blocks = full_blocks + window_blocks
+    layers_per_block = 2
+    if pair.configuration.layout == "LBHNC":
+        assert descriptors > blocks
+        assert descriptors <= blocks * layers_per_block
+    else:
+        assert 0 < descriptors <= blocks
+
+
+def test_prefill_gets_all_its_blocks_back(pair: PdPair) -> None:
+    """One more request, and nothing is lent; a ticket that nobody redeems is the control."""
+    prompt = tuple(range(200, 700))
+    prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
+    assert pair.lent_after_one_more() == 0.0
+    prefill_only(pair.prefill, prompt)
+    assert pair.lent_after_one_more(tries=3) > 0.0
