@@ -32,6 +32,10 @@ from enum import StrEnum
 from transport import HOST, Device, Memory
 
 
+_ADDRESS_LIMIT = 1 << 62
+"""Sums of two such numbers fit 63 bits, so that no address computed from them wraps."""
+
+
 class RegistrationError(ValueError):
     """A description of KV memory that cannot be true."""
 
@@ -67,8 +71,10 @@ class KVCacheTensorReference:
 
     def __post_init__(self) -> None:
         for name in ("base", "nbytes", "num_blocks", "block_stride"):
-            if getattr(self, name) <= 0:
-                raise RegistrationError(f"{name}: expected above 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < _ADDRESS_LIMIT:
+                raise RegistrationError(
+                    f"{name}: expected above 0 and below 2^62, got {getattr(self, name)}"
+                )
 
     @property
     def memory(self) -> Memory:
@@ -107,6 +113,9 @@ class KVCacheDataReference:
     token_nbytes: int | None
 
     def __post_init__(self) -> None:
+        for name in ("offset", "nbytes", "num_heads", "first_head", "head_stride"):
+            if getattr(self, name) >= _ADDRESS_LIMIT:
+                raise RegistrationError(f"{self.layer}: {name} {getattr(self, name)} is too large")
         if self.nbytes <= 0 or self.num_heads <= 0 or self.nbytes % self.num_heads:
             raise RegistrationError(
                 f"{self.layer}: {self.nbytes} bytes do not divide into {self.num_heads} heads"
@@ -225,7 +234,7 @@ class KVCacheReferences:
 
     def num_blocks(self, group: int) -> int:
         """Block rows that every tensor of ``group`` has."""
-        return min(self.tensors[ref.tensor].num_blocks for ref in self.groups[group].data)
+        return min((self.tensors[r.tensor].num_blocks for r in self.groups[group].data), default=0)
 
 
 @dataclass(frozen=True, slots=True)

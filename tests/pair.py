@@ -92,9 +92,7 @@ class Pair:
 
     def open_lender(self, port: int) -> Lender:
         rank = RankGeometry(0, 0, self.their_transport.address(), self.theirs.references)
-        welcome = Welcome(
-            PROTOCOL_VERSION, "prefill", self.incarnation, self.traits, (rank,)
-        )
+        welcome = Welcome(PROTOCOL_VERSION, "prefill", self.incarnation, self.traits, (rank,))
         return Lender(welcome, "127.0.0.1", port)
 
     def lend(self, request: str, ids: tuple[int, ...] = (3, 4, 5)) -> Ticket:

@@ -60,7 +60,7 @@ def unpack(backend: str, address: bytes) -> Envelope:
         raise BadAddress(f"address has {len(address)} bytes, at most {MAX_ADDRESS_BYTES} expected")
     try:
         envelope = msgspec.msgpack.decode(address, type=Envelope)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadAddress(f"{len(address)} bytes are not an address: {error}") from error
     if envelope.backend != backend:
         raise BadAddress(f"address of backend {envelope.backend[:40]!r}, ours is {backend!r}")

@@ -99,7 +99,7 @@ class MemoryTransport(Transport):
         try:
             memories = [Memory(*pair) for pair in _MEMORIES.decode(envelope.payload)]
             regions = Regions(memories)
-        except (msgspec.DecodeError, BadSpans) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, BadSpans) as error:
             raise BadAddress(f"address of {envelope.name!r}: {error}") from error
         peer = PeerId(envelope.name)
         self._peers[peer] = regions

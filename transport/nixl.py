@@ -8,6 +8,11 @@ reads in flight is only marked as leaving, and removed with its last read::
     connect ──► connected ──disconnect, idle──────────► removed
                   ▲   └──disconnect, reads in flight──► leaving ──last read over──► removed
                   └──────────connect again───────────────┘
+
+This spares the lender, too.  Over TCP the lender answers READs in software, and
+UCX 1.23 aborts the *lender's* process when it cannot send such an answer: a
+reader that is killed amid a read over TCP may take its lender along; one that
+closes first does not.  Over CMA or RDMA the lender takes no part and is safe.
 """
 
 from __future__ import annotations
@@ -114,8 +119,8 @@ class NixlTransport(Transport):
             progress_delay_us=progress_delay_us,
             telemetry=telemetry,
         )
-        self._reads = Reads(self._agent, time.perf_counter)
         self._registered = Regions()
+        self._reads = Reads(self._agent, self._registered, time.perf_counter)
         self._peers: dict[PeerId, Peer] = {}
         self._leaving: dict[PeerId, Peer] = {}
         self._huge_page_s = huge_page_s if huge_pages else 0.0
@@ -134,7 +139,7 @@ class NixlTransport(Transport):
 
     def register(self, memories: Sequence[Memory]) -> None:
         self._check_open()
-        registered = Regions([*self._registered, *memories])
+        Regions([*self._registered, *memories])  # raises if two overlap
         done = 0
         try:
             for memory in memories:
@@ -145,7 +150,7 @@ class NixlTransport(Transport):
             for _ in range(done):
                 self._agent.unregister_newest()
             raise
-        self._registered = registered
+        self._registered.add(memories)
 
     def address(self) -> bytes:
         self._check_open()
@@ -224,13 +229,14 @@ class NixlTransport(Transport):
         Raises:
             BackendFailure: reads can still write after ``close_wait_s``.  Memory
                 stays registered and must stay allocated; reads can be polled,
-                and ``close`` called again.  Ending the process is safe.
+                and ``close`` called again.
         """
         if self._state == "closed":
             return
         self._state = "closing"
         for peer in list(self._peers):
             self.disconnect(peer)
+        self._reads.advance()
         deadline = time.monotonic() + self._close_wait_s
         while len(self._reads) and time.monotonic() < deadline:
             time.sleep(_CLOSE_POLL_S)

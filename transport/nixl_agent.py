@@ -9,7 +9,6 @@ Each oddity that the code below answers to was measured on NIXL 1.5.1:
 * Unchecked arguments: an empty array raises IndexError, one of the wrong shape
   gives None, float indices are rounded.  ``Spans`` is checked already and the
   arrays are built here, from columns, always uint64 and C-contiguous.
-* Neighbouring descriptors merge in ``make_prepped_xfer`` and only there.
 * The telemetry of a READ in flight is rubbish, not an error.
 * Loading damaged metadata of a known agent makes NIXL forget that agent, which
   is why addresses carry a checksum.
@@ -151,7 +150,7 @@ class Agent:
                 local = self._side(_OURS, spans.local, spans.nbytes, spans.local_device)
             handles.callback(self._release, local)
             known = self._raw.check_remote_metadata(peer)
-            with self._mapped(f"runs of {peer}", UNREGISTERED if known else INVALIDATED):
+            with self._mapped(f"remote runs, by {peer}", UNREGISTERED if known else INVALIDATED):
                 remote = self._side(peer, spans.remote, spans.nbytes, spans.remote_device)
             handles.callback(self._release, remote)
             with self._mapped(f"prepare a read from {peer}", INVALIDATED):

@@ -26,10 +26,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from transport.errors import BackendFailure, PeerLost, TransportError
+from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportError
 from transport.nixl_agent import Agent, Transfer
+from transport.regions import Regions
 from transport.types import PeerId, ReadId, ReadStats, Settled, Spans
 
 _log = logging.getLogger(__name__)
@@ -62,10 +64,14 @@ class _Flight:
 
 
 class Reads:
-    """All reads of ``agent`` that the caller has not been told the end of."""
+    """All reads of ``agent`` that the caller has not been told the end of.
 
-    def __init__(self, agent: Agent, clock: Callable[[], float]) -> None:
+    ``ours`` are the registered memories, to name the run that lies outside them.
+    """
+
+    def __init__(self, agent: Agent, ours: Regions, clock: Callable[[], float]) -> None:
         self._agent = agent
+        self._ours = ours
         self._clock = clock
         self._ids = itertools.count()
         self._flights: dict[ReadId, _Flight] = {}
@@ -82,7 +88,7 @@ class Reads:
         try:
             if peer.lost:
                 raise PeerLost(f"{peer.id} is disconnected; connect to it again")
-            transfer = self._agent.prepare(peer.id, spans) if len(spans) else None
+            transfer = self._prepare(peer, spans) if len(spans) else None
         except TransportError as error:
             peer.lost |= isinstance(error, PeerLost)
             self._settled[read] = Settled(_stats(spans, 0.0, self._clock() - began), error)
@@ -115,6 +121,22 @@ class Reads:
     def clear(self) -> None:
         """Forget the settled reads."""
         self._settled.clear()
+
+    def _prepare(self, peer: Peer, spans: Spans) -> Transfer:
+        """Merge neighbours first: NIXL merges them as well, at seventeen times the cost.
+
+        Merged runs may cross from one registered memory into the next, which
+        NIXL refuses; it then gets the runs as they came, and has the last word.
+        """
+        merged = spans.coalesced()
+        try:
+            return self._agent.prepare(peer.id, merged)
+        except OutOfBounds as error:
+            if len(merged) < len(spans):
+                with suppress(OutOfBounds):
+                    return self._agent.prepare(peer.id, spans)
+            ours = self._ours.outside("local", spans.local, spans.nbytes, spans.local_device)
+            raise ours or error from error.__cause__
 
     def _advance(self, read: ReadId) -> None:
         flight = self._flights.get(read)

@@ -145,6 +145,10 @@ class BoundsContract:
         rig.reader.register([rig.arena.guard])
         rig.check_read((ARENA_BYTES, 0, GUARD_BYTES))
 
+    def test_neighbouring_runs_may_end_in_neighbouring_memories(self, rig: Rig) -> None:
+        rig.reader.register([rig.arena.guard])
+        rig.check_read((ARENA_BYTES - 64, 0, 64), (ARENA_BYTES, 64, 64))
+
     @staticmethod
     def _refused(rig: Rig, outside: Sequence[tuple[int, int, int]]) -> None:
         for run in outside:

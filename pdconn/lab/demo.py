@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pdconn.lab.client import Client
 from pdconn.lab.compare import Mismatch, compare, make_prompts
 from pdconn.lab.engine import Engine, running
-from pdconn.lab.ports import free_ports
+from pdconn.lab.errors import MissingDependency, PortInUse
+from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.proxy import running_proxy
 from pdconn.lab.spec import EngineSpec
 
@@ -98,6 +100,9 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
     Raises:
         LabError: something could not be started, or died; nothing is left running.
     """
+    check_dependencies()
+    if plan.port is not None and not is_free(plan.port):
+        raise PortInUse("proxy", LOCALHOST, plan.port)
     with (
         _engines(plan, say) as (prefill, decode, alone),
         running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
@@ -118,6 +123,17 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
             say(f"{label}: {'agrees' if mismatch is None else mismatch}")
         say("stopping")
     return rows
+
+
+def check_dependencies() -> None:
+    """Say at once what is not installed, before minutes are spent.
+
+    Raises:
+        MissingDependency: naming the package.
+    """
+    for package in ("vllm", "nixl", "torch", "transformers"):
+        if find_spec(package) is None:
+            raise MissingDependency(package)
 
 
 def _prompts(plan: DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:

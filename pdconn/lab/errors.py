@@ -10,6 +10,17 @@ class LabError(Exception):
     """Anything the lab reports about an experiment it could not run."""
 
 
+class MissingDependency(LabError):
+    """A package that engines need is not installed here."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(
+            f"{package} is not installed; 'make venv' installs all that is needed on a CPU, "
+            "and 'pip install pdconn[engine]' on a machine with a GPU"
+        )
+        self.package = package
+
+
 class PortInUse(LabError):
     """A port that an engine was told to serve on is taken."""
 

@@ -185,14 +185,15 @@ class Pull:
             return self.fail(f"no answer to the claim while {self.state}")
         if self.state is PullState.HELD and now >= self._deadline:
             return self.fail("the claim ran out and no renewal was answered")
-        if self._renew_at is not None and now >= self._renew_at and not self.state.ended:
+        renewing = self.state in (PullState.HELD, PullState.READING)
+        if renewing and self._renew_at is not None and now >= self._renew_at:
             self._renew_at = now + max(self._deadline - now, 0.05) / RENEWALS_PER_TTL
             return [SendRenew(self._next_seq(now))] if now < self._deadline else []
         return []
 
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
-        if self.state.ended:
+        if self.state.ended or self.state is PullState.DRAINING:
             return None
         if self.state in (PullState.GREETING, PullState.CLAIMING):
             return self._claim_by

@@ -1,25 +1,26 @@
 """What is left to do for a request whose client has gone.
 
 Prefill keeps a request's blocks until decode says that it is done with them, or
-their lease ends, many seconds later.  So a ticket that nobody presents costs
-memory, and three moments need care::
+their lease ends, many seconds later.  Closing a connection aborts what vLLM is
+doing for it, but not whatever it is doing::
 
     client ──► prefill ──ticket──► decode ──► client
                   │         │         │
-        leaves:   close    give it   close, but not before
-                  it       back      decode must know of it
+        leaves:   close,    give it   close,
+                  later     back      later
 
-* While prefill computes, closing its connection aborts the request.  Once the
-  head of its answer is here the blocks are lent: we read on and give back.
+* Between the end of a prefill and the head of its answer the blocks are lent
+  and nobody can say so: to close then is to lose the ticket.  A short prefill
+  spends much of its time there.  So it gets ``_PATIENCE_S`` to finish, and its
+  ticket is given back; what takes longer is aborted, and seldom just then.
 * With a ticket that no decode engine has seen, decode is asked to give it back
   (``returns``).
-* While decode begins, closing at once can come too early: vLLM's HTTP server
-  drops a request whose client is gone before it was looked at, and nobody tells
-  the connector.  After ``_ADMISSION_S``, or the first byte, the engine knows the
-  request; closing then aborts it, and the engine tells the lender.
+* vLLM's HTTP server drops a request whose client is gone before it was looked
+  at, and nobody tells the connector.  After ``_PATIENCE_S``, or the first byte of
+  an answer, the engine knows the request; closing then aborts it, and the
+  engine tells the lender.
 
-One gap stays: prefill has finished, and the head of its answer is on its way
-when the client leaves.  It is milliseconds wide, and the lease closes it.
+What slips through, the lease catches.
 """
 
 from __future__ import annotations
@@ -27,39 +28,63 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from enum import Enum
 
 from msgspec import Raw
 
 from pdconn.router.background import Background
+from pdconn.router.errors import NoEngineLeft
 from pdconn.router.requests import Exchange
 from pdconn.router.returns import Returns
-from pdconn.router.upstream import Answer, Delivery, Lost, Unreached
+from pdconn.router.upstream import Answer, Delivery
 
-#: A frontend that has not looked at a request for this long is no longer
-#: serving anybody.  The price: a client's leaving is passed on this much later.
-_ADMISSION_S = 1.0
-
-#: The rest of a prefill answer whose head is here: one packet, if any.
-_REST_OF_ANSWER_S = 5.0
+#: Long for what it waits for, which takes milliseconds in a healthy engine.
+#: The price: a client's leaving is passed on up to this much later.
+_PATIENCE_S = 1.0
 
 #: Each holds its request's body.
 _LIMIT = 1024
 
 
+class Stage(Enum):
+    """Whose turn it is."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Abandoned(Exception):
+    """The client left, and its request was not taken any further."""
+
+
 @dataclass(slots=True)
-class Asking:
-    """A decode engine is being asked: the task, and how far it has come."""
+class Errand:
+    """A request on its way to the first byte of its answer.
 
-    answer: asyncio.Future[Answer]
-    ticket: Raw | None
-    delivery: Delivery
-    started_s: float = field(default_factory=time.perf_counter)
+    ``ticket`` is there while it may still be used; ``delivery`` says whether the
+    decode engine that is being asked can have seen it.
+    """
 
-    def admission_left_s(self) -> float:
-        """Seconds until the engine must know of the request."""
+    exchange: Exchange
+    stage: Stage = Stage.PREFILL
+    ticket: Raw | None = None
+    delivery: Delivery = field(default_factory=Delivery)
+    since_s: float = field(default_factory=time.perf_counter)
+    abandoned: bool = False
+
+    def enter(self, stage: Stage) -> None:
+        """Another engine is asked now."""
+        self.stage = stage
+        self.delivery = Delivery()
+        self.since_s = time.perf_counter()
+
+    def patience_s(self) -> float:
+        """Seconds before the engine's connection may be closed."""
+        if self.stage is Stage.PREFILL:
+            return _PATIENCE_S
         if self.ticket is None:
             return 0.0  # nobody's blocks hang on it
-        return max(0.0, self.started_s + _ADMISSION_S - time.perf_counter())
+        return max(0.0, self.since_s + _PATIENCE_S - time.perf_counter())
 
 
 class Farewells:
@@ -74,44 +99,27 @@ class Farewells:
         await self._running.close(grace_s)
         await self._returns.close(grace_s)
 
-    def give_back(self, exchange: Exchange, ticket: Raw) -> None:
-        """A ticket that its request will not use."""
-        self._returns.give_back(exchange, ticket)
-
-    def left_while_reading(self, exchange: Exchange, reading: asyncio.Future[Raw | None]) -> None:
-        """The client left when prefill's answer had begun to arrive."""
-        if not self._running.spawn(self._finish_reading(exchange, reading), "read a ticket"):
-            reading.cancel()
-
-    def left_while_asking(self, exchange: Exchange, asking: Asking) -> None:
-        """The client left before the first byte of decode's answer."""
-        if not self._running.spawn(self._let_go(exchange, asking), "let decode go"):
-            asking.answer.cancel()
-
-    async def _finish_reading(
-        self, exchange: Exchange, reading: asyncio.Future[Raw | None]
-    ) -> None:
-        try:
-            async with asyncio.timeout(_REST_OF_ANSWER_S):
-                ticket = await reading
-        except (TimeoutError, Lost):
-            return
+    def give_back(self, errand: Errand) -> None:
+        """The errand's ticket, if it has one, will not be used."""
+        ticket, errand.ticket = errand.ticket, None
         if ticket is not None:
-            self.give_back(exchange, ticket)
+            self._returns.give_back(errand.exchange, ticket)
 
-    async def _let_go(self, exchange: Exchange, asking: Asking) -> None:
-        unseen = False
+    def client_left(self, errand: Errand, task: asyncio.Task[Answer]) -> None:
+        """Nobody waits for the errand any more; ``task`` is still running it."""
+        errand.abandoned = True
+        if not self._running.spawn(self._see_off(errand, task), "see off"):
+            task.cancel()
+
+    async def _see_off(self, errand: Errand, task: asyncio.Task[Answer]) -> None:
         try:
-            async with asyncio.timeout(asking.admission_left_s()):
-                answer = await asking.answer
-            answer.close()
+            async with asyncio.timeout(errand.patience_s()):
+                answer = await task
         except TimeoutError:
-            # The time-out has cancelled the asking, and that closed the
-            # connection, if there was one.
-            unseen = not asking.delivery.begun
-        except Unreached:
-            unseen = True
-        except Lost:
+            # It has cancelled the task, and that closed the engine's connection.
+            if not errand.delivery.begun:
+                self.give_back(errand)
+        except (Abandoned, NoEngineLeft):
             pass
-        if unseen and asking.ticket is not None:
-            self.give_back(exchange, asking.ticket)
+        else:
+            answer.close()

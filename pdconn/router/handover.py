@@ -15,24 +15,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec import Raw
-
 from pdconn.router.bodies import decode_body, find_ticket, prefill_body
 from pdconn.router.engines import Engines
 from pdconn.router.errors import Miss, NoEngineLeft
-from pdconn.router.farewell import Asking, Farewells
+from pdconn.router.farewell import Abandoned, Errand, Farewells, Stage
 from pdconn.router.health import Health
 from pdconn.router.metrics import ProxyMetrics
 from pdconn.router.policy import Policy, Role
 from pdconn.router.requests import Direct, Exchange
-from pdconn.router.upstream import Answer, Delivery, Lost, Unreached, Upstream
+from pdconn.router.upstream import Answer, Lost, Unreached, Upstream
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Takes exchanges through prefill and decode."""
+    """Takes requests through prefill and decode."""
 
     engines: Engines
     upstream: Upstream
@@ -42,86 +40,94 @@ class Handover:
     farewells: Farewells
     _lend_nothing: set[str] = field(default_factory=set)
 
-    async def prefill(self, exchange: Exchange) -> Raw | Answer | None:
-        """A ticket, or None without one, or prefill's refusal for the client.
+    async def answer(self, exchange: Exchange) -> Answer:
+        """An engine's answer to a client's request, once its body has begun.
+
+        Cancelling this is how a client leaves; ``farewells`` takes over then.
 
         Raises:
-            NoEngineLeft: no prefill engine answers.
+            NoEngineLeft: no engine of some role answers.
         """
+        errand = Errand(exchange)
+        task = asyncio.create_task(self._run(errand))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.farewells.client_left(errand, task)
+            raise
+
+    async def _run(self, errand: Errand) -> Answer:
+        if not self.engines.live(Role.DECODE):  # prefill would lend to nobody
+            raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE))
+        reason = errand.exchange.request.direct
+        if reason is not None:
+            self.metrics.went_direct(reason)
+        else:
+            refusal = await self._prefill(errand)
+            if refusal is not None:
+                return refusal
+        try:
+            return await self._decode(errand)
+        except (NoEngineLeft, Abandoned):
+            self.farewells.give_back(errand)
+            raise
+
+    async def _prefill(self, errand: Errand) -> Answer | None:
+        """Get the errand its ticket; what it returns is prefill's refusal."""
+        exchange = errand.exchange
         body = prefill_body(exchange.request)
-        path = exchange.request.route.path
         headers = exchange.headers.copy()
         headers["Accept-Encoding"] = "identity"  # this answer we read ourselves
         misses: list[Miss] = []
         for engine in self._order(Role.PREFILL, exchange):
-            started_s = time.perf_counter()
+            _go_on(errand, Stage.PREFILL)
             try:
-                answer = await self.upstream.post(engine, path, body, headers)
+                answer = await self.upstream.post(
+                    engine, exchange.request.route.path, body, headers
+                )
                 if answer.status != 200:
                     return answer
-                ticket = await self._read_ticket(exchange, answer)
+                async with answer:
+                    errand.ticket = find_ticket(await answer.rest())
             except (Unreached, Lost) as error:
                 misses.append(self._skip(Role.PREFILL, engine, exchange, error))
                 continue
-            self.metrics.time_to_ticket.observe(time.perf_counter() - started_s)
-            if ticket is None:
+            self.metrics.time_to_ticket.observe(time.perf_counter() - errand.since_s)
+            if errand.ticket is None:
                 self._note_no_ticket(engine)
-            return ticket
-        raise self._nobody_left(Role.PREFILL, misses)
+            return None
+        raise NoEngineLeft(Role.PREFILL.value, self.engines.misses(Role.PREFILL, misses))
 
-    async def _read_ticket(self, exchange: Exchange, answer: Answer) -> Raw | None:
-        if answer.is_here:
-            return await _ticket_in(answer)  # waits for nothing: nobody can leave
-        reading = asyncio.ensure_future(_ticket_in(answer))
-        try:
-            return await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            self.farewells.left_while_reading(exchange, reading)
-            raise
-
-    async def decode(self, exchange: Exchange, ticket: Raw | None) -> Answer:
-        """Decode's answer, once its first byte is here.
-
-        Raises:
-            NoEngineLeft: no decode engine answers.
-        """
+    async def _decode(self, errand: Errand) -> Answer:
+        exchange = errand.exchange
         misses: list[Miss] = []
         for engine in self._order(Role.DECODE, exchange):
+            _go_on(errand, Stage.DECODE)
             try:
-                answer = await self._ask_decode(exchange, engine, ticket)
+                answer = await self._ask_decode(errand, engine)
             except (Unreached, Lost) as error:
                 misses.append(self._skip(Role.DECODE, engine, exchange, error))
-                if ticket is not None and isinstance(error, Lost):
-                    ticket = None
+                if errand.ticket is not None and isinstance(error, Lost):
+                    errand.ticket = None
                     self.metrics.went_direct(Direct.TICKET_SPENT)
                 continue
-            if ticket is not None and answer.status >= 400:
+            self.metrics.decode_first_byte.observe(time.perf_counter() - errand.since_s)
+            if answer.status >= 400:
                 # vLLM tells the lender of most requests that it refuses, though
                 # not of those whose body it cannot read.  Telling twice is fine.
-                self.farewells.give_back(exchange, ticket)
+                self.farewells.give_back(errand)
             return answer
-        if ticket is not None:
-            self.farewells.give_back(exchange, ticket)
-        raise self._nobody_left(Role.DECODE, misses)
+        raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE, misses))
 
-    async def _ask_decode(self, exchange: Exchange, engine: str, ticket: Raw | None) -> Answer:
-        delivery = Delivery()
-        begin = self._begin_decode(exchange, engine, ticket, delivery)
-        asking = Asking(asyncio.ensure_future(begin), ticket, delivery)
-        try:
-            answer = await asyncio.shield(asking.answer)
-        except asyncio.CancelledError:
-            self.farewells.left_while_asking(exchange, asking)
-            raise
-        self.metrics.decode_first_byte.observe(time.perf_counter() - asking.started_s)
-        return answer
-
-    async def _begin_decode(
-        self, exchange: Exchange, engine: str, ticket: Raw | None, delivery: Delivery
-    ) -> Answer:
-        body = decode_body(exchange.request, ticket)
-        path = exchange.request.route.path
-        answer = await self.upstream.post(engine, path, body, exchange.headers, delivery)
+    async def _ask_decode(self, errand: Errand, engine: str) -> Answer:
+        request = errand.exchange.request
+        answer = await self.upstream.post(
+            engine,
+            request.route.path,
+            decode_body(request, errand.ticket),
+            errand.exchange.headers,
+            errand.delivery,
+        )
         try:
             await answer.await_first()
         except BaseException:
@@ -137,9 +143,6 @@ class Handover:
         self.health.report_down(engine, str(error), exchange.request_id)
         return Miss(engine, str(error))
 
-    def _nobody_left(self, role: Role, tried: list[Miss]) -> NoEngineLeft:
-        return NoEngineLeft(role.value, self.engines.misses(role, tried))
-
     def _note_no_ticket(self, engine: str) -> None:
         self.metrics.went_direct(Direct.NO_TICKET)
         if engine not in self._lend_nothing:
@@ -151,6 +154,8 @@ class Handover:
             )
 
 
-async def _ticket_in(answer: Answer) -> Raw | None:
-    async with answer:
-        return find_ticket(await answer.rest())
+def _go_on(errand: Errand, stage: Stage) -> None:
+    """Ask the next engine, unless nobody is left to ask for."""
+    if errand.abandoned:
+        raise Abandoned
+    errand.enter(stage)

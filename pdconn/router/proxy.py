@@ -94,15 +94,7 @@ class Proxy:
     ) -> tuple[web.StreamResponse, Outcome]:
         request = parse_request(route, await self._read_body(http))
         exchange = Exchange(request, *_identify(http))
-        if request.direct is not None:
-            self._metrics.went_direct(request.direct)
-            answer = await self._handover.decode(exchange, None)
-        else:
-            lent = await self._handover.prefill(exchange)
-            if isinstance(lent, Answer):
-                answer = lent
-            else:
-                answer = await self._handover.decode(exchange, lent)
+        answer = await self._handover.answer(exchange)
         return await self._pass_on(http, answer, exchange)
 
     async def _pass_on(

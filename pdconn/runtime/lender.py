@@ -109,6 +109,8 @@ class Lender:
         self._book = LeaseBook()
         self._freed: deque[FreedLease] = deque()
         self._visitors: dict[int, _Visitor] = {}
+        self._strangers: deque[_Visitor] = deque()
+        self._touched: dict[int, _Visitor] = {}
         self._selector = selectors.DefaultSelector()
         self._stopping = False
         self.counts: Counter[str] = Counter()
@@ -167,17 +169,26 @@ class Lender:
             elif key.data is not None:
                 self._serve(key.data, events)
         self._note(self._book.tick(self._clock()))
-        for visitor in list(self._visitors.values()):
+        touched, self._touched = self._touched, {}
+        for visitor in touched.values():
             self._answer(visitor)
-            if not visitor.greeted and self._clock() >= visitor.greet_by:
-                self._drop(visitor, "no greeting in time")
+        self._drop_the_silent(self._clock())
 
     def _patience(self) -> float | None:
-        times = [v.greet_by for v in self._visitors.values() if not v.greeted]
+        times = [self._strangers[0].greet_by] if self._strangers else []
         deadline = self._book.next_deadline()
         if deadline is not None:
             times.append(deadline)
         return max(0.0, min(times) - self._clock()) if times else None
+
+    def _drop_the_silent(self, now: float) -> None:
+        """Who came first must greet first, so the queue is in order of time."""
+        while self._strangers and (
+            self._strangers[0].greeted or self._strangers[0].greet_by <= now
+        ):
+            visitor = self._strangers.popleft()
+            if not visitor.greeted:
+                self._drop(visitor, "no greeting in time")
 
     def _obey(self, item: _Lend | _Abort) -> None:
         now = self._clock()
@@ -204,10 +215,12 @@ class Lender:
             return
         name = f"{address[0]}:{address[1]}"
         visitor = _Visitor(Channel(sock, MAX_INBOUND_FRAME), name, now + GREETING_TIMEOUT_S)
-        self._visitors[sock.fileno()] = visitor
+        self._visitors[id(visitor)] = visitor
+        self._strangers.append(visitor)
         self._selector.register(sock, selectors.EVENT_READ, visitor)
 
     def _serve(self, visitor: _Visitor, events: int) -> None:
+        self._touched[id(visitor)] = visitor
         try:
             if events & selectors.EVENT_WRITE:
                 visitor.channel.flush()
@@ -258,6 +271,8 @@ class Lender:
 
     def _answer(self, visitor: _Visitor) -> None:
         """Send this turn's answers in one frame, and watch for writing if it must wait."""
+        if id(visitor) not in self._visitors:
+            return
         try:
             if visitor.answers:
                 answers, visitor.answers = visitor.answers, []
@@ -275,7 +290,7 @@ class Lender:
             self._selector.modify(visitor.channel.socket, wanted, visitor)
 
     def _drop(self, visitor: _Visitor, why: str) -> None:
-        if self._visitors.pop(visitor.channel.socket.fileno(), None) is None:
+        if self._visitors.pop(id(visitor), None) is None:
             return
         log.debug("side channel: %s left: %s", visitor.name, why)
         self._selector.unregister(visitor.channel.socket)

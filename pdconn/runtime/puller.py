@@ -20,7 +20,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdconn.lifecycle import pull as machine
@@ -44,7 +44,7 @@ from pdconn.runtime.peers import Connections, Peer, PeerKey, check_traits
 from pdconn.runtime.reader import Answer, Connected, Read, ReaderStopped, ReaderThread, ReadSettled
 from pdconn.runtime.records import Measured, Outcome, PullRecord
 from registration.references import KVCacheReferences
-from transport import PeerLost, Transport
+from transport import PeerLost, Transport, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +209,11 @@ class Puller:
         while self._alarms and self._alarms[0][0] <= now:
             _, request = heapq.heappop(self._alarms)
             entry = self._entries.get(request)
-            if entry is not None:
-                self._do(entry, entry.machine.tick(now))
+            if entry is None:
+                continue
+            self._do(entry, entry.machine.tick(now))
+            if entry.machine.state.ended and entry.peer.state is PeerState.GREETING:
+                self._connections.close(entry.peer, "no greeting in time")
 
     # What the engine and the reader thread say
 
@@ -275,14 +278,12 @@ class Puller:
 
     def peer_ready(self, peer: Peer) -> None:
         """Every rank that we need is connected: claim for whoever waits."""
-        for request in list(peer.pulls):
-            entry = self._entries[request]
+        for entry in self._using(peer):
             self._do(entry, entry.machine.greeted(self._clock()))
 
     def peer_closed(self, peer: Peer) -> None:
         """Fail what waits for the peer.  What is being read may still settle in time."""
-        for request in list(peer.pulls):
-            entry = self._entries[request]
+        for entry in self._using(peer):
             if not entry.reading:
                 reason = f"{peer.key}: {peer.reason}"
                 self._do(entry, entry.machine.fail(reason, tell=False))
@@ -339,7 +340,7 @@ class Puller:
         began = self._clock()
         try:
             plan = pairing.plan(need, entry.ticket.blocks)
-        except PlanningError as error:
+        except (PlanningError, TransportError) as error:
             # No read is in flight, so the failure is settled as soon as it is known.
             self._do(entry, entry.machine.settled(f"{type(error).__name__}: {error}", began))
             return
@@ -361,5 +362,12 @@ class Puller:
         self._forget_peer_if_idle(entry.peer)
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:
-        if peer.is_closed and not any(self._entries[r].reading for r in peer.pulls):
+        if peer.is_closed and not any(entry.reading for entry in self._using(peer)):
             self._connections.forget(peer)
+
+    def _using(self, peer: Peer) -> Iterator[_Entry]:
+        """The peer's requests; whatever ends one of them may end others on the way."""
+        for request in list(peer.pulls):
+            entry = self._entries.get(request)
+            if entry is not None:
+                yield entry

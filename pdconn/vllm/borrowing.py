@@ -40,6 +40,7 @@ class _Tracked:
     ticket: Ticket | None
     problem: str | None
     parent: str | None
+    checked: bool = False
     pulling: bool = False
     held: int = 0
 
@@ -79,11 +80,7 @@ class Borrowing:
             self._tracked[request.request_id] = _Tracked(None, str(error), parent)
             log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, error)
             return
-        tracked = self._tracked[request.request_id] = _Tracked(
-            ticket, _problem(request, ticket), parent
-        )
-        if tracked.problem is not None:
-            log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, tracked.problem)
+        tracked = self._tracked[request.request_id] = _Tracked(ticket, None, parent)
         if self._was_consumed(tracked):
             tracked.ticket = None
             return
@@ -104,6 +101,7 @@ class Borrowing:
         count = request.num_prompt_tokens - 1 - num_local
         if count <= 0:
             return 0, False
+        self._check(request, tracked)
         if tracked.problem is not None:
             return (0, False) if self._recompute else (count, True)
         if tracked.ticket is None:
@@ -153,6 +151,15 @@ class Borrowing:
         """This step's orders for the workers."""
         orders, self._orders = self._orders, Orders()
         return orders
+
+    def _check(self, request: Any, tracked: _Tracked) -> None:
+        """Compare ticket and prompt, once, and only if something is to be pulled."""
+        if tracked.checked or tracked.ticket is None:
+            return
+        tracked.checked = True
+        tracked.problem = _problem(request, tracked.ticket)
+        if tracked.problem is not None:
+            log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, tracked.problem)
 
     def _doom(self, request_id: str, tracked: _Tracked) -> None:
         self._tracked[request_id] = tracked

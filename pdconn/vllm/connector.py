@@ -29,6 +29,7 @@ from vllm.v1.request import RequestStatus
 from pdconn.vllm.borrowing import Borrowing
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.lending import Lending
+from pdconn.vllm.logs import join_vllms_log
 from pdconn.vllm.metadata import PdHandshake, PdMetadata
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.retention import keep_window_of_last_token
@@ -56,6 +57,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllms_log()
         settings = _settings(vllm_config)
         self._lending: Lending | None = None
         self._borrowing: Borrowing | None = None

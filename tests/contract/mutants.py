@@ -126,6 +126,11 @@ class RegistersOnce(MemoryTransport):
             super().register(memories)
 
 
+class MergesAcrossMemories(MemoryTransport):
+    def read(self, peer: PeerId, spans: Spans) -> ReadId:
+        return super().read(peer, spans.coalesced())
+
+
 class KnowsEverybody(MemoryTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         return super().read(peer if peer in self._peers else next(iter(self._peers)), spans)

@@ -29,6 +29,7 @@ CAUGHT_BY = {
     mutants.RegistersOverlaps: "test_overlapping_memory_is_refused_and_nothing_of_it_registered",
     mutants.RegistersHalf: "test_overlapping_memory_is_refused_and_nothing_of_it_registered",
     mutants.RegistersOnce: "test_memory_registered_after_connecting_can_be_read_into",
+    mutants.MergesAcrossMemories: "test_neighbouring_runs_may_end_in_neighbouring_memories",
     mutants.KnowsEverybody: "test_an_unknown_peer_is_refused",
     mutants.DisconnectsOnce: "test_disconnecting_nobody_is_ignored",
     mutants.KeepsDisconnectedPeers: (

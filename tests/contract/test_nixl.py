@@ -143,7 +143,7 @@ def test_an_idle_agent_rests_and_without_a_delay_it_spins() -> None:
     with NixlTransport("idle"):
         assert _cpu_share(1.5) < 0.03
     spinning = Agent(load_library(), "spin", {"UCX": {}}, progress_delay_us=0, telemetry=True)
-    assert _cpu_share(0.5) > 0.1  # the measurement can fail
+    assert _cpu_share(1.0) > 0.06  # the measurement can fail
     spinning.close()
 
 

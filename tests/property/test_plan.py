@@ -73,7 +73,6 @@ def test_every_needed_byte_once_from_the_right_source(case: Case) -> None:
     case.check(case.plan())
 
 
-
 MUTANTS = {
     "one byte off at the source": lambda s: dataclasses.replace(s, remote=s.remote + np.uint64(1)),
     "one byte off at the target": lambda s: dataclasses.replace(s, local=s.local + np.uint64(1)),

@@ -89,7 +89,7 @@ def _options() -> argparse.Namespace:
     add("--rounds", type=int, default=15, help="prompts of each length")
     add("--warm-up", type=int, default=2, help="rounds that do not count")
     add("--model", choices=SPECS, default="handover")
-    add("--directory", type=Path, default=Path(".work"), help="for models and logs")
+    add("--directory", type=Path, default=Path(".work/handover"), help="for models and logs")
     add("--one-process", action="store_true", help="workers inside the engine core's process")
     add("--seed", type=int, default=1)
     add("--check", action="store_true", help="fail if a ratio is above its bound")

@@ -82,7 +82,9 @@ class FakeEngine:
         self.num_probes = 0
         self.lends = True
         self.checks_names = True
-        self.admission_s = 0.0
+        self.admission_s = 0.0  # until it looks at a request
+        self.door = asyncio.Event()  # while closed it looks at none
+        self.door.set()
         self.chunk_pause_s = 0.0
         self.num_chunks: int | None = None
         self.port = 0
@@ -124,6 +126,7 @@ class FakeEngine:
         self.seen.append(seen)
         try:
             await asyncio.sleep(self.admission_s)
+            await self.door.wait()
             admitted = True
             if self.script is not None:
                 return await self.script(self, seen, http)
@@ -219,7 +222,7 @@ class Deployment:
     client: aiohttp.ClientSession
 
     def url(self, path: str) -> str:
-        return self.proxy.url + path
+        return path if path.startswith("http") else self.proxy.url + path
 
     def metric(self, name: str, **labels: str) -> float:
         value = self.proxy.metrics.registry.get_sample_value(f"pdconn_proxy_{name}", labels)
@@ -258,7 +261,7 @@ async def leave(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def until(true: Callable[[], object], within_s: float = 5.0) -> None:
+async def until(true: Callable[[], object], within_s: float = 15.0) -> None:
     """Wait for something that happens soon."""
     async with asyncio.timeout(within_s):
         while not true():

@@ -9,13 +9,15 @@ import pytest
 from aiohttp import web
 
 from pdconn.router import engines as engines_module
+from pdconn.router import returns
+from pdconn.router.config import ProxyConfig
+from pdconn.router.server import running_proxy
 from tests.unit.fake_engine import (
     ANSWER,
     CHUNKS,
     deployment,
     die_in_stream,
     error,
-    hang,
     in_loop,
     reset,
     until,
@@ -121,8 +123,39 @@ async def test_the_ticket_of_a_request_that_decode_could_not_take_is_given_back_
         assert (await d.complete()).status == 503
         assert d.leases.held
         await d.decode[0].start()
-        await until(lambda: not d.leases.held)
-        assert d.metric("unused_tickets_total", fate="returned") == 1
+        await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
+        assert not d.leases.held
+
+
+@in_loop
+async def test_a_ticket_that_nobody_takes_back_is_counted_and_left_to_its_lease(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(returns, "_GIVE_UP_S", 0.2)
+    async with deployment() as d:
+        await d.decode[0].stop()
+        assert (await d.complete()).status == 503
+        await until(lambda: d.metric("unused_tickets_total", fate="no_engine") == 1)
+        assert any("left to its lease" in r.getMessage() for r in caplog.records)
+
+
+@in_loop
+async def test_tickets_on_their_way_back_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr(returns, "_LIMIT", 2)
+    async with deployment() as d:
+        await d.decode[0].stop()
+        d.prefill[0].admission_s = 0.2  # all five hold a ticket before one sees decode gone
+        await asyncio.gather(*(d.complete() for _ in range(5)))
+        assert d.metric("unused_tickets_total", fate="too_many") == 3
+
+
+@in_loop
+async def test_prefill_lends_nothing_while_decode_is_known_to_be_gone():
+    async with deployment() as d:
+        await d.decode[0].stop()
+        for _ in range(3):
+            assert (await d.complete()).status == 503
+        assert d.leases.granted == 1
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -196,13 +229,22 @@ async def test_models_are_those_of_the_first_decode_engine_that_lives():
 
 
 @in_loop
-async def test_an_engine_that_does_not_connect_in_time_is_down():
-    """A listening socket whose queue is full answers no SYN."""
-    full = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, backlog=0)
-    full.close()  # nobody accepts; what the kernel does with it differs, but it is no engine
-    async with deployment(num_decode=2, connect_timeout_s=0.2) as d:
-        await d.decode[0].stop()
-        assert (await d.complete()).status == 200
+async def test_an_engine_that_does_not_connect_in_time_is_skipped_ticket_and_all():
+    """It accepts, and then says nothing where TLS should begin."""
+
+    async def say_nothing(reader, writer):
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    url = f"https://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with silent, deployment() as d:
+        p, alive = d.prefill[0], d.decode[0]
+        config = ProxyConfig.of([p.url], [url, alive.url], port=0, connect_timeout_s=0.2)
+        async with running_proxy(config) as proxy:
+            reply = await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')
+            assert (reply.status, reply.body) == (200, ANSWER)
+        assert alive.seen[0].body["kv_transfer_params"]["lease"] == "lease-1"
 
 
 @in_loop
@@ -216,6 +258,4 @@ async def test_an_engine_that_is_busy_is_not_down():
     async with deployment(connect_timeout_s=0.1) as d:
         d.decode[0].script = slow
         assert (await d.complete()).status == 429
-        d.decode[0].script = hang
-        d.prefill[0].script = hang
         assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 1

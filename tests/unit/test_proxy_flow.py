@@ -7,6 +7,9 @@ import json
 import pytest
 from aiohttp import web
 
+from pdconn.router.config import ProxyConfig
+from pdconn.router.policy import Role
+from pdconn.router.server import running_proxy
 from tests.unit.fake_engine import ANSWER, CHUNKS, TICKET, deployment, error, in_loop, leave, until
 
 
@@ -92,25 +95,28 @@ async def test_engines_of_a_role_take_turns():
 
 @in_loop
 async def test_one_engine_can_hold_both_roles():
-    async with deployment() as d, deployment_of_one(d) as both:
-        async with d.client.post(both + "/v1/completions", json={"prompt": "x"}) as response:
-            assert await response.read() == ANSWER
-        assert len(d.prefill[0].seen) == 2
+    async with deployment() as d:
+        both = d.prefill[0]
+        async with running_proxy(ProxyConfig.of([both.url], [both.url], port=0)) as proxy:
+            assert (await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')).body == ANSWER
+        assert [seen.body.get("max_tokens") for seen in both.seen] == [1, None]
 
 
-def deployment_of_one(d):
-    from contextlib import asynccontextmanager
+@in_loop
+async def test_another_policy_chooses_instead_and_sees_the_request():
+    class LastFirst:
+        def order(self, role, engines, request):
+            asked.append((role, bytes(request.fields["prompt"])))
+            return tuple(reversed(engines))
 
-    from pdconn.router.config import ProxyConfig
-    from pdconn.router.server import running_proxy
-
-    @asynccontextmanager
-    async def run():
-        url = d.prefill[0].url
-        async with running_proxy(ProxyConfig.of([url], [url], port=0)) as proxy:
-            yield proxy.url
-
-    return run()
+    asked = []
+    async with deployment(num_decode=2) as d:
+        config = ProxyConfig.of([d.prefill[0].url], [e.url for e in d.decode], port=0)
+        async with running_proxy(config, policy=LastFirst()) as proxy:
+            for _ in range(2):
+                await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')
+        assert [len(e.seen) for e in d.decode] == [0, 2]
+        assert asked[:2] == [(Role.PREFILL, b'"x"'), (Role.DECODE, b'"x"')]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from aiohttp import web
 
 from pdconn.router import farewell
 from pdconn.router.bodies import RETURN_MODEL
@@ -12,7 +11,8 @@ from tests.unit.fake_engine import CHUNKS, deployment, hang, in_loop, leave, unt
 
 
 @in_loop
-async def test_leaving_while_prefill_computes_aborts_prefill():
+async def test_leaving_while_prefill_computes_for_long_aborts_it(monkeypatch):
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.1)
     async with deployment() as d:
         d.prefill[0].script = hang
         client = await d.open()
@@ -25,28 +25,43 @@ async def test_leaving_while_prefill_computes_aborts_prefill():
 
 
 @in_loop
-async def test_leaving_while_the_ticket_arrives_gives_it_back():
-    async def in_two_parts(engine, seen, http):
-        answer = engine.prefill_answer().body
-        response = web.StreamResponse(headers={"Content-Length": str(len(answer))})
-        await response.prepare(http)
-        await response.write(answer[:20])
+async def test_leaving_while_the_ticket_is_on_its_way_gives_it_back():
+    async def lend_and_dawdle(engine, seen, http):
+        answer = engine.prefill_answer()  # the blocks are lent from here on
         await go_on.wait()
-        await response.write(answer[20:])
-        return response
+        return answer
 
     go_on = asyncio.Event()
     async with deployment() as d:
-        d.prefill[0].script = in_two_parts
+        d.prefill[0].script = lend_and_dawdle
         client = await d.open()
         await until(lambda: d.leases.granted)
-        await asyncio.sleep(0.05)
         await leave(client)
         await until(lambda: d.outcome("client_left") == 1)
         assert not d.prefill[0].aborted
         go_on.set()
-        await until(lambda: not d.leases.held)
-        assert d.metric("unused_tickets_total", fate="returned") == 1
+        await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
+        assert not d.leases.held
+        assert d.decode[0].seen[0].body["model"] == RETURN_MODEL
+
+
+@in_loop
+async def test_closing_prefill_at_once_would_lose_the_ticket(monkeypatch):
+    """The control for the test above."""
+
+    async def lend_and_dawdle(engine, seen, http):
+        engine.prefill_answer()
+        return await hang(engine, seen, http)
+
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.0)
+    async with deployment() as d:
+        d.prefill[0].script = lend_and_dawdle
+        client = await d.open()
+        await until(lambda: d.leases.granted)
+        await leave(client)
+        await until(lambda: d.prefill[0].aborted)
+        await asyncio.sleep(0.05)
+        assert d.leases.held == {"lease-1"}
 
 
 @pytest.mark.parametrize("checks_names", [True, False])
@@ -79,25 +94,27 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
 
 @in_loop
 async def test_leaving_before_decode_looked_at_the_request_waits_until_it_has(monkeypatch):
-    monkeypatch.setattr(farewell, "_ADMISSION_S", 0.6)
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
     async with deployment() as d:
-        d.decode[0].admission_s = 0.2
-        d.decode[0].script = hang
-        client = await d.open()
+        d.decode[0].door.clear()
+        d.decode[0].num_chunks = 100_000
+        d.decode[0].chunk_pause_s = 0.01
+        client = await d.open(stream=True)
         await until(lambda: d.decode[0].seen)
         await leave(client)
         await until(lambda: d.outcome("client_left") == 1)
         assert not d.decode[0].aborted  # closing now would strand the blocks
-        await until(lambda: d.decode[0].aborted)
+        d.decode[0].door.set()
+        await until(lambda: d.decode[0].aborted)  # at the first byte
         assert not d.leases.held
 
 
 @in_loop
 async def test_closing_at_once_would_strand_the_blocks(monkeypatch):
     """The control: without the wait the fake engine, like vLLM, tells nobody."""
-    monkeypatch.setattr(farewell, "_ADMISSION_S", 0.0)
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.0)
     async with deployment() as d:
-        d.decode[0].admission_s = 0.2
+        d.decode[0].door.clear()
         client = await d.open()
         await until(lambda: d.decode[0].seen)
         await leave(client)
@@ -108,13 +125,13 @@ async def test_closing_at_once_would_strand_the_blocks(monkeypatch):
 
 @in_loop
 async def test_a_client_that_leaves_is_not_served_to_the_end(monkeypatch):
-    monkeypatch.setattr(farewell, "_ADMISSION_S", 0.1)
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.1)
     async with deployment() as d:
         d.decode[0].script = hang
         client = await d.open()
         await until(lambda: d.decode[0].seen)
         await leave(client)
-        await until(lambda: d.decode[0].aborted, within_s=1)
+        await until(lambda: d.decode[0].aborted)
         assert not d.leases.held
 
 
@@ -125,7 +142,7 @@ async def test_leaving_a_request_without_a_ticket_aborts_it_at_once():
         client = await d.open(prompt=["a", "b"])
         await until(lambda: d.decode[0].seen)
         await leave(client)
-        await until(lambda: d.decode[0].aborted, within_s=1)
+        await until(lambda: d.decode[0].aborted)
 
 
 @in_loop
@@ -136,7 +153,7 @@ async def test_leaving_in_the_middle_of_a_stream_aborts_decode():
         client = await d.open(stream=True)
         await until(lambda: d.metric("decode_first_byte_seconds_count") == 1)
         await leave(client)
-        await until(lambda: d.decode[0].aborted, within_s=1)
+        await until(lambda: d.decode[0].aborted)
         await until(lambda: d.outcome("client_left") == 1)
         assert not d.leases.held
 
@@ -155,7 +172,8 @@ async def test_leaving_in_the_middle_of_ones_own_body_asks_nobody():
 
 
 @in_loop
-async def test_crowds_that_come_and_go_leave_nothing_lent():
+async def test_crowds_that_come_and_go_leave_nothing_lent(monkeypatch):
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
     async with deployment(num_prefill=2, num_decode=2) as d:
         for engine in d.decode:
             engine.chunk_pause_s = 0.005

@@ -122,7 +122,7 @@ async def test_leaving_the_block_lets_requests_finish():
 
 @in_loop
 async def test_requests_that_do_not_finish_are_cut_off_and_aborted(monkeypatch):
-    monkeypatch.setattr(farewell, "_ADMISSION_S", 0.1)
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.1)
     async with deployment(drain_timeout_s=0.2) as d:
         d.decode[0].script = hang
         asking = asyncio.create_task(d.complete())

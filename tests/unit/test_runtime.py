@@ -203,6 +203,8 @@ def test_a_silent_lender_is_given_up() -> None:
         )
         pair.pull("d", mute)
         assert "no answer to the claim while greeting" in str(pair.outcome_of("d"))
+        pair.pull("e", mute)
+        assert "no answer to the claim while greeting" in str(pair.outcome_of("e"))
 
 
 def test_a_lender_that_dies_fails_what_waits_for_it() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transport.address import pack
 from transport.errors import BackendFailure, BadAddress, PeerLost, TransportClosed
 from transport.memory import (
     Failing,
@@ -88,14 +89,22 @@ def test_a_lost_read_ends_with_its_connection(world: World) -> None:
     read = world.reader.read(world.peer, world.spans((0, 8)))
     world.clock.advance(1e9)
     assert world.reader.poll(read) is None
-    with pytest.raises(BackendFailure):
-        world.network.inject(world.reader.peer_id, world.peer, Held())
-        world.reader.read(world.peer, world.spans((8, 8)))
-        world.reader.close()
+    world.reader.disconnect(world.peer)
     settled = world.reader.poll(read)
     assert settled is not None
     assert isinstance(settled.error, PeerLost)
     assert not world.ours.any()
+
+
+def test_closing_is_refused_while_a_read_can_land(world: World) -> None:
+    world.network.inject(world.reader.peer_id, world.peer, Held(), Lost())
+    for at in (0, 8):
+        world.reader.read(world.peer, world.spans((at, 8)))
+    with pytest.raises(BackendFailure, match="1 reads can still write"):
+        world.reader.close()
+    world.network.release()
+    world.network.progress()
+    world.reader.close()
 
 
 def test_held_reads_land_when_released(world: World) -> None:
@@ -162,6 +171,7 @@ def test_an_address_covers_what_was_registered_when_it_was_taken() -> None:
     assert settled.ok
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=30))
 def test_a_script_decides_and_every_read_settles_in_its_time(delays: list[float]) -> None:
     world = World()
@@ -198,8 +208,6 @@ def test_only_host_memory_is_taken(world: World) -> None:
 
 
 def test_an_address_with_impossible_memories_is_refused(world: World) -> None:
-    from transport.address import pack
-
     for payload in (b"\xc1", b"\x91\x92\x00\x00", b"\x92\x92\x05\x05\x92\x05\x05"):
         with pytest.raises(BadAddress):
             world.reader.connect(pack("memory", "p#0", payload))

@@ -1,0 +1,63 @@
+"""The demo's table and its refusals; that it works is shown by running it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdconn.cli.demo import render
+from pdconn.cli.main import main
+from pdconn.lab import demo
+from pdconn.lab.demo import DemoPlan, DemoRow, demo_specs
+from pdconn.lab.picture import draw
+from pdconn.lab.table import table
+
+
+def row(mismatch: str | None = None) -> DemoRow:
+    return DemoRow("p", 1000, 2_000_000, 500_000, 7_000_000, 0, 12, 0.004, 0.001, 0.02, mismatch)
+
+
+def test_the_table_shows_bytes_times_and_verdicts() -> None:
+    lines = render([row(), row("token differs")]).splitlines()
+    assert lines[-2].split() == [
+        "1000", "2.000", "0.500", "7.000", "0.000", "12", "4.00", "2.50", "20.0", "yes"
+    ]  # fmt: skip
+    assert lines[-1].split()[-1] == "NO"
+    assert row().to_json()["gb_per_s"] == pytest.approx(2.5)
+
+
+def test_columns_line_up() -> None:
+    text = table(["a", "two\nlines"], [["1", "2"], ["333333333", "4"]])
+    assert len({len(line) for line in text.splitlines()[1:]}) == 1
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    draw([row(), row()], tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_three_engines_two_of_them_with_the_connector() -> None:
+    specs = demo_specs(DemoPlan("m", Path("d"), 100, decode_extra_config={"huge_pages": False}))
+    roles = [(spec.kv_transfer_config or {}).get("kv_role") for spec in specs]
+    assert roles == ["kv_producer", "kv_consumer", None]
+    assert len({spec.port for spec in specs}) == 3
+
+
+def test_a_taken_port_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = main(["demo", "--port", str(port), "--model", "m", "--directory", str(tmp_path)])
+    assert code == 1
+    assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+def test_a_missing_dependency_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "nixl" else object())
+    assert main(["demo", "--model", "m", "--directory", str(tmp_path)]) == 1
+    assert "nixl is not installed; 'make venv' installs" in capsys.readouterr().err

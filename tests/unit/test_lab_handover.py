@@ -1,0 +1,66 @@
+"""The handover benchmark judges what it measured, and can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdconn.lab.client import Timed
+from pdconn.lab.compare import Answer
+from pdconn.lab.engine import Engine
+from tests.throughput.contestants import ALONE, Taken, contestants, specs
+from tests.throughput.results import Results, verdicts
+
+
+def _results(ours_s: float, theirs_s: float, alone_s: float) -> Results:
+    results = Results()
+    for name, seconds in {ALONE: alone_s, "in-tree": theirs_s, "pdconn": ours_s}.items():
+        for length in (200, 3000):
+            for factor in (0.5, 1.0, 2.0):
+                first = seconds * factor
+                timed = Timed(Answer((), ()), first, first + 0.07)
+                results.add(name, length, Taken(0.1, first, timed))
+    return results
+
+
+def test_medians_and_worst_are_of_the_time_to_the_first_token() -> None:
+    results = _results(0.01, 0.4, 0.3)
+    assert results.median("pdconn", 200) == 0.01
+    assert results.worst("pdconn", 200) == 0.02
+    assert "wrong answers: 0" in results.table()
+
+
+def test_good_numbers_hold_every_ratio() -> None:
+    found = verdicts(_results(0.01, 0.4, 0.3), ["in-tree", "pdconn"])
+    assert len(found) == 5
+    assert all(found)
+
+
+def test_bad_numbers_fail_the_ratio_that_they_break() -> None:
+    slow = verdicts(_results(0.05, 0.4, 0.3), ["in-tree", "pdconn"])
+    assert [bool(each) for each in slow] == [False, False, True, False, True]
+    assert "FAILS" in str(slow[0])
+
+
+def test_without_the_in_tree_connector_only_prefill_is_compared() -> None:
+    assert len(verdicts(_results(0.01, 0.4, 0.3), ["pdconn"])) == 1
+
+
+def test_everything_measured_is_written_down() -> None:
+    results = _results(0.01, 0.4, 0.3)
+    document = results.as_json(verdicts(results, ["in-tree", "pdconn"]))
+    assert len(document["measured"]) == 6
+    assert document["measured"][0]["first_s"] == [0.15, 0.3, 0.6]
+
+
+def test_each_contestant_gets_its_own_engines_and_cores(tmp_path: Path) -> None:
+    names = [ALONE, "in-tree", "pdconn-BHLNC"]
+    wanted = specs(names, tmp_path, one_process=False)
+    dealt = contestants(names, [Engine(spec, tmp_path) for spec in wanted])
+    engines = {one.name: [engine.spec.name for engine in one.engines] for one in dealt}
+    assert engines == {
+        ALONE: ["alone"],
+        "in-tree": ["in-tree-prefill", "in-tree-decode"],
+        "pdconn-BHLNC": ["pdconn-BHLNC-prefill", "pdconn-BHLNC-decode"],
+    }
+    assert [spec.cpus for spec in wanted] == [(0,), (0,), (1,), (0,), (1,)]
+    assert wanted[-1].layout == "BHLNC"
