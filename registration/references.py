@@ -31,7 +31,6 @@ from enum import StrEnum
 
 from transport import HOST, Device, Memory
 
-
 _ADDRESS_LIMIT = 1 << 62
 """Sums of two such numbers fit 63 bits, so that no address computed from them wraps."""
 
@@ -71,10 +70,10 @@ class KVCacheTensorReference:
 
     def __post_init__(self) -> None:
         for name in ("base", "nbytes", "num_blocks", "block_stride"):
-            if not 0 < getattr(self, name) < _ADDRESS_LIMIT:
-                raise RegistrationError(
-                    f"{name}: expected above 0 and below 2^62, got {getattr(self, name)}"
-                )
+            if getattr(self, name) <= 0:
+                raise RegistrationError(f"{name}: expected above 0, got {getattr(self, name)}")
+            if getattr(self, name) >= _ADDRESS_LIMIT:
+                raise RegistrationError(f"{name}: expected below 2^62, got {getattr(self, name)}")
 
     @property
     def memory(self) -> Memory:

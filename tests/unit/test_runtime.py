@@ -227,15 +227,14 @@ def test_a_lender_that_dies_fails_what_waits_for_it() -> None:
     ],
 )
 def test_a_lender_survives_noise_and_serves_on(noise: bytes) -> None:
-    with Pair() as pair:
-        with socket.create_connection(("127.0.0.1", pair.lender.port)) as stranger:
-            stranger.sendall(noise)
-            pair.pull("d", pair.lend("r"))
-            assert pair.outcome_of("d") is None
-            if len(noise) > 2:
-                stranger.settimeout(5)
-                while stranger.recv(4096):
-                    pass
+    with Pair() as pair, socket.create_connection(("127.0.0.1", pair.lender.port)) as stranger:
+        stranger.sendall(noise)
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        if len(noise) > 2:
+            stranger.settimeout(5)
+            while stranger.recv(4096):
+                pass
 
 
 def test_a_taken_port_is_named() -> None:
