@@ -82,7 +82,15 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unregister and release everything.  A second call does nothing."""
+        """Disconnect from all peers, unregister and release everything.
+
+        Once it returned nothing is written any more, and every read is forgotten.
+        A second call does nothing.
+
+        Raises:
+            BackendFailure: a read can still write.  Memory stays registered and
+                must stay allocated; poll the reads, or close again later.
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """A transport that spoils what it reads: the negative control of every end-to-end check.
 
-It wraps a real one and flips one bit of one byte of every read that went well, as
-a bad cable under a missing checksum would.  A check that stays green with it checks
+It wraps a real one and flips one byte of every read that went well, as a bad cable
+under a missing checksum would.  A check that stays green with it checks
 nothing.
 """
 
@@ -15,7 +15,7 @@ from transport.types import Memory, PeerId, ReadId, Settled, Spans
 
 
 class FlippingTransport(Transport):
-    """``inner``, but every read has one wrong byte, in the middle of its middle span.
+    """``inner``, but every read has one wrong byte, in the middle of its first span.
 
     Host memory only.
     """
@@ -50,12 +50,11 @@ class FlippingTransport(Transport):
         if settled is not None:
             spans = self._spans.pop(read)
             if settled.ok and len(spans):
-                middle = len(spans) // 2
-                at = int(spans.local[middle]) + int(spans.nbytes[middle]) // 2
-                # The highest byte of a little-endian float: exponent and sign.
-                at -= at % 4 - 3
-                byte = ctypes.c_uint8.from_address(at)
-                byte.value ^= 0x40
+                at = int(spans.local[0]) + int(spans.nbytes[0]) // 2
+                # The highest byte of a little-endian float: a small number turns into a
+                # large one of the other sign, and stays a number.
+                byte = ctypes.c_uint8.from_address(at - at % 4 + 3)
+                byte.value ^= 0xFF
         return settled
 
     def describe(self) -> dict[str, str]:

@@ -174,19 +174,9 @@ class NixlTransport(Transport):
             self._forget(known)
             known = None
         if known is None or known.metadata != envelope.payload:
-            try:
-                self._load(peer_id, envelope.payload)
-            except ChangedConnection:
-                if known is None:
-                    raise
-                known.lost = True
-                self._forget(known)
-                self._load(peer_id, envelope.payload)
-                known = None
-        peer = known or Peer(peer_id, envelope.payload)
-        peer.metadata = envelope.payload
+            known = self._learn(known, peer_id, envelope.payload)
         self._leaving.pop(peer_id, None)
-        self._peers[peer_id] = peer
+        self._peers[peer_id] = known
         return peer_id
 
     def disconnect(self, peer: PeerId) -> None:
@@ -261,6 +251,22 @@ class NixlTransport(Transport):
         done = sum(report.collapsed_bytes for report in self._collapsed)
         of = sum(memory.nbytes for memory in self._registered if memory.device.kind == "cpu")
         return f"{done} of {of} bytes of host memory"
+
+    def _learn(self, known: Peer | None, peer_id: PeerId, metadata: bytes) -> Peer:
+        """Load metadata of a new peer, of one that registered more, or of its next boot."""
+        try:
+            self._load(peer_id, metadata)
+        except ChangedConnection:
+            if known is None:
+                raise
+            known.lost = True
+            self._forget(known)
+            self._load(peer_id, metadata)
+            known = None
+        if known is None:
+            return Peer(peer_id, metadata)
+        known.metadata = metadata
+        return known
 
     def _load(self, peer: PeerId, metadata: bytes) -> None:
         loaded = self._agent.add(metadata)

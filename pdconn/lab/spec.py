@@ -147,7 +147,8 @@ class EngineSpec:
         if self.layout is not None:
             env |= {"VLLM_KV_CACHE_LAYOUT": self.layout, "PDCONN_CPU_LAYOUTS": "1"}
         if self.device == "cpu":
-            env |= self._cores()
+            # vLLM's samplers are compiled at the first request otherwise, for half a minute.
+            env |= {"TORCHDYNAMO_DISABLE": "1"} | self._cores()
         return env | dict(self.env)
 
     def _cores(self) -> dict[str, str]:

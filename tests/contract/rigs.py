@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from transport.errors import BackendFailure
 from transport.faults import Held
 from transport.memory import MemoryNetwork, MemoryTransport
 from transport.nixl import NixlTransport
@@ -56,16 +57,20 @@ def memory_rig(
 
 
 class Lender:
-    """The other process of a NIXL rig; it can be stopped, continued and killed."""
+    """The other process of a NIXL rig; it can be stopped, continued and killed.
+
+    A spare one imports nixl meanwhile, which takes longer than most tests.
+    """
 
     def __init__(self) -> None:
         self._process = self._start()
+        self._spare = self._start()
         self._wait_for_answer()
 
     def open(self, name: str, boot: str | None, options: dict[str, Any]) -> tuple[bytes, Memory]:
         """A new transport there, and its address and registered memory."""
         if self._process.poll() is not None:
-            self._process = self._start()
+            self._process, self._spare = self._spare, self._start()
             self._wait_for_answer()
         answer = self._ask(do="open", name=name, boot=boot, options=options)
         return bytes.fromhex(answer["address"]), Memory(answer["base"], ARENA_BYTES)
@@ -91,9 +96,10 @@ class Lender:
         self._hang_up()
 
     def end(self) -> None:
-        """End the process, whatever state it is in."""
-        if self._process.poll() is None:
-            self.kill()
+        """End both processes, whatever state they are in."""
+        self.kill()
+        self._process = self._spare
+        self.kill()
 
     def _ask(self, **order: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -160,8 +166,18 @@ def nixl_rig(
         )
     finally:
         lender.resume()
-        reader.close()
+        _close_patiently(reader)
         lender.close()
+
+
+def _close_patiently(reader: NixlTransport) -> None:
+    """Close a reader whose last reads may still be landing on a busy machine."""
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        with suppress(BackendFailure):
+            reader.close()
+            return
+    reader.close()
 
 
 def nixl_options(tls: str | None) -> dict[str, Any]:

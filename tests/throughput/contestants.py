@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Connector:
-    """A connector as an operator would configure it, the same on both sides."""
+    """A connector as an operator would configure it; ``kv_role`` is added for each side."""
 
     kv_transfer_config: Mapping[str, Any]
     layout: str | None = None
@@ -32,13 +32,10 @@ class Connector:
 _PDCONN = {
     "kv_connector": "PdConnector",
     "kv_connector_module_path": "pdconn.vllm",
-    "kv_role": "kv_both",
 }
 
 CONNECTORS = {
-    "in-tree": Connector(
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-    ),
+    "in-tree": Connector({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
     "pdconn": Connector(_PDCONN),
     "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
     "pdconn-BHLNC": Connector(_PDCONN, layout="BHLNC"),
@@ -108,26 +105,33 @@ def specs(names: Sequence[str], model: Path, one_process: bool) -> list[EngineSp
 
     Prefill and an engine alone compute on core 0, decode on core 1.
     """
-    engines = []
-    for name in names:
-        roles = [""] if name == ALONE else ["-prefill", "-decode"]
-        connector = None if name == ALONE else CONNECTORS[name]
-        for core, role in enumerate(roles):
-            port, side_channel = free_ports(2)
-            engines.append(
-                EngineSpec(
-                    name=name + role,
-                    model=model,
-                    port=port,
-                    kv_transfer_config=connector.kv_transfer_config if connector else None,
-                    side_channel_port=side_channel if connector else None,
-                    layout=connector.layout if connector else None,
-                    cpus=None if one_process else (core,),
-                    one_process=one_process,
-                    env=connector.env if connector else {},
-                )
-            )
-    return engines
+    return [
+        _spec(name, core, role, model, one_process)
+        for name in names
+        for core, role in enumerate([None] if name == ALONE else ["prefill", "decode"])
+    ]
+
+
+def _spec(name: str, core: int, role: str | None, model: Path, one_process: bool) -> EngineSpec:
+    port, side_channel = free_ports(2)
+    spec = EngineSpec(
+        name=name if role is None else f"{name}-{role}",
+        model=model,
+        port=port,
+        cpus=None if one_process else (core,),
+        one_process=one_process,
+    )
+    if role is None:
+        return spec
+    connector = CONNECTORS[name]
+    kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+    return replace(
+        spec,
+        kv_transfer_config={**connector.kv_transfer_config, "kv_role": kv_role},
+        side_channel_port=side_channel,
+        layout=connector.layout,
+        env=connector.env,
+    )
 
 
 def contestants(names: Sequence[str], engines: Sequence[Engine]) -> list[Contestant]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.throughput.contestants import ALONE, ANSWER_TOKENS, Taken
 
-_BASELINE = "in-tree"
+BASELINE = "in-tree"
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,25 @@ class Verdict:
 
 @dataclass
 class Results:
-    """All measurements in seconds, by contestant and prompt length."""
+    """All measurements in seconds, by contestant and prompt length.
+
+    ``disturbed`` counts the turns that count although others took much of the machine.
+    """
 
     first: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     prefill: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     between: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    failed: dict[tuple[str, int], int] = field(default_factory=dict)
     mismatches: int = 0
+    disturbed: int = 0
 
-    def add(self, name: str, length: int, taken: Taken) -> None:
-        """Note one prompt's way through a contestant."""
-        timed = taken.timed
+    def add(self, name: str, length: int, taken: Taken | None) -> None:
+        """Note one prompt's way through a contestant; None if it got no answer."""
         key = (name, length)
+        if taken is None:
+            self.failed[key] = self.failed.get(key, 0) + 1
+            return
+        timed = taken.timed
         self.first.setdefault(key, []).append(taken.first_s)
         self.prefill.setdefault(key, []).append(taken.prefill_s)
         between = (timed.last_token_s - timed.first_token_s) / (ANSWER_TOKENS - 1)
@@ -55,8 +63,8 @@ class Results:
 
     def table(self) -> str:
         """For people, in milliseconds."""
-        head = ("", "tokens", "median", "worst", "prefill", "per token")
-        rows = [f"{head[0]:<14}" + "".join(f"{word:>11}" for word in head[1:])]
+        head = ("tokens", "median", "worst", "prefill", "per token", "failed")
+        rows = [" " * 14 + "".join(f"{word:>11}" for word in head)]
         for name, length in self.first:
             numbers = [
                 self.median(name, length),
@@ -65,8 +73,11 @@ class Results:
                 statistics.median(self.between[name, length]),
             ]
             cells = "".join(f"{1000 * number:>11.1f}" for number in numbers)
-            rows.append(f"{name:<14}{length:>11}{cells}")
-        return "\n".join([*rows, f"wrong answers: {self.mismatches}"])
+            rows.append(f"{name:<14}{length:>11}{cells}{self.failed.get((name, length), 0):>11}")
+        rows.append(
+            f"wrong answers: {self.mismatches}; turns that others disturbed: {self.disturbed}"
+        )
+        return "\n".join(rows)
 
     def as_json(self, verdict: Sequence[Verdict]) -> dict[str, Any]:
         """Every measurement, and what follows from them."""
@@ -75,6 +86,7 @@ class Results:
                 "contestant": name,
                 "tokens": length,
                 "median_s": self.median(name, length),
+                "failed": self.failed.get((name, length), 0),
                 "worst_s": self.worst(name, length),
                 "first_s": self.first[name, length],
                 "prefill_s": self.prefill[name, length],
@@ -85,6 +97,7 @@ class Results:
         return {
             "measured": measured,
             "mismatches": self.mismatches,
+            "disturbed": self.disturbed,
             "ratios": [{**asdict(each), "holds": bool(each)} for each in verdict],
         }
 
@@ -94,16 +107,16 @@ def verdicts(results: Results, connectors: Sequence[str]) -> list[Verdict]:
     lengths = sorted({length for name, length in results.first if name != ALONE})
     found = []
     for name in connectors:
-        if name == _BASELINE:
+        if name == BASELINE:
             continue
         longest = lengths[-1]
         prefill = results.median(ALONE, longest)
         claim = f"{name}, {longest} tokens: median handover / full prefill"
         found.append(Verdict(claim, results.median(name, longest) / prefill, 0.15))
-        if _BASELINE not in connectors:
+        if BASELINE not in connectors:
             continue
         for length in lengths:
-            theirs = results.median(_BASELINE, length)
+            theirs = results.median(BASELINE, length)
             claim = f"{name}, {length} tokens: median / in-tree median"
             found.append(Verdict(claim, results.median(name, length) / theirs, 0.1))
             claim = f"{name}, {length} tokens: worst / in-tree median"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from pdconn.lab.client import Timed
 from pdconn.lab.compare import Answer
 from pdconn.lab.engine import Engine
 from tests.throughput.contestants import ALONE, Taken, contestants, specs
+from tests.throughput.quiet import Neighbours, wait_for_quiet
 from tests.throughput.results import Results, verdicts
 
 
@@ -64,3 +68,22 @@ def test_each_contestant_gets_its_own_engines_and_cores(tmp_path: Path) -> None:
     }
     assert [spec.cpus for spec in wanted] == [(0,), (0,), (1,), (0,), (1,)]
     assert wanted[-1].layout == "BHLNC"
+
+
+def test_only_what_others_burn_counts_against_a_turn() -> None:
+    burn = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(burn, stdout=subprocess.PIPE) as burning:
+        assert burning.stdout is not None
+        burning.stdout.readline()
+        stranger, friend = Neighbours([]), Neighbours([burning.pid])
+        time.sleep(0.5)
+        shares = stranger.share(), friend.share()
+        burning.kill()
+    # Whatever else runs here counts in both.
+    assert 0.05 < shares[0] <= 1.1
+    assert shares[1] < shares[0]
+
+
+def test_a_machine_that_never_calms_down_is_given_up_on() -> None:
+    assert wait_for_quiet(most=2.0, timeout_s=5.0)
+    assert not wait_for_quiet(most=-1.0, timeout_s=0.6)

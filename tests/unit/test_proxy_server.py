@@ -197,3 +197,13 @@ async def test_a_role_without_an_engine_ends_the_wait_by_name():
             async with running_proxy(config):
                 pass
         assert [miss.engine for miss in caught.value.misses] == [d.decode[0].url]
+
+
+def test_the_check_for_what_is_left_behind_can_fail():
+    @in_loop
+    async def careless():
+        tasks.append(asyncio.create_task(asyncio.sleep(60)))
+
+    tasks = []
+    with pytest.raises(AssertionError, match="tasks left behind"):
+        careless()

@@ -26,6 +26,7 @@ MAX_MODEL_LEN = 2048
 MAX_TOKENS = 6
 BLOCK = 32
 WINDOW = 64
+LEASE_S = 15.0
 EDGES = (BLOCK, WINDOW, WINDOW + BLOCK - 1, 127, 159, 10 * BLOCK)
 """Lengths around which blocks, windows and retention change; 95, 127, 159 are where
 prefill would drop a block that decode needs."""
@@ -128,16 +129,18 @@ class PdPair:
         with running_proxy([self.prefill_engine.url], [self.decode_engine.url], directory) as url:
             yield url
 
-    def lent_after_one_more(self, tries: int = 20) -> float:
-        """Share of prefill's blocks in use, after one more request (or some, to settle)."""
-        used = 1.0
-        for _ in range(tries):
+    def lent_after_one_more(self, seconds: float = LEASE_S / 3) -> float:
+        """Share of prefill's blocks in use after one more request, or some, to settle.
+
+        Given up after ``seconds``, long before a lease would end by itself.
+        """
+        give_up = time.monotonic() + seconds
+        while True:
             prefill_then_decode(self.prefill, self.decode, (5, 6, 7), 1)
             used = self.prefill.metrics()["vllm:kv_cache_usage_perc"]
-            if used == 0.0:
-                break
+            if used == 0.0 or time.monotonic() > give_up:
+                return used
             time.sleep(0.1)
-        return used
 
 
 def engine(
@@ -152,6 +155,8 @@ def engine(
     port, side = free_ports(2)
     cores = os.cpu_count() or 1
     producer = role == "kv_producer"
+    if producer:
+        extra["kv_lease_duration"] = LEASE_S
     return EngineSpec(
         name=name,
         model=model,

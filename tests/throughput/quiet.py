@@ -1,0 +1,71 @@
+"""How much of the machine went to others while we measured.
+
+A benchmark on a shared machine measures its neighbours too.  The kernel counts
+what every core did; what our own processes did not do, somebody else did, and a
+turn with too much of it is taken again.  The rule looks at the clock of the
+processor, never at the result.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from pdconn.lab.keeper import descendants
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+#: user, nice, system, irq, softirq and steal: the columns of ``/proc/stat`` that are work.
+_WORK = (0, 1, 2, 5, 6, 7)
+
+
+class Neighbours:
+    """Watches the machine from its creation on.
+
+    ``ours`` are processes that belong to the measurement, with all below them.
+    """
+
+    def __init__(self, ours: Iterable[int]) -> None:
+        self._ours = [os.getpid(), *ours]
+        self._began = time.monotonic()
+        self._machine = _machine_s()
+        self._own = self._own_s()
+
+    def share(self) -> float:
+        """Part of all cores that others used since the beginning, 0 to 1."""
+        cores = os.cpu_count() or 1
+        available = (time.monotonic() - self._began) * cores
+        others = _machine_s() - self._machine - (self._own_s() - self._own)
+        return max(0.0, others / available)
+
+    def _own_s(self) -> float:
+        pids = set(self._ours)
+        for pid in self._ours[1:]:
+            pids |= set(descendants(pid))
+        return sum(map(_process_s, pids))
+
+
+def wait_for_quiet(most: float, timeout_s: float, ours: Iterable[int] = ()) -> bool:
+    """Wait until others use at most ``most`` of the machine.  False if they never do."""
+    give_up = time.monotonic() + timeout_s
+    while time.monotonic() < give_up:
+        neighbours = Neighbours(ours)
+        time.sleep(0.5)
+        if neighbours.share() <= most:
+            return True
+    return False
+
+
+def _machine_s() -> float:
+    columns = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    return sum(int(columns[column]) for column in _WORK) / _TICKS_PER_S
+
+
+def _process_s(pid: int) -> float:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / _TICKS_PER_S
