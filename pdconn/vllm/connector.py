@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
@@ -86,6 +87,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             changed = keep_window_of_last_token(kv_cache_manager)
             log.info("pdconn: %d windowed group(s) keep the last token's window", changed)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Where lent blocks are pinned."""
+        if self._lending is not None:
+            self._lending.bind(gpu_block_pool)
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -96,7 +102,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def on_new_request(self, request: Request) -> None:
-        """Hold the request's ticket from its arrival."""
+        """Free what is no longer lent, and hold the request's ticket from its arrival."""
+        if self._lending is not None:
+            self._lending.unpin_freed()
         if self._borrowing is not None:
             self._borrowing.arrived(request)
 
@@ -124,7 +132,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """This step's orders for the workers."""
         orders = Orders() if self._borrowing is None else self._borrowing.take_orders()
         if self._lending is not None:
-            orders.freed = self._lending.freed()
+            self._lending.unpin_freed()
         return PdMetadata(orders)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -151,8 +159,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if request.status not in _PREFILLED:
             return False, None
         ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        ticket = self._lending.lend(request, ids)
-        return ticket is not None, ticket
+        return False, self._lending.lend(request, ids)
 
     # Worker side
 
@@ -189,7 +196,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Pulls and leases that ended."""
+        """Pulls that ended."""
         return self._of_worker().results()
 
     def get_kv_connector_stats(self) -> PdStats | None:

@@ -1,10 +1,19 @@
-"""The scheduler's half of a prefill engine: lends finished prompts, frees them later."""
+"""The scheduler's half of a prefill engine: lends finished prompts, frees them later.
+
+Lent blocks are pinned by a reference of our own in the engine's block pool, and the
+request itself is let go at once.  The other way, which vLLM offers too, is to keep
+the finished request; but then the engine steps a thousand times a second for as long
+as anything is lent, and its idle spinning takes the cores that decode needs.
+
+References are dropped on the engine's thread only, when a request arrives or a step
+is scheduled.  An idle engine therefore shows lent blocks as used until then.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,8 +21,10 @@ from pdconn.protocol.messages import PROTOCOL_VERSION, RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket, block_digest, trimmed
 from pdconn.runtime.lender import Lender
 from pdconn.vllm.config import Settings
-from pdconn.vllm.metadata import PdHandshake
 from pdconn.vllm.prompt import prompt_digest
+
+if TYPE_CHECKING:
+    from pdconn.vllm.metadata import PdHandshake
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +47,12 @@ class Lending:
         self._incarnation = incarnation
         self._sizes = sizes
         self._lender: Lender | None = None
+        self._pool: Any = None
+        self._pinned: dict[str, list[Any]] = {}
+
+    def bind(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, to pin blocks in."""
+        self._pool = block_pool
 
     def serve(self, handshakes: Mapping[tuple[int, int], PdHandshake]) -> None:
         """Start the side channel with every worker's geometry, by (pp rank, tp rank).
@@ -52,9 +69,12 @@ class Lending:
         log.info("pdconn: lending %d rank(s) at %s:%d", len(ranks), host, port)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """Lend a finished request's blocks; the ticket, or None when there are none."""
+        """Pin and lend a finished request's blocks; the ticket, or None without blocks."""
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
+        held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
+        self._pool.touch(held)
+        self._pinned[request.request_id] = held
         blocks = tuple(trimmed(ids) for ids in block_ids)
         ticket = Ticket(
             self._engine_id,
@@ -70,14 +90,14 @@ class Lending:
         self._lender.lend(request.request_id, block_digest(blocks), ttl_s)
         return ticket.to_params(*self._sizes)
 
-    def freed(self) -> list[str]:
-        """Requests whose blocks may be reused, since the last call."""
+    def unpin_freed(self) -> None:
+        """Let go of blocks whose leases have ended.  Only on the engine's thread."""
         if self._lender is None:
-            return []
-        freed = self._lender.collect()
-        for lease in freed:
+            return
+        for lease in self._lender.collect():
             log.debug("pdconn: blocks of %s are free: %s", lease.request, lease.why)
-        return [lease.request for lease in freed]
+            # Tail first, so that the head of a prefix stays cached the longest.
+            self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
 
     def take_counts(self) -> dict[str, int]:
         """What the side channel counted since the last call."""

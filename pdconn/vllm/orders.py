@@ -13,14 +13,12 @@ class Orders:
     """One step's orders, carried out in this order.
 
     Attributes:
-        freed: lent requests that every reader is done with, to report as sent.
         doomed: requests to report failed, with the reason.
         holds: requests that arrived with a ticket: request, pull id, ticket.
         pulls: requests that got blocks.
         cancels: held requests that want nothing any more.
     """
 
-    freed: list[str] = field(default_factory=list)
     doomed: list[tuple[str, str]] = field(default_factory=list)
     holds: list[tuple[str, str, Ticket]] = field(default_factory=list)
     pulls: list[tuple[str, Need]] = field(default_factory=list)

@@ -47,7 +47,6 @@ class PdWorker:
         self._puller: Puller | None = None
         self._handshake: PdHandshake | None = None
         self._stats = PdStats()
-        self._sent: list[str] = []
         self._failed: list[str] = []
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -85,7 +84,6 @@ class PdWorker:
 
     def obey(self, orders: Orders) -> None:
         """Take this step's orders.  Only posts to other threads."""
-        self._sent += orders.freed
         for request, reason in orders.doomed:
             log.warning("pdconn: pull of %s failed: %s", request, reason)
             self._failed.append(request)
@@ -101,10 +99,8 @@ class PdWorker:
 
     def results(self) -> KVConnectorTransferResults:
         """What ended since the last step."""
-        results = KVConnectorTransferResults(
-            finished_sending=set(self._sent), failed_recving=set(self._failed)
-        )
-        self._sent, self._failed = [], []
+        results = KVConnectorTransferResults(failed_recving=set(self._failed))
+        self._failed = []
         if self._puller is not None:
             outcome = self._puller.collect()
             results.finished_recving.update(outcome.received)

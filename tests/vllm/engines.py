@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client, prefill_then_decode
+from pdconn.lab.client import Client
 from pdconn.lab.compare import Answer, make_prompts, spread_lengths
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.ports import free_ports
@@ -132,11 +132,12 @@ class PdPair:
     def lent_after_one_more(self, seconds: float = LEASE_S / 3) -> float:
         """Share of prefill's blocks in use after one more request, or some, to settle.
 
-        Given up after ``seconds``, long before a lease would end by itself.
+        The request is an ordinary one: it lends nothing.  Given up after ``seconds``,
+        long before a lease would end by itself.
         """
         give_up = time.monotonic() + seconds
         while True:
-            prefill_then_decode(self.prefill, self.decode, (5, 6, 7), 1)
+            self.prefill.complete((5, 6, 7), 1)
             used = self.prefill.metrics()["vllm:kv_cache_usage_perc"]
             if used == 0.0 or time.monotonic() > give_up:
                 return used
