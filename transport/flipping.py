@@ -15,7 +15,7 @@ from transport.types import Memory, PeerId, ReadId, Settled, Spans
 
 
 class FlippingTransport(Transport):
-    """``inner``, but every read has one wrong byte, in the middle of its first span.
+    """``inner``, but every read has one wrong byte, in the last number of its first span.
 
     Host memory only.
     """
@@ -50,11 +50,10 @@ class FlippingTransport(Transport):
         if settled is not None:
             spans = self._spans.pop(read)
             if settled.ok and len(spans):
-                at = int(spans.local[0]) + int(spans.nbytes[0]) // 2
-                # The highest byte of a little-endian float: a small number turns into a
-                # large one of the other sign, and stays a number.
-                byte = ctypes.c_uint8.from_address(at - at % 4 + 3)
-                byte.value ^= 0xFF
+                # The highest byte of a little-endian float: a number around 1 turns into
+                # one of some thousands, and does not turn into infinity.
+                last = int(spans.local[0]) + int(spans.nbytes[0]) - 1
+                ctypes.c_uint8.from_address(last).value ^= 0x7B
         return settled
 
     def describe(self) -> dict[str, str]:

@@ -19,6 +19,16 @@ ANSWER_TOKENS = 8
 
 ALONE = "alone"
 
+#: How engines share the cores, and how vLLM comes to do so.
+CORES = {
+    "apart": "prefill and an engine alone compute on core 0, decode on core 1",
+    "auto": "vLLM's own choice: on two cores an engine with a connector takes both",
+    "float": "one thread each, wherever the kernel puts it",
+    "one-process": "as float, and workers inside the engine core's process",
+}
+
+_WAKING = 5
+
 
 @dataclass(frozen=True)
 class Connector:
@@ -87,7 +97,8 @@ class Contestant:
             engine.resume()
         try:
             for engine in self.engines:
-                Client(engine.url).complete([4, 5, 6], 1)
+                for _ in range(_WAKING):  # what froze has lost its caches
+                    Client(engine.url).complete([4, 5, 6], 2)
             yield
         finally:
             for engine in self.engines:
@@ -100,26 +111,27 @@ def _prefill(client: Client, prompt: Sequence[int]) -> tuple[float, Mapping[str,
     return time.perf_counter() - began, ticket
 
 
-def specs(names: Sequence[str], model: Path, one_process: bool) -> list[EngineSpec]:
+def specs(names: Sequence[str], model: Path, cores: str) -> list[EngineSpec]:
     """Engines for ``names``, in order: one for ``ALONE``, else prefill then decode.
 
-    Prefill and an engine alone compute on core 0, decode on core 1.
+    ``cores`` is a key of ``CORES``.
     """
     return [
-        _spec(name, core, role, model, one_process)
+        _spec(name, core, role, model, cores)
         for name in names
         for core, role in enumerate([None] if name == ALONE else ["prefill", "decode"])
     ]
 
 
-def _spec(name: str, core: int, role: str | None, model: Path, one_process: bool) -> EngineSpec:
+def _spec(name: str, core: int, role: str | None, model: Path, cores: str) -> EngineSpec:
     port, side_channel = free_ports(2)
     spec = EngineSpec(
         name=name if role is None else f"{name}-{role}",
         model=model,
         port=port,
-        cpus=None if one_process else (core,),
-        one_process=one_process,
+        cpus=(core,) if cores == "apart" else None,
+        one_process=cores == "one-process",
+        env={"VLLM_CPU_OMP_THREADS_BIND": "auto"} if cores == "auto" else {},
     )
     if role is None:
         return spec
@@ -130,7 +142,7 @@ def _spec(name: str, core: int, role: str | None, model: Path, one_process: bool
         kv_transfer_config={**connector.kv_transfer_config, "kv_role": kv_role},
         side_channel_port=side_channel,
         layout=connector.layout,
-        env=connector.env,
+        env={**spec.env, **connector.env},
     )
 
 

@@ -31,6 +31,7 @@ from pdconn.lab.model import SPECS, write_model
 from tests.throughput.contestants import (
     ALONE,
     CONNECTORS,
+    CORES,
     Contestant,
     Taken,
     contestants,
@@ -48,7 +49,7 @@ def main() -> int:
     names = [ALONE, *options.connectors]
     model = write_model(options.directory / "models", SPECS[options.model])
     results = Results()
-    engines = specs(names, model, options.one_process)
+    engines = specs(names, model, options.cores)
     with running(engines, options.directory / "run", timeout_s=900, progress=_booting) as started:
         print(
             "boot, s:", {e.spec.name: round(e.boot_s or 0.0, 1) for e in started}, file=sys.stderr
@@ -129,7 +130,7 @@ def _options() -> argparse.Namespace:
     add("--warm-up", type=int, default=2, help="rounds that do not count")
     add("--model", choices=SPECS, default="handover")
     add("--directory", type=Path, default=Path(".work/handover"), help="for models and logs")
-    add("--one-process", action="store_true", help="workers inside the engine core's process")
+    add("--cores", choices=CORES, default="apart", help=f"how engines share them: {CORES}")
     add("--seed", type=int, default=1)
     add("--others", type=float, default=0.1, help="most of the machine that others may take")
     add("--tries", type=int, default=3, help="how often to take a turn that others disturbed")

@@ -58,7 +58,7 @@ def test_everything_measured_is_written_down() -> None:
 
 def test_each_contestant_gets_its_own_engines_and_cores(tmp_path: Path) -> None:
     names = [ALONE, "in-tree", "pdconn-BHLNC"]
-    wanted = specs(names, tmp_path, one_process=False)
+    wanted = specs(names, tmp_path, cores="apart")
     dealt = contestants(names, [Engine(spec, tmp_path) for spec in wanted])
     engines = {one.name: [engine.spec.name for engine in one.engines] for one in dealt}
     assert engines == {

@@ -18,6 +18,7 @@ from tests.vllm.engines import (
     engine,
     one_after_another,
     pair_of,
+    whole_blocks,
 )
 
 
@@ -62,7 +63,7 @@ def model(work: Path) -> Path:
 def expected(model: Path, work: Path) -> Expected:
     """What one engine alone says to every prompt of these tests."""
     with alone(model, work) as client:
-        return Expected(client, [*one_after_another(), *all_at_once()])
+        return Expected(client, [*one_after_another(), *all_at_once(), *whole_blocks()])
 
 
 @pytest.fixture(scope="session", params=CONFIGURATIONS, ids=str)

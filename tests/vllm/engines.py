@@ -77,6 +77,11 @@ def all_at_once() -> list[Prompt]:
     return [*prompts, *(prompts[n] + prompts[n + 1][:50] for n in range(8))]
 
 
+def whole_blocks() -> list[Prompt]:
+    """Prompts whose pulled tokens fill their blocks, so that every byte pulled matters."""
+    return make_prompts([8 * BLOCK + 1] * 8, seed=10)
+
+
 class Expected:
     """What one engine alone answers, by prompt; asked once."""
 
