@@ -7,7 +7,8 @@ or *doomed* when its ticket is wrong.
 
 Best-of-n sends one ticket with several requests.  Each holds a claim of its own;
 with prefix caching the later ones wait for the first pull and then hit its blocks.
-One that comes when the ticket is consumed already computes for itself.
+One that comes when the first pull has begun claims nothing, since the lease may be
+consumed by then: it waits likewise, or computes for itself.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ _REMEMBERED = 4096
 class _Tracked:
     """A request with a ticket, from its arrival to its pull or its end.
 
-    ``held`` is the local hit in tokens that the engine last asked with.
+    ``held`` is the local hit in tokens that the engine last asked with; ``follows``
+    the ticket that a sibling pulls with, when there is no ticket of its own.
     """
 
     ticket: Ticket | None
     problem: str | None
     parent: str | None
+    follows: tuple[str, str] | None = None
     checked: bool = False
     pulling: bool = False
     held: int = 0
@@ -61,7 +64,7 @@ class Borrowing:
         self._prefix_caching = prefix_caching
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
-        self._consumed: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._begun: OrderedDict[tuple[str, str, str], None] = OrderedDict()
         self._orders = Orders()
         self._number = 0
 
@@ -81,8 +84,8 @@ class Borrowing:
             log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, error)
             return
         tracked = self._tracked[request.request_id] = _Tracked(ticket, None, parent)
-        if self._was_consumed(tracked):
-            tracked.ticket = None
+        if self._was_begun(ticket, parent):
+            tracked.ticket, tracked.follows = None, _key(ticket)
             return
         self._number += 1
         pull = f"{self._incarnation}/{self._number}"
@@ -104,11 +107,10 @@ class Borrowing:
         self._check(request, tracked)
         if tracked.problem is not None:
             return (0, False) if self._recompute else (count, True)
-        if tracked.ticket is None:
-            return 0, False
-        if self._prefix_caching and self._pulling.get(_key(tracked.ticket)):
+        key = tracked.follows if tracked.ticket is None else _key(tracked.ticket)
+        if self._prefix_caching and key is not None and self._pulling.get(key):
             return None, False
-        return count, True
+        return (0, False) if tracked.ticket is None else (count, True)
 
     def allocated(self, request: Any, blocks: tuple[list[int], ...], num_external: int) -> None:
         """The request got blocks, of which ``num_external`` tokens are ours to fill."""
@@ -125,6 +127,7 @@ class Borrowing:
         tracked.pulling = True
         key = _key(tracked.ticket)
         self._pulling[key] = self._pulling.get(key, 0) + 1
+        self._begin(key, tracked.parent)
         need = Need(
             tracked.held, tracked.held + num_external, tuple(trimmed(ids) for ids in blocks)
         )
@@ -180,16 +183,16 @@ class Borrowing:
         left = self._pulling.pop(key, 1) - 1
         if left > 0:
             self._pulling[key] = left
-        if tracked.parent is not None:
-            self._consumed[(*key, tracked.parent)] = None
-            while len(self._consumed) > _REMEMBERED:
-                self._consumed.popitem(last=False)
 
-    def _was_consumed(self, tracked: _Tracked) -> bool:
-        """Whether a sibling pulled with this ticket before this request arrived."""
-        if tracked.ticket is None or tracked.parent is None:
-            return False
-        return (*_key(tracked.ticket), tracked.parent) in self._consumed
+    def _begin(self, key: tuple[str, str], parent: str | None) -> None:
+        """Siblings that come from now on may find the lease consumed."""
+        if parent is not None:
+            self._begun[(*key, parent)] = None
+            while len(self._begun) > _REMEMBERED:
+                self._begun.popitem(last=False)
+
+    def _was_begun(self, ticket: Ticket, parent: str | None) -> bool:
+        return parent is not None and (*_key(ticket), parent) in self._begun
 
 
 def _key(ticket: Ticket) -> tuple[str, str]:

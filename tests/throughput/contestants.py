@@ -28,6 +28,7 @@ CORES = {
 }
 
 _WAKING = 5
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Contestant:
 
     def answer(self, prompt: Sequence[int]) -> Taken:
         """Put one prompt through and time it."""
-        first, *rest = (Client(engine.url) for engine in self.engines)
+        first, *rest = (Client(engine.url, _TIMEOUT_S) for engine in self.engines)
         if not rest:
             timed = first.stream(prompt, ANSWER_TOKENS)
             return Taken(0.0, timed.first_token_s, timed)

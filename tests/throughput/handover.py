@@ -112,10 +112,10 @@ def _turn(
 
 
 def _asked(one: Contestant, prompt: Sequence[int]) -> Taken | None:
-    """One prompt through one contestant; None if it failed."""
+    """One prompt through one contestant; None if it failed or took minutes."""
     try:
         return one.answer(prompt)
-    except RequestRefused as error:
+    except (RequestRefused, TimeoutError) as error:
         print(f"{one.name}, {len(prompt)} tokens: {error}", file=sys.stderr)
         return None
 

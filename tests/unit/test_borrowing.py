@@ -191,6 +191,20 @@ def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
     assert orders.holds == orders.cancels == orders.doomed == []
 
 
+def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
+    """The lease may be consumed before the engine hears that the first pull is over."""
+    side, first, late = borrowing(prefix_caching=True), request("0_d"), request("1_d")
+    side.arrived(first)
+    side.matched(first, 0)
+    side.allocated(first, BLOCKS, 39)
+    side.take_orders()
+    side.arrived(late)
+    assert side.take_orders().holds == []
+    assert side.matched(late, 0) == (None, False)
+    side.reported("0_d")
+    assert side.matched(late, 32) == (0, False)
+
+
 def test_a_stranger_with_a_used_ticket_is_no_sibling() -> None:
     """It asks the lender, who refuses: a consumed ticket is not silently recomputed."""
     side, first, other = borrowing(), request("0_d"), request("1_e")

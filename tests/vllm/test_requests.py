@@ -228,6 +228,6 @@ def test_one_flipped_byte_is_noticed(spoiled: PdPair, expected: Expected) -> Non
         assert compare(expected[prompt], right) is None
 
 
-def through(quiet: PdPair, prompt: Prompt) -> Any:
-    ticket = quiet.prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE)
-    return quiet.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket.kv_transfer_params)
+def through(pair: PdPair, prompt: Prompt) -> Any:
+    ticket = pair.prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE)
+    return pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket.kv_transfer_params)
