@@ -171,6 +171,7 @@ def test_siblings_without_prefix_caching_pull_each_for_itself() -> None:
     first, second = request("0_d"), request("1_d")
     for asked in (first, second):
         side.arrived(asked)
+    for asked in (first, second):
         assert side.matched(asked, 0) == (39, True)
         side.allocated(asked, BLOCKS, 39)
     orders = side.take_orders()
