@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from pdconn.protocol.messages import RankGeometry
+from pdconn.runtime.affinity import off_the_models_core
 from pdconn.runtime.puller import Puller, Rank
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references
@@ -61,7 +62,8 @@ class PdWorker:
         layers = self._config.compilation_config.static_forward_context
         traits = block_traits(self._config, layers, self._settings.enforce_handshake_compat)
         transfer = self._config.kv_transfer_config
-        transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
+        with off_the_models_core():
+            transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
         self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
         self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits)
@@ -76,7 +78,8 @@ class PdWorker:
                 references=references,
                 traits=traits,
             )
-            self._puller = Puller(me, transport, self._settings.claim_timeout)
+            with off_the_models_core():
+                self._puller = Puller(me, transport, self._settings.claim_timeout)
 
     def handshake(self) -> PdHandshake | None:
         """What the scheduler's half serves to peers."""

@@ -144,7 +144,8 @@ time.sleep(60)
 
 def test_a_killed_keeper_takes_its_command_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with Process("server", _python(_SAY_AND_SLEEP), log) as process:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to tidy up
+    with Process("server", _python(_SAY_AND_SLEEP), log, env=env) as process:
         _said(log)
         process._keeper.kill()
         _wait_until(lambda: not _is_alive(process.pid))
