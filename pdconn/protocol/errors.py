@@ -1,4 +1,4 @@
-"""Failures that are somebody's fault, and say whose.
+"""What the other side said wrong.
 
 Every error here carries the field it is about, what was expected and what was
 seen, so that a log line or an HTTP body can show all three.
@@ -6,20 +6,9 @@ seen, so that a log line or an HTTP body can show all three.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
-
-class Fault(StrEnum):
-    """Who has to change something."""
-
-    LOCAL = "local"
-    REMOTE = "remote"
-
 
 class ProtocolError(Exception):
     """Base: ``field`` was ``seen`` where ``expected`` was needed."""
-
-    fault: Fault = Fault.REMOTE
 
     def __init__(self, field: str, expected: object, seen: object) -> None:
         self.field = field

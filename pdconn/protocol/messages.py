@@ -21,20 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NewType
 
 import msgspec
 
-from pdconn.protocol.errors import FrameError, MessageError
+from pdconn.protocol.errors import MessageError
 from registration.references import KVCacheReferences
 
 PROTOCOL_VERSION = 1
 """Raised whenever an engine of the version before could misread a message."""
-
-EngineId = NewType("EngineId", str)
-Incarnation = NewType("Incarnation", str)
-"""Random text that one boot of one engine draws; a restart changes it."""
-RequestId = NewType("RequestId", str)
 
 MAX_RANKS = 4096
 MAX_MESSAGES = 4096
@@ -220,20 +214,16 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Claim",
     "Done",
-    "EngineId",
-    "FrameError",
     "FromLender",
     "FromReader",
     "Granted",
     "Hello",
-    "Incarnation",
     "RankGeometry",
     "Reader",
     "Refusal",
     "Refused",
     "Rejected",
     "Renew",
-    "RequestId",
     "Welcome",
     "decode_from_lender",
     "decode_from_reader",
