@@ -6,15 +6,14 @@ Blocks are paired by absolute token position, never by list index::
     ours   B=64  [  id 5  ][  id 9  ][  id 2  ]     first 0
     theirs B=32  [hole][ 3][ 4][ 8][ 1][ 7]         first 0
 
-Holes of ours (id 0), and what no window reaches any more, are not needed and never
-move; a hole of theirs where ours is none fails the plan, because the byte could not
-be had.
+What no window reaches any more, and what we hold already, never moves; a hole (id 0)
+of either side in what is left fails the plan, because a byte would be missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +77,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """Everything about a peer that plans are made from: made once, at the greeting."""
+    """Everything about a peer that plans are made from: made once, at the greeting.
+
+    ``ranks`` are those of the peer that we read from; ``lent_num_blocks`` the blocks
+    that each of the peer's groups has, in its own order.
+    """
 
     ours: KVCacheReferences
     templates: tuple[Template, ...]
-    ranks: tuple[int, ...] = field(default=())
+    lent_num_blocks: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     @classmethod
     def of(
@@ -93,12 +97,11 @@ class Pairing:
         Raises:
             Incompatible: naming the field and both values.
         """
-        counts = {len(references.groups) for references in theirs}
-        if counts != {len(ours.groups)}:
-            raise Incompatible("number of KV cache groups", sorted(counts), len(ours.groups))
+        lent_num_blocks = _num_blocks(theirs)
         pieces = match_pieces(ours, theirs, spread)
         templates = tuple(build_templates(ours, theirs, pieces))
-        return cls(ours, templates, tuple(sorted({t.their_rank for t in templates})))
+        ranks = tuple(sorted({template.their_rank for template in templates}))
+        return cls(ours, templates, lent_num_blocks, ranks)
 
     def plan(self, need: Need, lent: Sequence[BlockList]) -> Plan:
         """The reads for one request.
@@ -114,13 +117,13 @@ class Pairing:
         """
         if len(need.blocks) != len(self.ours.groups):
             raise Incompatible("local block lists", len(need.blocks), len(self.ours.groups))
-        if len(lent) != len(self.ours.groups):
-            raise Incompatible("lent block lists", len(lent), len(self.ours.groups))
+        if len(lent) != len(self.lent_num_blocks):
+            raise Incompatible("lent block lists", len(lent), len(self.lent_num_blocks))
         moved = Moved()
         parts: dict[int, list[Spans]] = {}
         for template in self.templates:
-            reach = window_start(self.ours.groups[template.our_group], need.until)
-            pairs = _pairs(template, need, lent[template.their_group], reach)
+            group = self.ours.groups[template.our_group]
+            pairs = _pairs(template, need, lent[template.their_group], group)
             moved += self._moved(template, pairs)
             if len(pairs.ours):
                 spans = _spans(template, pairs, self.ours)
@@ -142,7 +145,10 @@ class Pairing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
-    """Sub-blocks to move: block ids and sub-block indices of both sides, shape (n,)."""
+    """Sub-blocks to move: block ids and sub-block indices of both sides, shape (n,).
+
+    ``holes`` lie before the window, ``hits`` are here already.
+    """
 
     ours: I64
     our_sub: I64
@@ -165,36 +171,53 @@ def window_start(group: KVCacheGroupReference, until: int) -> int:
     return max(0, until - group.window + 1)
 
 
-def _pairs(template: Template, need: Need, lent: BlockList, reach: int) -> _Pairs:
-    """Pair the sub-blocks that hold tokens from ``reach`` on and that we lack.
+def _num_blocks(theirs: Sequence[KVCacheReferences]) -> tuple[int, ...]:
+    """Blocks of each group of a peer; a pipeline stage may hold no layer of some group.
+
+    Raises:
+        Incompatible: its ranks do not agree on the number of groups.
+    """
+    first, *others = (len(references.groups) for references in theirs)
+    for count in others:
+        if count != first:
+            raise Incompatible("number of KV cache groups of their ranks", count, first)
+    return tuple(
+        min((rank.num_blocks(group) for rank in theirs if rank.groups[group].data), default=0)
+        for group in range(first)
+    )
+
+
+def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
+    """Pair the sub-blocks that a token to come will read and that we lack.
 
     With unequal block sizes a block of ours can begin before the window; its
     sub-blocks there are read by nobody, and the lender may have dropped them.
     """
+    if group.kind is AttentionKind.STATE:
+        return _state_pair(template, need, lent)
     tokens = template.sub_block_tokens
-    wanted = np.arange(need.until // tokens + (need.until % tokens > 0), dtype=np.int64)
+    reach = window_start(group, need.until) // tokens
+    first = max(reach, need.held // tokens)
+    wanted = np.arange(first, -(-need.until // tokens), dtype=np.int64)
     ours, our_sub = _located(
         wanted, template.our_block_tokens // tokens, need.blocks[template.our_group]
     )
-    real = (ours > 0) & (wanted >= reach // tokens)
-    fresh = wanted >= need.held // tokens
-    moving = real & fresh
-    theirs, their_sub = _located(wanted[moving], template.their_block_tokens // tokens, lent)
-    if not theirs.all():
-        at = int(wanted[moving][np.argmin(theirs != 0)]) * tokens
-        raise MissingBlock(
-            f"group {template.our_group}: tokens from {at} on are needed and not lent"
-        )
-    _bounded("ours", ours, template.our_num_blocks)
-    _bounded("theirs", theirs, template.their_num_blocks)
-    return _Pairs(
-        ours[moving],
-        our_sub[moving],
-        theirs,
-        their_sub,
-        holes=int((~real).sum()),
-        hits=int((real & ~fresh).sum()),
-    )
+    theirs, their_sub = _located(wanted, template.their_block_tokens // tokens, lent)
+    _bounded(template, wanted * tokens, ours, theirs)
+    return _Pairs(ours, our_sub, theirs, their_sub, holes=reach, hits=max(0, first - reach))
+
+
+def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:
+    """The one block that holds the state after ``need.until`` tokens, whatever it is called.
+
+    A state has no tokens, so the two sides may count any number of them to a block.
+    """
+    last = np.array([need.until - 1] if need.held < need.until else [], dtype=np.int64)
+    ours, _ = _located(last // template.our_block_tokens, 1, need.blocks[template.our_group])
+    theirs, _ = _located(last // template.their_block_tokens, 1, lent)
+    _bounded(template, last, ours, theirs)
+    sub = np.zeros_like(last)
+    return _Pairs(ours, sub, theirs, sub, holes=0, hits=0)
 
 
 def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
@@ -207,9 +230,25 @@ def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
     return found, wanted % per_block
 
 
-def _bounded(side: str, ids: I64, num_blocks: int) -> None:
-    if len(ids) and int(ids.max()) >= num_blocks:
-        raise BlockOutOfRange(f"block id: {side} {int(ids.max())}, cache of {num_blocks} blocks")
+def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
+    """Refuse holes where bytes are needed, and ids that a cache does not have.
+
+    Raises:
+        MissingBlock: the first token that has no block on one side.
+        BlockOutOfRange: the highest id of one side.
+    """
+    group = f"group {template.our_group}"
+    for ids, missing in ((ours, "have no block of ours"), (theirs, "are needed and not lent")):
+        if not ids.all():
+            at = int(tokens[np.argmin(ids != 0)])
+            raise MissingBlock(f"{group}: tokens from {at} on {missing}")
+    for side, ids, num_blocks in (
+        ("ours", ours, template.our_num_blocks),
+        ("theirs", theirs, template.their_num_blocks),
+    ):
+        if len(ids) and int(ids.max()) >= num_blocks:
+            highest = int(ids.max())
+            raise BlockOutOfRange(f"{group}: block id, {side} {highest} of {num_blocks} blocks")
 
 
 def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pdconn.planning.errors import Incompatible
 from pdconn.planning.topology import Piece
-from registration.references import KVCacheDataReference, KVCacheReferences
+from registration.references import AttentionKind, KVCacheDataReference, KVCacheReferences
 from transport import Device
 
 I64 = NDArray[np.int64]
@@ -93,7 +93,8 @@ def _template(
     our_group, their_rank, their_group = key
     our_tokens = ours.groups[our_group].block_tokens
     their_tokens = theirs.groups[their_group].block_tokens
-    sizes = _Sizes(gcd(our_tokens, their_tokens), our_tokens, their_tokens)
+    whole = ours.groups[our_group].kind is AttentionKind.STATE
+    sizes = _Sizes(gcd(our_tokens, their_tokens), our_tokens, their_tokens, whole)
     columns = [_runs(ours, theirs, piece, sizes) for piece in pieces]
     table = _merged(np.concatenate(columns, axis=1))
     return Template(
@@ -114,11 +115,12 @@ def _template(
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Tokens of the sub-block and of both sides' blocks."""
+    """Tokens of the sub-block and of both sides' blocks; ``whole``: a state, which has none."""
 
     sub: int
     ours: int
     theirs: int
+    whole: bool
 
 
 def _runs(ours: KVCacheReferences, theirs: KVCacheReferences, piece: Piece, sizes: _Sizes) -> I64:
@@ -147,7 +149,7 @@ def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
     if ours.token_nbytes is None or theirs.token_nbytes is None:
         if ours.token_nbytes is not None or theirs.token_nbytes is not None:
             raise Incompatible(f"{where}: blocks opaque in tokens", *_opaque(theirs, ours))
-        if sizes.ours != sizes.theirs:
+        if sizes.ours != sizes.theirs and not sizes.whole:
             raise Incompatible(
                 f"{where}: block_tokens of blocks that only move whole", sizes.theirs, sizes.ours
             )

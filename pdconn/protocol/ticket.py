@@ -94,6 +94,22 @@ def block_digest(blocks: Sequence[BlockList]) -> bytes:
     return digest.digest()
 
 
+def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None:
+    """Whether block lists can be those of a cache with ``num_blocks`` blocks per group.
+
+    Raises:
+        TicketError: another number of groups, or an id beyond its group's cache.
+    """
+    if len(blocks) != len(num_blocks):
+        expected = f"{len(num_blocks)} lists, one per KV cache group of prefill"
+        raise TicketError("remote_block_ids", expected, len(blocks))
+    for group, (listed, count) in enumerate(zip(blocks, num_blocks, strict=True)):
+        highest = max(listed.ids, default=0)
+        if highest >= count:
+            field = f"remote_block_ids[{group}][{listed.ids.index(highest)}]"
+            raise TicketError(field, f"0 to {count - 1}", highest)
+
+
 def parse_ticket(params: Mapping[str, Any]) -> Ticket:
     """Read ``kv_transfer_params``; keys that we do not know are left alone.
 

@@ -28,6 +28,7 @@ from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Pull
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Need, Pairing
+from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import (
     Claim,
     Done,
@@ -38,7 +39,7 @@ from pdconn.protocol.messages import (
     Renew,
     Welcome,
 )
-from pdconn.protocol.ticket import Ticket, block_digest
+from pdconn.protocol.ticket import Ticket, block_digest, check_blocks
 from pdconn.runtime.mailbox import Mailbox
 from pdconn.runtime.peers import Connections, Peer, PeerKey, check_traits
 from pdconn.runtime.reader import Answer, Connected, Read, ReaderStopped, ReaderThread, ReadSettled
@@ -256,9 +257,20 @@ class Puller:
         if peer.is_closed:
             self._do(entry, entry.machine.fail(f"{peer.key}: {peer.reason}", tell=False))
         elif peer.state is PeerState.READY:
-            self._do(entry, entry.machine.greeted(now))
+            self._greeted(entry)
         else:
             self._do(entry, [])
+
+    def _greeted(self, entry: _Entry) -> None:
+        """Claim what the ticket names, if the lender can have such blocks at all."""
+        pairing = entry.peer.pairing
+        assert pairing is not None
+        try:
+            check_blocks(entry.ticket.blocks, pairing.lent_num_blocks)
+        except TicketError as error:
+            self._do(entry, entry.machine.fail(str(error)))
+            return
+        self._do(entry, entry.machine.greeted(self._clock()))
 
     def _settled(self, answer: ReadSettled) -> None:
         entry = answer.tag
@@ -279,7 +291,7 @@ class Puller:
     def peer_ready(self, peer: Peer) -> None:
         """Every rank that we need is connected: claim for whoever waits."""
         for entry in self._using(peer):
-            self._do(entry, entry.machine.greeted(self._clock()))
+            self._greeted(entry)
 
     def peer_closed(self, peer: Peer) -> None:
         """Fail what waits for the peer.  What is being read may still settle in time."""

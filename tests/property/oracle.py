@@ -1,16 +1,22 @@
-"""A naive oracle for plans: it walks memory byte by byte and knows no template.
+"""A naive oracle for plans: it walks memory cell by cell and knows no template.
 
-Memory is an array of *labels*, one number per byte.  A side is walked in its
-layout's order, so that every byte gets the label of what it must hold: layer, head
-of the model, absolute token, byte.  A plan is then carried out on the arrays, and
-each byte of ours is looked at.
+Memory is an array of *labels*, one number per byte.  A rank's memory is walked in its
+layout's order, so that every byte gets the label of what it must hold: layer, head of
+the model, absolute position, byte.  A plan is then carried out on the arrays, and each
+byte of ours is looked at.
+
+*Position* is the stored row for what divides by token, the block for what is opaque,
+and 0 for a state, of which a request has one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdconn.planning.plan import Need, Plan
 from pdconn.protocol.ticket import BlockList
@@ -20,101 +26,160 @@ from registration.references import (
     KVCacheReferences,
     build_kv_cache_references,
 )
-from tests.layouts import layout_memory, layout_nbytes, walked_bytes
+from tests.layouts import layout_memory, layout_nbytes
 
 UNTOUCHED = -1
+NOWHERE = -2
+_GROUP_BYTES = 1 << 24
+_RANK_BYTES = 1 << 32
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers of the model that keep the same kind of KV.
+
+    ``ratio`` tokens share one stored row of ``row_nbytes`` bytes per head.  ``opaque``:
+    a head's block only moves whole.  One head stands for MLA, and for state.
+    """
+
+    numbers: tuple[int, ...]
+    kind: AttentionKind
+    window: int | None
+    heads: int
+    row_nbytes: int
+    ratio: int = 1
+    opaque: bool = False
+
+    def reach(self, until: int) -> int:
+        """The first token that token ``until`` still sees."""
+        if self.kind is AttentionKind.SLIDING_WINDOW:
+            assert self.window is not None
+            return max(0, until - (self.window - 1))
+        if self.kind is AttentionKind.CHUNKED_LOCAL:
+            assert self.window is not None
+            return until - until % self.window
+        return 0
 
 
 @dataclass(frozen=True)
 class Group:
-    """A KV cache group of the model."""
+    """One KV cache group of one side: some layers of one sort, and their block size."""
 
-    layers: tuple[str, ...]
-    window: int | None
-
-
-@dataclass(frozen=True)
-class Model:
-    """What both engines serve."""
-
-    groups: tuple[Group, ...]
-    num_heads: int
-    token_nbytes: int
+    sort: Layers
+    numbers: tuple[int, ...]
+    block_tokens: int
 
     @property
-    def row_layers(self) -> int:
-        return max(len(group.layers) for group in self.groups)
+    def rows(self) -> int:
+        """Stored rows of one block and head; a state is one."""
+        return 1 if self.sort.kind is AttentionKind.STATE else self.block_tokens // self.sort.ratio
 
 
 @dataclass
 class Side:
-    """One engine: its ranks' memory as labels, and one request's block tables."""
+    """One engine: its ranks' memory, and one request's block tables.
 
-    model: Model
+    ``stages`` are the layer numbers of each pipeline stage; ``padding`` bytes follow
+    each page; ``tokens`` are computed, and a state is that after them; with ``overlay``
+    all groups lie in one allocation from byte 0 on, as vLLM's do.  Rank ``r`` is stage
+    ``r // tp``, tensor-parallel rank ``r % tp``.
+    """
+
+    groups: tuple[Group, ...]
     layout: str
-    block_tokens: int
     tp: int
+    stages: tuple[tuple[int, ...], ...]
     num_blocks: int
     tables: tuple[BlockList, ...]
     base: int
+    tokens: int
+    padding: int = 0
+    overlay: bool = False
     ranks: list[KVCacheReferences] = field(default_factory=list)
-    heads: list[range] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for rank in range(self.tp):
-            first, count = head_range(self.model.num_heads, self.tp, rank)
-            self.heads.append(range(first, first + count))
+        for rank in range(self.tp * len(self.stages)):
             self.ranks.append(self._references(rank))
 
-    def base_of(self, rank: int) -> int:
-        return self.base + rank * (1 << 24)
+    def start(self, rank: int) -> int:
+        """First address of a rank's memory."""
+        return self.base + rank * _RANK_BYTES
 
-    def nbytes(self) -> int:
-        return layout_nbytes(
-            num_blocks=self.num_blocks, row_layers=self.model.row_layers, **self._page(0)
-        )
+    def labels(self, rank: int, with_table: bool = True) -> dict[int, NDArray[np.int64]]:
+        """Labels of every allocation of a rank, by its first address; NOWHERE elsewhere."""
+        found: dict[int, NDArray[np.int64]] = {}
+        for number, group in enumerate(self.groups):
+            if not self._here(rank, group):
+                continue
+            base = self._group_base(rank, number)
+            nbytes = layout_nbytes(**self._page(rank, group))
+            memory = found.setdefault(base, np.full(nbytes, NOWHERE, dtype=np.int64))
+            if with_table:
+                for at, label in self._walk(rank, number):
+                    memory[at : at + len(label)] = label
+        return found
 
-    def _page(self, rank: int) -> dict[str, int]:
+    def _walk(self, rank: int, number: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Offset and labels of every stored row of the request, walking through memory."""
+        group, table = self.groups[number], self.tables[number]
+        sort, here, heads = group.sort, self._here(rank, group), self._heads(rank, group.sort)
+        position = {block: table.first + i for i, block in enumerate(table.ids) if block}
+        page = self._page(rank, group)
+        sizes = {"L": page["row_layers"], "B": self.num_blocks, "H": len(heads), "N": group.rows}
+        cell = group.sort.row_nbytes
+        byte = np.arange(cell, dtype=np.int64)
+        cursor = 0
+        for indices in product(*(range(sizes[letter]) for letter in self.layout[:-1])):
+            at = dict(zip(self.layout, indices, strict=False))
+            if at["L"] < len(here) and at["B"] in position:
+                block = position[at["B"]]
+                if sort.kind is AttentionKind.STATE:
+                    where, offset = block - (self.tokens - 1) // group.block_tokens, 0
+                elif sort.opaque:
+                    where, offset = block, at["N"] * cell
+                else:
+                    where, offset = block * group.rows + at["N"], 0
+                yield cursor, _label(here[at["L"]], heads[at["H"]], where, offset) + byte
+            cursor += cell
+            if at["H"] == len(heads) - 1 and at["N"] == group.rows - 1:
+                cursor += self.padding
+
+    def _here(self, rank: int, group: Group) -> tuple[int, ...]:
+        stage = self.stages[rank // self.tp]
+        return tuple(number for number in group.numbers if number in stage)
+
+    def _heads(self, rank: int, sort: Layers) -> range:
+        first, count = head_range(sort.heads, self.tp, rank % self.tp)
+        return range(first, first + count)
+
+    def _group_base(self, rank: int, number: int) -> int:
+        return self.start(rank) + (0 if self.overlay else number * _GROUP_BYTES)
+
+    def _page(self, rank: int, group: Group) -> dict[str, int]:
+        wide = self.groups if self.overlay else (group,)
         return {
-            "num_heads": len(self.heads[rank]),
-            "block_tokens": self.block_tokens,
-            "token_nbytes": self.model.token_nbytes,
+            "num_blocks": self.num_blocks,
+            "row_layers": max(len(self._here(rank, one)) for one in wide),
+            "num_heads": len(self._heads(rank, group.sort)),
+            "block_tokens": group.rows,
+            "token_nbytes": group.sort.row_nbytes,
+            "page_padding": self.padding,
         }
 
     def _references(self, rank: int) -> KVCacheReferences:
         made = []
-        for group in self.model.groups:
-            kind = AttentionKind.SLIDING_WINDOW if group.window else AttentionKind.FULL
+        for number, group in enumerate(self.groups):
+            here = self._here(rank, group)
             layers = layout_memory(
                 self.layout,
-                base=self.base_of(rank),
-                num_blocks=self.num_blocks,
-                layers=group.layers,
-                row_layers=self.model.row_layers,
-                first_head=self.heads[rank].start,
-                **self._page(rank),
-            )
-            made.append(GroupMemory(kind, group.window, self.block_tokens, layers))
+                base=self._group_base(rank, number),
+                layers=[str(number) for number in here],
+                first_head=self._heads(rank, group.sort).start,
+                opaque=group.sort.opaque,
+                **self._page(rank, group),
+            ) if here else ()  # fmt: skip
+            made.append(GroupMemory(group.sort.kind, group.sort.window, group.block_tokens, layers))
         return build_kv_cache_references(made)
-
-    def labels(self, rank: int) -> dict[int, int]:
-        """Label by address, of every byte that the request's tokens lie in."""
-        found = {}
-        for group, table in zip(self.model.groups, self.tables, strict=True):
-            position = {block: table.first + i for i, block in enumerate(table.ids) if block}
-            walked = walked_bytes(
-                self.layout,
-                base=self.base_of(rank),
-                num_blocks=self.num_blocks,
-                layers=group.layers,
-                row_layers=self.model.row_layers,
-                **self._page(rank),
-            )
-            for address, (layer, _, block, head, token, byte) in walked.items():
-                if block in position:
-                    absolute = position[block] * self.block_tokens + token
-                    found[address] = _label(layer, self.heads[rank][head], absolute, byte)
-        return found
 
 
 def head_range(num_heads: int, tp: int, rank: int) -> tuple[int, int]:
@@ -124,8 +189,8 @@ def head_range(num_heads: int, tp: int, rank: int) -> tuple[int, int]:
     return num_heads * rank // tp, 1
 
 
-def _label(layer: str, head: int, token: int, byte: int) -> int:
-    return (int(layer[1:]) << 24) | (head << 18) | (token << 6) | byte
+def _label(layer: int, head: int, position: int, byte: int) -> int:
+    return (layer << 48) | (head << 40) | (position << 20) | byte
 
 
 def check(plan: Plan, ours: Side, rank: int, theirs: Side, need: Need) -> None:
@@ -134,38 +199,54 @@ def check(plan: Plan, ours: Side, rank: int, theirs: Side, need: Need) -> None:
     Raises:
         AssertionError: a byte that is missing, wrong, written twice or touched.
     """
-    start, size = ours.base_of(rank), ours.nbytes()
-    got = np.full(size, UNTOUCHED, dtype=np.int64)
-    times = np.zeros(size, dtype=np.int64)
+    got = {at: np.full_like(it, UNTOUCHED) for at, it in ours.labels(rank, False).items()}
+    times = {at: np.zeros_like(it) for at, it in got.items()}
     for their_rank, spans in plan.reads:
         source = theirs.labels(their_rank)
         for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
-            for byte in range(int(nbytes)):
-                at = int(local) + byte - start
-                assert 0 <= at < size, "a byte outside our memory was written"
-                got[at] = source.get(int(remote) + byte, -2)
-                times[at] += 1
-    assert times.max(initial=0) <= 1, "a byte was written twice"
-    expected = _expected(ours, theirs, rank, need)
-    for at in range(size):
-        assert got[at] == expected.get(start + at, UNTOUCHED), f"byte {at} is wrong"
+            base, into = _inside(got, int(local), int(nbytes))
+            from_base, origin = _inside(source, int(remote), int(nbytes))
+            got[base][into] = source[from_base][origin]
+            times[base][into] += 1
+    for base, expected in _expected(ours, theirs, rank, need).items():
+        assert times[base].max(initial=0) <= 1, "a byte was written twice"
+        wrong = np.flatnonzero(got[base] != expected)
+        assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
 
 
-def _expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, int]:
+def _inside(memories: dict[int, NDArray[np.int64]], start: int, nbytes: int) -> tuple[int, slice]:
+    for base, memory in memories.items():
+        if base <= start < base + len(memory):
+            assert start + nbytes <= base + len(memory), "a run leaves its allocation"
+            return base, slice(start - base, start - base + nbytes)
+    raise AssertionError("a run outside all memory")
+
+
+def _expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDArray[np.int64]]:
     """Labels that we must end up with.
 
-    Tokens that we hold already, and tokens before a group's window, are not moved;
-    both bounds, and ``until``, are rounded outwards to what both sides can address.
+    Tokens that we hold already, and tokens before a window, are not moved; both bounds,
+    and ``until``, are rounded outwards to what both sides can address.
     """
-    step = int(np.gcd(ours.block_tokens, theirs.block_tokens))
-    last = -(-need.until // step) * step
-    first = {}
-    for group in ours.model.groups:
-        reach = max(0, need.until - group.window + 1) if group.window else 0
-        start = max(need.held, reach) // step * step
-        first.update({int(layer[1:]): start for layer in group.layers})
-    return {
-        address: label
-        for address, label in ours.labels(rank).items()
-        if first[label >> 24] <= (label >> 6) % 4096 < last
-    }
+    blocks = {n: group.block_tokens for group in theirs.groups for n in group.numbers}
+    wanted: dict[int, tuple[int, int]] = {}
+    for group in ours.groups:
+        sort = group.sort
+        for number in group.numbers:
+            if sort.kind is AttentionKind.STATE:
+                wanted[number] = (0, int(need.until > need.held))
+                continue
+            step = int(np.gcd(group.block_tokens, blocks[number]))
+            start = max(need.held, sort.reach(need.until)) // step * step
+            end = -(-need.until // step) * step
+            unit = group.block_tokens if sort.opaque else sort.ratio
+            wanted[number] = (start // unit, end // unit)
+    expected = {}
+    for base, labels in ours.labels(rank).items():
+        position = (labels >> 20) & 0xFFFFF
+        layer = labels >> 48
+        keep = np.zeros(len(labels), dtype=bool)
+        for number, (first, last) in wanted.items():
+            keep |= (layer == number) & (position >= first) & (position < last)
+        expected[base] = np.where(keep & (labels != NOWHERE), labels, UNTOUCHED)
+    return expected

@@ -2,89 +2,106 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
-from pdconn.planning.plan import Need, Pairing, Plan
-from pdconn.protocol.ticket import trimmed
-from tests.layouts import LAYOUTS
-from tests.property.oracle import Group, Model, Side, check
-
-NUM_BLOCKS = 80
-
-
-@dataclasses.dataclass
-class Case:
-    ours: Side
-    theirs: Side
-    need: Need
-    rank: int
-
-    def plan(self) -> Plan:
-        pairing = Pairing.of(self.ours.ranks[self.rank], self.theirs.ranks, self.rank)
-        return pairing.plan(self.need, self.theirs.tables)
-
-    def check(self, plan: Plan) -> None:
-        check(plan, self.ours, self.rank, self.theirs, self.need)
+from pdconn.planning.errors import PlanningError
+from pdconn.planning.plan import Pairing, Plan
+from pdconn.planning.template import build_templates
+from pdconn.planning.topology import match_pieces
+from pdconn.protocol.ticket import BlockList
+from tests.property.cases import Case, cases
+from tests.property.scale import drawn
+from transport import Spans
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    windows = draw(st.sampled_from([(None,), (5,), (None, 6), (None, 3, 9)]))
-    sizes = [draw(st.integers(1, 3)) for _ in windows]
-    names = iter(f"l{i}" for i in range(16))
-    groups = tuple(
-        Group(tuple(next(names) for _ in range(size)), window)
-        for size, window in zip(sizes, windows, strict=True)
-    )
-    heads = draw(st.sampled_from([1, 2, 4]))
-    model = Model(groups, heads, draw(st.sampled_from([1, 3])))
-    tokens = draw(st.integers(1, 24))
-    tables = []
-    blocks = [draw(st.sampled_from([1, 2, 3, 4, 6, 8])) for _ in range(2)]
-    held = draw(st.integers(0, (tokens - 1) // blocks[1])) * blocks[1]
-    until = draw(st.integers(held, tokens))
-    for block, computed in ((blocks[0], tokens), (blocks[1], until)):
-        ids = iter(draw(st.permutations(range(1, NUM_BLOCKS))))
-        made = []
-        for group in groups:
-            # Both keep the window of the token that decode will compute first.
-            reach = 0 if group.window is None else max(0, until - group.window + 1)
-            skipped = reach // block
-            made.append([0] * skipped + [next(ids) for _ in range(-(-computed // block) - skipped)])
-        tables.append(tuple(trimmed(table) for table in made))
-    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(2)]
-    degrees = [draw(st.sampled_from([1, 2, 4, 8])) for _ in range(2)]
-    theirs = Side(model, layouts[0], blocks[0], degrees[0], NUM_BLOCKS, tables[0], 1 << 30)
-    ours = Side(model, layouts[1], blocks[1], degrees[1], NUM_BLOCKS, tables[1], 1 << 40)
-    return Case(ours, theirs, Need(held, until, tables[1]), draw(st.integers(0, degrees[1] - 1)))
-
-
-_long = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@_long
+@drawn(500)
 @given(cases())
 def test_every_needed_byte_once_from_the_right_source(case: Case) -> None:
     case.check(case.plan())
 
 
-MUTANTS = {
-    "one byte off at the source": lambda s: dataclasses.replace(s, remote=s.remote + np.uint64(1)),
-    "one byte off at the target": lambda s: dataclasses.replace(s, local=s.local + np.uint64(1)),
-    "one run lost": lambda s: dataclasses.replace(
-        s, local=s.local[1:], remote=s.remote[1:], nbytes=s.nbytes[1:]
+@drawn(60)
+@given(cases())
+def test_runs_are_as_long_as_both_sides_allow(case: Case) -> None:
+    """No run ends where the next one begins on both sides."""
+    for _, spans in case.plan().reads:
+        order = np.argsort(spans.local)
+        local, remote, nbytes = spans.local[order], spans.remote[order], spans.nbytes[order]
+        joins = (local[:-1] + nbytes[:-1] == local[1:]) & (remote[:-1] + nbytes[:-1] == remote[1:])
+        assert not joins.any()
+
+
+def _one_head_off(case: Case) -> Plan:
+    """Read heads from where their neighbours are."""
+    ours, theirs = case.ours.ranks[case.rank], case.theirs.ranks
+    pieces = match_pieces(ours, theirs, case.rank)
+    shifted = [replace(piece, their_head=max(0, piece.their_head - 1)) for piece in pieces]
+    templates = tuple(build_templates(ours, theirs, shifted))
+    return replace(case.pairing(), templates=templates).plan(case.need, case.theirs.tables)
+
+
+def _one_block_off(case: Case) -> Plan:
+    """Read the lender's list as if it began a block later."""
+    late = tuple(BlockList(table.first - 1, table.ids) for table in case.theirs.tables)
+    return case.pairing().plan(case.need, late)
+
+
+def _padding_moved(case: Case) -> Plan:
+    """Take the padding behind a page for its last bytes."""
+    assume(case.ours.padding and case.theirs.padding)
+
+    pairing = case.pairing()
+    longer = tuple(replace(t, nbytes=t.nbytes + case.ours.padding) for t in pairing.templates)
+    return replace(pairing, templates=longer).plan(case.need, case.theirs.tables)
+
+
+def _holes_ignored(case: Case) -> Plan:
+    """Pair by list index, as if no list began with holes: vLLM's in-tree pairing."""
+    tables = tuple(BlockList(0, table.ids) for table in case.theirs.tables)
+    return case.pairing().plan(case.need, tables)
+
+
+def _other_replicas(case: Case) -> Plan:
+    """Take the ranks of the peer in another order than they said."""
+    ranks = case.theirs.ranks
+    pairing = Pairing.of(case.ours.ranks[case.rank], [*ranks[1:], ranks[0]], case.rank)
+    return pairing.plan(case.need, case.theirs.tables)
+
+
+def _spans(mutate: Callable[[Spans], Spans]) -> Callable[[Case], Plan]:
+    def mutant(case: Case) -> Plan:
+        plan = case.plan()
+        assume(plan.reads)
+        (rank, spans), *rest = plan.reads
+        return replace(plan, reads=((rank, mutate(spans)), *rest))
+
+    return mutant
+
+
+MUTANTS: dict[str, Callable[[Case], Plan]] = {
+    "one head off": _one_head_off,
+    "one block off": _one_block_off,
+    "padding moved": _padding_moved,
+    "holes ignored": _holes_ignored,
+    "another rank": _other_replicas,
+    "one byte off at the source": _spans(lambda s: replace(s, remote=s.remote + np.uint64(1))),
+    "one byte off at the target": _spans(lambda s: replace(s, local=s.local + np.uint64(1))),
+    "one run too long": _spans(lambda s: replace(s, nbytes=s.nbytes + np.uint64(1))),
+    "one run lost": _spans(
+        lambda s: replace(s, local=s.local[1:], remote=s.remote[1:], nbytes=s.nbytes[1:])
     ),
-    "one run too long": lambda s: dataclasses.replace(s, nbytes=s.nbytes + np.uint64(1)),
-    "one run twice": lambda s: dataclasses.replace(
-        s,
-        local=np.append(s.local, s.local[:1]),
-        remote=np.append(s.remote, s.remote[:1]),
-        nbytes=np.append(s.nbytes, s.nbytes[:1]),
+    "one run twice": _spans(
+        lambda s: replace(
+            s,
+            local=np.append(s.local, s.local[:1]),
+            remote=np.append(s.remote, s.remote[:1]),
+            nbytes=np.append(s.nbytes, s.nbytes[:1]),
+        )
     ),
 }
 
@@ -94,9 +111,17 @@ MUTANTS = {
 @given(cases())
 def test_the_oracle_catches(mutant: str, case: Case) -> None:
     """Negative control: the same check fails on a plan that is slightly wrong."""
-    plan = case.plan()
-    assume(plan.reads)
-    (rank, spans), *rest = plan.reads
-    wrong = dataclasses.replace(plan, reads=((rank, MUTANTS[mutant](spans)), *rest))
+    try:
+        wrong = MUTANTS[mutant](case)
+    except PlanningError:
+        assume(False)
+    assume(_columns(wrong) != _columns(case.plan()))
     with pytest.raises(AssertionError):
         case.check(wrong)
+
+
+def _columns(plan: Plan) -> list[tuple[int, bytes, bytes, bytes]]:
+    return [
+        (rank, spans.local.tobytes(), spans.remote.tobytes(), spans.nbytes.tobytes())
+        for rank, spans in plan.reads
+    ]

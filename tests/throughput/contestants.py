@@ -23,6 +23,7 @@ ALONE = "alone"
 CORES = {
     "apart": "prefill and an engine alone compute on core 0, decode on core 1",
     "auto": "vLLM's own choice: on two cores an engine with a connector takes both",
+    "reserved": "vLLM's own choice with one core reserved: every engine's model on core 0",
     "float": "one thread each, wherever the kernel puts it",
     "one-process": "as float, and workers inside the engine core's process",
 }
@@ -132,7 +133,7 @@ def _spec(name: str, core: int, role: str | None, model: Path, cores: str) -> En
         port=port,
         cpus=(core,) if cores == "apart" else None,
         one_process=cores == "one-process",
-        env={"VLLM_CPU_OMP_THREADS_BIND": "auto"} if cores == "auto" else {},
+        env=_binding(cores),
     )
     if role is None:
         return spec
@@ -145,6 +146,14 @@ def _spec(name: str, core: int, role: str | None, model: Path, cores: str) -> En
         layout=connector.layout,
         env={**spec.env, **connector.env},
     )
+
+
+def _binding(cores: str) -> dict[str, str]:
+    if cores == "auto":
+        return {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
+    if cores == "reserved":
+        return {"VLLM_CPU_OMP_THREADS_BIND": "auto", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    return {}
 
 
 def contestants(names: Sequence[str], engines: Sequence[Engine]) -> list[Contestant]:

@@ -132,17 +132,29 @@ def test_other_traits_are_refused_by_name() -> None:
         assert "model: theirs other, ours tiny" in str(pair.outcome_of("d"))
 
 
-def test_another_number_of_groups_is_refused() -> None:
-    with Pair(their_groups=2) as pair:
+def test_a_lender_without_one_of_our_groups_is_refused_by_its_layer() -> None:
+    with Pair(groups=2) as pair:
         pair.pull("d", pair.lend("r"))
-        assert "number of KV cache groups: theirs [2], ours 1" in str(pair.outcome_of("d"))
+        assert "layer a1 chunk 0: theirs not held, ours held" in str(pair.outcome_of("d"))
+
+
+def test_a_ticket_with_another_number_of_groups_fails_before_it_claims() -> None:
+    with Pair() as pair:
+        pair.lend("r")
+        two = (BlockList(0, (3, 4, 5)),) * 2
+        pair.pull("d", pair.ticket("r", two))
+        assert (
+            "remote_block_ids: expected 1 lists, one per KV cache group of prefill, got 2"
+            in str(pair.outcome_of("d"))
+        )
+        assert pair.lender.counts["claims"] == 0
 
 
 def test_a_block_out_of_range_fails_that_pull_only() -> None:
     with Pair() as pair:
         pair.pull("bad", pair.lend("r", (3, 4, 99)))
         pair.pull("good", pair.lend("r2"))
-        assert "block id: theirs 99, cache of 16 blocks" in str(pair.outcome_of("bad"))
+        assert "remote_block_ids[0][2]: expected 0 to 15, got 99" in str(pair.outcome_of("bad"))
         assert pair.outcome_of("good") is None
 
 

@@ -56,10 +56,14 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     ),
     "another group count": (
         lambda p: ours({**p, "remote_block_ids": [[1]]}, first_blocks=[0]),
-        "refused, altered",
+        "remote_block_ids: expected 3 lists, one per KV cache group of prefill, got 1",
     ),
     "a block out of range": (
         lambda p: {**p, "remote_block_ids": [[2**30] * len(g) for g in p["remote_block_ids"]]},
+        "remote_block_ids[0][0]: expected 0 to ",
+    ),
+    "another prompt's blocks": (
+        lambda p: {**p, "remote_block_ids": [[1] * len(g) for g in p["remote_block_ids"]]},
         "refused, altered",
     ),
     "a foreign engine": (

@@ -1,0 +1,168 @@
+"""Pairs of engines of any topology, and one request between them, drawn at random."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from pdconn.planning.plan import Need, Pairing, Plan
+from pdconn.protocol.ticket import BlockList, trimmed
+from registration.references import AttentionKind
+from tests.layouts import LAYOUTS
+from tests.property.oracle import Group, Layers, Side, check
+
+_PACKED = tuple(layout for layout in LAYOUTS if layout.endswith("NC"))
+_DEGREES = range(1, 17)
+
+
+@dataclass
+class Case:
+    """One rank of ours pulls one request from all ranks of theirs."""
+
+    ours: Side
+    theirs: Side
+    need: Need
+    rank: int
+
+    def pairing(self) -> Pairing:
+        return Pairing.of(self.ours.ranks[self.rank], self.theirs.ranks, self.rank)
+
+    def plan(self) -> Plan:
+        return self.pairing().plan(self.need, self.theirs.tables)
+
+    def check(self, plan: Plan) -> None:
+        check(plan, self.ours, self.rank, self.theirs, self.need)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any model of up to three sorts of layers, any two engines that can serve it."""
+    sorts = draw(models())
+    heads = [sort.heads for sort in sorts]
+    tokens = draw(st.integers(1, 24 if max(heads) <= 8 else 10))
+    has_state = any(sort.kind is AttentionKind.STATE for sort in sorts)
+    until = tokens if has_state else draw(st.integers(0, tokens))
+    need = (draw(st.integers(0, until)), until)
+    blocks = [draw(block_sizes(sort)) for sort in sorts]
+    theirs = draw(sides(sorts, [pair[0] for pair in blocks], need, tokens, 1 << 40))
+    ours = draw(sides(sorts, [pair[1] for pair in blocks], need, until, 1 << 50))
+    rank = draw(st.integers(0, len(ours.ranks) - 1))
+    return Case(ours, theirs, Need(*need, ours.tables), rank)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Layers, ...]:
+    """Sorts of layers; all that divide by head have one head count, as models do."""
+    heads = draw(st.one_of(st.sampled_from([1, 2, 4, 8]), st.integers(1, 64)))
+    names = iter(range(16))
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        numbers = tuple(next(names) for _ in range(draw(st.integers(1, 3))))
+        made.append(draw(layers(numbers, heads)))
+    return tuple(made)
+
+
+@st.composite
+def layers(draw: st.DrawFn, numbers: tuple[int, ...], heads: int) -> Layers:
+    """Attention of any window, MLA, compressed rows, packed blocks, or a state."""
+    kind = draw(st.sampled_from([*AttentionKind, AttentionKind.FULL, AttentionKind.SLIDING_WINDOW]))
+    window = draw(st.integers(1, 12)) if kind.is_windowed else None
+    if kind is AttentionKind.STATE:
+        return Layers(numbers, kind, None, 1, draw(st.integers(1, 9)), opaque=True)
+    if draw(st.booleans()):
+        return Layers(numbers, kind, window, heads, draw(st.integers(1, 3)), opaque=draw(_seldom))
+    ratio = draw(st.sampled_from([1, 2, 4]))
+    return Layers(numbers, kind, window, 1, draw(st.integers(1, 3)), ratio)
+
+
+_seldom = st.sampled_from([False, False, True])
+
+
+@st.composite
+def block_sizes(draw: st.DrawFn, sort: Layers) -> tuple[int, int]:
+    """Tokens per block of both sides."""
+    size = st.sampled_from([1, 2, 3, 4, 6, 8]).map(lambda rows: rows * sort.ratio)
+    first = draw(size)
+    return first, first if sort.opaque and sort.kind is not AttentionKind.STATE else draw(size)
+
+
+@st.composite
+def sides(
+    draw: st.DrawFn,
+    sorts: Sequence[Layers],
+    blocks: Sequence[int],
+    need: tuple[int, int],
+    tokens: int,
+    base: int,
+) -> Side:
+    """An engine that serves the model, and has computed or made room for ``tokens``."""
+    groups: list[Group] = []
+    for sort, block in zip(sorts, blocks, strict=True):
+        cut = draw(st.integers(0, len(sort.numbers) - 1))
+        parts = [part for part in (sort.numbers[:cut], sort.numbers[cut:]) if part]
+        groups += [Group(sort, part, block) for part in parts]
+    groups = draw(st.permutations(groups))
+    heads = [sort.heads for sort in sorts if sort.heads > 1] or [1]
+    tp = draw(st.sampled_from([t for t in _DEGREES if all(_divide(t, h) for h in heads)]))
+    packed = any(sort.opaque and sort.heads > tp for sort in sorts)
+    layout = draw(st.sampled_from(_PACKED if packed else LAYOUTS))
+    tables, num_blocks = draw(block_tables(groups, need[1], tokens))
+    pages = {_page_nbytes(group, tp) for group in groups}
+    paddable = layout[-3:] in ("HNC", "NHC") and layout != "BHLNC"
+    return Side(
+        groups=tuple(groups),
+        layout=layout,
+        tp=tp,
+        stages=draw(stages(sorted(n for group in groups for n in group.numbers))),
+        num_blocks=num_blocks,
+        tables=tables,
+        base=base,
+        tokens=tokens,
+        padding=draw(st.sampled_from([0, 3])) if paddable else 0,
+        overlay=len(pages) == 1 and draw(st.booleans()),
+    )
+
+
+@st.composite
+def block_tables(
+    draw: st.DrawFn, groups: Sequence[Group], until: int, tokens: int
+) -> tuple[tuple[BlockList, ...], int]:
+    """Block lists as an engine keeps them, and how many blocks its cache has.
+
+    Both engines keep the window of token ``until``; one may keep more than that.
+    """
+    counts = []
+    for group in groups:
+        skipped = group.sort.reach(until) // group.block_tokens
+        if group.sort.kind is AttentionKind.STATE:
+            skipped = max(0, tokens - 1) // group.block_tokens
+        else:
+            skipped -= draw(st.integers(0, min(2, skipped)))
+        counts.append((skipped, max(0, -(-tokens // group.block_tokens) - skipped)))
+    num_blocks = sum(count for _, count in counts) + draw(st.integers(1, 4))
+    ids = iter(draw(st.permutations(range(1, num_blocks))))
+    tables = tuple(
+        trimmed([0] * skipped + [next(ids) for _ in range(count)]) for skipped, count in counts
+    )
+    return tables, num_blocks
+
+
+@st.composite
+def stages(draw: st.DrawFn, numbers: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Pipeline stages: one to three, each of some layers that follow each other."""
+    cuts = draw(st.lists(st.integers(1, max(1, len(numbers) - 1)), max_size=2, unique=True))
+    edges = [0, *sorted(cut for cut in cuts if cut < len(numbers)), len(numbers)]
+    return tuple(tuple(numbers[a:b]) for a, b in itertools.pairwise(edges))
+
+
+def _divide(tp: int, heads: int) -> bool:
+    return heads % tp == 0 or tp % heads == 0
+
+
+def _page_nbytes(group: Group, tp: int) -> Any:
+    heads = max(1, group.sort.heads // tp)
+    return heads * group.rows * group.sort.row_nbytes

@@ -1,0 +1,16 @@
+"""How many cases a property test draws: fewer in ``make test``, more in the long run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+_ASKED = os.environ.get("PDCONN_EXAMPLES")
+
+
+def drawn(examples: int) -> Any:
+    """Draw ``examples`` cases, or as many as ``PDCONN_EXAMPLES`` says if that is more."""
+    count = max(examples, int(_ASKED)) if _ASKED else examples
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
