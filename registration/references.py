@@ -26,7 +26,7 @@ Layout vocabulary: vLLM's KV cache layout RFC 42082 and its ``KVCacheTensor``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from transport import HOST, Device, Memory
@@ -230,6 +230,10 @@ class KVCacheReferences:
     def memories(self) -> tuple[Memory, ...]:
         """The distinct allocations, one region each, in order of first use."""
         return tuple(dict.fromkeys(tensor.memory for tensor in self.tensors))
+
+    def without_addresses(self) -> KVCacheReferences:
+        """The same shapes, every allocation at a made-up base."""
+        return replace(self, tensors=tuple(replace(t, base=1 << 12) for t in self.tensors))
 
     def num_blocks(self, group: int) -> int:
         """Block rows that every tensor of ``group`` has."""

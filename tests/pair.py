@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from pdconn.planning.plan import Need
-from pdconn.protocol.messages import PROTOCOL_VERSION, RankGeometry, Welcome
+from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, block_digest
 from pdconn.runtime.lender import Lender
 from pdconn.runtime.puller import Puller, Rank
@@ -92,7 +92,7 @@ class Pair:
 
     def open_lender(self, port: int) -> Lender:
         rank = RankGeometry(0, 0, self.their_transport.address(), self.theirs.references)
-        welcome = Welcome(PROTOCOL_VERSION, "prefill", self.incarnation, self.traits, (rank,))
+        welcome = Welcome.of("prefill", self.incarnation, self.traits, (rank,))
         return Lender(welcome, "127.0.0.1", port)
 
     def lend(self, request: str, ids: tuple[int, ...] = (3, 4, 5)) -> Ticket:

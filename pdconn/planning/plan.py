@@ -13,10 +13,9 @@ of either side in what is left fails the plan, because a byte would be missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock
 from pdconn.planning.template import I64, Side, Template, build_templates
@@ -116,9 +115,11 @@ class Pairing:
             BlockOutOfRange: an id beyond either cache.
         """
         if len(need.blocks) != len(self.ours.groups):
-            raise Incompatible("local block lists", len(need.blocks), len(self.ours.groups))
+            raise Incompatible.in_field(
+                "local block lists", len(need.blocks), len(self.ours.groups)
+            )
         if len(lent) != len(self.lent_num_blocks):
-            raise Incompatible("lent block lists", len(lent), len(self.lent_num_blocks))
+            raise Incompatible.in_field("lent block lists", len(lent), len(self.lent_num_blocks))
         moved = Moved()
         parts: dict[int, list[Spans]] = {}
         for template in self.templates:
@@ -180,7 +181,7 @@ def _num_blocks(theirs: Sequence[KVCacheReferences]) -> tuple[int, ...]:
     first, *others = (len(references.groups) for references in theirs)
     for count in others:
         if count != first:
-            raise Incompatible("number of KV cache groups of their ranks", count, first)
+            raise Incompatible.in_field("number of KV cache groups of their ranks", count, first)
     return tuple(
         min((rank.num_blocks(group) for rank in theirs if rank.groups[group].data), default=0)
         for group in range(first)
@@ -252,21 +253,52 @@ def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
 
 
 def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
-    count = len(pairs.ours)
-    return Spans(
+    """Every run of every pair, in an order in which neighbours in memory follow each other."""
+    pairs = _by_our_block(template, pairs)
+    columns = (
         _addresses(template.ours, pairs.ours, pairs.our_sub),
         _addresses(template.theirs, pairs.theirs, pairs.their_sub),
-        np.tile(template.nbytes, count).astype(np.uint64),
-        ours.tensors[0].device,
-        template.their_device,
+        np.broadcast_to(template.nbytes, (len(pairs.ours), len(template.nbytes))),
+    )
+    if _continues_in_next_block(template):
+        columns = (columns[0].T, columns[1].T, columns[2].T)
+    local, remote, nbytes = (column.ravel().astype(np.uint64) for column in columns)
+    return Spans(local, remote, nbytes, ours.tensors[0].device, template.their_device)
+
+
+def _by_our_block(template: Template, pairs: _Pairs) -> _Pairs:
+    """Ordered by our address: an engine may hand out block ids in any order."""
+    per_block = template.our_block_tokens // template.sub_block_tokens
+    key = pairs.ours * per_block + pairs.our_sub
+    if (key[1:] > key[:-1]).all():
+        return pairs
+    order = np.argsort(key)
+    return replace(
+        pairs,
+        ours=pairs.ours[order],
+        our_sub=pairs.our_sub[order],
+        theirs=pairs.theirs[order],
+        their_sub=pairs.their_sub[order],
     )
 
 
-def _addresses(side: Side, ids: I64, sub: I64) -> NDArray[np.uint64]:
+def _continues_in_next_block(template: Template) -> bool:
+    """Whether a run may join the same run of the next (sub-)block: layers outside blocks."""
+    joins = np.zeros(len(template.nbytes), dtype=bool)
+    for ours, theirs in (
+        (template.ours.stride, template.theirs.stride),
+        (template.ours.step, template.theirs.step),
+    ):
+        joins |= (ours == template.nbytes) & (theirs == template.nbytes)
+    return bool(joins.any())
+
+
+def _addresses(side: Side, ids: I64, sub: I64) -> I64:
+    """Shape (pairs, runs), in bytes."""
     table = side.start[None, :] + ids[:, None] * side.stride[None, :]
     if sub.any():
         table += sub[:, None] * side.step[None, :]
-    return table.ravel().astype(np.uint64)
+    return table
 
 
 def _joined(parts: list[Spans]) -> Spans:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pdconn.planning.errors import Incompatible
 from pdconn.planning.topology import Piece
+from pdconn.protocol.compat import Difference
 from registration.references import AttentionKind, KVCacheDataReference, KVCacheReferences
 from transport import Device
 
@@ -76,12 +77,21 @@ def build_templates(
 
     Raises:
         Incompatible: bytes per token or head differ, or an opaque block meets one
-            of another size or kind.
+            of another size or kind; with the first difference of every group.
     """
     bundles: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         bundles[piece.our_group, piece.their_rank, piece.their_group].append(piece)
-    return [_template(ours, theirs[key[1]], key, bundle) for key, bundle in bundles.items()]
+    made: list[Template] = []
+    problems: list[Difference] = []
+    for key, bundle in bundles.items():
+        try:
+            made.append(_template(ours, theirs[key[1]], key, bundle))
+        except Incompatible as error:
+            problems += error.differences
+    if problems:
+        raise Incompatible(*dict.fromkeys(problems))
+    return made
 
 
 def _template(
@@ -148,26 +158,30 @@ def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
     where = f"layer {ours.layer}"
     if ours.token_nbytes is None or theirs.token_nbytes is None:
         if ours.token_nbytes is not None or theirs.token_nbytes is not None:
-            raise Incompatible(f"{where}: blocks opaque in tokens", *_opaque(theirs, ours))
+            raise Incompatible.in_field(f"{where}: blocks opaque in tokens", *_opaque(theirs, ours))
         if sizes.ours != sizes.theirs and not sizes.whole:
-            raise Incompatible(
+            raise Incompatible.in_field(
                 f"{where}: block_tokens of blocks that only move whole", sizes.theirs, sizes.ours
             )
         if ours.head_nbytes != theirs.head_nbytes:
-            raise Incompatible(f"{where}: bytes per head", theirs.head_nbytes, ours.head_nbytes)
+            raise Incompatible.in_field(
+                f"{where}: bytes per head", theirs.head_nbytes, ours.head_nbytes
+            )
         return 1, ours.head_nbytes
     if ours.token_nbytes != theirs.token_nbytes:
-        raise Incompatible(
+        raise Incompatible.in_field(
             f"{where}: bytes per token and head", theirs.token_nbytes, ours.token_nbytes
         )
     stored, their_stored = ours.num_rows or 0, theirs.num_rows or 0
     if sizes.ours * their_stored != sizes.theirs * stored:
-        raise Incompatible(
+        raise Incompatible.in_field(
             f"{where}: tokens per stored row", sizes.theirs / their_stored, sizes.ours / stored
         )
     if sizes.sub * stored % sizes.ours:
         per_row = sizes.ours // stored
-        raise Incompatible(f"{where}: block_tokens, {per_row} a row", sizes.theirs, sizes.ours)
+        raise Incompatible.in_field(
+            f"{where}: block_tokens, {per_row} a row", sizes.theirs, sizes.ours
+        )
     rows = sizes.sub * stored // sizes.ours
     dense = ours.token_stride == theirs.token_stride == ours.token_nbytes
     return (1, rows * ours.token_nbytes) if dense else (rows, ours.token_nbytes)

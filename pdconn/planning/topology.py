@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.planning.errors import Incompatible
-from registration.references import KVCacheDataReference, KVCacheReferences
+from pdconn.protocol.compat import Difference
+from registration.references import KVCacheDataReference, KVCacheGroupReference, KVCacheReferences
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +59,23 @@ def match_pieces(
         spread: which replica to prefer, usually our tensor-parallel rank.
 
     Raises:
-        Incompatible: a layer or head that no rank holds, or groups that differ in
-            kind, window or number of chunks.
+        Incompatible: every layer that no rank holds, or of which a head is missing or
+            the kind or window differs.
     """
     holders = _holders(theirs)
     pieces: list[Piece] = []
+    problems: list[Difference] = []
     for number, group in enumerate(ours.groups):
         for ref in group.data:
-            found = holders.get((ref.layer, ref.chunk))
-            if not found:
-                raise Incompatible(f"layer {ref.layer} chunk {ref.chunk}", "not held", "held")
-            for holder in found:
-                _check_group(theirs[holder.rank], holder.group, ours, number, ref.layer)
-            pieces += _cover(number, ref, found, spread)
+            found = holders.get((ref.layer, ref.chunk), [])
+            try:
+                for there in {(holder.rank, holder.group) for holder in found}:
+                    _check_group(theirs[there[0]].groups[there[1]], group, ref.layer)
+                pieces += _cover(number, ref, found, spread)
+            except Incompatible as error:
+                problems += error.differences
+    if problems:
+        raise Incompatible(*problems)
     return pieces
 
 
@@ -83,19 +88,17 @@ def _holders(theirs: Sequence[KVCacheReferences]) -> dict[tuple[str, int], list[
     return holders
 
 
-def _check_group(
-    theirs: KVCacheReferences, their_group: int, ours: KVCacheReferences, our_group: int, layer: str
-) -> None:
-    their, our = theirs.groups[their_group], ours.groups[our_group]
+def _check_group(theirs: KVCacheGroupReference, ours: KVCacheGroupReference, layer: str) -> None:
     for field in ("kind", "window"):
-        if getattr(their, field) != getattr(our, field):
-            raise Incompatible(
-                f"group of {layer}: {field}", getattr(their, field), getattr(our, field)
-            )
+        their, our = getattr(theirs, field), getattr(ours, field)
+        if their != our:
+            raise Incompatible.in_field(f"layer {layer}: {field}", their, our)
 
 
 def _cover(group: int, ref: KVCacheDataReference, found: list[_Holder], spread: int) -> list[Piece]:
     """Take every head of ``ref`` from one holder, in runs as long as a holder allows."""
+    if not found:
+        raise Incompatible.in_field(f"layer {ref.layer} chunk {ref.chunk}", "not held", "held")
     pieces: list[Piece] = []
     head, end = ref.first_head, ref.first_head + ref.num_heads
     while head < end:
@@ -105,7 +108,7 @@ def _cover(group: int, ref: KVCacheDataReference, found: list[_Holder], spread: 
             if holder.ref.first_head <= head < holder.ref.first_head + holder.ref.num_heads
         ]
         if not candidates:
-            raise Incompatible(f"head {head} of layer {ref.layer}", "not held", "needed")
+            raise Incompatible.in_field(f"head {head} of layer {ref.layer}", "not held", "needed")
         holder = candidates[spread % len(candidates)]
         stop = min(end, holder.ref.first_head + holder.ref.num_heads)
         pieces.append(

@@ -11,6 +11,8 @@ Decode speaks first on a connection, prefill answers::
           ◄──────────────── Granted | Refused
     Done  ────────────────────────►
 
+An operator's tool may say ``Describe`` instead, and hears ``Described``.
+
 A frame holds a list of messages, so everything due in one tick shares a frame.
 Time-to-live travels, points in time never do: decode counts from *sending* the
 claim or renewal that a ``Granted`` answers (``seq`` says which), prefill from
@@ -24,6 +26,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdconn.protocol.compat import traits_digest
 from pdconn.protocol.errors import MessageError
 from registration.references import KVCacheReferences
 
@@ -80,7 +83,40 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     """The lender's answer: all its ranks, and what its bytes mean.
 
     ``traits`` name everything about the content of a block that geometry does
-    not (dtype, packing, model); they must be equal on both sides.
+    not (dtype, packing, model); they must be equal on both sides.  ``digest`` is
+    theirs (:func:`pdconn.protocol.compat.traits_digest`).
+    """
+
+    version: int
+    engine_id: str
+    incarnation: str
+    traits: dict[str, str]
+    digest: str
+    ranks: tuple[RankGeometry, ...]
+
+    @classmethod
+    def of(
+        cls,
+        engine_id: str,
+        incarnation: str,
+        traits: dict[str, str],
+        ranks: tuple[RankGeometry, ...],
+    ) -> Welcome:
+        """In our version, with the traits' digest."""
+        digest = traits_digest(traits)
+        return cls(PROTOCOL_VERSION, engine_id, incarnation, traits, digest, ranks)
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe", forbid_unknown_fields=True):
+    """Only message of a connection that asks what this engine's KV looks like."""
+
+    version: int
+
+
+class Described(msgspec.Struct, frozen=True, tag="described", forbid_unknown_fields=True):
+    """An engine's KV for comparing: as ``Welcome``, but of no use for reading.
+
+    Transport addresses are left out, and allocations have no true base address.
     """
 
     version: int
@@ -88,6 +124,15 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     incarnation: str
     traits: dict[str, str]
     ranks: tuple[RankGeometry, ...]
+
+    @classmethod
+    def of(cls, welcome: Welcome) -> Described:
+        """What may be told to anyone who asks."""
+        ranks = tuple(
+            RankGeometry(rank.pp_rank, rank.tp_rank, b"", rank.references.without_addresses())
+            for rank in welcome.ranks
+        )
+        return cls(welcome.version, welcome.engine_id, welcome.incarnation, welcome.traits, ranks)
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
@@ -142,8 +187,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     detail: str
 
 
-FromReader = Hello | Claim | Renew | Done
-FromLender = Welcome | Rejected | Granted | Refused
+FromReader = Hello | Describe | Claim | Renew | Done
+FromLender = Welcome | Described | Rejected | Granted | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _from_reader = msgspec.msgpack.Decoder(list[FromReader])
@@ -166,7 +211,7 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
         if isinstance(message, Hello):
             _bounded("hello.wants", message.wants)
             _bounded("hello.engine_id", message.engine_id)
-        else:
+        elif not isinstance(message, Describe):
             _check_reader(message.reader)
             _bounded("request", message.request)
     return messages
@@ -180,8 +225,8 @@ def decode_from_lender(body: bytes) -> list[FromLender]:
     """
     messages: list[FromLender] = _decoded(_from_lender, body)
     for message in messages:
-        if isinstance(message, Welcome) and not 0 < len(message.ranks) <= MAX_RANKS:
-            raise MessageError("welcome.ranks", f"1 to {MAX_RANKS}", len(message.ranks))
+        if isinstance(message, Welcome | Described) and not 0 < len(message.ranks) <= MAX_RANKS:
+            raise MessageError("ranks", f"1 to {MAX_RANKS}", len(message.ranks))
         if isinstance(message, Granted) and not 0 < message.ttl_ms < 2**31:
             raise MessageError("granted.ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
     return messages
@@ -213,6 +258,8 @@ def _check_reader(reader: Reader) -> None:
 __all__ = [
     "PROTOCOL_VERSION",
     "Claim",
+    "Describe",
+    "Described",
     "Done",
     "FromLender",
     "FromReader",

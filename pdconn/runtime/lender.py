@@ -29,6 +29,8 @@ from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
+    Describe,
+    Described,
     Done,
     FromLender,
     FromReader,
@@ -238,6 +240,10 @@ class Lender:
     def _hear(self, visitor: _Visitor, message: FromReader) -> None:
         if isinstance(message, Hello):
             self._greet(visitor, message)
+        elif isinstance(message, Describe):
+            self.counts["described"] += 1
+            visitor.answers.append(Described.of(self._welcome))
+            visitor.leaving = True
         elif not visitor.greeted:
             raise MessageError("first message", "hello", type(message).__name__.lower())
         elif isinstance(message, Claim):

@@ -10,16 +10,18 @@ import errno
 import logging
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdconn.lifecycle.peer import PeerState, after
 from pdconn.planning.errors import Incompatible, PlanningError
 from pdconn.planning.plan import Pairing
+from pdconn.protocol.compat import trait_differences, traits_digest
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
+    FromLender,
     FromReader,
     Granted,
     Hello,
@@ -228,12 +230,12 @@ class Connections:
             if peer.channel is not None:
                 peer.channel.close()
 
-    def _hear(self, peer: Peer, message: Welcome | Rejected | Granted | Refused) -> None:
+    def _hear(self, peer: Peer, message: FromLender) -> None:
         if isinstance(message, (Granted, Refused)):
             self._listener.heard(peer, message)
         elif isinstance(message, Rejected):
             self.close(peer, f"{message.field}: theirs {message.expected}, ours {message.seen}")
-        elif peer.pairing is None:
+        elif isinstance(message, Welcome) and peer.pairing is None:
             check_welcome(message, peer.key)
             peer.pairing = self._pair(message)
             peer.connecting = len(peer.pairing.ranks)
@@ -256,15 +258,19 @@ def check_welcome(welcome: Welcome, key: PeerKey) -> None:
             raise PeerMismatch(name, ours, theirs)
 
 
-def check_traits(ours: dict[str, str], theirs: dict[str, str]) -> None:
+def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
     """Whether both sides mean the same by the bytes of a block.
 
+    Equal digests say so at once; a side without traits does not ask.
+
     Raises:
-        Incompatible: the first trait that differs, by name.
+        Incompatible: every trait that differs, by name.
     """
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            raise Incompatible(name, theirs.get(name), ours.get(name))
+    if not ours or not welcome.traits or traits_digest(ours) == welcome.digest:
+        return
+    differences = trait_differences(ours, welcome.traits)
+    if differences:
+        raise Incompatible(*differences)
 
 
 def dial(host: str, port: int) -> socket.socket:

@@ -75,7 +75,7 @@ class Rank:
         Raises:
             Incompatible: naming the field and both values.
         """
-        check_traits(self.traits, welcome.traits)
+        check_traits(self.traits, welcome)
         theirs = [rank.references for rank in welcome.ranks]
         return Pairing.of(self.references, theirs, self.spread)
 

@@ -14,6 +14,8 @@
 ``huge_pages``             ask for huge pages under host KV memory; default true
 ``enforce_handshake_compat``  refuse peers whose model or block content differs by
                            name; default true
+``description_file``       where to write what this engine's KV looks like, for
+                           ``pdconn diff``; default nowhere
 ``debug_flip_bytes``       spoil one byte of every pull, to see that a check notices;
                            host memory only; default false
 =========================  =========================================================
@@ -43,6 +45,7 @@ class Settings:
     backend_options: dict[str, dict[str, str]] = field(default_factory=dict)
     huge_pages: bool = True
     enforce_handshake_compat: bool = True
+    description_file: str | None = None
     debug_flip_bytes: bool = False
 
 
@@ -72,6 +75,7 @@ def read_settings(extra: Mapping[str, Any], host: str, port: int, port_offset: i
         backend_options=_read(extra, "backend_options", _options, {}),
         huge_pages=_read(extra, "huge_pages", _flag, True),
         enforce_handshake_compat=_read(extra, "enforce_handshake_compat", _flag, True),
+        description_file=_read(extra, "description_file", _text, None),
         debug_flip_bytes=_read(extra, "debug_flip_bytes", _flag, False),
     )
     if settings.side_channel_host in ("0.0.0.0", "::"):

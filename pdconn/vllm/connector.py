@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,11 +28,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from pdconn.protocol.messages import Described
 from pdconn.vllm.borrowing import Borrowing
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.lending import Lending
 from pdconn.vllm.logs import join_vllms_log
-from pdconn.vllm.metadata import PdHandshake, PdMetadata
+from pdconn.vllm.metadata import PdHandshake, PdMetadata, welcome_of
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -59,7 +62,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllms_log()
-        settings = _settings(vllm_config)
+        self._settings = settings = _settings(vllm_config)
+        self._incarnation = incarnation = secrets.token_hex(8)
         self._lending: Lending | None = None
         self._borrowing: Borrowing | None = None
         self._worker: PdWorker | None = None
@@ -67,7 +71,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
             return
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        incarnation = secrets.token_hex(8)
+        self._engine_id = transfer.engine_id
         if transfer.is_kv_producer:
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
             self._lending = Lending(settings, transfer.engine_id, incarnation, sizes)
@@ -95,11 +99,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker is registered: start lending."""
+        """Every worker is registered: say what our KV looks like, and start lending."""
+        handshakes = {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
+        welcome = welcome_of(self._engine_id, self._incarnation, handshakes)
+        if self._settings.description_file is not None:
+            described = msgspec.json.encode(Described.of(welcome))
+            Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
         if self._lending is not None:
-            self._lending.serve(
-                {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
-            )
+            self._lending.serve(welcome)
 
     def on_new_request(self, request: Request) -> None:
         """Free what is no longer lent, and hold the request's ticket from its arrival."""

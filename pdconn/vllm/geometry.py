@@ -12,11 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheTensor,
-    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -28,13 +30,22 @@ from registration.references import (
     KVCacheReferences,
     LayerMemory,
     RegistrationError,
-    StateChunk,
     build_kv_cache_references,
 )
 from transport import HOST, Device, Memory
 
 if TYPE_CHECKING:
     import torch
+
+
+_KINDS = {
+    FullAttentionSpec: AttentionKind.FULL,
+    SinkFullAttentionSpec: AttentionKind.FULL,
+    MLAAttentionSpec: AttentionKind.FULL,
+    SlidingWindowSpec: AttentionKind.SLIDING_WINDOW,
+    SlidingWindowMLASpec: AttentionKind.SLIDING_WINDOW,
+    ChunkedLocalAttentionSpec: AttentionKind.CHUNKED_LOCAL,
+}
 
 
 def kv_cache_references(
@@ -83,15 +94,24 @@ def _layer_spec(spec: Any, name: str) -> Any:
 
 
 def _kind(spec: Any) -> tuple[AttentionKind, int | None]:
-    if isinstance(spec, SlidingWindowSpec):
-        return AttentionKind.SLIDING_WINDOW, spec.sliding_window
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return AttentionKind.CHUNKED_LOCAL, spec.attention_chunk_size
-    if isinstance(spec, MambaSpec):
-        return AttentionKind.STATE, None
-    if isinstance(spec, AttentionSpec):
-        return AttentionKind.FULL, None
-    raise RegistrationError(f"KV cache spec: expected attention or state, got {type(spec)}")
+    """What a layer keeps, and its window.  A kind of cache is served once it is known.
+
+    Raises:
+        RegistrationError: a spec that keeps something else than one row per token, or
+            a state, which decode's recomputing of the last token would advance twice.
+    """
+    kind = _KINDS.get(type(spec))
+    if kind is None:
+        known = ", ".join(known.__name__ for known in _KINDS)
+        raise RegistrationError(
+            f"KV cache spec: expected one of {known}, got {type(spec).__name__}: pdconn "
+            f"does not know yet how to hand such a cache over"
+        )
+    if kind is AttentionKind.SLIDING_WINDOW:
+        return kind, spec.sliding_window
+    if kind is AttentionKind.CHUNKED_LOCAL:
+        return kind, spec.attention_chunk_size
+    return kind, None
 
 
 def _first_head(spec: Any, total_kv_heads: int, tp_rank: int, tp_size: int) -> int:
@@ -103,10 +123,8 @@ def _first_head(spec: Any, total_kv_heads: int, tp_rank: int, tp_size: int) -> i
 
 def _chunk(
     spec: Any, layout: str, tensor: KVCacheTensor, first_head: int, opaque_tokens: bool
-) -> AttentionChunk | StateChunk:
+) -> AttentionChunk:
     content: int = spec.state_content_size_bytes
-    if isinstance(spec, MambaSpec):
-        return StateChunk(content)
     heads, rows = spec.num_heads, spec.num_states
     strides = page_strides(layout, tensor, heads, rows, content)
     # A head's block must be one piece before its tokens can be left packed.
@@ -144,15 +162,14 @@ def _layer(
     tensor: KVCacheTensor,
     view: torch.Tensor,
     config: KVCacheConfig,
-    chunk: AttentionChunk | StateChunk,
+    chunk: AttentionChunk,
 ) -> LayerMemory:
     storage = view.untyped_storage()
     allocation = Memory(storage.data_ptr(), storage.nbytes(), _device(view))
     num_blocks = config.num_blocks_of(tensor)
     offset = tensor.offset + tensor.layers.index(name) * tensor.layer_stride
     made = LayerMemory(name, allocation, offset, tensor.block_stride, num_blocks, (chunk,))
-    if isinstance(chunk, AttentionChunk):
-        _check_view(made, view, chunk)
+    _check_view(made, view, chunk)
     return made
 
 

@@ -12,19 +12,13 @@ is scheduled.  An idle engine therefore shows lent blocks as used until then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
-from pdconn.protocol.messages import PROTOCOL_VERSION, RankGeometry, Welcome
+from pdconn.protocol.messages import Welcome
 from pdconn.protocol.ticket import Ticket, block_digest, trimmed
 from pdconn.runtime.lender import Lender
 from pdconn.vllm.config import Settings
 from pdconn.vllm.prompt import prompt_digest
-
-if TYPE_CHECKING:
-    from pdconn.vllm.metadata import PdHandshake
 
 log = logging.getLogger(__name__)
 
@@ -54,19 +48,15 @@ class Lending:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 
-    def serve(self, handshakes: Mapping[tuple[int, int], PdHandshake]) -> None:
-        """Start the side channel with every worker's geometry, by (pp rank, tp rank).
+    def serve(self, welcome: Welcome) -> None:
+        """Start the side channel, once every worker is registered.
 
         Raises:
             SideChannelInUse: the port is taken.
         """
-        decoder = msgspec.msgpack.Decoder(RankGeometry)
-        ranks = tuple(decoder.decode(handshakes[key].geometry) for key in sorted(handshakes))
-        traits = next(iter(handshakes.values())).traits
-        welcome = Welcome(PROTOCOL_VERSION, self._engine_id, self._incarnation, traits, ranks)
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         self._lender = Lender(welcome, host, port)
-        log.info("pdconn: lending %d rank(s) at %s:%d", len(ranks), host, port)
+        log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Pin and lend a finished request's blocks; the ticket, or None without blocks."""

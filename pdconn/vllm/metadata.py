@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
 )
 
+from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.vllm.orders import Orders
 
 
@@ -25,3 +28,13 @@ class PdHandshake(KVConnectorHandshakeMetadata):
 
     geometry: bytes
     traits: dict[str, str]
+
+
+def welcome_of(
+    engine_id: str, incarnation: str, handshakes: Mapping[tuple[int, int], PdHandshake]
+) -> Welcome:
+    """What the engine tells its peers, from every worker's handshake by (pp, tp) rank."""
+    decoder = msgspec.msgpack.Decoder(RankGeometry)
+    ranks = tuple(decoder.decode(handshakes[key].geometry) for key in sorted(handshakes))
+    traits = next(iter(handshakes.values())).traits
+    return Welcome.of(engine_id, incarnation, traits, ranks)

@@ -7,12 +7,12 @@ different places.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from typing import Any
 
 from vllm.config import VllmConfig
+
+from pdconn.protocol.messages import MAX_TEXT
 
 _SHAPE = (
     "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -30,17 +30,13 @@ def block_traits(config: VllmConfig, layers: dict[str, Any], enforce: bool) -> d
     if not enforce:
         return {}
     model = config.model_config
+    shape = {name: getattr(model.hf_text_config, name, None) for name in _SHAPE}
     return {
         "model": os.path.basename(os.path.normpath(str(model.model))),
-        "model_shape": _shape_digest(model.hf_text_config),
+        **{f"model.{name}": str(value)[:MAX_TEXT] for name, value in shape.items()},
         "kv_dtype": f"{config.cache_config.cache_dtype}/{model.dtype}",
         "block_content": _content(layers),
     }
-
-
-def _shape_digest(hf_config: Any) -> str:
-    shape = {name: str(getattr(hf_config, name, None)) for name in _SHAPE}
-    return hashlib.blake2b(json.dumps(shape).encode(), digest_size=8).hexdigest()
 
 
 def _content(layers: dict[str, Any]) -> str:

@@ -48,8 +48,8 @@ def cases(draw: st.DrawFn) -> Case:
     until = tokens if has_state else draw(st.integers(0, tokens))
     need = (draw(st.integers(0, until)), until)
     blocks = [draw(block_sizes(sort)) for sort in sorts]
-    theirs = draw(sides(sorts, [pair[0] for pair in blocks], need, tokens, 1 << 40))
-    ours = draw(sides(sorts, [pair[1] for pair in blocks], need, until, 1 << 50))
+    theirs = draw(sides(sorts, [pair[0] for pair in blocks], (until, tokens), 1 << 40))
+    ours = draw(sides(sorts, [pair[1] for pair in blocks], (until, until), 1 << 50))
     rank = draw(st.integers(0, len(ours.ranks) - 1))
     return Case(ours, theirs, Need(*need, ours.tables), rank)
 
@@ -95,11 +95,14 @@ def sides(
     draw: st.DrawFn,
     sorts: Sequence[Layers],
     blocks: Sequence[int],
-    need: tuple[int, int],
-    tokens: int,
+    span: tuple[int, int],
     base: int,
 ) -> Side:
-    """An engine that serves the model, and has computed or made room for ``tokens``."""
+    """An engine that serves the model.
+
+    ``span``: the token that decode computes next, and how many this engine has room for.
+    """
+    until, tokens = span
     groups: list[Group] = []
     for sort, block in zip(sorts, blocks, strict=True):
         cut = draw(st.integers(0, len(sort.numbers) - 1))
@@ -110,7 +113,7 @@ def sides(
     tp = draw(st.sampled_from([t for t in _DEGREES if all(_divide(t, h) for h in heads)]))
     packed = any(sort.opaque and sort.heads > tp for sort in sorts)
     layout = draw(st.sampled_from(_PACKED if packed else LAYOUTS))
-    tables, num_blocks = draw(block_tables(groups, need[1], tokens))
+    tables, num_blocks = draw(block_tables(groups, until, tokens))
     pages = {_page_nbytes(group, tp) for group in groups}
     paddable = layout[-3:] in ("HNC", "NHC") and layout != "BHLNC"
     return Side(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from numpy.typing import NDArray
 
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
@@ -28,12 +29,21 @@ def test_every_needed_byte_once_from_the_right_source(case: Case) -> None:
 @drawn(60)
 @given(cases())
 def test_runs_are_as_long_as_both_sides_allow(case: Case) -> None:
-    """No run ends where the next one begins on both sides."""
-    for _, spans in case.plan().reads:
-        order = np.argsort(spans.local)
-        local, remote, nbytes = spans.local[order], spans.remote[order], spans.nbytes[order]
-        joins = (local[:-1] + nbytes[:-1] == local[1:]) & (remote[:-1] + nbytes[:-1] == remote[1:])
-        assert not joins.any()
+    """No run of a group ends where another one begins on both sides."""
+    pairing = case.pairing()
+    for template in pairing.templates:
+        one = replace(pairing, templates=(template,))
+        for _, spans in one.plan(case.need, case.theirs.tables).reads:
+            assert not _joins(spans).any()
+
+
+def _joins(spans: Spans) -> NDArray[np.bool_]:
+    order = np.argsort(spans.local)
+    local, remote, nbytes = spans.local[order], spans.remote[order], spans.nbytes[order]
+    joins: NDArray[np.bool_] = (local[:-1] + nbytes[:-1] == local[1:]) & (
+        remote[:-1] + nbytes[:-1] == remote[1:]
+    )
+    return joins
 
 
 def _one_head_off(case: Case) -> Plan:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from pdconn.lab.ports import free_ports
@@ -19,6 +18,7 @@ from pdconn.protocol.messages import (
     Hello,
     RankGeometry,
     Reader,
+    Welcome,
     encode,
 )
 from pdconn.protocol.ticket import parse_ticket
@@ -70,8 +70,7 @@ def lending(pool: Pool) -> Iterator[Lending]:
     made = Lending(settings, "p", "boot", (1, 1))
     made.bind(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
-    handshake = SimpleNamespace(geometry=msgspec.msgpack.encode(geometry), traits={})
-    made.serve({(0, 0): handshake})  # type: ignore[dict-item]
+    made.serve(Welcome.of("p", "boot", {}, (geometry,)))
     yield made
     made.close()
 

@@ -64,7 +64,7 @@ def test_messages_of_readers_are_heard_as_said() -> None:
 
 def test_messages_of_lenders_are_heard_as_said() -> None:
     said = [
-        Welcome(1, "p", "boot", {"model": "m"}, (geometry(),)),
+        Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
         Granted(1, "r", "pull", 30_000),
         Refused(2, "r", "pull", Refusal.EXPIRED, "late"),
     ]
@@ -93,7 +93,7 @@ def test_a_lender_cannot_speak_as_a_reader() -> None:
 
 
 def test_a_geometry_that_cannot_be_true_is_refused() -> None:
-    made = msgspec.to_builtins(Welcome(1, "p", "b", {}, (geometry(),)), builtin_types=(bytes,))
+    made = msgspec.to_builtins(Welcome.of("p", "b", {}, (geometry(),)), builtin_types=(bytes,))
     made["ranks"][0]["references"]["tensors"][0]["nbytes"] = 3
     with pytest.raises(MessageError, match="ends at byte"):
         decode_from_lender(msgspec.msgpack.encode([made]))

@@ -1,0 +1,113 @@
+"""``pdconn diff``: why two engines do or do not exchange KV."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from pdconn.lab.table import table
+from pdconn.planning.compare import Comparison, compare
+from pdconn.protocol.compat import Difference
+from pdconn.protocol.errors import ProtocolError
+from pdconn.protocol.messages import Described
+from pdconn.runtime.channel import ChannelLost
+from pdconn.runtime.describing import describe
+from registration import RegistrationError
+
+_EPILOG = """\
+A and B are each a side channel (HOST:PORT of an engine that lends) or a description
+file.  Any engine writes one at its start when kv_connector_extra_config has
+"description_file"; --save makes one of a running engine.
+
+examples:
+  pdconn diff 10.0.0.1:5600 decode.json
+  pdconn diff 10.0.0.1:5600 10.0.0.2:5600 --json
+  pdconn diff 10.0.0.1:5600 --save prefill.json
+
+exit codes:
+  0  each can pull from the other (layouts, block sizes and parallelism may differ)
+  1  they cannot: the fields that keep them from it are shown
+  2  an engine does not answer, a file is no description, or bad options
+"""
+
+
+class NoDescription(Exception):
+    """An argument that leads to no engine's description."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pdconn diff``."""
+    parser.epilog = _EPILOG
+    parser.add_argument("a", metavar="A", help="HOST:PORT or a description file")
+    parser.add_argument("b", metavar="B", nargs="?", help="the other engine")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write A's description here")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, help="seconds to wait for an engine (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print, and say by the exit code whether they fit."""
+    if args.b is None and args.save is None:
+        print("pdconn diff: give a second engine, or --save FILE", file=sys.stderr)
+        return 2
+    try:
+        a = _described(args.a, args.timeout)
+        if args.save is not None:
+            args.save.write_bytes(msgspec.json.format(msgspec.json.encode(a)) + b"\n")
+        if args.b is None:
+            return 0
+        b = _described(args.b, args.timeout)
+    except (NoDescription, OSError) as error:
+        print(f"pdconn diff: {error}", file=sys.stderr)
+        return 2
+    comparison = compare(a, b)
+    if args.json:
+        print(json.dumps({**asdict(comparison), "compatible": comparison.compatible}, indent=1))
+    else:
+        print(_text(comparison, args.a, args.b))
+    return 0 if comparison.compatible else 1
+
+
+def _described(where: str, timeout_s: float) -> Described:
+    path = Path(where)
+    if path.is_file():
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Described)
+        except (msgspec.DecodeError, RegistrationError) as error:
+            raise NoDescription(f"{where}: expected an engine's description: {error}") from error
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise NoDescription(f"{where!r}: expected HOST:PORT or an existing file")
+    try:
+        return describe(host.strip("[]"), int(port), timeout_s)
+    except (OSError, ChannelLost, ProtocolError) as error:
+        raise NoDescription(f"{where}: {error}") from error
+
+
+def _text(comparison: Comparison, a: str, b: str) -> str:
+    refused = [(d, "refused") for d in comparison.traits]
+    rows = [*refused, *((d, "served") for d in comparison.shapes)]
+    parts = []
+    if rows:
+        lines = [[d.field, d.theirs, d.ours, verdict] for d, verdict in rows]
+        parts.append(table(["field", a, b, ""], lines))
+    else:
+        parts.append("no difference")
+    for reader, lender, obstacles in ((a, b, comparison.a_pulls), (b, a, comparison.b_pulls)):
+        parts.append(_verdict(reader, lender, [*comparison.traits, *obstacles]))
+    return "\n\n".join(parts)
+
+
+def _verdict(reader: str, lender: str, obstacles: Sequence[Difference]) -> str:
+    if not obstacles:
+        return f"{reader} can pull from {lender}"
+    reasons = "\n".join(f"  {obstacle}" for obstacle in obstacles)
+    return f"{reader} cannot pull from {lender}:\n{reasons}"

@@ -1,0 +1,106 @@
+"""Two engines side by side: what differs, and whether each could pull from the other.
+
+Many differences are served (another layout, block size or parallelism); a trait that
+differs is not, nor is what the planner refuses.  Both are shown, told apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdconn.planning.errors import Incompatible
+from pdconn.planning.plan import Pairing
+from pdconn.protocol.compat import NOTHING, Difference, trait_differences
+from pdconn.protocol.messages import Described
+from registration.references import KVCacheGroupReference, KVCacheReferences
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between engine ``a`` (theirs) and engine ``b`` (ours).
+
+    ``traits`` must be equal for any exchange; ``shapes`` need not be.  ``a_pulls`` and
+    ``b_pulls`` say what keeps one from pulling from the other, empty when nothing does.
+    """
+
+    traits: tuple[Difference, ...]
+    shapes: tuple[Difference, ...]
+    a_pulls: tuple[Difference, ...]
+    b_pulls: tuple[Difference, ...]
+
+    @property
+    def compatible(self) -> bool:
+        """Whether each can pull from the other."""
+        return not (self.traits or self.a_pulls or self.b_pulls)
+
+
+def compare(a: Described, b: Described) -> Comparison:
+    """Hold two descriptions side by side."""
+    return Comparison(
+        trait_differences(b.traits, a.traits) if a.traits and b.traits else (),
+        trait_differences(dict(_shape(b)), dict(_shape(a))),
+        tuple(_obstacles(a, b)),
+        tuple(_obstacles(b, a)),
+    )
+
+
+def _obstacles(reader: Described, lender: Described) -> Iterator[Difference]:
+    """What the planner refuses, for any rank of the reader, each once."""
+    theirs = [rank.references for rank in lender.ranks]
+    seen = set()
+    for rank in reader.ranks:
+        try:
+            Pairing.of(rank.references, theirs, rank.tp_rank)
+        except Incompatible as error:
+            for difference in error.differences:
+                if difference not in seen:
+                    seen.add(difference)
+                    yield difference
+
+
+def _shape(engine: Described) -> Iterator[tuple[str, str]]:
+    """An engine's geometry as named facts, by kind of layers."""
+    yield "tensor parallel ranks", str(1 + max(rank.tp_rank for rank in engine.ranks))
+    yield "pipeline stages", str(1 + max(rank.pp_rank for rank in engine.ranks))
+    yield "KV cache groups", str(len(engine.ranks[0].references.groups))
+    kinds: dict[str, list[tuple[KVCacheReferences, KVCacheGroupReference]]] = defaultdict(list)
+    for rank in engine.ranks:
+        for group in rank.references.groups:
+            if group.data:
+                window = "" if group.window is None else f" of {group.window}"
+                kinds[f"{group.kind}{window}"].append((rank.references, group))
+    for kind, held in sorted(kinds.items()):
+        groups = [group for _, group in held]
+        layers = {layer for group in groups for layer in group.layers}
+        yield f"{kind}: layers", str(len(layers))
+        yield f"{kind}: block_tokens", _listed({group.block_tokens for group in groups})
+        yield f"{kind}: heads of a rank", _listed(r.num_heads for g in groups for r in g.data)
+        yield (
+            f"{kind}: bytes of a token and head",
+            _listed(
+                "opaque block" if ref.token_nbytes is None else ref.token_nbytes
+                for group in groups
+                for ref in group.data
+            ),
+        )
+        yield f"{kind}: memory order", _listed(_order(*one) for one in held)
+
+
+def _order(references: KVCacheReferences, group: KVCacheGroupReference) -> str:
+    """From outer to inner, as the strides of the group's first two layers say."""
+    ref, other = group.data[0], group.data[-1]
+    strides = {
+        "block": references.tensors[ref.tensor].block_stride,
+        "head": ref.head_stride if ref.num_heads > 1 else 0,
+        "token": ref.token_stride or 0,
+    }
+    if other.layer != ref.layer and other.tensor == ref.tensor:
+        strides["layer"] = abs(other.offset - ref.offset) // (len(group.layers) - 1)
+    named = sorted((name for name in strides if strides[name]), key=lambda n: -strides[n])
+    return ", ".join(named) or NOTHING
+
+
+def _listed(values: Sequence[object] | Iterator[object] | set[int]) -> str:
+    return " or ".join(sorted({str(value) for value in values}))

@@ -1,0 +1,49 @@
+"""Whether two engines mean the same by the bytes of a block.
+
+An engine states it in *traits*: short texts by field name (model, dtype, packing).
+Equal digests settle it at once; otherwise the fields are compared one by one, and all
+that differ are named, so that an operator sees the whole difference and not its
+first field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+NOTHING = "nothing"
+"""What stands for a field that one side does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two engines differ."""
+
+    field: str
+    theirs: str
+    ours: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: theirs {self.theirs}, ours {self.ours}"
+
+
+def traits_digest(traits: Mapping[str, str]) -> str:
+    """16 hex digits that differ when any trait does (BLAKE2b of the sorted fields)."""
+    fields = msgspec.json.encode(sorted(traits.items()))
+    return hashlib.blake2b(fields, digest_size=8).hexdigest()
+
+
+def trait_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[Difference, ...]:
+    """Every field that differs, in order of its name.
+
+    >>> trait_differences({"model": "a", "dtype": "bf16"}, {"model": "b", "dtype": "bf16"})
+    (Difference(field='model', theirs='b', ours='a'),)
+    """
+    return tuple(
+        Difference(name, theirs.get(name, NOTHING), ours.get(name, NOTHING))
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    )
