@@ -46,13 +46,16 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "pdconn.cli.demo", "see it work, checked against one engine alone"),
+    Command("diff", "pdconn.cli.diff", "compare two engines: what differs, what is refused"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
+    Command("plan", "pdconn.cli.plan", "predict what a pull between two engines costs"),
 )
 
 _EXAMPLES = """\
 examples:
   pdconn demo
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
+  pdconn plan --model gemma-3-27b --prefill tp=4 --decode tp=2
   pdconn proxy --help
 
 exit codes:

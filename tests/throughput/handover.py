@@ -130,7 +130,7 @@ def _options() -> argparse.Namespace:
     add("--warm-up", type=int, default=2, help="rounds that do not count")
     add("--model", choices=SPECS, default="handover")
     add("--directory", type=Path, default=Path(".work/handover"), help="for models and logs")
-    add("--cores", choices=CORES, default="apart", help=f"how engines share them: {CORES}")
+    add("--cores", choices=CORES, default="reserved", help=f"how engines share them: {CORES}")
     add("--seed", type=int, default=1)
     add("--others", type=float, default=0.1, help="most of the machine that others may take")
     add("--tries", type=int, default=3, help="how often to take a turn that others disturbed")

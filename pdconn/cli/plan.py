@@ -1,0 +1,213 @@
+"""``pdconn plan``: what a pull between two engines costs, without either."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pdconn.forecast.advice import Advice, advise
+from pdconn.forecast.engine import EngineShape, parse_engine
+from pdconn.forecast.errors import ForecastError, ShapeError, UnreadableConfig
+from pdconn.forecast.forecast import Cost, Forecast, forecast
+from pdconn.forecast.hf_config import model_shape
+from pdconn.forecast.link import PRESETS, parse_link
+from pdconn.forecast.model import ModelShape
+from pdconn.forecast.picture import draw
+from pdconn.forecast.report import to_json
+from pdconn.forecast.shapes import SHAPES, built_in
+from pdconn.lab.table import table
+from pdconn.planning.errors import PlanningError
+
+_EPILOG = """\
+Runs the planner of real pulls on two engines that do not exist.  Needs no vLLM, no
+GPU and no model weights: a config.json, or a built-in shape (--list).
+
+An engine is written as tp=4,pp=1,layout=BHLNC,block=16; what is left out is
+tp=1,pp=1,layout=BHLNC,block=16.  A layout is a memory order, outermost first, of
+L(ayers), B(locks), H(eads), N (tokens of a block) and C(ontent).
+
+examples:
+  pdconn plan --model gemma-3-27b
+  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=LBHNC --prompt 32768
+  pdconn plan --model ./my-model --hit 4096 --link shm --json plan.json --svg plan.svg
+  pdconn plan --list
+
+exit codes:
+  0  planned; warnings are no failure
+  2  bad options, a model that cannot be read, or engines that cannot exchange KV
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pdconn plan``."""
+    parser.epilog = _EPILOG
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", metavar="NAME|DIR|FILE", help="a built-in shape, or a config.json")
+    what.add_argument("--list", action="store_true", help="list the built-in shapes")
+    parser.add_argument("--prefill", default="", metavar="ENGINE", help="who lends, e.g. tp=4")
+    parser.add_argument("--decode", default="", metavar="ENGINE", help="who pulls, e.g. tp=2")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens (%(default)s)")
+    parser.add_argument(
+        "--hit", type=int, default=0, help="tokens that decode holds already (%(default)s)"
+    )
+    presets = ", ".join(preset.name for preset in PRESETS)
+    parser.add_argument(
+        "--link", default="400Gb/s", help=f"{presets}, or a speed like 50GB/s (%(default)s)"
+    )
+    parser.add_argument("--descriptor-us", type=float, help="microseconds per run (the link's)")
+    parser.add_argument(
+        "--ids", choices=("random", "contiguous"), default="random",
+        help="how the blocks of a request lie (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="as JSON, to FILE or instead"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw one block and its runs")
+    parser.add_argument("--group", type=int, default=0, help="to draw, of decode (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the forecast; 0 unless it cannot be made."""
+    if args.list:
+        print(_listing())
+        return 0
+    try:
+        made = _forecast(args)
+        advice = advise(made)
+        svg = draw(made.prefill, made.decode, args.group) if args.svg else ""
+        document = json.dumps(to_json(made, advice), indent=2)
+        if args.svg:
+            args.svg.write_text(svg)
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(document + "\n")
+    except (ForecastError, PlanningError, OSError) as error:
+        print(f"pdconn plan: {error}", file=sys.stderr)
+        return 2
+    print(document if args.json == "-" else render(made, advice))
+    return 0
+
+
+def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
+    """The table, the totals and the warnings."""
+    headings = [
+        "group", "kind", "window", "layers", "block\ntheirs", "block\nours", "prefill\nranks read",
+        "runs", "MB", "KiB\nper run", "MB not moved:\nwindows", "MB not moved:\nprefix hits", "ms",
+    ]  # fmt: skip
+    rows = [
+        [
+            str(one.number),
+            str(one.group.kind).removesuffix("_attention"),
+            str(one.group.window or "-"),
+            str(one.group.num_layers),
+            str(one.their_block_tokens),
+            str(one.group.block_tokens),
+            _numbers(one.sources),
+            *_amounts(one.cost),
+            f"{1e3 * one.busiest.seconds(made.link):,.3f}",
+        ]
+        for one in made.groups
+    ]
+    ranks = made.decode.ranks
+    who = "all" if ranks == 1 else f"all {ranks} ranks"
+    rows.append([who, *[""] * 6, *_amounts(made.total), f"{1e3 * made.seconds:,.3f}"])
+    if ranks > 1:
+        one_rank = [f"rank {made.busiest_rank}", *[""] * 6, *_amounts(made.busiest), ""]
+        rows.append(one_rank)
+    parts = [_header(made), table(headings, rows), _verdict(made)]
+    parts += [f"warning ({one.code}): {one.text}" for one in advice]
+    return "\n\n".join(parts)
+
+
+def _header(made: Forecast) -> str:
+    held = f", {made.hit_tokens:,} of them held" if made.hit_tokens else ""
+    return (
+        f"{made.decode.model.name}: a prompt of {made.prompt_tokens:,} tokens{held}; "
+        f"the last is recomputed\n"
+        f"prefill  {made.prefill}\n"
+        f"decode   {made.decode}\n"
+        f"link     {made.link.name}: {made.link.bytes_per_s / 1e9:g} GB/s and "
+        f"{made.link.descriptor_s * 1e6:g} us a run per decode rank ({made.link.source})"
+    )
+
+
+def _verdict(made: Forecast) -> str:
+    clipped = made.total.clipping
+    saved = f"; windows save a factor of {clipped:.1f}" if clipped > 1 else ""
+    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by decode rank {made.busiest_rank}{saved}"
+
+
+def _amounts(cost: Cost) -> list[str]:
+    return [
+        f"{cost.runs:,}",
+        f"{cost.nbytes / 1e6:,.3f}",
+        f"{cost.mean_run_nbytes / 1024:,.1f}",
+        f"{cost.saved_by_window / 1e6:,.3f}",
+        f"{cost.saved_by_hits / 1e6:,.3f}",
+    ]
+
+
+def _numbers(ranks: tuple[int, ...]) -> str:
+    """``0-3`` for ranks that follow each other."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks)) or "-"
+
+
+def _forecast(args: argparse.Namespace) -> Forecast:
+    model = _model(args.model)
+    return forecast(
+        _engine("--prefill", args.prefill, model),
+        _engine("--decode", args.decode, model),
+        args.prompt,
+        args.hit,
+        parse_link(args.link, args.descriptor_us),
+        ids=args.ids,
+    )
+
+
+def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
+    try:
+        return parse_engine(text, model)
+    except ShapeError as error:
+        raise error.of(option) from error
+
+
+def _model(given: str) -> ModelShape:
+    """A file or directory where there is one, else a built-in shape."""
+    path = Path(given)
+    if path.is_dir():
+        path /= "config.json"
+    elif not path.is_file():
+        return built_in(given)
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnreadableConfig(str(path), "JSON", error) from error
+    try:
+        return model_shape(config, path.resolve().parent.name)
+    except ShapeError as error:
+        raise error.of(str(path)) from error
+
+
+def _listing() -> str:
+    rows = [
+        [
+            shape.name,
+            str(len(sort.layers)),
+            str(sort.kind).removesuffix("_attention"),
+            str(sort.window or "-"),
+            str(sort.heads),
+            str(sort.row_nbytes),
+            str(sort.row_tokens),
+            str(sort.block_tokens or "-"),
+        ]
+        for shape in SHAPES
+        for sort in shape.sorts
+    ]
+    headings = [
+        "model", "layers", "kind", "window", "KV heads", "bytes a row\nand head", "tokens\na row",
+        "block\n(fixed)",
+    ]  # fmt: skip
+    return table(headings, rows)

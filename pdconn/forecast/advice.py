@@ -1,0 +1,213 @@
+"""What a user should know about a pairing: why it is slow, and what would be faster.
+
+Causes are not guessed: one thing at a time is changed (a side's layout, the block
+sizes) and the pull forecast again.  What makes it faster was a cause, and how much
+faster is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import gcd
+
+from pdconn.forecast.engine import MAX_BLOCK_TOKENS, EngineShape
+from pdconn.forecast.forecast import Forecast, forecast
+
+SMALL_RUN_NBYTES = 16 << 10
+SLOW_SHARE = 1 / 3
+_WORTH_SAYING = 1.1
+_BEST = "BHLNC"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One warning: ``code`` names its kind for programs, ``text`` says it to people."""
+
+    code: str
+    text: str
+
+
+def advise(made: Forecast) -> tuple[Advice, ...]:
+    """Everything about ``made`` that should not surprise anyone later."""
+    return tuple(
+        advice
+        for rule in (_slow_runs, _partial_hit, _idle_windows, _replicas, _busy_source)
+        for advice in rule(made)
+    )
+
+
+def _slow_runs(made: Forecast) -> Iterator[Advice]:
+    """Many small runs whose descriptors cost more than a third of the time."""
+    busiest = made.busiest
+    if not is_slow(made):
+        return
+    share = busiest.runs * made.link.descriptor_s / made.seconds
+    causes = list(_causes(made))
+    cause = f"Cause: {'; '.join(causes)}. " if causes else ""
+    yield Advice(
+        "slow-runs",
+        f"runs of {_nbytes(busiest.mean_run_nbytes)} on average: {share:.0%} of the time goes "
+        f"to {busiest.runs:,} descriptors. {cause}{_remedy(made)}",
+    )
+
+
+def is_slow(made: Forecast) -> bool:
+    """Whether descriptors of small runs rule the busiest rank's time."""
+    cost = made.busiest.runs * made.link.descriptor_s
+    small = 0 < made.busiest.mean_run_nbytes < SMALL_RUN_NBYTES
+    return small and cost > SLOW_SHARE * made.seconds
+
+
+def _again(made: Forecast, prefill: EngineShape, decode: EngineShape) -> float:
+    """Predicted seconds between two other engines, all else equal."""
+    return forecast(
+        prefill,
+        decode,
+        made.prompt_tokens,
+        made.hit_tokens,
+        made.link,
+        ids=made.ids,
+        seed=made.seed,
+    ).seconds
+
+
+def _causes(made: Forecast) -> Iterator[str]:
+    """What makes the pull slow: each thing alone spoils the best pairing there is."""
+    prefill, decode = made.prefill, made.decode
+    best = _equal_blocks(*_best_layouts(made))
+    slow = _WORTH_SAYING * _again(made, *best)
+    for name, engine, changed in (
+        ("prefill", prefill, (replace(best[0], layout=prefill.layout), best[1])),
+        ("decode", decode, (best[0], replace(best[1], layout=decode.layout))),
+    ):
+        if _again(made, *changed) > slow:
+            yield f"{name}'s layout {engine.layout} {_scattered(engine.layout)}"
+    if prefill.block_tokens != decode.block_tokens and _again(made, *_best_layouts(made)) > slow:
+        yield (
+            f"unequal blocks, theirs {prefill.block_tokens} and ours {decode.block_tokens} "
+            "tokens, move in the pieces that they share"
+        )
+    if _again(made, replace(prefill, tp=decode.tp), decode) * _WORTH_SAYING < made.seconds:
+        heads = max(sort.heads for sort in prefill.model.sorts)
+        held, taken = (max(1, heads // engine.tp) for engine in (prefill, decode))
+        larger = "prefill" if held > taken else "decode"
+        yield (
+            f"heads move in slices, {min(held, taken)} of the {max(held, taken)} on a rank "
+            f"of {larger}"
+        )
+
+
+def _scattered(layout: str) -> str:
+    """What a layout does to the bytes of one block.
+
+    >>> _scattered("BLNHC")
+    'keeps a head of each token apart'
+    """
+    if layout.index("N") < layout.index("H"):
+        return "keeps a head of each token apart"
+    if layout[0] == "L":
+        return "keeps each layer of a block apart"
+    return "keeps a head of each layer apart"
+
+
+def _remedy(made: Forecast) -> str:
+    """The change that helps most, and by how much."""
+    found = [(_again(made, *engines), words) for words, *engines in _changes(made)]
+    if not found:
+        return ""
+    seconds, words = min(found, key=lambda one: one[0])
+    if seconds * _WORTH_SAYING > made.seconds:
+        return "No other layout or block size makes it much faster."
+    return (
+        f"With {words}: {_ms(seconds)} instead of {_ms(made.seconds)}, "
+        f"{made.seconds / seconds:.1f} times faster."
+    )
+
+
+def _changes(made: Forecast) -> Iterator[tuple[str, EngineShape, EngineShape]]:
+    """Simple changes first: a later one has to be faster to be preferred."""
+    prefill, decode = made.prefill, made.decode
+    best = _best_layouts(made)
+    if (prefill, decode) != best:
+        yield f"{_BEST} on both sides", *best
+    if prefill.block_tokens != decode.block_tokens:
+        size = max(prefill.block_tokens, decode.block_tokens)
+        yield f"blocks of {size} tokens on both sides", *_equal_blocks(prefill, decode)
+        if (prefill, decode) != best:
+            yield f"{_BEST} and blocks of {size} tokens on both sides", *_equal_blocks(*best)
+    elif (prefill, decode) == best:
+        short = Fraction(SMALL_RUN_NBYTES) / Fraction(made.busiest.mean_run_nbytes)
+        size = prefill.block_tokens
+        while size < prefill.block_tokens * short and size * 2 <= MAX_BLOCK_TOKENS:
+            size *= 2
+        larger = replace(prefill, block_tokens=size), replace(decode, block_tokens=size)
+        yield f"blocks of {size} tokens on both sides", *larger
+
+
+def _best_layouts(made: Forecast) -> tuple[EngineShape, EngineShape]:
+    return replace(made.prefill, layout=_BEST), replace(made.decode, layout=_BEST)
+
+
+def _equal_blocks(prefill: EngineShape, decode: EngineShape) -> tuple[EngineShape, EngineShape]:
+    size = max(prefill.block_tokens, decode.block_tokens)
+    return replace(prefill, block_tokens=size), replace(decode, block_tokens=size)
+
+
+def _partial_hit(made: Forecast) -> Iterator[Advice]:
+    """What is hit in part is pulled from the start of its sub-block on."""
+    for group in made.groups:
+        ours, hit = group.group.block_tokens, made.hit_tokens
+        if group.group.window is None and hit % ours:
+            again = hit % gcd(ours, group.their_block_tokens)
+            yield Advice(
+                "partial-hit",
+                f"a hit of {hit} tokens ends inside a block of {ours} tokens: the last "
+                f"{again} are pulled again, and vLLM itself only hits whole blocks",
+            )
+            return
+
+
+def _idle_windows(made: Forecast) -> Iterator[Advice]:
+    windows = [group.group.window for group in made.groups if group.group.window is not None]
+    if windows and not made.total.saved_by_window:
+        yield Advice(
+            "idle-windows",
+            f"windows of {max(windows)} tokens save nothing on a prompt of "
+            f"{made.prompt_tokens} tokens: all of it lies inside them",
+        )
+
+
+def _replicas(made: Forecast) -> Iterator[Advice]:
+    """Heads that several decode ranks hold move once for each of them."""
+    tp = made.decode.tp
+    heads = sorted({sort.heads for sort in made.decode.model.sorts if sort.heads < tp})
+    if heads:
+        what = "one head (or latent)" if heads[0] == 1 else f"{heads[0]} heads"
+        yield Advice(
+            "replicated-heads",
+            f"decode's {tp} tensor-parallel ranks keep {tp // heads[0]} copies of {what}: "
+            f"the same bytes move {tp // heads[0]} times",
+        )
+
+
+def _busy_source(made: Forecast) -> Iterator[Advice]:
+    """The forecast takes decode's links for the narrow ones; fan-out can make them not."""
+    most = max(made.sent)
+    if most > 1.5 * max(cost.nbytes for cost in made.received):
+        rank = made.sent.index(most)
+        yield Advice(
+            "busy-source",
+            f"prefill rank {rank} is read {most / 1e6:,.1f} MB, more than any decode rank "
+            f"reads: if its own link is no faster, the pull takes at least "
+            f"{_ms(most / made.link.bytes_per_s)}",
+        )
+
+
+def _nbytes(number: float) -> str:
+    return f"{number:,.0f} B" if number < 1024 else f"{number / 1024:,.1f} KiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f} ms"

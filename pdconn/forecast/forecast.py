@@ -1,0 +1,245 @@
+"""What a pull between two engines costs, by asking the planner that real pulls use.
+
+Two engine shapes describe their memory, a request gets blocks on both, and
+``pdconn.planning`` lays out the reads of every decode rank.  Nothing is estimated but
+the time::
+
+    seconds = bytes of the busiest decode rank / bytes per second of its link
+              + its descriptors x seconds per descriptor
+
+Decode pulls all but the last token of the prompt, which it recomputes to have something
+to sample from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.grouping import Group
+from pdconn.forecast.link import Link
+from pdconn.forecast.tables import Ids, block_tables
+from pdconn.planning.plan import Moved, Need, Pairing
+from pdconn.planning.template import Side, Template
+from pdconn.protocol.ticket import BlockList
+
+MAX_PROMPT_TOKENS = 1 << 24
+_LAID_OUT_RUNS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes and runs that a pull moves, and bytes that it does not have to.
+
+    ``saved_by_window`` are bytes that no window reaches any more, ``saved_by_hits``
+    bytes that decode holds already.
+    """
+
+    nbytes: int = 0
+    runs: int = 0
+    saved_by_window: int = 0
+    saved_by_hits: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.nbytes + other.nbytes,
+            self.runs + other.runs,
+            self.saved_by_window + other.saved_by_window,
+            self.saved_by_hits + other.saved_by_hits,
+        )
+
+    @property
+    def mean_run_nbytes(self) -> float:
+        """Bytes per run; 0 where nothing moves."""
+        return self.nbytes / self.runs if self.runs else 0.0
+
+    @property
+    def clipping(self) -> float:
+        """How many times more bytes would move if no window were clipped."""
+        return 1 + self.saved_by_window / self.nbytes if self.nbytes else 1.0
+
+    def seconds(self, link: Link) -> float:
+        """Predicted time of one rank that pulls this."""
+        return link.seconds(self.nbytes, self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupForecast:
+    """One KV cache group of decode.
+
+    ``sources`` are the prefill ranks that any decode rank reads from,
+    ``their_block_tokens`` tokens per block there; ``cost`` is of all decode ranks,
+    ``busiest`` of the one that takes longest over the whole pull.
+    """
+
+    number: int
+    group: Group
+    their_block_tokens: int
+    sources: tuple[int, ...]
+    cost: Cost
+    busiest: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One pull by every rank of ``decode`` from the ranks of ``prefill``.
+
+    ``sent`` are the bytes that each prefill rank is read, ``received`` what each decode
+    rank's pull costs.
+    """
+
+    prefill: EngineShape
+    decode: EngineShape
+    prompt_tokens: int
+    hit_tokens: int
+    link: Link
+    ids: Ids
+    groups: tuple[GroupForecast, ...]
+    received: tuple[Cost, ...]
+    sent: tuple[int, ...]
+    seed: int = field(default=0)
+
+    @property
+    def total(self) -> Cost:
+        """What all decode ranks move together."""
+        return reduce(add, self.received)
+
+    @property
+    def busiest_rank(self) -> int:
+        """The decode rank that takes longest."""
+        return _busiest(self.received, self.link)
+
+    @property
+    def busiest(self) -> Cost:
+        """What that rank moves."""
+        return self.received[self.busiest_rank]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the pull."""
+        return self.busiest.seconds(self.link)
+
+
+def forecast(
+    prefill: EngineShape,
+    decode: EngineShape,
+    prompt_tokens: int,
+    hit_tokens: int,
+    link: Link,
+    *,
+    ids: Ids = "random",
+    seed: int = 0,
+) -> Forecast:
+    """Plan one request's pull for every decode rank, and add it up.
+
+    Args:
+        prompt_tokens: tokens of the prompt, all computed by prefill.
+        hit_tokens: tokens at its head that decode holds already.
+        ids: how each engine's blocks lie; random ones are drawn with ``seed``.
+
+    Raises:
+        ShapeError: a prompt or a hit that cannot be.
+        Incompatible: the two engines cannot exchange KV.
+    """
+    _check_tokens(prompt_tokens, hit_tokens)
+    until = prompt_tokens - 1
+    lent = block_tables(prefill.groups, until, ids, seed)
+    taken = block_tables(decode.groups, until, ids, seed + 1)
+    need = Need(hit_tokens, until, taken.lists)
+    theirs = prefill.references(lent.num_blocks)
+    table: list[list[_Pulled]] = []
+    for rank, ours in enumerate(decode.references(taken.num_blocks)):
+        pairing = Pairing.of(ours, theirs, rank % decode.tp)
+        table.append([_pulled(pairing, n, need, lent.lists) for n in range(len(ours.groups))])
+    received = tuple(reduce(add, (pulled.cost for pulled in row)) for row in table)
+    busiest = _busiest(received, link)
+    groups = tuple(
+        _group(number, group, [row[number] for row in table], busiest, prefill)
+        for number, group in enumerate(decode.groups)
+    )
+    sent: Counter[int] = sum((pulled.sent for row in table for pulled in row), Counter())
+    each = tuple(sent[rank] for rank in range(prefill.ranks))
+    return Forecast(
+        prefill, decode, prompt_tokens, hit_tokens, link, ids, groups, received, each, seed
+    )
+
+
+def _check_tokens(prompt_tokens: int, hit_tokens: int) -> None:
+    if not 2 <= prompt_tokens <= MAX_PROMPT_TOKENS:
+        raise ShapeError("prompt", f"2 to {MAX_PROMPT_TOKENS} tokens", prompt_tokens)
+    if not 0 <= hit_tokens < prompt_tokens - 1:
+        most = prompt_tokens - 2
+        raise ShapeError("hit", f"0 to {most} tokens, so that one is left to pull", hit_tokens)
+
+
+def _busiest(received: Sequence[Cost], link: Link) -> int:
+    return max(range(len(received)), key=lambda rank: received[rank].seconds(link))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """One group of one decode rank: its cost, and bytes by source rank."""
+
+    cost: Cost
+    sent: Counter[int]
+    sources: frozenset[int]
+    their_block_tokens: int | None
+
+
+def _group(
+    number: int, group: Group, pulled: Sequence[_Pulled], busiest: int, prefill: EngineShape
+) -> GroupForecast:
+    sizes = [one.their_block_tokens for one in pulled if one.their_block_tokens is not None]
+    return GroupForecast(
+        number,
+        group,
+        sizes[0] if sizes else prefill.block_tokens,
+        tuple(sorted(frozenset().union(*(one.sources for one in pulled)))),
+        reduce(add, (one.cost for one in pulled)),
+        pulled[busiest].cost,
+    )
+
+
+def _pulled(pairing: Pairing, group: int, need: Need, lent: Sequence[BlockList]) -> _Pulled:
+    """What one rank pulls of one of its groups.
+
+    Many small runs are counted, not laid out: the number is the same but for the few
+    that neighbouring blocks would have joined, and their columns would fill memory.
+    """
+    templates = tuple(one for one in pairing.templates if one.our_group == group)
+    sent: Counter[int] = Counter()
+    moved, runs = Moved(), 0
+    most = sum(-(-need.until // one.sub_block_tokens) * len(one.nbytes) for one in templates)
+    laid_out = most <= _LAID_OUT_RUNS
+    for part in [templates] if laid_out else [(one,) for one in templates]:
+        used = part if laid_out else tuple(map(_as_one_run, part))
+        plan = replace(pairing, templates=used).plan(need, lent)
+        moved += plan.moved
+        runs += plan.num_runs if laid_out else _num_runs(part[0], plan.moved)
+        sent.update({rank: spans.total_bytes for rank, spans in plan.reads})
+    cost = Cost(moved.full + moved.window, runs, moved.saved_by_window, moved.saved_by_hits)
+    sources = frozenset(one.their_rank for one in templates)
+    return _Pulled(cost, sent, sources, templates[0].their_block_tokens if templates else None)
+
+
+def _num_runs(template: Template, moved: Moved) -> int:
+    """Runs of the sub-blocks that make up ``moved``."""
+    return (moved.full + moved.window) // template.sub_block_nbytes * len(template.nbytes)
+
+
+def _as_one_run(template: Template) -> Template:
+    """The same bytes of every sub-block, as if they lay together."""
+    first = slice(0, 1)
+
+    def cut(side: Side) -> Side:
+        return Side(side.start[first], side.stride[first], side.step[first])
+
+    nbytes = np.array([template.sub_block_nbytes], dtype=np.int64)
+    return replace(template, ours=cut(template.ours), theirs=cut(template.theirs), nbytes=nbytes)

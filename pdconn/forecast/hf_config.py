@@ -1,0 +1,184 @@
+"""A model's shape from its Hugging Face ``config.json``.
+
+Configurations say the same thing in many ways.  What decides a layer's kind, in the
+order in which it is looked for::
+
+    layer_types                       a kind per layer, by name
+    attention_chunk_size              Llama 4: local where no_rope_layers is 1
+    sliding_window + a pattern        every n-th layer is full (Gemma, Cohere)
+    sliding_window + max_window_layers   Qwen: full below, windows from there on
+    sliding_window                    all layers (Mistral)
+    nothing of these                  full attention everywhere
+
+What is stored but not understood (state space layers, sparse indexers) is refused: a
+forecast without it would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from reprlib import repr  # noqa: A004 - of what may be long
+from typing import Any
+
+from pdconn.forecast.errors import UnreadableConfig
+from pdconn.forecast.model import MAX_LAYERS, ModelShape, sorts_of
+from registration.references import AttentionKind
+
+_NESTED = ("text_config", "llm_config", "language_config")
+
+# What an engine stores besides, or instead of, keys and values of attention.
+_FOREIGN = (
+    "ssm_cfg", "ssm_state_size", "state_size", "mamba_d_state", "mamba_state_dim",
+    "mamba_expand", "mamba_num_heads", "linear_num_key_heads", "linear_attn_config",
+    "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "lru_width",
+    "compress_ratios", "index_topk", "cross_attention_layers", "block_configs",
+)  # fmt: skip
+
+_KINDS = {
+    "full_attention": AttentionKind.FULL,
+    "global_attention": AttentionKind.FULL,
+    "sliding_attention": AttentionKind.SLIDING_WINDOW,
+    "chunked_attention": AttentionKind.CHUNKED_LOCAL,
+}
+
+# vLLM caches 32-bit models in 16 bits; a config without a dtype is taken for one.
+_ITEM_NBYTES = {
+    "float32": 2, "float16": 2, "bfloat16": 2, "half": 2, "float": 2, "float8_e4m3fn": 1,
+}  # fmt: skip
+
+# Patterns that older configurations leave to the model's code.
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+
+
+def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShape:
+    """The shape of the model that ``config`` (a parsed ``config.json``) describes.
+
+    Args:
+        name: what to call it; otherwise its ``model_type``.
+
+    Raises:
+        UnreadableConfig: naming the key, what was expected and what came.
+    """
+    keys = _text_keys(config)
+    _refuse_foreign(keys)
+    layers = _number(keys, "num_hidden_layers", MAX_LAYERS)
+    kinds, window = _kinds(keys, layers)
+    shared = _optional(keys, "num_kv_shared_layers", 0)
+    if shared >= layers:
+        raise UnreadableConfig("num_kv_shared_layers", f"below {layers}", shared)
+    kinds = kinds[: layers - shared]
+    heads, row_items = _heads(keys)
+    made = sorts_of(kinds, window, heads, row_items * _item_nbytes(keys))
+    return ModelShape(name or str(keys.get("model_type", "model")), made)
+
+
+def _text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's keys; what only the outer level has (its dtype) counts too."""
+    if not isinstance(config, Mapping):
+        raise UnreadableConfig("config", "a JSON object", type(config).__name__)
+    for key in _NESTED:
+        inner = config.get(key)
+        if inner is not None:
+            if not isinstance(inner, Mapping):
+                raise UnreadableConfig(key, "an object", repr(inner))
+            return {**config, **{k: v for k, v in inner.items() if v is not None}}
+    return dict(config)
+
+
+def _refuse_foreign(keys: Mapping[str, Any]) -> None:
+    for key in _FOREIGN:
+        if keys.get(key):
+            raise UnreadableConfig(key, "attention layers only", repr(keys[key]))
+    if keys.get("is_encoder_decoder"):
+        raise UnreadableConfig("is_encoder_decoder", "a decoder-only model", True)
+    for key, like in (("global_head_dim", "head_dim"), ("swa_head_dim", "head_dim"),
+                      ("num_global_key_value_heads", "num_key_value_heads")):  # fmt: skip
+        if keys.get(key) not in (None, keys.get(like)):
+            raise UnreadableConfig(key, f"{like} ({keys.get(like)}) in all layers", keys[key])
+
+
+def _kinds(keys: Mapping[str, Any], layers: int) -> tuple[list[AttentionKind], int | None]:
+    """Each layer's kind, and the window of those that have one."""
+    listed = keys.get("layer_types")
+    chunk = keys.get("attention_chunk_size")
+    if listed is not None:
+        return _listed_kinds(keys, listed, layers)
+    if chunk is not None:
+        return _chunked_kinds(keys, layers), _number(keys, "attention_chunk_size")
+    if keys.get("sliding_window") is None or keys.get("use_sliding_window") is False:
+        return [AttentionKind.FULL] * layers, None
+    window = _number(keys, "sliding_window")
+    nth = _pattern(keys)
+    first = _optional(keys, "max_window_layers", 0) if keys.get("use_sliding_window") else 0
+    full = [(layer + 1) % nth == 0 if nth else layer < first for layer in range(layers)]
+    return [AttentionKind.FULL if one else AttentionKind.SLIDING_WINDOW for one in full], window
+
+
+def _listed_kinds(
+    keys: Mapping[str, Any], listed: Any, layers: int
+) -> tuple[list[AttentionKind], int | None]:
+    if not isinstance(listed, list) or len(listed) < layers:
+        raise UnreadableConfig("layer_types", f"a list of {layers} kinds", repr(listed))
+    foreign = [kind for kind in listed if not (isinstance(kind, str) and kind in _KINDS)]
+    if foreign:
+        raise UnreadableConfig("layer_types", " or ".join(_KINDS), repr(foreign[0]))
+    kinds = [_KINDS[kind] for kind in listed[:layers]]
+    windowed = {kind for kind in kinds if kind.is_windowed}
+    if len(windowed) > 1:
+        raise UnreadableConfig("layer_types", "windows or chunks", "both")
+    if AttentionKind.CHUNKED_LOCAL in windowed:
+        return kinds, _number(keys, "attention_chunk_size")
+    return kinds, _number(keys, "sliding_window") if windowed else None
+
+
+def _chunked_kinds(keys: Mapping[str, Any], layers: int) -> list[AttentionKind]:
+    """Llama 4: layers with rotary embeddings attend within a chunk."""
+    interval = _optional(keys, "no_rope_layer_interval", 4)
+    rotary = keys.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    if not isinstance(rotary, list) or len(rotary) != layers:
+        raise UnreadableConfig("no_rope_layers", f"a list of {layers} flags", repr(rotary))
+    return [AttentionKind.CHUNKED_LOCAL if flag else AttentionKind.FULL for flag in rotary]
+
+
+def _pattern(keys: Mapping[str, Any]) -> int:
+    """Every how many layers one is full; 0 where there is no such pattern."""
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        if keys.get(key) is not None:
+            return _number(keys, key)
+    return _PATTERNS.get(str(keys.get("model_type")), 0)
+
+
+def _heads(keys: Mapping[str, Any]) -> tuple[int, int]:
+    """KV heads, and numbers stored per token and head."""
+    if keys.get("kv_lora_rank") is not None:
+        return 1, _number(keys, "kv_lora_rank") + _number(keys, "qk_rope_head_dim")
+    grouped = keys.get("num_key_value_heads") is not None
+    heads = _number(keys, "num_key_value_heads" if grouped else "num_attention_heads")
+    if keys.get("head_dim") is not None:
+        return heads, 2 * _number(keys, "head_dim")
+    hidden, queries = _number(keys, "hidden_size"), _number(keys, "num_attention_heads")
+    if hidden % queries:
+        raise UnreadableConfig("hidden_size", f"a multiple of {queries} heads", hidden)
+    return heads, 2 * (hidden // queries)
+
+
+def _item_nbytes(keys: Mapping[str, Any]) -> int:
+    for key in ("torch_dtype", "dtype"):
+        if keys.get(key) is not None:
+            dtype = str(keys[key]).removeprefix("torch.")
+            if dtype not in _ITEM_NBYTES:
+                raise UnreadableConfig(key, " or ".join(_ITEM_NBYTES), keys[key])
+            return _ITEM_NBYTES[dtype]
+    return 2
+
+
+def _number(keys: Mapping[str, Any], key: str, most: int = 1 << 24) -> int:
+    value = keys.get(key)
+    if type(value) is not int or not 0 < value <= most:
+        seen = "nothing" if value is None else repr(value)
+        raise UnreadableConfig(key, f"a whole number from 1 to {most}", seen)
+    return value
+
+
+def _optional(keys: Mapping[str, Any], key: str, default: int) -> int:
+    return default if not keys.get(key) else _number(keys, key, MAX_LAYERS)

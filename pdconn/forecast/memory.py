@@ -1,0 +1,123 @@
+"""One rank's fictional KV memory: groups and a layout's name to block rows.
+
+A layout is a memory order from outer to inner: L(ayer), B(lock), H(ead), N (tokens),
+C(ontent of a row, K and V together).  Groups overlay each other from byte 0 of one
+allocation, as in vLLM, and its rows are as wide as the widest group needs::
+
+    BLHNC   group 0   | L0 | L1 | L2 |    group 1   | L3 | L4 |    |
+            shares of unequal pages       | L0 | L1 | i0 i1 |      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdconn.forecast.grouping import Group, Share
+from registration.references import AttentionChunk, GroupMemory, LayerMemory
+from transport import Memory
+
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands: its layers, and its share of the heads.
+
+    ``stage`` are the layers of its pipeline stage; ``base`` the first address of its
+    fictional memory.
+    """
+
+    stage: range
+    tp_rank: int
+    tp: int
+    base: int
+
+    def heads(self, total: int) -> tuple[int, int]:
+        """First head and number of heads held, of ``total``; replicated beyond them."""
+        if total >= self.tp:
+            return self.tp_rank * total // self.tp, total // self.tp
+        return total * self.tp_rank // self.tp, 1
+
+
+def rank_memory(
+    groups: Sequence[Group], layout: str, num_blocks: int, place: RankPlace
+) -> tuple[GroupMemory, ...]:
+    """A rank's groups, laid out; a group of which the stage has no layer is empty."""
+    here = [_on_stage(group, place.stage) for group in groups]
+    row = max(sum(s.page_nbytes * len(s.layers) for s in shares) for shares in here)
+    allocation = Memory(place.base, row * num_blocks)
+    made = []
+    for group, shares in zip(groups, here, strict=True):
+        layers: list[LayerMemory] = []
+        offset = 0
+        for share in shares:
+            region = _Region(share, group.block_tokens, layout, num_blocks, row, place)
+            layers += region.layers(allocation, offset)
+            offset += region.nbytes
+        made.append(GroupMemory(group.kind, group.window, group.block_tokens, tuple(layers)))
+    return tuple(made)
+
+
+def _on_stage(group: Group, stage: range) -> list[Share]:
+    shares = [
+        Share(share.sort, tuple(n for n in share.layers if n in stage), share.page_nbytes)
+        for share in group.shares
+    ]
+    return [share for share in shares if share.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The pages of one share: side by side in a block row, or each a region of its own."""
+
+    share: Share
+    block_tokens: int
+    layout: str
+    num_blocks: int
+    row_nbytes: int
+    place: RankPlace
+
+    @property
+    def nbytes(self) -> int:
+        """How far the next share of the group begins after this one."""
+        width = self.share.page_nbytes * len(self.share.layers)
+        return width if self.layout[0] == "B" else width * self.num_blocks
+
+    def layers(self, allocation: Memory, offset: int) -> list[LayerMemory]:
+        """Every layer of the share, the first one ``offset`` bytes into the allocation."""
+        sort = self.share.sort
+        first_head, heads = self.place.heads(sort.heads)
+        rows = self.block_tokens // sort.row_tokens
+        strides = self._strides(heads, rows)
+        chunk = AttentionChunk(
+            heads, rows * sort.row_nbytes, strides["H"], strides["N"], sort.row_nbytes, first_head
+        )
+        return [
+            LayerMemory(
+                sort.name(layer),
+                allocation,
+                offset + index * strides["L"],
+                strides["B"],
+                self.num_blocks,
+                (chunk,),
+            )
+            for index, layer in enumerate(self.share.layers)
+        ]
+
+    def _strides(self, heads: int, rows: int) -> dict[str, int]:
+        sizes = {
+            "L": len(self.share.layers),
+            "B": self.num_blocks,
+            "H": heads,
+            "N": rows,
+            "C": self.share.sort.row_nbytes,
+        }
+        strides: dict[str, int] = {}
+        dense = 1
+        for letter in reversed(self.layout):
+            strides[letter] = dense
+            dense *= sizes[letter]
+        if self.layout[0] == "B":
+            strides["B"] = self.row_nbytes
+        return strides

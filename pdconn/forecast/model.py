@@ -1,0 +1,124 @@
+"""A model, as far as its KV cache is concerned: which layers keep what, for how long.
+
+Layers that keep the same kind of rows are a *sort*.  A uniform model has one; a hybrid
+one has several, and a layer may belong to more than one (DeepSeek-V4 keeps a window, a
+compressed history and a compressor's state), told apart by ``part``::
+
+    Gemma 3 27B    52 layers  sliding window 1024   16 heads   512 bytes a row
+                   10 layers  full attention        16 heads   512 bytes a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdconn.forecast.errors import ShapeError
+from registration.references import AttentionKind
+
+MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSort:
+    """Layers whose KV cache is of one kind.
+
+    Attributes:
+        layers: indices of the layers in the model, ascending.
+        kind: full attention, a sliding window or chunked local attention.
+        window: tokens of the window or chunk; None for full attention.
+        heads: KV heads of the whole model.  1 for an MLA latent, which every
+            tensor-parallel rank keeps whole.
+        row_nbytes: bytes of one stored row of one head, K and V together.
+        row_tokens: tokens that share a stored row: a compression ratio, usually 1.
+        block_tokens: tokens per block where the model fixes it; None takes the
+            engine's.
+        part: what of the layer this is; parts of one layer have different names.
+
+    Raises:
+        ShapeError: a value that no cache can have.
+    """
+
+    layers: tuple[int, ...]
+    kind: AttentionKind
+    window: int | None
+    heads: int
+    row_nbytes: int
+    row_tokens: int = 1
+    block_tokens: int | None = None
+    part: str = "attn"
+
+    def __post_init__(self) -> None:
+        if self.kind is AttentionKind.STATE:
+            raise ShapeError("kind", "attention of some kind", self.kind)
+        if self.kind.is_windowed != (self.window is not None):
+            raise ShapeError(f"window of {self.kind}", _window_rule(self.kind), self.window)
+        for field in ("heads", "row_nbytes", "row_tokens", "window", "block_tokens"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ShapeError(field, "a number above 0", value)
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ShapeError("layers", "ascending layer indices, at least one", self.layers)
+        if self.layers[0] < 0 or self.layers[-1] >= MAX_LAYERS:
+            raise ShapeError("layers", f"indices from 0 to {MAX_LAYERS - 1}", self.layers)
+
+    def name(self, layer: int) -> str:
+        """The name that peers match layer ``layer`` by.
+
+        >>> LayerSort((0,), AttentionKind.FULL, None, 8, 512).name(0)
+        'layers.0.attn'
+        """
+        return f"layers.{layer}.{self.part}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model's name and its sorts of layers.
+
+    Raises:
+        ShapeError: no sorts, or a layer whose part is in two of them.
+    """
+
+    name: str
+    sorts: tuple[LayerSort, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sorts:
+            raise ShapeError("sorts", "at least one sort of layers", "none")
+        names = [sort.name(layer) for sort in self.sorts for layer in sort.layers]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ShapeError("sorts", "each layer's part once", f"{twice} twice")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, counted to the last one that keeps anything."""
+        return 1 + max(sort.layers[-1] for sort in self.sorts)
+
+
+def sorts_of(
+    kinds: Sequence[AttentionKind], window: int | None, heads: int, row_nbytes: int
+) -> tuple[LayerSort, ...]:
+    """Sorts of a model whose layers differ in nothing but their kind.
+
+    Args:
+        kinds: of layer 0, 1, 2 and so on.
+        window: tokens of the window or chunk of all windowed layers.
+
+    Returns:
+        One sort per kind, in order of its first layer.
+    """
+    return tuple(
+        LayerSort(
+            tuple(layer for layer, other in enumerate(kinds) if other is kind),
+            kind,
+            window if kind.is_windowed else None,
+            heads,
+            row_nbytes,
+        )
+        for kind in dict.fromkeys(kinds)
+    )
+
+
+def _window_rule(kind: AttentionKind) -> str:
+    return "a number of tokens" if kind.is_windowed else "none"

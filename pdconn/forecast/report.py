@@ -1,0 +1,78 @@
+"""A forecast as JSON: bytes, counts and seconds, nothing rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdconn.forecast.advice import Advice
+from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.forecast import Cost, Forecast, GroupForecast
+from pdconn.forecast.link import Link
+
+
+def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Ready for ``json.dumps``; ``total`` is the sum of ``groups`` and of ``ranks``."""
+    return {
+        "model": made.decode.model.name,
+        "prompt_tokens": made.prompt_tokens,
+        "hit_tokens": made.hit_tokens,
+        "pulled_until": made.prompt_tokens - 1,
+        "ids": made.ids,
+        "prefill": _engine(made.prefill),
+        "decode": _engine(made.decode),
+        "link": _link(made.link),
+        "groups": [_group(group, made.link) for group in made.groups],
+        "ranks": [_cost(cost, made.link) for cost in made.received],
+        "sent_bytes": list(made.sent),
+        "total": {**_amounts(made.total), "clipping": made.total.clipping},
+        "busiest": {"rank": made.busiest_rank, **_cost(made.busiest, made.link)},
+        "seconds": made.seconds,
+        "warnings": [{"code": one.code, "text": one.text} for one in advice],
+    }
+
+
+def _engine(engine: EngineShape) -> dict[str, Any]:
+    return {
+        "tp": engine.tp,
+        "pp": engine.pp,
+        "layout": engine.layout,
+        "block_tokens": engine.block_tokens,
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {
+        "name": link.name,
+        "bytes_per_s": link.bytes_per_s,
+        "descriptor_s": link.descriptor_s,
+        "source": link.source,
+    }
+
+
+def _group(made: GroupForecast, link: Link) -> dict[str, Any]:
+    return {
+        "group": made.number,
+        "kind": str(made.group.kind),
+        "window": made.group.window,
+        "layers": made.group.num_layers,
+        "their_block_tokens": made.their_block_tokens,
+        "our_block_tokens": made.group.block_tokens,
+        "sources": list(made.sources),
+        **_amounts(made.cost),
+        "busiest": _cost(made.busiest, link),
+    }
+
+
+def _cost(cost: Cost, link: Link) -> dict[str, Any]:
+    return {**_amounts(cost), "seconds": cost.seconds(link)}
+
+
+def _amounts(cost: Cost) -> dict[str, Any]:
+    return {
+        "bytes": cost.nbytes,
+        "runs": cost.runs,
+        "mean_run_bytes": cost.mean_run_nbytes,
+        "saved_by_window_bytes": cost.saved_by_window,
+        "saved_by_hits_bytes": cost.saved_by_hits,
+    }

@@ -1,0 +1,100 @@
+"""Built-in model shapes, from the models' published ``config.json``.
+
+All keep 16-bit keys and values, as vLLM does unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.model import LayerSort, ModelShape, sorts_of
+from registration.references import AttentionKind
+
+_FULL, _WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
+
+
+def _uniform(name: str, *, layers: int, heads: int, head_dim: int) -> ModelShape:
+    """Full attention in every layer."""
+    return ModelShape(name, sorts_of([_FULL] * layers, None, heads, 4 * head_dim))
+
+
+def _every(
+    nth: int, window: int, name: str, *, layers: int, heads: int, head_dim: int
+) -> ModelShape:
+    """Full attention in every ``nth`` layer, a sliding window in the others."""
+    kinds = [_WINDOW if (layer + 1) % nth else _FULL for layer in range(layers)]
+    return ModelShape(name, sorts_of(kinds, window, heads, 4 * head_dim))
+
+
+def _mla(name: str, *, layers: int, latent: int, rope: int) -> ModelShape:
+    """One 16-bit latent per token and layer, instead of heads."""
+    return ModelShape(name, sorts_of([_FULL] * layers, None, 1, 2 * (latent + rope)))
+
+
+def _deepseek_v4(name: str) -> ModelShape:
+    """DeepSeek-V4-Flash as vLLM caches it with ``fp8_ds_mla``, in five groups.
+
+    Of 43 layers, 0 and 1 keep a window only; from there on even layers also keep a
+    history compressed 4 to 1 with an indexer over it, odd ones one compressed 128 to 1.
+    Each compressor keeps the rows of the tokens that it has not finished with: one
+    float32 row per token, within a window of its own.
+
+    Assumed from vLLM's ``models/deepseek_v4``: 584 bytes a latent row (448 fp8 + 64
+    bf16 + 8 of scales), 132 an indexer row (128 fp8 + a float32 scale), keys and scores
+    of 512 (indexer: 128) float32 in the states, twice as many at ratio 4, whose windows
+    overlap.  Pages are not padded to 576 bytes here, which never moves.  The draft layer
+    of multi-token prediction is left out.
+    """
+    c4, c128 = tuple(range(2, 43, 2)), tuple(range(3, 43, 2))
+    return ModelShape(
+        name,
+        (
+            LayerSort(c4, _FULL, None, 1, 584, row_tokens=4, block_tokens=256),
+            LayerSort(c128, _FULL, None, 1, 584, row_tokens=128, block_tokens=256),
+            LayerSort(c4, _FULL, None, 1, 132, row_tokens=4, block_tokens=256, part="indexer"),
+            LayerSort(tuple(range(43)), _WINDOW, 128, 1, 584, block_tokens=64, part="swa"),
+            LayerSort(c4, _WINDOW, 8, 1, 8192, block_tokens=4, part="state"),
+            LayerSort(c4, _WINDOW, 8, 1, 2048, block_tokens=4, part="indexer_state"),
+            LayerSort(c128, _WINDOW, 128, 1, 4096, block_tokens=8, part="state"),
+        ),
+    )
+
+
+SHAPES: tuple[ModelShape, ...] = (
+    _every(6, 1024, "gemma-3-27b", layers=62, heads=16, head_dim=128),
+    _every(2, 128, "gpt-oss-20b", layers=24, heads=8, head_dim=64),
+    _every(2, 128, "gpt-oss-120b", layers=36, heads=8, head_dim=64),
+    _uniform("llama-3.1-8b", layers=32, heads=8, head_dim=128),
+    _uniform("llama-3.1-70b", layers=80, heads=8, head_dim=128),
+    _uniform("llama-3.1-405b", layers=126, heads=8, head_dim=128),
+    _uniform("qwen3-8b", layers=36, heads=8, head_dim=128),
+    _uniform("qwen3-32b", layers=64, heads=8, head_dim=128),
+    _uniform("qwen3-30b-a3b", layers=48, heads=4, head_dim=128),
+    _uniform("qwen3-235b-a22b", layers=94, heads=4, head_dim=128),
+    _mla("deepseek-v3", layers=61, latent=512, rope=64),
+    _deepseek_v4("deepseek-v4"),
+)
+
+
+def built_in(name: str) -> ModelShape:
+    """The built-in shape called ``name``; case, dots, dashes and an owner do not count.
+
+    Raises:
+        ShapeError: there is none; names the nearest.
+
+    >>> built_in("google/Gemma 3 27B").name
+    'gemma-3-27b'
+    """
+    by_key = {_key(shape.name): shape for shape in SHAPES}
+    found = by_key.get(_key(name))
+    if found is None:
+        near = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.4) or list(by_key)
+        names = ", ".join(by_key[key].name for key in near)
+        raise ShapeError("model", f"a directory, a config.json or a name like {names}", name)
+    return found
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())

@@ -1,0 +1,176 @@
+"""``pdconn plan``, as a user runs it."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from pdconn.cli import plan
+from pdconn.cli.main import main
+from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.forecast import forecast
+from pdconn.forecast.link import parse_link
+from pdconn.forecast.shapes import SHAPES, built_in
+from pdconn.planning.errors import Incompatible
+from pdconn.protocol.compat import Difference
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+def said(capsys, *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_a_model_is_enough(capsys):
+    out = said(capsys, "--model", "gemma-3-27b")
+    rows = [line.split() for line in out.splitlines() if line[:6].strip().isdigit()]
+    assert [row[1] for row in rows] == ["sliding_window"] * 6 + ["full"]
+    assert "predicted: " in out
+    assert "factor of 3.8" in out
+    assert "assumption" in out
+
+
+def test_every_built_in_shape_is_listed_and_planned(capsys):
+    listing = said(capsys, "--list")
+    for shape in SHAPES:
+        assert shape.name in listing
+        assert "predicted" in said(capsys, "--model", shape.name.upper(), "--decode", "tp=2")
+
+
+def test_json_is_the_forecast_and_its_totals_are_sums(capsys):
+    words = ["--prefill", "tp=4,layout=BLHNC", "--decode", "tp=2,pp=2", "--prompt", "9000"]
+    more = ["--hit", "1024", "--link", "shm", "--json"]
+    found = json.loads(said(capsys, "--model", "gpt-oss-20b", *words, *more))
+    model = built_in("gpt-oss-20b")
+    made = forecast(
+        EngineShape(model, "BLHNC", tp=4), EngineShape(model, tp=2, pp=2), 9000, 1024,
+        parse_link("shm"),
+    )  # fmt: skip
+    assert found["seconds"] == made.seconds
+    for name in ("bytes", "runs", "saved_by_window_bytes", "saved_by_hits_bytes"):
+        assert sum(group[name] for group in found["groups"]) == found["total"][name]
+        assert sum(rank[name] for rank in found["ranks"]) == found["total"][name]
+        assert sum(group["busiest"][name] for group in found["groups"]) == found["busiest"][name]
+    assert sum(found["sent_bytes"]) == found["total"]["bytes"] == made.total.nbytes
+    assert found["ranks"][found["busiest"]["rank"]]["bytes"] == found["busiest"]["bytes"]
+    by_hand = found["busiest"]["bytes"] / 7.5e9 + found["busiest"]["runs"] * 2.2e-6
+    assert found["seconds"] == pytest.approx(by_hand)
+    assert found["prefill"] == {"tp": 4, "pp": 1, "layout": "BLHNC", "block_tokens": 16}
+
+
+def test_files_are_written_beside_the_table(capsys, tmp_path):
+    json_file, svg_file = tmp_path / "plan.json", tmp_path / "plan.svg"
+    out = said(
+        capsys, "--model", "gemma-3-27b", "--json", str(json_file), "--svg", str(svg_file),
+        "--group", "6",
+    )  # fmt: skip
+    assert "predicted" in out
+    assert json.loads(json_file.read_text())["model"] == "gemma-3-27b"
+    root = ET.parse(svg_file).getroot()
+    assert any("group 6" in (text.text or "") for text in root.iter())
+
+
+def test_a_config_is_read_from_a_file_or_its_directory(capsys, tmp_path):
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    by_folder = said(capsys, "--model", str(folder))
+    assert by_folder == said(capsys, "--model", str(folder / "config.json"))
+    built_in_one = said(capsys, "--model", "llama-3.1-8b")
+    assert by_folder == built_in_one.replace("llama-3.1-8b", "my-llama")
+
+
+def test_warnings_are_no_failure(capsys):
+    out = said(
+        capsys, "--model", "llama-3.1-8b", "--prefill", "tp=2,layout=BLNHC", "--decode", "tp=4",
+        "--hit", "100",
+    )  # fmt: skip
+    assert "warning (slow-runs): " in out
+    assert "warning (partial-hit): " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--model", "gema-3-27b"], "a config.json or a name like gemma-3-27b"),
+        (["--model", "qwen3-8b", "--prefill", "tp=3"], "--prefill tp: expected a divisor"),
+        (["--model", "qwen3-8b", "--decode", "lay=BHLNC"], "--decode key: expected"),
+        (["--model", "qwen3-8b", "--decode", "layout=X"], "--decode layout: expected"),
+        (["--model", "qwen3-8b", "--prompt", "1"], "prompt: expected 2 to"),
+        (["--model", "qwen3-8b", "--hit", "8192"], "hit: expected 0 to 8190"),
+        (["--model", "qwen3-8b", "--link", "fast"], "link: expected shm"),
+        (["--model", "qwen3-8b", "--descriptor-us", "nan"], "descriptor-us: expected"),
+        (["--model", "qwen3-8b", "--svg", "/nowhere/plan.svg"], "/nowhere/plan.svg"),
+        (["--model", "qwen3-8b", "--json", "/nowhere/plan.json"], "/nowhere/plan.json"),
+        (["--model", "qwen3-8b", "--svg", "x.svg", "--group", "7"], "group: expected 0 to 0"),
+        (["--model", "deepseek-v4", "--decode", "layout=LBHNC"], "--decode layout: expected"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_ends_with_2_and_one_line(words, wrong, capsys):
+    assert main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("pdconn plan: ")
+    assert wrong in line
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"{", "expected JSON"),
+        (b"\xff\xfe", "expected JSON"),
+        (b"[]", "config: expected a JSON object"),
+        (json.dumps({**LLAMA, "mamba_d_state": 16}).encode(), "mamba_d_state: expected attention"),
+        (json.dumps({"model_type": "gpt2"}).encode(), "num_hidden_layers: expected"),
+        (None, "config.json"),
+    ],
+)
+def test_a_config_that_cannot_be_read_ends_with_2_and_one_line(content, wrong, capsys, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert wrong in line
+    assert "config.json" in line
+
+
+def test_engines_that_cannot_exchange_end_with_2(monkeypatch, capsys):
+    def refuse(*_: object, **__: object) -> None:
+        raise Incompatible(Difference("layer 0: window", "128", "256"))
+
+    monkeypatch.setattr(plan, "forecast", refuse)
+    assert main(["plan", "--model", "qwen3-8b"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "window: theirs 128, ours 256" in line
+
+
+@pytest.mark.parametrize("words", [[], ["--model", "a", "--list"], ["--list", "--ids", "sorted"]])
+def test_wrong_options_end_with_2(words):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *words])
+    assert end.value.code == 2
+
+
+def test_planning_needs_no_engine():
+    code = (
+        "import sys; from pdconn.cli.main import main; main(['plan', '--model', 'gpt-oss-20b'])\n"
+        "heavy = {'torch', 'vllm', 'nixl', 'zmq', 'aiohttp', 'matplotlib'}\n"
+        "print('heavy', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert "heavy []" in done.stdout

@@ -1,0 +1,255 @@
+"""Model shapes: the built-in ones, and those read from a config.json."""
+
+import pytest
+
+from pdconn.forecast.errors import ShapeError, UnreadableConfig
+from pdconn.forecast.hf_config import model_shape
+from pdconn.forecast.model import ModelShape
+from pdconn.forecast.shapes import SHAPES, built_in
+from registration.references import AttentionKind
+
+GEMMA = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+    },
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+QWEN = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_4 = {
+    "model_type": "llama4",
+    "text_config": {
+        "attention_chunk_size": 8192,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "no_rope_layers": [],
+    },
+}
+
+
+def kinds(shape: ModelShape) -> dict[AttentionKind, tuple[int, ...]]:
+    return {sort.kind: sort.layers for sort in shape.sorts}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gemma-3-27b", GEMMA),
+        ("gpt-oss-20b", GPT_OSS),
+        ("llama-3.1-70b", LLAMA),
+        ("qwen3-8b", QWEN),
+        ("deepseek-v3", DEEPSEEK),
+    ],
+)
+def test_a_config_and_the_built_in_shape_agree(name, config):
+    assert model_shape(config, name) == built_in(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "token_nbytes"),
+    [
+        # Bytes of one token in all layers: layers x 2 x heads x head size x 2 bytes.
+        ("gemma-3-27b", 62, 62 * 2 * 16 * 128 * 2),
+        ("gpt-oss-20b", 24, 24 * 2 * 8 * 64 * 2),
+        ("gpt-oss-120b", 36, 36 * 2 * 8 * 64 * 2),
+        ("llama-3.1-8b", 32, 128 << 10),  # 128 KiB, as Llama's users know it
+        ("llama-3.1-70b", 80, 320 << 10),
+        ("llama-3.1-405b", 126, 504 << 10),
+        ("qwen3-8b", 36, 144 << 10),
+        ("qwen3-32b", 64, 256 << 10),
+        ("qwen3-30b-a3b", 48, 96 << 10),
+        ("qwen3-235b-a22b", 94, 188 << 10),
+        ("deepseek-v3", 61, 61 * 1152),  # 70 KB, as its authors say
+    ],
+)
+def test_bytes_of_a_token(name, layers, token_nbytes):
+    shape = built_in(name)
+    assert shape.num_layers == layers
+    per_token = sum(len(s.layers) * s.heads * s.row_nbytes / s.row_tokens for s in shape.sorts)
+    assert per_token == token_nbytes
+
+
+def test_deepseek_v4_rows_are_as_heavy_as_measured():
+    """A row of the windows' tails at a boundary weighs 4.1 times one of full attention."""
+    sorts = built_in("deepseek-v4").sorts
+    full = sum(len(s.layers) * 256 // s.row_tokens * s.row_nbytes for s in sorts if not s.window)
+    tails = {"swa": 2 * 64, "state": 4, "indexer_state": 4}
+    windows = sum(
+        len(s.layers) * tails[s.part] * s.row_nbytes
+        for s in sorts
+        if s.window and s.block_tokens != 8  # at a multiple of 128 that state is empty
+    )
+    assert windows / full == pytest.approx(4.1, abs=0.05)
+
+
+def test_gemma_attends_to_everything_in_every_sixth_layer():
+    full = kinds(model_shape(GEMMA))[AttentionKind.FULL]
+    assert full == (5, 11, 17, 23, 29, 35, 41, 47, 53, 59)
+
+
+def test_llama_4_is_local_where_it_rotates():
+    shape = model_shape(LLAMA_4)
+    assert kinds(shape)[AttentionKind.FULL] == tuple(range(3, 48, 4))
+    assert {sort.window for sort in shape.sorts} == {8192, None}
+    flags = [0, 1, 1, 1] * 12
+    text = {**LLAMA_4["text_config"], "no_rope_layers": flags}
+    assert kinds(model_shape({"text_config": text}))[AttentionKind.FULL] == tuple(range(0, 48, 4))
+    named = ["full_attention" if not flag else "chunked_attention" for flag in flags]
+    by_name = model_shape({"text_config": {**LLAMA_4["text_config"], "layer_types": named}})
+    assert by_name == model_shape({"text_config": text})
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({"sliding_window": 4096}, ()),
+        ({"sliding_window": 4096, "use_sliding_window": False}, tuple(range(80))),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 70},
+         tuple(range(70))),
+        ({"sliding_window": 4096, "sliding_window_pattern": 4}, tuple(range(3, 80, 4))),
+        ({"sliding_window": 4096, "_sliding_window_pattern": 5}, tuple(range(4, 80, 5))),
+        ({"sliding_window": 4096, "model_type": "gemma2"}, tuple(range(1, 80, 2))),
+    ],
+)  # fmt: skip
+def test_ways_to_say_which_layers_have_windows(changes, full):
+    found = kinds(model_shape({**LLAMA, **changes}))
+    assert found.get(AttentionKind.FULL, ()) == full
+    windowed = found.get(AttentionKind.SLIDING_WINDOW, ())
+    assert sorted([*full, *windowed]) == list(range(80))
+
+
+@pytest.mark.parametrize(
+    ("changes", "row_nbytes", "heads"),
+    [
+        ({"head_dim": 256}, 1024, 8),
+        ({"num_key_value_heads": None}, 512, 64),
+        ({"torch_dtype": None}, 512, 8),
+        ({"torch_dtype": "float32"}, 512, 8),  # vLLM caches it in 16 bits
+        ({"torch_dtype": "torch.float8_e4m3fn"}, 256, 8),
+        ({"torch_dtype": None, "dtype": "float16"}, 512, 8),
+    ],
+)
+def test_bytes_and_heads_of_a_row(changes, row_nbytes, heads):
+    (sort,) = model_shape({**LLAMA, **changes}).sorts
+    assert (sort.row_nbytes, sort.heads) == (row_nbytes, heads)
+
+
+def test_layers_that_share_another_ones_cache_keep_nothing():
+    assert model_shape({**LLAMA, "num_kv_shared_layers": 30}).num_layers == 50
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", None),
+        ("num_hidden_layers", "80"),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", 10**9),
+        ("num_key_value_heads", [8] * 80),
+        ("hidden_size", 8193),
+        ("hidden_size", None),
+        ("head_dim", -1),
+        ("torch_dtype", "int3"),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["linear_attention", "full_attention"] * 40),
+        ("layer_types", [["full_attention"]] * 80),
+        ("layer_types", "full_attention"),
+        ("sliding_window", 0),
+        ("sliding_window", 1.5),
+        ("attention_chunk_size", "8192"),
+        ("num_kv_shared_layers", 80),
+        ("num_kv_shared_layers", 81),
+        ("mamba_d_state", 128),
+        ("ssm_cfg", {"layer": "Mamba2"}),
+        ("hybrid_override_pattern", "M-M*"),
+        ("linear_num_key_heads", 16),
+        ("compress_ratios", [0, 4, 128]),
+        ("index_topk", 2048),
+        ("is_encoder_decoder", True),
+        ("global_head_dim", 512),
+        ("text_config", 3),
+    ],
+)
+def test_what_cannot_be_understood_is_named(key, value):
+    model_shape(LLAMA)
+    with pytest.raises(UnreadableConfig, match=r"expected .*, got .+") as refused:
+        model_shape({**LLAMA, key: value})
+    assert refused.value.field == key
+    assert len(str(refused.value)) < 300
+
+
+def test_windows_need_their_size():
+    types = ["sliding_attention", "full_attention"] * 40
+    with pytest.raises(UnreadableConfig, match=r"sliding_window: expected .*, got nothing"):
+        model_shape({**LLAMA, "layer_types": types})
+    with pytest.raises(UnreadableConfig, match="no_rope_layers"):
+        model_shape({**LLAMA, "attention_chunk_size": 8192, "no_rope_layers": [1, 0]})
+    both = ["sliding_attention", "chunked_attention"] * 40
+    with pytest.raises(UnreadableConfig, match="windows or chunks"):
+        model_shape({**LLAMA, "layer_types": both, "sliding_window": 4})
+
+
+def test_a_config_is_an_object():
+    with pytest.raises(UnreadableConfig, match="config: expected a JSON object, got list"):
+        model_shape([])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_names_are_found_however_they_are_written(shape):
+    written = f"Some-Owner/{shape.name.upper().replace('-', ' ')}"
+    assert built_in(written) is shape
+
+
+def test_an_unknown_name_is_told_the_nearest():
+    with pytest.raises(ShapeError, match=r"gpt-oss-20b, gpt-oss-120b, got gpt-oss"):
+        built_in("gpt-oss")

@@ -1,0 +1,134 @@
+"""Any topology to any topology through real vLLM: tensor parallelism and layouts mixed.
+
+Four engines, each of which both lends and pulls, so that every ordered pair of them is
+a prefill and a decode.  Layouts and ranks were chosen so that the ten pairings with two
+ranks on a side mix seven of the nine pairs of layouts; equal layouts at one rank each
+are in ``test_pair``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdconn.lab.client import Client, prefill_then_decode
+from pdconn.lab.compare import Answer, compare, make_prompts
+from pdconn.lab.engine import Engine, running
+from pdconn.lab.ports import free_ports
+from pdconn.lab.spec import EngineSpec
+from tests.vllm.engines import BLOCK, MAX_MODEL_LEN, MAX_TOKENS, Prompt, alone, transfer_config
+
+ENGINES = {"A": ("LBHNC", 1), "B": ("BHLNC", 1), "C": ("BLHNC", 2), "D": ("BHLNC", 2)}
+PAIRINGS = ("AC", "AD", "BC", "BD", "CA", "CB", "DA", "DB", "CD", "DC")
+LENGTHS = (2, BLOCK, 3 * BLOCK - 1, 130, 700, MAX_MODEL_LEN - MAX_TOKENS)
+AT_ONCE = (40, 64, 300, 90, 200, 33)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The four engines, and what one engine alone answers."""
+
+    engines: dict[str, Engine]
+    expected: dict[Prompt, Answer]
+
+    def client(self, name: str) -> Client:
+        return Client(self.engines[name].url)
+
+
+def prompts(pairing: str) -> tuple[list[Prompt], list[Prompt]]:
+    """One after another, and at once: no two pairings share a prompt."""
+    seed = 100 + 2 * PAIRINGS.index(pairing)
+    return make_prompts(LENGTHS, seed=seed), make_prompts(AT_ONCE, seed=seed + 1)
+
+
+@pytest.fixture(scope="module")
+def answers(model: Path, work: Path) -> dict[Prompt, Answer]:
+    every = [prompt for pairing in PAIRINGS for part in prompts(pairing) for prompt in part]
+    directory = work / "topology-alone"
+    with alone(model, directory) as client, ThreadPoolExecutor(4) as pool:
+        said = pool.map(lambda prompt: client.complete(prompt, MAX_TOKENS), every)
+        return dict(zip(every, said, strict=True))
+
+
+@contextmanager
+def fleet_of(model: Path, directory: Path, prefix_caching: bool) -> Iterator[dict[str, Engine]]:
+    specs = []
+    for name, (layout, ranks) in ENGINES.items():
+        port, side_channel = free_ports(2)
+        specs.append(
+            EngineSpec(
+                name=name,
+                model=model,
+                port=port,
+                side_channel_port=side_channel,
+                kv_transfer_config=transfer_config("kv_both"),
+                layout=layout,
+                prefix_caching=prefix_caching,
+                tensor_parallel=ranks,
+                one_process=ranks == 1,
+                max_model_len=MAX_MODEL_LEN,
+                block_tokens=BLOCK,
+                kv_cache_mib=128,
+            )
+        )
+    with running(specs, directory, timeout_s=600) as engines:
+        yield dict(zip(ENGINES, engines, strict=True))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["caching", "plain"])
+def fleet(
+    request: pytest.FixtureRequest, model: Path, work: Path, answers: dict[Prompt, Answer]
+) -> Iterator[Fleet]:
+    directory = work / f"topology-{request.param}"
+    with fleet_of(model, directory, request.param) as engines:
+        yield Fleet(engines, answers)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_a_pairing_answers_what_one_engine_alone_answers(fleet: Fleet, pairing: str) -> None:
+    prefill, decode = (fleet.client(name) for name in pairing)
+    before = decode.metrics()
+    single, together = prompts(pairing)
+
+    def through(prompt: Prompt) -> Answer:
+        return prefill_then_decode(prefill, decode, prompt, MAX_TOKENS)
+
+    seen = {prompt: through(prompt) for prompt in single}
+    with ThreadPoolExecutor(len(together)) as pool:
+        seen |= dict(zip(together, pool.map(through, together), strict=True))
+    wrong = {
+        len(prompt): difference
+        for prompt, answer in seen.items()
+        if (difference := compare(fleet.expected[prompt], answer))
+    }
+    assert wrong == {}
+    after = decode.metrics()
+    ranks = ENGINES[pairing[1]][1]
+    pulls = after["pdconn:pulls_total"] - before.get("pdconn:pulls_total", 0.0)
+    assert pulls == ranks * len(seen)
+
+
+@pytest.mark.parametrize(("pairing", "sources"), [("BD", 1), ("DB", 2)])
+def test_head_major_blocks_of_other_parallelism_are_one_descriptor_per_source(
+    fleet: Fleet, pairing: str, sources: int
+) -> None:
+    """NIXL's count: a head slice of all layers of a block is one run."""
+    prefill, decode = (fleet.client(name) for name in pairing)
+    [prompt] = make_prompts([1501], seed=900 + sources)
+    before = decode.metrics()
+    prefill_then_decode(prefill, decode, prompt, 1)
+    after = decode.metrics()
+
+    def change(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    blocks = -(-1500 // BLOCK) + 2 * 3  # two groups of 64-token windows
+    ranks = ENGINES[pairing[1]][1]
+    descriptors = change("vllm:nixl_num_descriptors_sum")
+    assert descriptors == blocks * sources * ranks
+    assert change("pdconn:pulls_total") == ranks
