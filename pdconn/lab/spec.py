@@ -149,6 +149,8 @@ class EngineSpec:
         if self.device == "cpu":
             # vLLM's samplers are compiled at the first request otherwise, for half a minute.
             env |= {"TORCHDYNAMO_DISABLE": "1"} | self._cores()
+        if self.device == "cpu" and self.tensor_parallel > 1:
+            env["PDCONN_PATIENT_READERS"] = "1"  # more processes than a small machine has cores
         return env | dict(self.env)
 
     def _cores(self) -> dict[str, str]:

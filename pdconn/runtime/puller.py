@@ -139,6 +139,8 @@ class Puller:
         self._alarms: list[tuple[float, str]] = []
         self._selector = selectors.DefaultSelector()
         self._outbox: deque[str | tuple[str, str] | PullRecord] = deque()
+        self._news = threading.Event()
+        self._owed = 0
         self._broken: str | None = None
         self._stopping = False
         self._reader = ReaderThread(transport, self._mailbox.post, clock)
@@ -152,6 +154,7 @@ class Puller:
 
     def pull(self, request: str, need: Need) -> None:
         """Blocks are there for a held request: read, then report it."""
+        self._owed += 1
         self._mailbox.post(_Pull(request, need))
 
     def cancel(self, request: str) -> None:
@@ -164,9 +167,21 @@ class Puller:
         Raises:
             PullerBroken: one of our threads died.
         """
+        self._news.clear()
         if self._broken is not None:
             raise PullerBroken(self._broken)
-        return Outcome.of(self._outbox)
+        outcome = Outcome.of(self._outbox)
+        self._owed -= len(outcome.received) + len(outcome.failed)
+        return outcome
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something to collect, or nothing to wait for.
+
+        For an engine that has no other work: its steps would keep the cores busy that
+        the pull needs.
+        """
+        if self._owed > 0:
+            self._news.wait(timeout_s)
 
     @property
     def num_open(self) -> int:
@@ -191,6 +206,7 @@ class Puller:
         except Exception as error:
             log.critical("the puller thread stopped", exc_info=True)
             self._broken = f"{type(error).__name__}: {error}"
+            self._news.set()
         finally:
             self._connections.close_all()
             self._selector.close()
@@ -224,7 +240,7 @@ class Puller:
         elif isinstance(item, _Pull):
             entry = self._entries.get(item.request)
             if entry is None:
-                self._outbox.append((item.request, "nothing is held for this request"))
+                self._report((item.request, "nothing is held for this request"))
                 return
             entry.need, entry.measured.asked = item.need, self._clock()
             self._do(entry, entry.machine.want(self._clock()))
@@ -239,6 +255,7 @@ class Puller:
             self._settled(item)
         elif isinstance(item, ReaderStopped):
             self._broken = item.error
+            self._news.set()
 
     def _hold(self, hold: _Hold) -> None:
         now = self._clock()
@@ -336,10 +353,14 @@ class Puller:
             self._read(entry)
         elif isinstance(effect, machine.Received):
             self._outbox.append(entry.measured.record(entry.request, self._clock()))
-            self._outbox.append(entry.request)
+            self._report(entry.request)
         else:
             log.warning("pdconn: pull of %s failed: %s", entry.request, effect.reason)
-            self._outbox.append((entry.request, effect.reason))
+            self._report((entry.request, effect.reason))
+
+    def _report(self, ended: str | tuple[str, str]) -> None:
+        self._outbox.append(ended)
+        self._news.set()
 
     def _say(self, entry: _Entry, message: FromReader) -> None:
         if not entry.peer.is_closed:

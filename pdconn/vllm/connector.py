@@ -140,7 +140,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         orders = Orders() if self._borrowing is None else self._borrowing.take_orders()
         if self._lending is not None:
             self._lending.unpin_freed()
-        return PdMetadata(orders)
+        return PdMetadata(orders, scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers reported."""
@@ -182,7 +182,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Take orders before the step's forward pass, which pulls need not wait for."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, PdMetadata):
-            self._of_worker().obey(connector_metadata.orders)
+            self._of_worker().obey(connector_metadata.orders, connector_metadata.is_idle)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing left to do: see :meth:`bind_connector_metadata`."""

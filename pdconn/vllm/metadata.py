@@ -17,9 +17,13 @@ from pdconn.vllm.orders import Orders
 
 @dataclass
 class PdMetadata(KVConnectorMetadata):
-    """A step's orders, from the scheduler to every worker."""
+    """A step's orders, from the scheduler to every worker.
+
+    ``is_idle``: the step computes nothing.
+    """
 
     orders: Orders
+    is_idle: bool
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""vLLM's plugin entry point: the connector's name, and layouts for the CPU backend."""
+"""vLLM's plugin entry point: the connector's name, and what machines without a GPU need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 
 CPU_LAYOUTS = ("LBHNC", "BLHNC", "BHLNC")
 """Layouts that vLLM's CPU kernels run with, since they honour strides."""
+
+_NAP_S = 0.0002
+_LOOK_MS = 50
 
 
 def register() -> None:
@@ -16,6 +19,31 @@ def register() -> None:
         KVConnectorFactory.register_connector("PdConnector", "pdconn.vllm.connector", "PdConnector")
     if os.environ.get("PDCONN_CPU_LAYOUTS") == "1":
         allow_cpu_layouts()
+    if os.environ.get("PDCONN_PATIENT_READERS") == "1":
+        let_readers_sleep()
+
+
+def let_readers_sleep() -> None:
+    """Let the readers of vLLM's shared-memory queues sleep between their looks.
+
+    A worker and its engine call ``sched_yield`` in a loop for a second after every
+    message.  With more such processes than cores that starves everything else: on two
+    cores and Linux 6.18, two engines of two ranks stopped each other's threads, and the
+    kernel's, for seconds at a time.  A nap of 0.2 ms costs less than a step.
+    """
+    import time
+
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    sleeping = SpinCondition.wait
+
+    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + self.busy_loop_s:
+            time.sleep(_NAP_S)
+        else:  # a notice of something written can be lost, so look now and then
+            sleeping(self, _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
+
+    SpinCondition.wait = wait
 
 
 def allow_cpu_layouts() -> None:

@@ -28,6 +28,9 @@ from transport.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
 
+_IDLE_STEP_S = 0.003
+"""How long a step without work may wait for a pull; a new request waits as long."""
+
 
 class PdWorker:
     """One worker's registered memory, and on decode its puller.
@@ -49,6 +52,7 @@ class PdWorker:
         self._handshake: PdHandshake | None = None
         self._stats = PdStats()
         self._failed: list[str] = []
+        self._is_idle = False
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Describe and pin the KV memory, once; start the puller on decode.
@@ -85,8 +89,12 @@ class PdWorker:
         """What the scheduler's half serves to peers."""
         return self._handshake
 
-    def obey(self, orders: Orders) -> None:
-        """Take this step's orders.  Only posts to other threads."""
+    def obey(self, orders: Orders, is_idle: bool) -> None:
+        """Take the orders of a step, which ``is_idle`` says to compute nothing.
+
+        Only posts to other threads.
+        """
+        self._is_idle = is_idle
         for request, reason in orders.doomed:
             log.warning("pdconn: pull of %s failed: %s", request, reason)
             self._failed.append(request)
@@ -101,7 +109,13 @@ class PdWorker:
             self._puller.cancel(request)
 
     def results(self) -> KVConnectorTransferResults:
-        """What ended since the last step."""
+        """What ended since the last step.
+
+        An idle step ends at the first news: an engine that only waits for pulls steps
+        without a pause otherwise, and takes the cores that they need.
+        """
+        if self._puller is not None and self._is_idle and not self._failed:
+            self._puller.wait(_IDLE_STEP_S)
         results = KVConnectorTransferResults(failed_recving=set(self._failed))
         self._failed = []
         if self._puller is not None:
