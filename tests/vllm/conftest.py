@@ -18,6 +18,7 @@ from tests.vllm.engines import (
     engine,
     one_after_another,
     pair_of,
+    pairing_prompts,
     whole_blocks,
 )
 
@@ -42,6 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    # The pairs live until the end of the session, so whoever needs more engines is first.
+    items.sort(key=lambda item: here in item.path.parents and item.path.stem != "test_topology")
 
 
 def _meant(item: pytest.Item, fields: Mapping[str, object]) -> bool:
@@ -62,8 +65,10 @@ def model(work: Path) -> Path:
 @pytest.fixture(scope="session")
 def expected(model: Path, work: Path) -> Expected:
     """What one engine alone says to every prompt of these tests."""
+    pairings = [prompt for n in range(10) for part in pairing_prompts(n) for prompt in part]
+    prompts = [*one_after_another(), *all_at_once(), *whole_blocks(), *pairings]
     with alone(model, work) as client:
-        return Expected(client, [*one_after_another(), *all_at_once(), *whole_blocks()])
+        return Expected(client, prompts)
 
 
 @pytest.fixture(scope="session", params=CONFIGURATIONS, ids=str)

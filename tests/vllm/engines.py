@@ -82,6 +82,13 @@ def whole_blocks() -> list[Prompt]:
     return make_prompts([8 * BLOCK + 1] * 8, seed=10)
 
 
+def pairing_prompts(number: int) -> tuple[list[Prompt], list[Prompt]]:
+    """For one pairing of topologies: one after another, and at once; no two share any."""
+    longest = MAX_MODEL_LEN - MAX_TOKENS
+    single = make_prompts([2, BLOCK, 3 * BLOCK - 1, 130, 700, longest], seed=100 + 2 * number)
+    return single, make_prompts([40, 64, 300, 90, 200, 33], seed=101 + 2 * number)
+
+
 class Expected:
     """What one engine alone answers, by prompt; asked once."""
 

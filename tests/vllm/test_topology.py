@@ -21,12 +21,18 @@ from pdconn.lab.compare import Answer, compare, make_prompts
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
-from tests.vllm.engines import BLOCK, MAX_MODEL_LEN, MAX_TOKENS, Prompt, alone, transfer_config
+from tests.vllm.engines import (
+    BLOCK,
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    Expected,
+    Prompt,
+    pairing_prompts,
+    transfer_config,
+)
 
 ENGINES = {"A": ("LBHNC", 1), "B": ("BHLNC", 1), "C": ("BLHNC", 2), "D": ("BHLNC", 2)}
 PAIRINGS = ("AC", "AD", "BC", "BD", "CA", "CB", "DA", "DB", "CD", "DC")
-LENGTHS = (2, BLOCK, 3 * BLOCK - 1, 130, 700, MAX_MODEL_LEN - MAX_TOKENS)
-AT_ONCE = (40, 64, 300, 90, 200, 33)
 
 
 @dataclass(frozen=True)
@@ -34,25 +40,10 @@ class Fleet:
     """The four engines, and what one engine alone answers."""
 
     engines: dict[str, Engine]
-    expected: dict[Prompt, Answer]
+    expected: Expected
 
     def client(self, name: str) -> Client:
         return Client(self.engines[name].url)
-
-
-def prompts(pairing: str) -> tuple[list[Prompt], list[Prompt]]:
-    """One after another, and at once: no two pairings share a prompt."""
-    seed = 100 + 2 * PAIRINGS.index(pairing)
-    return make_prompts(LENGTHS, seed=seed), make_prompts(AT_ONCE, seed=seed + 1)
-
-
-@pytest.fixture(scope="module")
-def answers(model: Path, work: Path) -> dict[Prompt, Answer]:
-    every = [prompt for pairing in PAIRINGS for part in prompts(pairing) for prompt in part]
-    directory = work / "topology-alone"
-    with alone(model, directory) as client, ThreadPoolExecutor(4) as pool:
-        said = pool.map(lambda prompt: client.complete(prompt, MAX_TOKENS), every)
-        return dict(zip(every, said, strict=True))
 
 
 @contextmanager
@@ -82,18 +73,18 @@ def fleet_of(model: Path, directory: Path, prefix_caching: bool) -> Iterator[dic
 
 @pytest.fixture(scope="module", params=[True, False], ids=["caching", "plain"])
 def fleet(
-    request: pytest.FixtureRequest, model: Path, work: Path, answers: dict[Prompt, Answer]
+    request: pytest.FixtureRequest, model: Path, work: Path, expected: Expected
 ) -> Iterator[Fleet]:
     directory = work / f"topology-{request.param}"
     with fleet_of(model, directory, request.param) as engines:
-        yield Fleet(engines, answers)
+        yield Fleet(engines, expected)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_a_pairing_answers_what_one_engine_alone_answers(fleet: Fleet, pairing: str) -> None:
     prefill, decode = (fleet.client(name) for name in pairing)
     before = decode.metrics()
-    single, together = prompts(pairing)
+    single, together = pairing_prompts(PAIRINGS.index(pairing))
 
     def through(prompt: Prompt) -> Answer:
         return prefill_then_decode(prefill, decode, prompt, MAX_TOKENS)
