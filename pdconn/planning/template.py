@@ -177,11 +177,7 @@ def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
         raise Incompatible.in_field(
             f"{where}: tokens per stored row", sizes.theirs / their_stored, sizes.ours / stored
         )
-    if sizes.sub * stored % sizes.ours:
-        per_row = sizes.ours // stored
-        raise Incompatible.in_field(
-            f"{where}: block_tokens, {per_row} a row", sizes.theirs, sizes.ours
-        )
+    # Rows divide both blocks, hence their common divisor too.
     rows = sizes.sub * stored // sizes.ours
     dense = ours.token_stride == theirs.token_stride == ours.token_nbytes
     return (1, rows * ours.token_nbytes) if dense else (rows, ours.token_nbytes)

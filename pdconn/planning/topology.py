@@ -21,7 +21,12 @@ from dataclasses import dataclass
 
 from pdconn.planning.errors import Incompatible
 from pdconn.protocol.compat import Difference
-from registration.references import KVCacheDataReference, KVCacheGroupReference, KVCacheReferences
+from registration.references import (
+    AttentionKind,
+    KVCacheDataReference,
+    KVCacheGroupReference,
+    KVCacheReferences,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,9 @@ def _holders(theirs: Sequence[KVCacheReferences]) -> dict[tuple[str, int], list[
 
 
 def _check_group(theirs: KVCacheGroupReference, ours: KVCacheGroupReference, layer: str) -> None:
+    """An engine without window groups keeps whole prompts, so it can serve any window."""
+    if theirs.kind is AttentionKind.FULL and ours.kind.is_windowed:
+        return
     for field in ("kind", "window"):
         their, our = getattr(theirs, field), getattr(ours, field)
         if their != our:

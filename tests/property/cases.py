@@ -17,6 +17,7 @@ from tests.property.oracle import Group, Layers, Side, check
 
 _PACKED = tuple(layout for layout in LAYOUTS if layout.endswith("NC"))
 _DEGREES = range(1, 17)
+THEIRS, OURS = 1 << 40, 1 << 50
 
 
 @dataclass
@@ -48,8 +49,8 @@ def cases(draw: st.DrawFn) -> Case:
     until = tokens if has_state else draw(st.integers(0, tokens))
     need = (draw(st.integers(0, until)), until)
     blocks = [draw(block_sizes(sort)) for sort in sorts]
-    theirs = draw(sides(sorts, [pair[0] for pair in blocks], (until, tokens), 1 << 40))
-    ours = draw(sides(sorts, [pair[1] for pair in blocks], (until, until), 1 << 50))
+    theirs = draw(sides(sorts, [pair[0] for pair in blocks], (until, tokens), THEIRS))
+    ours = draw(sides(sorts, [pair[1] for pair in blocks], (until, until), OURS))
     rank = draw(st.integers(0, len(ours.ranks) - 1))
     return Case(ours, theirs, Need(*need, ours.tables), rank)
 
@@ -101,13 +102,16 @@ def sides(
     """An engine that serves the model.
 
     ``span``: the token that decode computes next, and how many this engine has room for.
+    The lender may keep whole prompts where the model has windows.
     """
     until, tokens = span
+    lends = base == THEIRS
     groups: list[Group] = []
     for sort, block in zip(sorts, blocks, strict=True):
         cut = draw(st.integers(0, len(sort.numbers) - 1))
         parts = [part for part in (sort.numbers[:cut], sort.numbers[cut:]) if part]
-        groups += [Group(sort, part, block) for part in parts]
+        whole = sort.kind.is_windowed and lends and draw(_seldom)
+        groups += [Group(sort, part, block, whole) for part in parts]
     groups = draw(st.permutations(groups))
     heads = [sort.heads for sort in sorts if sort.heads > 1] or [1]
     tp = draw(st.sampled_from([t for t in _DEGREES if all(_divide(t, h) for h in heads)]))
@@ -140,7 +144,7 @@ def block_tables(
     """
     counts = []
     for group in groups:
-        skipped = group.sort.reach(until) // group.block_tokens
+        skipped = group.skipped(until)
         if group.sort.kind is AttentionKind.STATE:
             skipped = max(0, tokens - 1) // group.block_tokens
         else:

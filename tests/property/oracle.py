@@ -63,11 +63,24 @@ class Layers:
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group of one side: some layers of one sort, and their block size."""
+    """One KV cache group of one side: some layers of one sort, and their block size.
+
+    ``whole``: this side keeps no window and treats the layers as full attention.
+    """
 
     sort: Layers
     numbers: tuple[int, ...]
     block_tokens: int
+    whole: bool = False
+
+    @property
+    def kind(self) -> tuple[AttentionKind, int | None]:
+        """As this side describes it."""
+        return (AttentionKind.FULL, None) if self.whole else (self.sort.kind, self.sort.window)
+
+    def skipped(self, until: int) -> int:
+        """Blocks at the start that token ``until`` does not see."""
+        return 0 if self.whole else self.sort.reach(until) // self.block_tokens
 
     @property
     def rows(self) -> int:
@@ -178,7 +191,7 @@ class Side:
                 opaque=group.sort.opaque,
                 **self._page(rank, group),
             ) if here else ()  # fmt: skip
-            made.append(GroupMemory(group.sort.kind, group.sort.window, group.block_tokens, layers))
+            made.append(GroupMemory(*group.kind, group.block_tokens, layers))
         return build_kv_cache_references(made)
 
 

@@ -59,6 +59,8 @@ def engine(
     opaque: bool = False,
     window: int | None = None,
     layers: tuple[str, ...] = ("a", "b"),
+    token_nbytes: int = 8,
+    ratio: int = 1,
     traits: dict[str, str] | None = None,
 ) -> Described:
     """What an engine of ``tp`` ranks says of itself."""
@@ -71,8 +73,8 @@ def engine(
             num_blocks=8,
             layers=layers,
             num_heads=heads // tp,
-            block_tokens=block,
-            token_nbytes=8,
+            block_tokens=block // ratio,
+            token_nbytes=token_nbytes,
             first_head=rank * heads // tp,
             opaque=opaque,
         )
@@ -100,6 +102,9 @@ def test_other_layouts_block_sizes_and_tensor_parallelism_are_differences_that_a
         (engine(opaque=True), engine(), "blocks opaque in tokens"),
         (engine(window=8), engine(window=16), "layer a: window"),
         (engine(window=8), engine(), "layer b: kind"),
+        (engine(token_nbytes=4), engine(), "layer a: bytes per token and head"),
+        (engine(token_nbytes=4, opaque=True), engine(opaque=True), "layer a: bytes per head"),
+        (engine(ratio=2), engine(), "layer a: tokens per stored row"),
         (engine(layers=("a",)), engine(), "layer b chunk 0"),
         (engine(heads=2), engine(), "head 2 of layer a"),
     ],
@@ -108,6 +113,25 @@ def test_what_the_planner_refuses_is_named(theirs: Described, ours: Described, f
     comparison = compare(theirs, ours)
     assert not comparison.compatible
     assert any(field in d.field for d in comparison.b_pulls), comparison.b_pulls
+
+
+def test_compressed_rows_of_unequal_blocks_are_served() -> None:
+    assert compare(engine(ratio=4, block=12), engine(ratio=4, block=8)).compatible
+
+
+def test_a_lender_that_keeps_whole_prompts_serves_any_window() -> None:
+    comparison = compare(engine(), engine(window=8))
+    assert comparison.b_pulls == ()
+    assert any("kind" in d.field for d in comparison.a_pulls)
+
+
+def test_ranks_that_disagree_on_their_groups_are_refused() -> None:
+    [one] = engine().ranks
+    more = build_kv_cache_references(
+        [GroupMemory(AttentionKind.FULL, None, 4, ()), GroupMemory(AttentionKind.FULL, None, 4, ())]
+    )
+    theirs = msgspec.structs.replace(engine(), ranks=(one, RankGeometry(1, 0, b"", more)))
+    assert "number of KV cache groups of their ranks" in compare(theirs, engine()).b_pulls[0].field
 
 
 def test_a_description_tells_no_address() -> None:

@@ -73,6 +73,19 @@ def test_a_claim_is_kept_while_the_request_queues() -> None:
         assert pair.outcome_of("d") is None
 
 
+def test_waiting_ends_at_the_first_news_and_never_begins_without_a_pull() -> None:
+    with Pair() as pair:
+        began = time.monotonic()
+        pair.puller.wait(60.0)
+        pair.network.script = lambda _: Late(0.3)
+        pair.pull("d", pair.lend("r"))
+        pair.puller.wait(60.0)
+        assert time.monotonic() - began >= 0.3
+        assert "d" in pair.collect().received
+        pair.puller.wait(60.0)
+        assert time.monotonic() - began < 30.0
+
+
 def test_an_unread_lease_runs_out() -> None:
     with Pair(ttl_s=0.1) as pair:
         ticket = pair.lend("r")
