@@ -115,6 +115,8 @@ class KVCacheDataReference:
         for name in ("offset", "nbytes", "num_heads", "first_head", "head_stride"):
             if getattr(self, name) >= _ADDRESS_LIMIT:
                 raise RegistrationError(f"{self.layer}: {name} {getattr(self, name)} is too large")
+        if max(self.token_stride or 0, self.token_nbytes or 0) >= _ADDRESS_LIMIT:
+            raise RegistrationError(f"{self.layer}: token stride {self.token_stride} is too large")
         if self.nbytes <= 0 or self.num_heads <= 0 or self.nbytes % self.num_heads:
             raise RegistrationError(
                 f"{self.layer}: {self.nbytes} bytes do not divide into {self.num_heads} heads"
@@ -185,6 +187,8 @@ class KVCacheGroupReference:
             raise RegistrationError(f"{self.kind}: window {self.window} does not fit the kind")
         if self.window is not None and self.window <= 0:
             raise RegistrationError(f"window: expected above 0, got {self.window}")
+        if max(self.block_tokens, self.window or 0) >= _ADDRESS_LIMIT:
+            raise RegistrationError(f"block_tokens: expected below 2^62, got {self.block_tokens}")
         keys = [(ref.layer, ref.chunk) for ref in self.data]
         if len(set(keys)) != len(keys):
             raise RegistrationError("a layer's chunk is described twice in one group")

@@ -91,9 +91,12 @@ class Pair:
         self.number = 0
 
     def open_lender(self, port: int) -> Lender:
+        return Lender(self.welcome(), "127.0.0.1", port)
+
+    def welcome(self) -> Welcome:
+        """What the lender says of itself."""
         rank = RankGeometry(0, 0, self.their_transport.address(), self.theirs.references)
-        welcome = Welcome.of("prefill", self.incarnation, self.traits, (rank,))
-        return Lender(welcome, "127.0.0.1", port)
+        return Welcome.of("prefill", self.incarnation, self.traits, (rank,))
 
     def lend(self, request: str, ids: tuple[int, ...] = (3, 4, 5)) -> Ticket:
         """Lend blocks under ``request``; the ticket for them."""

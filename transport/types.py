@@ -28,6 +28,7 @@ ReadId = NewType("ReadId", int)
 
 U64 = NDArray[np.uint64]
 
+_MAX_DEVICES = 1 << 16
 _LAST_ADDRESS = np.uint64(2**63 - 1)
 
 
@@ -37,6 +38,10 @@ class Device:
 
     kind: Literal["cpu", "cuda"] = "cpu"
     index: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < _MAX_DEVICES:
+            raise ValueError(f"device index: expected 0 to {_MAX_DEVICES - 1}, got {self.index}")
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"

@@ -15,7 +15,7 @@ from pdconn.lab.table import table
 from pdconn.planning.compare import Comparison, compare
 from pdconn.protocol.compat import Difference
 from pdconn.protocol.errors import ProtocolError
-from pdconn.protocol.messages import Described
+from pdconn.protocol.messages import Described, check_geometry
 from pdconn.runtime.channel import ChannelLost
 from pdconn.runtime.describing import describe
 from registration import RegistrationError
@@ -32,7 +32,7 @@ examples:
 
 exit codes:
   0  each can pull from the other (layouts, block sizes and parallelism may differ)
-  1  they cannot: the fields that keep them from it are shown
+  1  one of them cannot: the fields that keep it from that are shown
   2  an engine does not answer, a file is no description, or bad options
 """
 
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write A's description here")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.add_argument(
-        "--timeout", type=float, default=5.0, help="seconds to wait for an engine (%(default)s)"
+        "--timeout", type=_seconds, default=5.0, help="seconds to wait for an engine (%(default)s)"
     )
 
 
@@ -76,13 +76,22 @@ def run(args: argparse.Namespace) -> int:
     return 0 if comparison.compatible else 1
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 86400:
+        raise argparse.ArgumentTypeError(f"expected above 0 and below 86400, got {text}")
+    return seconds
+
+
 def _described(where: str, timeout_s: float) -> Described:
     path = Path(where)
     if path.is_file():
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Described)
-        except (msgspec.DecodeError, RegistrationError) as error:
+            described = msgspec.json.decode(path.read_bytes(), type=Described)
+            check_geometry(described)
+        except (msgspec.DecodeError, RegistrationError, ProtocolError, RecursionError) as error:
             raise NoDescription(f"{where}: expected an engine's description: {error}") from error
+        return described
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise NoDescription(f"{where!r}: expected HOST:PORT or an existing file")
@@ -94,15 +103,16 @@ def _described(where: str, timeout_s: float) -> Described:
 
 def _text(comparison: Comparison, a: str, b: str) -> str:
     refused = [(d, "refused") for d in comparison.traits]
-    rows = [*refused, *((d, "served") for d in comparison.shapes)]
+    rows = [*refused, *((d, "differs") for d in comparison.shapes)]
     parts = []
     if rows:
         lines = [[d.field, d.theirs, d.ours, verdict] for d, verdict in rows]
         parts.append(table(["field", a, b, ""], lines))
     else:
         parts.append("no difference")
-    for reader, lender, obstacles in ((a, b, comparison.a_pulls), (b, a, comparison.b_pulls)):
-        parts.append(_verdict(reader, lender, [*comparison.traits, *obstacles]))
+    seen_by_a = [Difference(d.field, d.ours, d.theirs) for d in comparison.traits]
+    parts.append(_verdict(a, b, [*seen_by_a, *comparison.a_pulls]))
+    parts.append(_verdict(b, a, [*comparison.traits, *comparison.b_pulls]))
     return "\n\n".join(parts)
 
 

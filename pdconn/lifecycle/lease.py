@@ -127,6 +127,11 @@ class Lease:
             return Denied(Refusal.CONSUMED, f"rank {reader.rank} was done with it already")
         return self._hold(pull, reader.rank, now)
 
+    def is_claimed(self, reader: Reader, now: float) -> bool:
+        """Whether this very reader holds a claim that is not over."""
+        pull = self._pulls.get(reader.pull)
+        return pull is not None and pull.claims.get(reader.rank, now) > now
+
     def renew(self, reader: Reader, now: float) -> Granted | Denied:
         """A rank asks for more time.  Only a claim that still holds can be renewed."""
         pull = self._pulls.get(reader.pull)

@@ -55,6 +55,11 @@ class LeaseBook:
         lease = self._leases.get(request)
         return self._absent(request) if lease is None else lease.claim(reader, blocks, now)
 
+    def is_claimed(self, request: str, reader: Reader, now: float) -> bool:
+        """Whether this very reader holds a claim that can still be believed."""
+        lease = self._leases.get(request)
+        return lease is not None and lease.is_claimed(reader, now)
+
     def renew(self, request: str, reader: Reader, now: float) -> Granted | Denied:
         """Answer a renewal; see :meth:`Lease.renew`."""
         lease = self._leases.get(request)

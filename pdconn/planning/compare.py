@@ -47,7 +47,11 @@ def compare(a: Described, b: Described) -> Comparison:
 
 
 def _obstacles(reader: Described, lender: Described) -> Iterator[Difference]:
-    """What the planner refuses, for any rank of the reader, each once."""
+    """What a pull is refused for, by any rank of the reader, each once."""
+    if reader.version != lender.version:
+        yield Difference("version", str(lender.version), str(reader.version))
+    if not any(group.data for rank in lender.ranks for group in rank.references.groups):
+        yield Difference("KV of the lender", NOTHING, "needed")
     theirs = [rank.references for rank in lender.ranks]
     seen = set()
     for rank in reader.ranks:
@@ -62,6 +66,7 @@ def _obstacles(reader: Described, lender: Described) -> Iterator[Difference]:
 
 def _shape(engine: Described) -> Iterator[tuple[str, str]]:
     """An engine's geometry as named facts, by kind of layers."""
+    yield "version", str(engine.version)
     yield "tensor parallel ranks", str(1 + max(rank.tp_rank for rank in engine.ranks))
     yield "pipeline stages", str(1 + max(rank.pp_rank for rank in engine.ranks))
     yield "KV cache groups", str(len(engine.ranks[0].references.groups))
@@ -69,12 +74,12 @@ def _shape(engine: Described) -> Iterator[tuple[str, str]]:
     for rank in engine.ranks:
         for group in rank.references.groups:
             if group.data:
-                window = "" if group.window is None else f" of {group.window}"
-                kinds[f"{group.kind}{window}"].append((rank.references, group))
+                kinds[group.kind].append((rank.references, group))
     for kind, held in sorted(kinds.items()):
         groups = [group for _, group in held]
         layers = {layer for group in groups for layer in group.layers}
         yield f"{kind}: layers", str(len(layers))
+        yield f"{kind}: window", _listed(group.window or NOTHING for group in groups)
         yield f"{kind}: block_tokens", _listed({group.block_tokens for group in groups})
         yield f"{kind}: heads of a rank", _listed(r.num_heads for g in groups for r in g.data)
         yield (

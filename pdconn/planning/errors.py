@@ -33,3 +33,7 @@ class MissingBlock(PlanningError):
 
 class BlockOutOfRange(PlanningError):
     """A block id that the cache it is in does not have."""
+
+
+class TooManyRuns(PlanningError):
+    """A pull in more pieces than we are willing to plan: see ``pdconn plan`` for better pairs."""

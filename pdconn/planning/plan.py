@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock
+from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock, TooManyRuns
 from pdconn.planning.template import I64, Side, Template, build_templates
 from pdconn.planning.topology import match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
 from transport import Spans
+
+MAX_RUNS = 1 << 22
+"""Runs of one pull; a run takes about 80 bytes while it is planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Pairing:
             Incompatible: the number of block lists is not the number of groups.
             MissingBlock: a block that we need is not lent.
             BlockOutOfRange: an id beyond either cache.
+        TooManyRuns: so scattered that a plan would fill the memory.
         """
         if len(need.blocks) != len(self.ours.groups):
             raise Incompatible.in_field(
@@ -121,11 +125,15 @@ class Pairing:
         if len(lent) != len(self.lent_num_blocks):
             raise Incompatible.in_field("lent block lists", len(lent), len(self.lent_num_blocks))
         moved = Moved()
+        runs = 0
         parts: dict[int, list[Spans]] = {}
         for template in self.templates:
             group = self.ours.groups[template.our_group]
             pairs = _pairs(template, need, lent[template.their_group], group)
             moved += self._moved(template, pairs)
+            runs += len(pairs.ours) * len(template.nbytes)
+            if runs > MAX_RUNS:
+                raise TooManyRuns(f"runs of one pull: expected at most {MAX_RUNS}, got {runs}")
             if len(pairs.ours):
                 spans = _spans(template, pairs, self.ours)
                 parts.setdefault(template.their_rank, []).append(spans)

@@ -36,6 +36,10 @@ PROTOCOL_VERSION = 1
 MAX_RANKS = 4096
 MAX_MESSAGES = 4096
 MAX_TEXT = 512
+MAX_GROUPS = 256
+MAX_LAYER_CHUNKS = 1 << 16
+"""Of one rank."""
+MAX_TRAITS = 256
 
 
 class Refusal(StrEnum):
@@ -225,11 +229,41 @@ def decode_from_lender(body: bytes) -> list[FromLender]:
     """
     messages: list[FromLender] = _decoded(_from_lender, body)
     for message in messages:
-        if isinstance(message, Welcome | Described) and not 0 < len(message.ranks) <= MAX_RANKS:
-            raise MessageError("ranks", f"1 to {MAX_RANKS}", len(message.ranks))
+        if isinstance(message, Welcome | Described):
+            check_geometry(message)
+        elif isinstance(message, Rejected):
+            for text in (message.field, message.expected, message.seen):
+                _short("rejected", text)
+        elif isinstance(message, Refused):
+            _short("refused.detail", message.detail)
         if isinstance(message, Granted) and not 0 < message.ttl_ms < 2**31:
             raise MessageError("granted.ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
     return messages
+
+
+def check_geometry(message: Welcome | Described) -> None:
+    """Bounds of what an engine says of itself.
+
+    Raises:
+        MessageError: no rank, or more of something than any engine has.
+    """
+    if not 0 < len(message.ranks) <= MAX_RANKS:
+        raise MessageError("ranks", f"1 to {MAX_RANKS}", len(message.ranks))
+    if len(message.traits) > MAX_TRAITS:
+        raise MessageError("traits", f"at most {MAX_TRAITS}", len(message.traits))
+    for name, value in message.traits.items():
+        _short("traits", name)
+        _short(f"traits.{name}", value)
+    for rank in message.ranks:
+        groups = rank.references.groups
+        if len(groups) > MAX_GROUPS:
+            raise MessageError("groups", f"at most {MAX_GROUPS}", len(groups))
+        chunks = sum(len(group.data) for group in groups)
+        if chunks > MAX_LAYER_CHUNKS:
+            raise MessageError("layers of a rank", f"at most {MAX_LAYER_CHUNKS}", chunks)
+        for group in groups:
+            for ref in group.data:
+                _short("layer", ref.layer)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> list:  # type: ignore[type-arg]
@@ -245,6 +279,11 @@ def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> list:  # type: ig
 def _bounded(field: str, text: str) -> None:
     if not 0 < len(text) <= MAX_TEXT:
         raise MessageError(field, f"1 to {MAX_TEXT} characters", text)
+
+
+def _short(field: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise MessageError(field, f"at most {MAX_TEXT} characters", text)
 
 
 def _check_reader(reader: Reader) -> None:
@@ -272,6 +311,7 @@ __all__ = [
     "Rejected",
     "Renew",
     "Welcome",
+    "check_geometry",
     "decode_from_lender",
     "decode_from_reader",
     "encode",

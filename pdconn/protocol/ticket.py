@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.messages import MAX_TEXT
+from pdconn.protocol.messages import MAX_GROUPS, MAX_TEXT
 
 TICKET_VERSION = 1
-MAX_GROUPS = 256
 MAX_BLOCKS = 1 << 22
 _MAX_BLOCK_ID = 2**31 - 1
 
@@ -105,7 +104,7 @@ def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None
         raise TicketError("remote_block_ids", expected, len(blocks))
     for group, (listed, count) in enumerate(zip(blocks, num_blocks, strict=True)):
         highest = max(listed.ids, default=0)
-        if highest >= count:
+        if highest and highest >= count:
             field = f"remote_block_ids[{group}][{listed.ids.index(highest)}]"
             raise TicketError(field, f"0 to {count - 1}", highest)
 

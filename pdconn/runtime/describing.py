@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import time
 
@@ -15,7 +17,7 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.runtime.channel import Channel
-from pdconn.runtime.peers import MAX_WELCOME
+from pdconn.runtime.peers import MAX_WELCOME, dial
 
 
 def describe(host: str, port: int, timeout_s: float = 5.0) -> Described:
@@ -27,8 +29,13 @@ def describe(host: str, port: int, timeout_s: float = 5.0) -> Described:
         ProtocolError: it answered something else.
     """
     give_up = time.monotonic() + timeout_s
-    with socket.create_connection((host, port), timeout_s) as sock:
+    with dial(host, port) as sock:
         channel = Channel(sock, MAX_WELCOME)
+        if not select.select([], [sock], [], timeout_s)[1]:
+            raise TimeoutError(f"{host}:{port}: no connection in {timeout_s:g} s")
+        failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
         channel.send(encode([Describe(PROTOCOL_VERSION)]))
         while True:
             for body in channel.receive():

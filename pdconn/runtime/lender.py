@@ -36,6 +36,7 @@ from pdconn.protocol.messages import (
     FromReader,
     Granted,
     Hello,
+    Reader,
     Refused,
     Rejected,
     Renew,
@@ -79,6 +80,7 @@ class _Visitor:
     greeted: bool = False
     leaving: bool = False
     answers: list[FromLender] = field(default_factory=list)
+    claimed: set[tuple[str, Reader]] = field(default_factory=set)
 
 
 class Lender:
@@ -104,6 +106,7 @@ class Lender:
     ) -> None:
         self._welcome = welcome
         self._welcome_frame = encode([welcome])
+        self._described_frame = encode([Described.of(welcome)])
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
@@ -238,11 +241,13 @@ class Lender:
             self._reject(visitor, error.field, str(error.expected), str(error.seen))
 
     def _hear(self, visitor: _Visitor, message: FromReader) -> None:
+        if visitor.leaving:
+            return
         if isinstance(message, Hello):
             self._greet(visitor, message)
         elif isinstance(message, Describe):
             self.counts["described"] += 1
-            visitor.answers.append(Described.of(self._welcome))
+            visitor.channel.send(self._described_frame)
             visitor.leaving = True
         elif not visitor.greeted:
             raise MessageError("first message", "hello", type(message).__name__.lower())
@@ -252,16 +257,29 @@ class Lender:
             answer = self._book.claim(message.request, message.reader, message.blocks, now)
             if isinstance(answer, Denied):
                 self.counts[f"refused_{answer.why}"] += 1
+            else:
+                visitor.claimed.add((message.request, message.reader))
             visitor.answers.append(_reply(message, answer))
         elif isinstance(message, Renew):
             self.counts["renewals"] += 1
             renewed = self._book.renew(message.request, message.reader, self._clock())
             visitor.answers.append(_reply(message, renewed))
         elif isinstance(message, Done):
-            self._note(self._book.done(message.request, message.reader, self._clock()))
+            self._done(visitor, message)
+
+    def _done(self, visitor: _Visitor, message: Done) -> None:
+        """Only who claimed may end a claim that holds; others could be a mistake or a lie."""
+        now, claim = self._clock(), (message.request, message.reader)
+        if claim not in visitor.claimed and self._book.is_claimed(*claim, now):
+            self.counts["dones_of_others"] += 1
+            return
+        visitor.claimed.discard(claim)
+        self._note(self._book.done(message.request, message.reader, now))
 
     def _greet(self, visitor: _Visitor, hello: Hello) -> None:
-        if hello.version != PROTOCOL_VERSION:
+        if visitor.greeted:
+            self._reject(visitor, "hello", "one on a connection", "another")
+        elif hello.version != PROTOCOL_VERSION:
             self._reject(visitor, "version", str(PROTOCOL_VERSION), str(hello.version))
         elif hello.wants != self._welcome.incarnation:
             self._reject(visitor, "incarnation", self._welcome.incarnation, hello.wants)

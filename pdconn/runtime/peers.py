@@ -38,7 +38,7 @@ from transport import PeerId
 
 log = logging.getLogger(__name__)
 
-MAX_WELCOME = 1 << 28
+MAX_WELCOME = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +197,12 @@ class Connections:
         peer.ranks[rank] = answer.peer
         peer.connecting -= 1
         if peer.connecting == 0:
-            peer.enter("welcomed")
-            log.info("pdconn: ready to read from %s", peer.key)
-            self._listener.peer_ready(peer)
+            self._ready(peer)
+
+    def _ready(self, peer: Peer) -> None:
+        peer.enter("welcomed")
+        log.info("pdconn: ready to read from %s", peer.key)
+        self._listener.peer_ready(peer)
 
     def close(self, peer: Peer, reason: str) -> None:
         """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
@@ -241,18 +244,21 @@ class Connections:
             peer.connecting = len(peer.pairing.ranks)
             for rank in peer.pairing.ranks:
                 self._reader.post(Connect((peer, rank), message.ranks[rank].address))
+            if not peer.pairing.ranks:  # a stage of ours without layers reads from nobody
+                self._ready(peer)
 
 
 def check_welcome(welcome: Welcome, key: PeerKey) -> None:
     """Whether the lender is the one that the ticket named.
 
     Raises:
-        PeerMismatch: another version, engine or boot.
+        PeerMismatch: another version, engine or boot, or traits of another digest.
     """
     for name, ours, theirs in (
         ("version", PROTOCOL_VERSION, welcome.version),
         ("engine_id", key.engine_id, welcome.engine_id),
         ("incarnation", key.incarnation, welcome.incarnation),
+        ("digest", traits_digest(welcome.traits), welcome.digest),
     ):
         if ours != theirs:
             raise PeerMismatch(name, ours, theirs)
@@ -261,16 +267,13 @@ def check_welcome(welcome: Welcome, key: PeerKey) -> None:
 def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
     """Whether both sides mean the same by the bytes of a block.
 
-    Equal digests say so at once; a side without traits does not ask.
+    Equal digests say so at once; without traits of our own we do not ask.
 
     Raises:
         Incompatible: every trait that differs, by name.
     """
-    if not ours or not welcome.traits or traits_digest(ours) == welcome.digest:
-        return
-    differences = trait_differences(ours, welcome.traits)
-    if differences:
-        raise Incompatible(*differences)
+    if ours and traits_digest(ours) != welcome.digest:
+        raise Incompatible(*trait_differences(ours, welcome.traits))
 
 
 def dial(host: str, port: int) -> socket.socket:
@@ -279,7 +282,11 @@ def dial(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the name does not resolve, or the network refuses at once.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{host!r} is no host name: {error}") from error
+    family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
     failed = sock.connect_ex(address)

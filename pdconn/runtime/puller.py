@@ -45,7 +45,7 @@ from pdconn.runtime.peers import Connections, Peer, PeerKey, check_traits
 from pdconn.runtime.reader import Answer, Connected, Read, ReaderStopped, ReaderThread, ReadSettled
 from pdconn.runtime.records import Measured, Outcome, PullRecord
 from registration.references import KVCacheReferences
-from transport import PeerLost, Transport, TransportError
+from transport import PeerLost, PeerUnknown, Transport, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class Puller:
             entry.error = entry.error or f"{type(error).__name__}: {error}"
         if entry.reading == 0:
             self._do(entry, entry.machine.settled(entry.error, answer.at))
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost | PeerUnknown):
             self._connections.close(entry.peer, str(error))
         self._forget_peer_if_idle(entry.peer)
 

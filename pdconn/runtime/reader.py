@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,6 +98,7 @@ class ReaderThread:
         self._clock = clock
         self._jobs: queue.SimpleQueue[Connect | Disconnect | Read | None] = queue.SimpleQueue()
         self._reading: dict[ReadId, object] = {}
+        self._users: Counter[PeerId] = Counter()
         self._thread = threading.Thread(target=self._run, name="pdconn-reader", daemon=True)
         self._thread.start()
 
@@ -149,9 +151,14 @@ class ReaderThread:
             except TransportError as error:
                 self._deliver(Connected(job.tag, None, f"{type(error).__name__}: {error}"))
             else:
+                self._users[peer] += 1
                 self._deliver(Connected(job.tag, peer, None))
         elif isinstance(job, Disconnect):
-            self._transport.disconnect(job.peer)
+            # A lender that was dialled anew, or under two names, is one peer down here.
+            self._users[job.peer] -= 1
+            if self._users[job.peer] <= 0:
+                del self._users[job.peer]
+                self._transport.disconnect(job.peer)
         else:
             self._read(job)
 

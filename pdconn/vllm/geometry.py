@@ -53,7 +53,7 @@ def kv_cache_references(
     kv_caches: dict[str, torch.Tensor],
     *,
     layout: str,
-    total_kv_heads: int,
+    total_kv_heads: int | None,
     tp_rank: int,
     tp_size: int,
     opaque_tokens: bool,
@@ -64,7 +64,8 @@ def kv_cache_references(
         config: the worker's KV cache configuration.
         kv_caches: the registered views, ``[B, H, N, C]`` by layer name.
         layout: the resolved layout's name.
-        total_kv_heads: KV heads of the whole model, before tensor parallelism.
+        total_kv_heads: KV heads of every layer of the whole model, before tensor
+            parallelism; None when its layers differ.
         opaque_tokens: whether the backend packs tokens inside a head's block, as
             vLLM's CPU kernels do, so that a block can only move whole.
 
@@ -114,10 +115,21 @@ def _kind(spec: Any) -> tuple[AttentionKind, int | None]:
     return kind, None
 
 
-def _first_head(spec: Any, total_kv_heads: int, tp_rank: int, tp_size: int) -> int:
-    """The model-wide index of this rank's first head; ranks with replicas share one."""
+def _first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: int) -> int:
+    """The model-wide index of this rank's first head; ranks with replicas share one.
+
+    Raises:
+        RegistrationError: which heads the rank holds cannot be told.
+    """
     heads: int = spec.num_heads
-    shards = getattr(spec, "max_tp_shards", None) or max(1, total_kv_heads // heads)
+    if tp_size == 1:
+        return 0
+    if total_kv_heads is None or heads != max(1, total_kv_heads // tp_size):
+        raise RegistrationError(
+            f"KV heads: {heads} on a rank of {tp_size}, of {total_kv_heads or 'varying numbers'} "
+            f"in the model: layers that differ in their heads need tensor_parallel_size 1"
+        )
+    shards = getattr(spec, "max_tp_shards", None) or total_kv_heads // heads
     return int(tp_rank * min(tp_size, shards) // tp_size * heads)
 
 

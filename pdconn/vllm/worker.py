@@ -28,6 +28,8 @@ from transport.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
 
+_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+
 _IDLE_STEP_S = 0.003
 """How long a step without work may wait for a pull; a new request waits as long."""
 
@@ -165,11 +167,21 @@ class PdWorker:
             self._kv_cache_config,
             kv_caches,
             layout=layout.name,
-            total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+            total_kv_heads=total_kv_heads(model),
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
             opaque_tokens=self._config.device_config.device_type == "cpu",
         )
+
+
+def total_kv_heads(model: Any) -> int | None:
+    """KV heads of a layer of the whole model; None when its config names several numbers."""
+    if model.use_mla:
+        return 1
+    total: int = model.get_total_num_kv_heads()
+    names = [name for name in vars(model.hf_text_config) if name.endswith(_HEAD_COUNTS)]
+    counts = {getattr(model.hf_text_config, name) for name in names} - {None}
+    return total if counts <= {total} else None
 
 
 def _summary(references: KVCacheReferences) -> str:

@@ -16,6 +16,7 @@ from pdconn.planning.compare import compare
 from pdconn.protocol.compat import trait_differences, traits_digest
 from pdconn.protocol.messages import Described, RankGeometry, Welcome
 from pdconn.runtime.describing import describe
+from pdconn.runtime.lender import Lender
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.layouts import layout_memory
 from tests.pair import Pair
@@ -44,10 +45,19 @@ def test_every_trait_that_differs_is_in_the_error() -> None:
     assert "packing: theirs x, ours nothing" in said
 
 
-def test_a_side_without_traits_does_not_ask() -> None:
+def test_a_lender_without_traits_is_refused_by_a_reader_that_asks() -> None:
     with Pair(traits={}) as pair:
         pair.pull("d", pair.lend("r"))
-        assert pair.outcome_of("d") is None
+        assert "model: theirs nothing, ours tiny" in str(pair.outcome_of("d"))
+
+
+def test_a_digest_that_is_not_of_its_traits_is_refused() -> None:
+    with Pair(traits={"model": "other"}) as pair:
+        pair.lender.close()
+        lie = msgspec.structs.replace(pair.welcome(), digest=traits_digest({"model": "tiny"}))
+        pair.lender = Lender(lie, "127.0.0.1", 0)
+        pair.pull("d", pair.lend("r"))
+        assert "digest: expected" in str(pair.outcome_of("d"))
 
 
 def engine(
@@ -172,7 +182,7 @@ def test_diff_of_equal_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{saved} can pull from {where}" in said
 
 
-def test_the_table_tells_served_from_refused(
+def test_the_table_tells_what_is_refused_from_what_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -181,14 +191,42 @@ def test_the_table_tells_served_from_refused(
     assert main(["diff", *map(str, files)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any("model" in line and line.endswith("refused") for line in lines)
-    assert any("block_tokens" in line and line.endswith("served") for line in lines)
-    assert f"{files[0]} cannot pull from {files[1]}:" in lines
+    assert any("block_tokens" in line and line.endswith("differs") for line in lines)
+    at = lines.index(f"{files[0]} cannot pull from {files[1]}:")
+    assert lines[at + 1].strip() == "model: theirs m, ours x"
 
 
-@pytest.mark.parametrize("where", ["nowhere", "host:0", "host:70000", ":5600"])
+def test_other_versions_cannot_pull() -> None:
+    newer = msgspec.structs.replace(engine(), version=99)
+    assert compare(newer, engine()).b_pulls[0].field == "version"
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e300"])
+def test_a_timeout_that_is_none(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["diff", "localhost:1", "localhost:2", "--timeout", seconds])
+    assert stopped.value.code == 2
+    assert "--timeout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["[]", "null"])
+def test_a_description_without_ranks(
+    ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(
+        '{"type": "described", "version": 1, "engine_id": "e", "incarnation": "b", '
+        f'"traits": {{}}, "ranks": {ranks}}}'
+    )
+    assert main(["diff", str(file), str(file)]) == 2
+    assert "ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["nowhere", "host:0", "host:70000", ":5600", "a..b:80"])
 def test_a_place_that_is_none(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", where, where]) == 2
-    assert "expected HOST:PORT or an existing file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected HOST:PORT or an existing file" in said or "is no host name" in said
 
 
 def test_a_file_that_is_no_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

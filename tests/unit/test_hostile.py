@@ -1,0 +1,191 @@
+"""One peer's or one ticket's nonsense costs that peer or that request, and nobody else."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pdconn.planning import plan as planning
+from pdconn.planning.errors import TooManyRuns
+from pdconn.planning.plan import Need, Pairing
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.framing import frame
+from pdconn.protocol.messages import (
+    MAX_GROUPS,
+    MAX_TEXT,
+    PROTOCOL_VERSION,
+    Claim,
+    Describe,
+    Done,
+    Hello,
+    Reader,
+    Refusal,
+    Refused,
+    Rejected,
+    Welcome,
+    decode_from_lender,
+    encode,
+)
+from pdconn.protocol.ticket import BlockList, block_digest
+from pdconn.runtime.lender import Lender
+from registration.references import AttentionKind, KVCacheGroupReference, RegistrationError
+from tests.pair import Cache, Pair
+from transport import Device
+from transport.faults import Late
+
+
+def serves(pair: Pair, request: str = "after") -> bool:
+    """Whether a good request still goes through."""
+    pair.pull(request, pair.lend(f"lent-{request}"))
+    return pair.outcome_of(request) is None
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".com", "a..b", "\ud800", "no.such.host.invalid"])
+def test_a_host_that_is_no_name_fails_its_request(host: str) -> None:
+    with Pair() as pair:
+        pair.pull("bad", replace(pair.lend("r"), host=host))
+        assert "side channel" in str(pair.outcome_of("bad"))
+        assert serves(pair)
+
+
+def test_a_group_without_blocks_and_a_list_without_any_are_no_contradiction() -> None:
+    with Pair() as pair:
+        empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
+        references = replace(pair.theirs.references, groups=(*pair.theirs.references.groups, empty))
+        [rank] = pair.welcome().ranks
+        rank = msgspec.structs.replace(rank, references=references)
+        pair.lender.close()
+        pair.lender = Lender(
+            Welcome.of("prefill", pair.incarnation, pair.traits, (rank,)), "127.0.0.1", 0
+        )
+        blocks = (BlockList(0, (3, 4, 5)), BlockList(0, ()))
+        pair.lender.lend("r", block_digest(blocks), 5.0)
+        pair.pull("d", pair.ticket("r", blocks))
+        assert pair.outcome_of("d") is None
+
+
+def test_a_reader_without_layers_is_done_at_once() -> None:
+    """A pipeline stage may hold no layer that takes part."""
+    with Pair() as pair:
+        empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
+        nothing = replace(pair.ours.references, groups=(empty,))
+        pair.puller._me = replace(pair.puller._me, references=nothing)
+        pair.puller._connections._pair = pair.puller._me.pair
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        assert pair.freed() == "read"
+
+
+@pytest.mark.parametrize("redialled", ["by another name", "after the channel was lost"])
+def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled: str) -> None:
+    with Pair() as pair:
+        pair.network.script = lambda _: Late(0.6)
+        first = pair.lend("r1")
+        pair.pull("first", first)
+        pair.wait(lambda: pair.lender.counts["claims"] == 1)
+        time.sleep(0.1)  # its read is in flight
+        pair.network.script = None
+        if redialled == "by another name":
+            pair.pull("second", replace(pair.lend("r2"), host="localhost"))
+            assert pair.outcome_of("second") is None
+        [peer] = [p for p in pair.puller._connections._peers.values() if p.key.host != "localhost"]
+        assert peer.channel is not None
+        peer.channel.socket.shutdown(socket.SHUT_RDWR)
+        if redialled != "by another name":
+            pair.wait(lambda: peer.is_closed)
+            assert serves(pair, "second")
+        pair.outcome_of("first")
+        time.sleep(0.2)
+        again = replace(pair.lend("r3"), host="localhost")
+        pair.pull("third", again)
+        assert pair.outcome_of("third") is None
+
+
+def test_only_who_claimed_may_end_a_claim() -> None:
+    with Pair() as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        pair.lender.lend("r", block_digest(blocks), 5.0)
+        reader = Reader("victim/1", 0, 1)
+        with _connected(pair) as victim, _connected(pair) as stranger:
+            victim.sendall(frame(encode([Claim(1, "r", reader, block_digest(blocks))])))
+            pair.wait(lambda: pair.lender.counts["claims"] == 1)
+            stranger.sendall(frame(encode([Done("r", reader, True)])))
+            pair.wait(lambda: pair.lender.counts["dones_of_others"] == 1)
+            assert pair.lender.collect() == []
+            victim.sendall(frame(encode([Done("r", reader, True)])))
+            assert pair.freed() == "read"
+
+
+def test_asking_a_thousand_times_in_one_frame_is_answered_once() -> None:
+    with Pair() as pair, socket.create_connection(("127.0.0.1", pair.lender.port)) as asker:
+        asker.sendall(frame(encode([Describe(PROTOCOL_VERSION)] * 1000)))
+        answer = b"".join(iter(lambda: asker.recv(1 << 20), b""))
+        assert len(answer) < 2 * len(encode([pair.welcome()]))
+        assert pair.lender.counts["described"] == 1
+        assert serves(pair)
+
+
+def test_a_second_greeting_is_refused() -> None:
+    with Pair() as pair, _connected(pair) as visitor:
+        visitor.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
+        pair.wait(lambda: pair.lender.counts["rejected"] == 1)
+        assert serves(pair)
+
+
+def _connected(pair: Pair) -> socket.socket:
+    visitor = socket.create_connection(("127.0.0.1", pair.lender.port))
+    visitor.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
+    visitor.settimeout(5.0)
+    assert visitor.recv(1 << 16)
+    return visitor
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Rejected("x" * (MAX_TEXT + 1), "", ""),
+        Refused(1, "r", "p", Refusal.UNKNOWN, "x" * (MAX_TEXT + 1)),
+        Welcome.of("p", "b", {"model": "x" * (MAX_TEXT + 1)}, ()),
+        Welcome.of("p", "b", {}, ()),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_long_texts_and_empty_engines_are_refused(message: Rejected | Refused | Welcome) -> None:
+    with pytest.raises(MessageError):
+        decode_from_lender(encode([message]))
+
+
+def test_more_groups_than_any_engine_has_are_refused() -> None:
+    with Pair() as pair:
+        [rank] = pair.welcome().ranks
+        empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
+        many = replace(rank.references, groups=(empty,) * (MAX_GROUPS + 1))
+        welcome = Welcome.of("p", "b", {}, (msgspec.structs.replace(rank, references=many),))
+    with pytest.raises(MessageError, match="groups: expected at most"):
+        decode_from_lender(encode([welcome]))
+
+
+def test_numbers_beyond_63_bits_are_refused() -> None:
+    [ref, *_] = Cache("LBHNC", filled=False).references.groups[0].data
+    for field in ("token_stride", "token_nbytes"):
+        with pytest.raises(RegistrationError):
+            replace(ref, **{field: 1 << 63})
+    with pytest.raises(RegistrationError, match="below 2\\^62"):
+        KVCacheGroupReference(AttentionKind.STATE, None, 1 << 63, ())
+    for index in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="device index"):
+            Device("cpu", index)
+
+
+def test_a_plan_of_too_many_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (Cache("LBHNC", filled=False).references for _ in range(2))
+    blocks = (BlockList(0, (3, 9, 5)),)
+    pairing = Pairing.of(ours, [theirs])
+    assert pairing.plan(Need(0, 12, blocks), blocks).num_runs == 6
+    monkeypatch.setattr(planning, "MAX_RUNS", 5)
+    with pytest.raises(TooManyRuns, match="at most 5, got 6"):
+        pairing.plan(Need(0, 12, blocks), blocks)
