@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 
+_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+
 _KINDS = {
     FullAttentionSpec: AttentionKind.FULL,
     SinkFullAttentionSpec: AttentionKind.FULL,
@@ -88,6 +90,16 @@ def kv_cache_references(
         kind, window = _kind(_layer_spec(specs, group.layer_names[0]))
         groups.append(GroupMemory(kind, window, specs.block_size, tuple(layers)))
     return build_kv_cache_references(groups)
+
+
+def total_kv_heads(model: Any) -> int | None:
+    """KV heads of a layer of the whole model; None when its config names several numbers."""
+    if model.use_mla:
+        return 1
+    total: int = model.get_total_num_kv_heads()
+    names = [name for name in vars(model.hf_text_config) if name.endswith(_HEAD_COUNTS)]
+    counts = {getattr(model.hf_text_config, name) for name in names} - {None}
+    return total if counts <= {total} else None
 
 
 def _layer_spec(spec: Any, name: str) -> Any:

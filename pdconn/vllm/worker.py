@@ -15,7 +15,7 @@ from pdconn.protocol.messages import RankGeometry
 from pdconn.runtime.affinity import off_the_models_core
 from pdconn.runtime.puller import Puller, Rank
 from pdconn.vllm.config import Settings
-from pdconn.vllm.geometry import kv_cache_references
+from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
 from pdconn.vllm.metadata import PdHandshake
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.stats import PdStats
@@ -27,8 +27,6 @@ from transport.flipping import FlippingTransport
 from transport.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
-
-_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 _IDLE_STEP_S = 0.003
 """How long a step without work may wait for a pull; a new request waits as long."""
@@ -172,16 +170,6 @@ class PdWorker:
             tp_size=parallel.tensor_parallel_size,
             opaque_tokens=self._config.device_config.device_type == "cpu",
         )
-
-
-def total_kv_heads(model: Any) -> int | None:
-    """KV heads of a layer of the whole model; None when its config names several numbers."""
-    if model.use_mla:
-        return 1
-    total: int = model.get_total_num_kv_heads()
-    names = [name for name in vars(model.hf_text_config) if name.endswith(_HEAD_COUNTS)]
-    counts = {getattr(model.hf_text_config, name) for name in names} - {None}
-    return total if counts <= {total} else None
 
 
 def _summary(references: KVCacheReferences) -> str:
