@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         made = _forecast(args)
         advice = advise(made)
         svg = draw(made.prefill, made.decode, args.group) if args.svg else ""
-        document = json.dumps(to_json(made, advice), indent=2)
+        document = json.dumps(to_json(made, advice), indent=2, allow_nan=False)
         if args.svg:
             args.svg.write_text(svg)
         if args.json not in (None, "-"):
@@ -183,7 +183,7 @@ def _model(given: str) -> ModelShape:
         return built_in(given)
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnreadableConfig(str(path), "JSON", error) from error
     try:
         return model_shape(config, path.resolve().parent.name)

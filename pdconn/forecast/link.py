@@ -30,11 +30,11 @@ class Link:
     source: str
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise ShapeError("link", "a speed above 0", self.name)
+        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s >= 1):
+            raise ShapeError("link", "a speed of at least a byte per second", self.name)
         if not (math.isfinite(self.descriptor_s) and 0 <= self.descriptor_s < 1):
             raise ShapeError(
-                "descriptor-us", "microseconds, 0 or more", f"{self.descriptor_s * 1e6:g}"
+                "descriptor-us", "0 to below 1000000 microseconds", f"{self.descriptor_s * 1e6:g}"
             )
 
     def seconds(self, nbytes: int, descriptors: int) -> float:

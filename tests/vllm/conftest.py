@@ -10,6 +10,7 @@ import pytest
 from pdconn.lab.model import write_model
 from tests.vllm.engines import (
     CONFIGURATIONS,
+    SPOILED_BESIDE,
     Configuration,
     Expected,
     PdPair,
@@ -78,15 +79,9 @@ def pair(
     """A pair in each configuration in turn."""
     del expected  # its engine must be gone first
     configuration: Configuration = request.param
-    with pair_of(configuration, model, work / str(configuration)) as started:
-        yield started
-
-
-@pytest.fixture(scope="session")
-def spoiled(model: Path, work: Path, expected: Expected) -> Iterator[PdPair]:
-    """A pair whose decode engine flips a byte of every pull, and a right one beside it."""
-    del expected
-    configuration = Configuration("BHLNC", False, one_process=True, policy="fail")
-    wrong = engine("spoiled", model, configuration, "kv_consumer", 1, debug_flip_bytes=True)
-    with pair_of(configuration, model, work / "spoiled", {"spoiled": wrong}) as started:
+    others = {}
+    if configuration == SPOILED_BESIDE:
+        spoiled = engine("spoiled", model, configuration, "kv_consumer", 1, debug_flip_bytes=True)
+        others["spoiled"] = spoiled
+    with pair_of(configuration, model, work / str(configuration), others) as started:
         yield started

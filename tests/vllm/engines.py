@@ -62,6 +62,10 @@ CONFIGURATIONS = tuple(
 )
 
 
+SPOILED_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BLHNC-plain")
+"""Beside this pair runs a decode engine that flips a byte of every pull."""
+
+
 def one_after_another() -> list[Prompt]:
     """200 prompts from 1 token to the model's limit; the last ones share prefixes."""
     longest = MAX_MODEL_LEN - MAX_TOKENS
