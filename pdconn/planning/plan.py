@@ -270,8 +270,17 @@ def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
     )
     if _continues_in_next_block(template):
         columns = (columns[0].T, columns[1].T, columns[2].T)
-    local, remote, nbytes = (column.ravel().astype(np.uint64) for column in columns)
-    return Spans(local, remote, nbytes, ours.tensors[0].device, template.their_device)
+    local, remote, nbytes = (column.ravel() for column in columns)
+    if (local[1:] < local[:-1]).any():  # heads apart, and blocks of several parts
+        order = np.argsort(local)
+        local, remote, nbytes = local[order], remote[order], nbytes[order]
+    return Spans(
+        local.astype(np.uint64),
+        remote.astype(np.uint64),
+        nbytes.astype(np.uint64),
+        ours.tensors[0].device,
+        template.their_device,
+    )
 
 
 def _by_our_block(template: Template, pairs: _Pairs) -> _Pairs:
