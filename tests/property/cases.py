@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -119,7 +118,8 @@ def sides(
     packed = any(sort.opaque and sort.heads > tp for sort in sorts)
     layout = draw(st.sampled_from(_PACKED if packed else LAYOUTS))
     tables, num_blocks = draw(block_tables(groups, until, tokens))
-    pages = {_page_nbytes(group, tp) for group in groups}
+    # A block id keeps groups apart only where pages are alike: whole, or head by head.
+    pages = {_page(group, tp, by_head=layout in ("LHBNC", "BHLNC")) for group in groups}
     paddable = layout[-3:] in ("HNC", "NHC") and layout != "BHLNC"
     return Side(
         groups=tuple(groups),
@@ -171,6 +171,7 @@ def _divide(tp: int, heads: int) -> bool:
     return heads % tp == 0 or tp % heads == 0
 
 
-def _page_nbytes(group: Group, tp: int) -> Any:
+def _page(group: Group, tp: int, by_head: bool) -> tuple[int, ...]:
     heads = max(1, group.sort.heads // tp)
-    return heads * group.rows * group.sort.row_nbytes
+    head_nbytes = group.rows * group.sort.row_nbytes
+    return (heads, head_nbytes) if by_head else (heads * head_nbytes,)
