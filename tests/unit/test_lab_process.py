@@ -125,7 +125,8 @@ def test_grandchildren_outside_the_group_are_found_and_killed(tmp_path: Path) ->
 def test_nothing_survives_the_one_who_started_it(tmp_path: Path, how: signal.Signals) -> None:
     log = tmp_path / "log"
     starter = f"""
-import pathlib, sys, time
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
 from pdconn.lab.process import Process
 process = Process("server", [sys.executable, "-c", {_SAY_AND_SLEEP!r}], pathlib.Path({str(log)!r}))
 print(process.pid, process._keeper.pid, flush=True)
