@@ -7,7 +7,7 @@ differs is not, nor is what the planner refuses.  Both are shown, told apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pdconn.planning.errors import Incompatible
@@ -107,5 +107,5 @@ def _order(references: KVCacheReferences, group: KVCacheGroupReference) -> str:
     return ", ".join(named) or NOTHING
 
 
-def _listed(values: Sequence[object] | Iterator[object] | set[int]) -> str:
+def _listed(values: Iterable[object]) -> str:
     return " or ".join(sorted({str(value) for value in values}))

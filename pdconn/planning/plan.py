@@ -13,9 +13,10 @@ of either side in what is left fails the plan, because a byte would be missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock, TooManyRuns
 from pdconn.planning.template import I64, Side, Template, build_templates
@@ -261,61 +262,24 @@ def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
 
 
 def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
-    """Every run of every pair, in an order in which neighbours in memory follow each other."""
-    pairs = _by_our_block(template, pairs)
-    columns = (
-        _addresses(template.ours, pairs.ours, pairs.our_sub),
-        _addresses(template.theirs, pairs.theirs, pairs.their_sub),
-        np.broadcast_to(template.nbytes, (len(pairs.ours), len(template.nbytes))),
-    )
-    if _continues_in_next_block(template):
-        columns = (columns[0].T, columns[1].T, columns[2].T)
-    local, remote, nbytes = (column.ravel() for column in columns)
-    if (local[1:] < local[:-1]).any():  # heads apart, and blocks of several parts
+    """Every run of every pair, by our address, so that neighbours in memory can merge.
+
+    An engine hands out block ids in any order, and layers may lie outside of blocks.
+    """
+    local = _addresses(template.ours, pairs.ours, pairs.our_sub)
+    remote = _addresses(template.theirs, pairs.theirs, pairs.their_sub)
+    nbytes = np.tile(template.nbytes, len(pairs.ours)).astype(np.uint64)
+    if (local[1:] < local[:-1]).any():
         order = np.argsort(local)
         local, remote, nbytes = local[order], remote[order], nbytes[order]
-    return Spans(
-        local.astype(np.uint64),
-        remote.astype(np.uint64),
-        nbytes.astype(np.uint64),
-        ours.tensors[0].device,
-        template.their_device,
-    )
+    return Spans(local, remote, nbytes, ours.tensors[0].device, template.their_device)
 
 
-def _by_our_block(template: Template, pairs: _Pairs) -> _Pairs:
-    """Ordered by our address: an engine may hand out block ids in any order."""
-    per_block = template.our_block_tokens // template.sub_block_tokens
-    key = pairs.ours * per_block + pairs.our_sub
-    if (key[1:] > key[:-1]).all():
-        return pairs
-    order = np.argsort(key)
-    return replace(
-        pairs,
-        ours=pairs.ours[order],
-        our_sub=pairs.our_sub[order],
-        theirs=pairs.theirs[order],
-        their_sub=pairs.their_sub[order],
-    )
-
-
-def _continues_in_next_block(template: Template) -> bool:
-    """Whether a run may join the same run of the next (sub-)block: layers outside blocks."""
-    joins = np.zeros(len(template.nbytes), dtype=bool)
-    for ours, theirs in (
-        (template.ours.stride, template.theirs.stride),
-        (template.ours.step, template.theirs.step),
-    ):
-        joins |= (ours == template.nbytes) & (theirs == template.nbytes)
-    return bool(joins.any())
-
-
-def _addresses(side: Side, ids: I64, sub: I64) -> I64:
-    """Shape (pairs, runs), in bytes."""
+def _addresses(side: Side, ids: I64, sub: I64) -> NDArray[np.uint64]:
     table = side.start[None, :] + ids[:, None] * side.stride[None, :]
     if sub.any():
         table += sub[:, None] * side.step[None, :]
-    return table
+    return table.ravel().astype(np.uint64)
 
 
 def _joined(parts: list[Spans]) -> Spans:
