@@ -58,7 +58,10 @@ def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) 
 
 @pytest.mark.only(prefix_caching=False)
 def test_one_descriptor_per_block_where_blocks_are_outermost(pair: PdPair) -> None:
-    """NIXL's own count: whole block rows where a row is one piece, pages otherwise."""
+    """NIXL's own count: whole block rows where a row is one piece, pages otherwise.
+
+    Rows that lie beside each other on both sides travel as one piece, so these are upper bounds.
+    """
     before = pair.decode.metrics()
     prompt = tuple(range(100, 100 + 1500))
     prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
@@ -73,8 +76,8 @@ def test_one_descriptor_per_block_where_blocks_are_outermost(pair: PdPair) -> No
     blocks = full_blocks + window_blocks
     layers_per_block = 2
     if pair.configuration.layout == "LBHNC":
-        assert descriptors > blocks
-        assert descriptors <= blocks * layers_per_block
+        groups = 3
+        assert groups * layers_per_block <= descriptors <= blocks * layers_per_block
     else:
         assert 0 < descriptors <= blocks
 
