@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check format property bench clean
+.PHONY: help venv demo test test-fast test-vllm check format property chaos bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +52,9 @@ format: venv
 
 property: venv
 	PDCONN_EXAMPLES=10000 $(BIN)/python -m pytest tests/property --timeout 0 $(ARGS)
+
+chaos: venv
+	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation --timeout 0 $(ARGS)
 
 bench: venv
 	$(BIN)/python -m tests.throughput.handover $(ARGS)

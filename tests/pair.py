@@ -9,12 +9,15 @@ from typing import Self
 
 import numpy as np
 
+from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, block_digest
 from pdconn.runtime.lender import Lender
-from pdconn.runtime.puller import Puller, Rank
+from pdconn.runtime.puller import Puller
+from pdconn.runtime.rank import Rank
 from pdconn.runtime.records import Outcome, PullRecord
+from pdconn.runtime.security import Security
 from registration.references import (
     AttentionKind,
     GroupMemory,
@@ -71,6 +74,8 @@ class Pair:
     their_groups: int = 1
     ttl_s: float = 5.0
     claim_timeout_s: float = 2.0
+    drain_s: float = 5.0
+    security: Security | None = None
     traits: dict[str, str] = field(default_factory=lambda: dict(TRAITS))
     incarnation: str = "boot-1"
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
@@ -84,14 +89,16 @@ class Pair:
         transport = MemoryTransport(self.network, "decode")
         transport.register(self.ours.references.memories())
         me = Rank("decode", 0, 1, 0, self.ours.references, dict(TRAITS))
-        self.puller = Puller(me, transport, self.claim_timeout_s)
+        patience = Patience(self.claim_timeout_s, self.drain_s)
+        self.puller = Puller(me, transport, patience=patience, security=self.security)
         self.received: list[str] = []
+        self.released: list[str] = []
         self.failed: dict[str, str] = {}
         self.records: list[PullRecord] = []
         self.number = 0
 
     def open_lender(self, port: int) -> Lender:
-        return Lender(self.welcome(), "127.0.0.1", port)
+        return Lender(self.welcome(), "127.0.0.1", port, self.security)
 
     def welcome(self) -> Welcome:
         """What the lender says of itself."""
@@ -124,7 +131,8 @@ class Pair:
     def collect(self) -> Outcome:
         outcome = self.puller.collect()
         self.received += outcome.received
-        self.failed.update(outcome.failed)
+        self.failed.update({failed.request: failed.reason for failed in outcome.failed})
+        self.released += outcome.released
         self.records += outcome.records
         return outcome
 

@@ -128,7 +128,7 @@ def _plan(args: argparse.Namespace) -> DemoPlan:
         tolerance=args.tolerance,
         port=args.port,
         args=tuple(args.engine_args),
-        decode_extra_config={"debug_flip_bytes": True} if args.break_it else {},
+        decode_extra_config={"debug_faults": {"reads": {"corrupt": 1.0}}} if args.break_it else {},
     )
 
 

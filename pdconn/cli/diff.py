@@ -18,6 +18,7 @@ from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry
 from pdconn.runtime.channel import ChannelLost
 from pdconn.runtime.describing import describe
+from pdconn.runtime.security import Security, SecurityError
 from registration import RegistrationError
 
 _EPILOG = """\
@@ -25,10 +26,14 @@ A and B are each a side channel (HOST:PORT of an engine that lends) or a descrip
 file.  Any engine writes one at its start when kv_connector_extra_config has
 "description_file"; --save makes one of a running engine.
 
+Engines with a secret or TLS answer only who has the same: the secret is read from
+--secret-file, or as engines do from PDCONN_SECRET_FILE or PDCONN_SECRET.
+
 examples:
   pdconn diff 10.0.0.1:5600 decode.json
   pdconn diff 10.0.0.1:5600 10.0.0.2:5600 --json
   pdconn diff 10.0.0.1:5600 --save prefill.json
+  pdconn diff 10.0.0.1:5600 decode.json --secret-file /run/secrets/pdconn
 
 exit codes:
   0  each can pull from the other (layouts, block sizes and parallelism may differ)
@@ -51,6 +56,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=_seconds, default=5.0, help="seconds to wait for an engine (%(default)s)"
     )
+    guards = parser.add_argument_group("engines with a secret or TLS")
+    guards.add_argument("--secret-file", metavar="FILE", help="holds the secret they share")
+    guards.add_argument("--tls-cert", metavar="PEM", help="our certificate")
+    guards.add_argument("--tls-key", metavar="PEM", help="its key")
+    guards.add_argument("--tls-ca", metavar="PEM", help="the CA of their certificates")
+    guards.add_argument(
+        "--no-tls-check-hostname",
+        dest="tls_check_hostname",
+        action="store_false",
+        help="accept a certificate of the CA that names another host",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,13 +75,14 @@ def run(args: argparse.Namespace) -> int:
         print("pdconn diff: give a second engine, or --save FILE", file=sys.stderr)
         return 2
     try:
-        a = _described(args.a, args.timeout)
+        security = _security(args)
+        a = _described(args.a, args.timeout, security)
         if args.save is not None:
             args.save.write_bytes(msgspec.json.format(msgspec.json.encode(a)) + b"\n")
         if args.b is None:
             return 0
-        b = _described(args.b, args.timeout)
-    except (NoDescription, OSError) as error:
+        b = _described(args.b, args.timeout, security)
+    except (NoDescription, SecurityError, OSError) as error:
         print(f"pdconn diff: {error}", file=sys.stderr)
         return 2
     comparison = compare(a, b)
@@ -83,7 +100,17 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _described(where: str, timeout_s: float) -> Described:
+def _security(args: argparse.Namespace) -> Security:
+    return Security.load(
+        secret_file=args.secret_file,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tls_ca=args.tls_ca,
+        tls_check_hostname=args.tls_check_hostname,
+    )
+
+
+def _described(where: str, timeout_s: float, security: Security) -> Described:
     path = Path(where)
     if path.is_file():
         try:
@@ -96,7 +123,7 @@ def _described(where: str, timeout_s: float) -> Described:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise NoDescription(f"{where!r}: expected HOST:PORT or an existing file")
     try:
-        return describe(host.strip("[]"), int(port), timeout_s)
+        return describe(host.strip("[]"), int(port), timeout_s, security)
     except (OSError, ChannelLost, ProtocolError) as error:
         raise NoDescription(f"{where}: {error}") from error
 

@@ -62,7 +62,7 @@ class Engine:
         return self._running().pid
 
     def launch(self) -> None:
-        """Start it without waiting.
+        """Start it without waiting, or start it anew once it has ended.
 
         Raises:
             PortInUse: before anything is started.
@@ -72,6 +72,7 @@ class Engine:
                 raise PortInUse(self.spec.name, self.spec.host, port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
+        self.boot_s = None
         self._launched = time.monotonic()
         self._process = Process(
             self.spec.name,
@@ -105,6 +106,10 @@ class Engine:
     def resume(self) -> None:
         """Undo ``pause``."""
         self._running().resume()
+
+    def kill(self) -> Ended:
+        """End it without asking, as a crash does; ``launch`` starts it anew."""
+        return self._running().kill()
 
     def ask_to_stop(self) -> None:
         """Begin to stop, without waiting."""

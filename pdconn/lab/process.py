@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +92,13 @@ class Process:
     def resume(self) -> None:
         """Undo ``pause``."""
         os.killpg(self.pid, signal.SIGCONT)
+
+    def kill(self) -> Ended:
+        """End everything without asking, as the kernel does; returns once it is gone."""
+        if self.ended() is None:
+            with suppress(ProcessLookupError):  # it may end just now
+                os.killpg(self.pid, signal.SIGKILL)
+        return self.end()
 
     def ask_to_end(self) -> None:
         """Have the keeper end everything, without waiting for it."""

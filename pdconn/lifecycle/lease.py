@@ -24,6 +24,9 @@ from enum import StrEnum
 
 from pdconn.protocol.messages import Reader, Refusal
 
+MAX_PULLS = 1024
+"""Pulls that one lease takes note of; best-of-n makes one for each answer."""
+
 
 class LeaseState(StrEnum):
     """Where a lease stands."""
@@ -92,7 +95,8 @@ class Lease:
         ttl_s: seconds that the grant and every claim and renewal hold.
         now: when the blocks were lent, in seconds of any steady clock.
 
-    Memory: one number per claimed rank, one set entry per finished rank.
+    Memory: one number per claimed rank, one set entry per finished rank, of at most
+    ``MAX_PULLS`` pulls.
     """
 
     __slots__ = ("_blocks", "_cause", "_pulls", "_ttl_s", "deadline", "state")
@@ -122,6 +126,8 @@ class Lease:
                 Refusal.ALTERED,
                 f"block digest: theirs {blocks.hex()}, ours {self._blocks.hex()}",
             )
+        if self._is_one_too_many(reader):
+            return Denied(Refusal.TOO_MANY, f"{MAX_PULLS} pulls have claimed this lease")
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if reader.rank in pull.done:
             return Denied(Refusal.CONSUMED, f"rank {reader.rank} was done with it already")
@@ -141,8 +147,13 @@ class Lease:
             return Denied(why, "no claim that still holds")
         return self._hold(pull, reader.rank, now)
 
-    def done(self, reader: Reader, now: float) -> None:
-        """A rank will read no more.  May come twice, or without a claim before it."""
+    def done(self, reader: Reader, blocks: bytes, now: float) -> None:
+        """A rank will read no more.  May come twice, or without a claim before it.
+
+        Whoever does not know the blocks was never given the ticket, and is not heard.
+        """
+        if blocks != self._blocks or self._is_one_too_many(reader):
+            return
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if pull.of != reader.of:
             return
@@ -178,6 +189,9 @@ class Lease:
         if self._cause is not None and (pull is None or reader.rank not in pull.claims):
             return Denied(refusal_after(self._cause), f"the lease is {self.state}")
         return None
+
+    def _is_one_too_many(self, reader: Reader) -> bool:
+        return len(self._pulls) >= MAX_PULLS and reader.pull not in self._pulls
 
     def _hold(self, pull: _Pull, rank: int, now: float) -> Granted:
         pull.claims[rank] = now + self._ttl_s

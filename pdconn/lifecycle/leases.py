@@ -65,12 +65,12 @@ class LeaseBook:
         lease = self._leases.get(request)
         return self._absent(request) if lease is None else lease.renew(reader, now)
 
-    def done(self, request: str, reader: Reader, now: float) -> list[FreedLease]:
+    def done(self, request: str, reader: Reader, blocks: bytes, now: float) -> list[FreedLease]:
         """A reader is done; unknown requests are ignored, since reports may repeat."""
         lease = self._leases.get(request)
         if lease is None:
             return []
-        lease.done(reader, now)
+        lease.done(reader, blocks, now)
         return self._settle(request, lease)
 
     def abort(self, request: str, now: float) -> list[FreedLease]:

@@ -3,15 +3,23 @@
 ::
 
     GREETING ──greeted──► CLAIMING ──granted──► HELD ──wanted──► READING ──settled──► DONE
-        │                     │                   │                  │
-        └────────failed───────┴───────failed──────┴──────────────────┼──failed──► DRAINING
-                              ▼                                      │               │
-                           FAILED ◄──────────────────────────────────┴─────settled───┘
+       │                     │                   │               │  │                  ▲
+       │                     │                   │               │  copied         verified
+       │                     │                   │            failed └──► VERIFYING ───┘
+       │                     │                   │               ▼            │
+       │                     │                   │            DRAINING ──waited──► QUARANTINED
+    failed                failed              failed          settled      failed     settled
+       └─────────────────────┴───────────────────┴───────────────┴────────────┴───────────┴─► FAILED
 
 The claim is taken as soon as the request is known and renewed while it waits in
 the engine's queue; reading starts when the engine has blocks for it (*wanted*).
-Nothing is reported while a read can still write (DRAINING), and nothing is
-reported received unless the read settled before the deadline of its claim.
+Nothing is reported received unless the read settled before the deadline of its claim,
+and, if the user wants proof, the lender's checksum of what it lent is the same
+(VERIFYING).
+
+A pull that fails while a read can still write is DRAINING: it is reported when the
+read is over, or after ``drain_s`` at the latest.  Then the report says that its blocks
+are quarantined: nobody may use them until the read settles and they are *released*.
 
 The deadline counts from *sending* the claim or renewal that was granted, so it is
 over here before it is over at the lender.
@@ -27,6 +35,11 @@ from enum import StrEnum
 RENEWALS_PER_TTL = 3
 """A renewal is sent when a third of the time is gone, so two may be lost."""
 
+MIN_RENEWAL_S = 0.05
+"""A third of this is the least time between two renewals of one pull."""
+
+_RAN_OUT = "the claim ran out and no renewal was answered"
+
 
 class PullState(StrEnum):
     """Where a pull stands."""
@@ -35,7 +48,9 @@ class PullState(StrEnum):
     CLAIMING = "claiming"
     HELD = "held"
     READING = "reading"
+    VERIFYING = "verifying"
     DRAINING = "draining"
+    QUARANTINED = "quarantined"
     DONE = "done"
     FAILED = "failed"
 
@@ -55,8 +70,14 @@ TRANSITIONS: dict[tuple[PullState, str], PullState] = {
     (PullState.HELD, "failed"): PullState.FAILED,
     (PullState.READING, "granted"): PullState.READING,
     (PullState.READING, "settled"): PullState.DONE,
+    (PullState.READING, "copied"): PullState.VERIFYING,
     (PullState.READING, "failed"): PullState.DRAINING,
+    (PullState.VERIFYING, "granted"): PullState.VERIFYING,
+    (PullState.VERIFYING, "verified"): PullState.DONE,
+    (PullState.VERIFYING, "failed"): PullState.FAILED,
     (PullState.DRAINING, "settled"): PullState.FAILED,
+    (PullState.DRAINING, "waited"): PullState.QUARANTINED,
+    (PullState.QUARANTINED, "settled"): PullState.FAILED,
 }
 """The whole life of a pull; anything else leaves the state as it is."""
 
@@ -88,38 +109,69 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
+class AskProof:
+    """Ask the lender what the checksums of these bytes should be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """Every byte is there and was lent while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The bytes are not there, or cannot be believed."""
+    """The bytes are not there, or cannot be believed.
+
+    ``quarantined``: a read can still write to the blocks, until :class:`Released`.
+    """
 
     reason: str
+    quarantined: bool = False
 
 
-Effect = SendClaim | SendRenew | SendDone | StartRead | Received | Failed
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nothing can write to the blocks of a pull that failed quarantined any more."""
+
+
+Effect = SendClaim | SendRenew | SendDone | StartRead | AskProof | Received | Failed | Released
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a pull waits, in seconds.
+
+    Attributes:
+        claim_s: for greeting and claiming together, and for a proof.
+        drain_s: a failed pull for its reads, before its blocks are quarantined.
+    """
+
+    claim_s: float = 10.0
+    drain_s: float = 5.0
 
 
 class Pull:
     """One rank's pull.
 
     Args:
-        claim_timeout_s: how long greeting and claiming may take together.
+        patience: how long it waits for what.
         now: seconds of any steady clock.
+        proof: whether what was read must be verified.
 
-    ``wanted`` may come at any time before the end; failing before it is kept and
+    ``want`` may come at any time before the end; failing before it is kept and
     reported once the engine asks for the blocks, or never when it cancels.
     """
 
     __slots__ = (
-        "_claim_by", "_deadline", "_reason", "_renew_at", "_sent", "_seq", "_wanted", "state"
+        "_deadline", "_patience", "_proof", "_reason", "_renew_at", "_sent", "_seq", "_wait_until",
+        "_wanted", "state",
     )  # fmt: skip
 
-    def __init__(self, claim_timeout_s: float, now: float) -> None:
+    def __init__(self, patience: Patience, now: float, proof: bool = False) -> None:
         self.state = PullState.GREETING
-        self._claim_by = now + claim_timeout_s
+        self._patience = patience
+        self._proof = proof
+        self._wait_until = now + patience.claim_s
         self._deadline = now
         self._renew_at: float | None = None
         self._sent: dict[int, float] = {}
@@ -132,6 +184,11 @@ class Pull:
         """Whether the engine waits for a report."""
         return self._wanted
 
+    @property
+    def deadline(self) -> float:
+        """Until when what is read may be believed."""
+        return self._deadline
+
     def greeted(self, now: float) -> list[Effect]:
         """The lender's geometry is known and fits."""
         if not self._enter("greeted"):
@@ -139,7 +196,10 @@ class Pull:
         return [SendClaim(self._next_seq(now))]
 
     def granted(self, seq: int, ttl_s: float, now: float) -> list[Effect]:
-        """The lender answered claim or renewal ``seq``; others are ignored as late."""
+        """The lender answered claim or renewal ``seq``; others are ignored as late.
+
+        An answer that comes when its own time is over grants nothing.
+        """
         sent = self._sent.get(seq)
         if sent is None or (self.state, "granted") not in TRANSITIONS:
             return []
@@ -147,6 +207,8 @@ class Pull:
         self._deadline = max(self._deadline, sent + ttl_s)
         self._renew_at = sent + ttl_s / RENEWALS_PER_TTL
         self._enter("granted")
+        if now >= self._deadline:
+            return self.fail("the claim was over when its grant arrived", now)
         return self._read_if_wanted()
 
     def want(self, now: float) -> list[Effect]:
@@ -154,53 +216,82 @@ class Pull:
         self._wanted = True
         if self.state is PullState.FAILED:
             return [Failed(self._reason or "failed")]
+        if self.state is PullState.HELD and now >= self._deadline:
+            return self.fail(_RAN_OUT, now)
         return self._read_if_wanted()
 
     def settled(self, error: str | None, now: float) -> list[Effect]:
         """No read of this pull can write any more; ``now`` is when that was seen."""
+        if self.state is PullState.READING:
+            return self._copied(error, now)
         was = self.state
         if not self._enter("settled"):
             return []
-        if was is PullState.READING:
-            if error is None and now < self._deadline:
-                return [SendDone(ok=True), Received()]
-            late = f"settled {now - self._deadline:.3f} s after the claim was over"
-            self.state = PullState.FAILED
-            self._reason = late if error is None else error
+        if was is PullState.QUARANTINED:
+            return [SendDone(ok=False), Released()]
         return [SendDone(ok=False), Failed(self._reason or "failed")]
 
-    def fail(self, reason: str, tell: bool = True) -> list[Effect]:
+    def verified(self, problem: str | None, now: float) -> list[Effect]:
+        """The checksums were compared; ``problem`` says how they differ."""
+        if problem is not None:
+            return self.fail(problem, now) if self.state is PullState.VERIFYING else []
+        return [SendDone(ok=True), Received()] if self._enter("verified") else []
+
+    def fail(self, reason: str, now: float, tell: bool = True) -> list[Effect]:
         """The pull cannot succeed; ``tell`` whether the lender is to hear that."""
-        if self.state.ended or self.state is PullState.DRAINING:
+        if (self.state, "failed") not in TRANSITIONS:
             return []
         self._reason = reason
         if self._enter("failed") is PullState.DRAINING:
+            self._wait_until = now + self._patience.drain_s
             return []
         done: list[Effect] = [SendDone(ok=False)] if tell else []
         return [*done, Failed(reason)] if self._wanted else done
 
     def tick(self, now: float) -> list[Effect]:
         """Time passed: renew, or give up."""
-        if self.state in (PullState.GREETING, PullState.CLAIMING) and now >= self._claim_by:
-            return self.fail(f"no answer to the claim while {self.state}")
-        if self.state is PullState.HELD and now >= self._deadline:
-            return self.fail("the claim ran out and no renewal was answered")
-        renewing = self.state in (PullState.HELD, PullState.READING)
-        if renewing and self._renew_at is not None and now >= self._renew_at:
-            self._renew_at = now + max(self._deadline - now, 0.05) / RENEWALS_PER_TTL
-            return [SendRenew(self._next_seq(now))] if now < self._deadline else []
+        state = self.state
+        if state in (PullState.GREETING, PullState.CLAIMING) and now >= self._wait_until:
+            return self.fail(f"no answer to the claim while {state}", now)
+        if state is PullState.VERIFYING and now >= self._wait_until:
+            return self.fail("no proof of what was lent", now)
+        if state is PullState.DRAINING and now >= self._wait_until:
+            self._enter("waited")
+            return [Failed(self._reason or "failed", quarantined=True)]
+        if state in (PullState.HELD, PullState.READING):
+            if now >= self._deadline:
+                return self.fail(_RAN_OUT, now)
+            return self._renew(now)
         return []
 
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
-        if self.state.ended or self.state is PullState.DRAINING:
+        if self.state.ended or self.state is PullState.QUARANTINED:
             return None
-        if self.state in (PullState.GREETING, PullState.CLAIMING):
-            return self._claim_by
-        times = [self._renew_at] if self._renew_at is not None else []
-        if self.state is PullState.HELD:
-            times.append(self._deadline)
-        return min(times, default=None)
+        if self.state not in (PullState.HELD, PullState.READING):
+            return self._wait_until
+        return self._deadline if self._renew_at is None else min(self._renew_at, self._deadline)
+
+    def _copied(self, error: str | None, now: float) -> list[Effect]:
+        """Whatever went wrong, this read is over: the pull fails without draining."""
+        if error is None and now < self._deadline:
+            if not self._proof:
+                self._enter("settled")
+                return [SendDone(ok=True), Received()]
+            self._enter("copied")
+            self._wait_until = now + self._patience.claim_s
+            return [AskProof()]
+        late = f"settled {now - self._deadline:.3f} s after the claim was over"
+        self._reason = late if error is None else error
+        self._enter("failed")
+        self._enter("settled")
+        return [SendDone(ok=False), Failed(self._reason)]
+
+    def _renew(self, now: float) -> list[Effect]:
+        if self._renew_at is None or now < self._renew_at:
+            return []
+        self._renew_at = now + max(self._deadline - now, MIN_RENEWAL_S) / RENEWALS_PER_TTL
+        return [SendRenew(self._next_seq(now))]
 
     def _read_if_wanted(self) -> list[Effect]:
         return [StartRead()] if self._wanted and self._enter("wanted") else []

@@ -30,7 +30,7 @@ from pdconn.protocol.compat import traits_digest
 from pdconn.protocol.errors import MessageError
 from registration.references import KVCacheReferences
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever an engine of the version before could misread a message."""
 
 MAX_RANKS = 4096
@@ -40,6 +40,7 @@ MAX_GROUPS = 256
 MAX_LAYER_CHUNKS = 1 << 16
 """Of one rank."""
 MAX_TRAITS = 256
+DIGEST_NBYTES = 16
 
 
 class Refusal(StrEnum):
@@ -51,7 +52,7 @@ class Refusal(StrEnum):
     ABORTED = "aborted"
     ALTERED = "altered"
     BAD_READER = "bad_reader"
-    STALE_INCARNATION = "stale_incarnation"
+    TOO_MANY = "too_many"
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,10 +166,14 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
-    """This reader will read nothing more, whether or not it ever did."""
+    """This reader will read nothing more, whether or not it ever did.
+
+    ``blocks`` is the ticket's block digest, as in the claim.
+    """
 
     request: str
     reader: Reader
+    blocks: bytes
     ok: bool
 
 
@@ -218,6 +223,8 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
         elif not isinstance(message, Describe):
             _check_reader(message.reader)
             _bounded("request", message.request)
+            if isinstance(message, Claim | Done) and len(message.blocks) != DIGEST_NBYTES:
+                raise MessageError("blocks", f"a digest of {DIGEST_NBYTES} bytes", message.blocks)
     return messages
 
 

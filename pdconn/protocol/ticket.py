@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.messages import MAX_GROUPS, MAX_TEXT
+from pdconn.protocol.messages import DIGEST_NBYTES, MAX_GROUPS, MAX_TEXT
 
 TICKET_VERSION = 1
 MAX_BLOCKS = 1 << 22
@@ -86,7 +86,7 @@ def trimmed(ids: Sequence[int]) -> BlockList:
 
 def block_digest(blocks: Sequence[BlockList]) -> bytes:
     """16 bytes that differ when any group's blocks do (BLAKE2b)."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for group in blocks:
         digest.update(np.array([group.first, len(group.ids)], dtype="<i8").tobytes())
         digest.update(np.array(group.ids, dtype="<i8").tobytes())

@@ -17,20 +17,27 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.runtime.channel import Channel
-from pdconn.runtime.peers import MAX_WELCOME, dial
+from pdconn.runtime.dialing import MAX_WELCOME, connecting_to, resolve
+from pdconn.runtime.security import Security
 
 
-def describe(host: str, port: int, timeout_s: float = 5.0) -> Described:
+def describe(
+    host: str, port: int, timeout_s: float = 5.0, security: Security | None = None
+) -> Described:
     """What the engine at ``host:port`` says of itself.
+
+    Args:
+        security: what we show and what it must prove; nothing by default.
 
     Raises:
         OSError: it cannot be reached, or does not answer in ``timeout_s`` seconds.
-        ChannelLost: it closed the connection before it answered.
+        ChannelLost: it closed the connection before it answered, or proved nothing.
         ProtocolError: it answered something else.
     """
     give_up = time.monotonic() + timeout_s
-    with dial(host, port) as sock:
-        channel = Channel(sock, MAX_WELCOME)
+    guard = security.for_reader(host) if security is not None else None
+    with connecting_to(resolve(host, port)) as sock:
+        channel = Channel(sock, MAX_WELCOME, guard=guard)
         if not select.select([], [sock], [], timeout_s)[1]:
             raise TimeoutError(f"{host}:{port}: no connection in {timeout_s:g} s")
         failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -39,12 +46,20 @@ def describe(host: str, port: int, timeout_s: float = 5.0) -> Described:
         channel.send(encode([Describe(PROTOCOL_VERSION)]))
         while True:
             for body in channel.receive():
-                for message in decode_from_lender(body):
-                    if isinstance(message, Described):
-                        return message
-                    if isinstance(message, Rejected):
-                        raise MessageError(message.field, message.expected, message.seen)
-                    raise MessageError("answer", "described", type(message).__name__.lower())
+                return _described(body)
+            channel.flush()
             if time.monotonic() > give_up:
                 raise TimeoutError(f"{host}:{port}: no answer in {timeout_s:g} s")
             time.sleep(0.005)
+
+
+def _described(body: bytes) -> Described:
+    messages = decode_from_lender(body)
+    if len(messages) != 1:
+        raise MessageError("answer", "one message", len(messages))
+    message = messages[0]
+    if isinstance(message, Described):
+        return message
+    if isinstance(message, Rejected):
+        raise MessageError(message.field, message.expected, message.seen)
+    raise MessageError("answer", "described", type(message).__name__.lower())

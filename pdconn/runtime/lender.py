@@ -4,7 +4,7 @@ It owns the leases.  The engine posts what it lends and collects what is free
 again; decode ranks greet, claim, renew and report over TCP::
 
     engine thread ── lend, abort ──► mailbox ─┐
-                  ◄── collect ── freed        ├── one thread: leases + sockets
+                  ◄── collect ── freed        ├── one thread: desk + door + sockets
     decode ranks ◄── frames ──────────────────┘
 
 The mailbox is emptied before any socket is read, so a lease is in the book before
@@ -14,44 +14,31 @@ a claim for it can be.
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pdconn.lifecycle import lease
-from pdconn.lifecycle.lease import Denied
-from pdconn.lifecycle.leases import FreedLease, LeaseBook
-from pdconn.protocol.errors import MessageError, ProtocolError
-from pdconn.protocol.messages import (
-    PROTOCOL_VERSION,
-    Claim,
-    Describe,
-    Described,
-    Done,
-    FromLender,
-    FromReader,
-    Granted,
-    Hello,
-    Reader,
-    Refused,
-    Rejected,
-    Renew,
-    Welcome,
-    decode_from_reader,
-    encode,
-)
-from pdconn.runtime.channel import Channel, ChannelLost
+from pdconn.lifecycle.leases import FreedLease
+from pdconn.protocol.errors import ProtocolError
+from pdconn.protocol.messages import Welcome, decode_from_reader
+from pdconn.runtime.channel import Channel, ChannelLost, Unauthenticated
+from pdconn.runtime.desk import Desk, Visitor
+from pdconn.runtime.door import MAX_VISITORS, Door
 from pdconn.runtime.mailbox import Mailbox
+from pdconn.runtime.security import Security
+from pdconn.runtime.wire import Wire
 
 log = logging.getLogger(__name__)
 
 MAX_INBOUND_FRAME = 1 << 20
-MAX_CONNECTIONS = 4096
-GREETING_TIMEOUT_S = 10.0
+MAX_UNSENT = 1 << 26
+ACCEPT_PAUSE_S = 0.5
+"""How long nobody is let in after the system could not open a connection."""
 
 
 class SideChannelInUse(OSError):
@@ -70,19 +57,6 @@ class _Abort:
     request: str
 
 
-@dataclass(slots=True)
-class _Visitor:
-    """A connection: who it is once it has greeted, and when it must have."""
-
-    channel: Channel
-    name: str
-    greet_by: float
-    greeted: bool = False
-    leaving: bool = False
-    answers: list[FromLender] = field(default_factory=list)
-    claimed: set[tuple[str, Reader]] = field(default_factory=set)
-
-
 class Lender:
     """Serves ``welcome`` and leases at ``host:port`` until closed.
 
@@ -90,11 +64,13 @@ class Lender:
         welcome: our geometry; its incarnation is what visitors must want.
         host: address to listen at, which tickets name too.
         port: 0 picks a free one; see :attr:`port`.
+        security: what visitors must prove; nothing by default.
         clock: seconds that never go back.
 
     Raises:
         SideChannelInUse: the port is taken.
         OSError: the address cannot be listened at.
+        Unprotected: strangers could reach ``host``, and nothing would stop them.
     """
 
     def __init__(
@@ -102,25 +78,28 @@ class Lender:
         welcome: Welcome,
         host: str,
         port: int,
+        security: Security | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._welcome = welcome
-        self._welcome_frame = encode([welcome])
-        self._described_frame = encode([Described.of(welcome)])
+        self._security = security or Security()
+        self._security.require(host)
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._mailbox: Mailbox[_Lend | _Abort] = Mailbox()
-        self._book = LeaseBook()
-        self._freed: deque[FreedLease] = deque()
-        self._visitors: dict[int, _Visitor] = {}
-        self._strangers: deque[_Visitor] = deque()
-        self._touched: dict[int, _Visitor] = {}
+        self._desk = Desk(welcome)
+        self._door: Door[Visitor] = Door(_half_of_our_files())
+        self._wires: dict[Visitor, Wire] = {}
+        self._accept_from: float | None = None
         self._selector = selectors.DefaultSelector()
         self._stopping = False
-        self.counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="pdconn-lender", daemon=True)
         self._thread.start()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Leases, claims, refusals and visitors counted since :meth:`take_counts`."""
+        return self._desk.counts
 
     def lend(self, request: str, blocks: bytes, ttl_s: float) -> None:
         """Blocks with digest ``blocks`` stay as they are until collected as freed."""
@@ -133,13 +112,13 @@ class Lender:
     def collect(self) -> list[FreedLease]:
         """Leases that ended since the last call; never blocks."""
         freed = []
-        while self._freed:
-            freed.append(self._freed.popleft())
+        while self._desk.freed:
+            freed.append(self._desk.freed.popleft())
         return freed
 
     def take_counts(self) -> dict[str, int]:
         """Leases, claims and refusals counted since the last call."""
-        counts, self.counts = self.counts, Counter()
+        counts, self._desk.counts = self._desk.counts, Counter()
         return dict(counts)
 
     def close(self) -> None:
@@ -158,7 +137,7 @@ class Lender:
         except Exception:
             log.critical("the side channel stopped: leases will run out unread", exc_info=True)
         finally:
-            for visitor in list(self._visitors.values()):
+            for visitor in list(self._wires):
                 self._drop(visitor, "the engine is shutting down")
             self._listener.close()
             self._selector.close()
@@ -167,165 +146,111 @@ class Lender:
         ready = self._selector.select(self._patience())
         for item in self._mailbox.take():
             self._obey(item)
-        now = self._clock()
-        for key, events in ready:
+        touched = []
+        for key, _ in ready:
             if key.fileobj is self._listener:
-                self._accept(now)
+                self._accept()
             elif key.data is not None:
-                self._serve(key.data, events)
-        self._note(self._book.tick(self._clock()))
-        touched, self._touched = self._touched, {}
-        for visitor in touched.values():
+                self._serve(key.data)
+                touched.append(key.data)
+        self._desk.tick(self._clock())
+        for visitor in touched:
             self._answer(visitor)
-        self._drop_the_silent(self._clock())
+        for visitor in self._door.overdue(self._clock()):
+            self._show_out(visitor, "silent for too long")
+        if self._accept_from is not None and self._clock() >= self._accept_from:
+            self._accept_from = None
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _patience(self) -> float | None:
-        times = [self._strangers[0].greet_by] if self._strangers else []
-        deadline = self._book.next_deadline()
-        if deadline is not None:
-            times.append(deadline)
-        return max(0.0, min(times) - self._clock()) if times else None
-
-    def _drop_the_silent(self, now: float) -> None:
-        """Who came first must greet first, so the queue is in order of time."""
-        while self._strangers and (
-            self._strangers[0].greeted or self._strangers[0].greet_by <= now
-        ):
-            visitor = self._strangers.popleft()
-            if not visitor.greeted:
-                self._drop(visitor, "no greeting in time")
+        times = (self._desk.next_deadline(), self._door.next_deadline(), self._accept_from)
+        due = [at for at in times if at is not None]
+        return max(0.0, min(due) - self._clock()) if due else None
 
     def _obey(self, item: _Lend | _Abort) -> None:
-        now = self._clock()
         if isinstance(item, _Lend):
-            self.counts["lent"] += 1
-            self._book.lend(item.request, item.blocks, item.ttl_s, now)
+            self._desk.lend(item.request, item.blocks, item.ttl_s, self._clock())
         else:
-            self._note(self._book.abort(item.request, now))
+            self._desk.abort(item.request, self._clock())
 
-    def _note(self, freed: list[FreedLease]) -> None:
-        for ended in freed:
-            self.counts[f"freed_{ended.why}"] += 1
-            self._freed.append(ended)
-
-    def _accept(self, now: float) -> None:
+    def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
-        except OSError as error:
-            log.warning("side channel: a connection could not be accepted: %s", error)
+        except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        if len(self._visitors) >= MAX_CONNECTIONS:
+        except OSError as error:  # no file descriptor or memory left: it would fail again at once
+            log.warning("side channel: nobody is let in for %g s: %s", ACCEPT_PAUSE_S, error)
+            self._desk.counts["accept_failed"] += 1
+            self._selector.unregister(self._listener)
+            self._accept_from = self._clock() + ACCEPT_PAUSE_S
+            return
+        refusal = self._door.refusal(address[0])
+        if refusal is not None:
             sock.close()
-            self.counts["connections_refused"] += 1
+            self._desk.counts["connections_refused"] += 1
+            log.debug("side channel: %s:%d is not let in: %s", *address[:2], refusal)
             return
-        name = f"{address[0]}:{address[1]}"
-        visitor = _Visitor(Channel(sock, MAX_INBOUND_FRAME), name, now + GREETING_TIMEOUT_S)
-        self._visitors[id(visitor)] = visitor
-        self._strangers.append(visitor)
-        self._selector.register(sock, selectors.EVENT_READ, visitor)
+        self._let_in(sock, address)
 
-    def _serve(self, visitor: _Visitor, events: int) -> None:
-        self._touched[id(visitor)] = visitor
+    def _let_in(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        visitor = Visitor(f"{address[0]}:{address[1]}")
+        channel = Channel(sock, MAX_INBOUND_FRAME, MAX_UNSENT, self._security.for_lender())
+        self._wires[visitor] = Wire(channel, self._selector, visitor)
+        crowded_out = self._door.enter(visitor, address[0], self._clock())
+        if crowded_out is not None:
+            self._show_out(crowded_out, "too many others wait to greet")
+
+    def _serve(self, visitor: Visitor) -> None:
+        wire = self._wires.get(visitor)
+        if wire is None or visitor.leaving:
+            return
         try:
-            if events & selectors.EVENT_WRITE:
-                visitor.channel.flush()
-            if events & selectors.EVENT_READ and not visitor.leaving:
-                for body in visitor.channel.receive():
-                    for message in decode_from_reader(body):
-                        self._hear(visitor, message)
+            for body in wire.receive():
+                self._desk.hear(visitor, decode_from_reader(body), self._clock())
+                self._door.observe(visitor, not visitor.greeted, self._clock())
+        except Unauthenticated as error:
+            self._desk.counts["unauthenticated"] += 1
+            log.warning("side channel: %s is turned away: %s", visitor.name, error)
+            self._drop(visitor, str(error))
         except ChannelLost as error:
             self._drop(visitor, str(error))
         except ProtocolError as error:
-            self.counts["bad_messages"] += 1
-            log.warning("side channel: %s said something wrong: %s", visitor.name, error)
-            self._reject(visitor, error.field, str(error.expected), str(error.seen))
+            self._desk.reject(visitor, error)
 
-    def _hear(self, visitor: _Visitor, message: FromReader) -> None:
-        if visitor.leaving:
-            return
-        if isinstance(message, Hello):
-            self._greet(visitor, message)
-        elif isinstance(message, Describe):
-            self.counts["described"] += 1
-            visitor.channel.send(self._described_frame)
-            visitor.leaving = True
-        elif not visitor.greeted:
-            raise MessageError("first message", "hello", type(message).__name__.lower())
-        elif isinstance(message, Claim):
-            self.counts["claims"] += 1
-            now = self._clock()
-            answer = self._book.claim(message.request, message.reader, message.blocks, now)
-            if isinstance(answer, Denied):
-                self.counts[f"refused_{answer.why}"] += 1
-            else:
-                visitor.claimed.add((message.request, message.reader))
-            visitor.answers.append(_reply(message, answer))
-        elif isinstance(message, Renew):
-            self.counts["renewals"] += 1
-            renewed = self._book.renew(message.request, message.reader, self._clock())
-            visitor.answers.append(_reply(message, renewed))
-        elif isinstance(message, Done):
-            self._done(visitor, message)
-
-    def _done(self, visitor: _Visitor, message: Done) -> None:
-        """Only who claimed may end a claim that holds; others could be a mistake or a lie."""
-        now, claim = self._clock(), (message.request, message.reader)
-        if claim not in visitor.claimed and self._book.is_claimed(*claim, now):
-            self.counts["dones_of_others"] += 1
-            return
-        visitor.claimed.discard(claim)
-        self._note(self._book.done(message.request, message.reader, now))
-
-    def _greet(self, visitor: _Visitor, hello: Hello) -> None:
-        if visitor.greeted:
-            self._reject(visitor, "hello", "one on a connection", "another")
-        elif hello.version != PROTOCOL_VERSION:
-            self._reject(visitor, "version", str(PROTOCOL_VERSION), str(hello.version))
-        elif hello.wants != self._welcome.incarnation:
-            self._reject(visitor, "incarnation", self._welcome.incarnation, hello.wants)
-        else:
-            visitor.greeted = True
-            visitor.name = f"{hello.engine_id} at {visitor.name}"
-            visitor.channel.send(self._welcome_frame)
-
-    def _reject(self, visitor: _Visitor, field: str, expected: str, seen: str) -> None:
-        self.counts["rejected"] += 1
-        visitor.answers.append(Rejected(field, expected[:256], seen[:256]))
-        visitor.leaving = True
-
-    def _answer(self, visitor: _Visitor) -> None:
-        """Send this turn's answers in one frame, and watch for writing if it must wait."""
-        if id(visitor) not in self._visitors:
+    def _answer(self, visitor: Visitor) -> None:
+        """Send this turn's answers in one frame, and see whether the visitor loiters."""
+        wire = self._wires.get(visitor)
+        if wire is None:
             return
         try:
-            if visitor.answers:
-                answers, visitor.answers = visitor.answers, []
-                visitor.channel.send(encode(answers))
+            wire.send(self._desk.take_frames(visitor))
         except ChannelLost as error:
             self._drop(visitor, str(error))
             return
-        if visitor.leaving and not visitor.channel.has_unsent:
-            self._drop(visitor, "rejected")
-            return
-        wanted = selectors.EVENT_WRITE if visitor.channel.has_unsent else 0
-        if not visitor.leaving:
-            wanted |= selectors.EVENT_READ
-        if wanted != self._selector.get_key(visitor.channel.socket).events:
-            self._selector.modify(visitor.channel.socket, wanted, visitor)
+        if visitor.leaving:
+            if not wire.has_unsent:
+                self._drop(visitor, "told what was wrong")
+                return
+            wire.stop_reading()
+        self._door.observe(visitor, wire.is_midway or not visitor.greeted, self._clock())
 
-    def _drop(self, visitor: _Visitor, why: str) -> None:
-        if self._visitors.pop(id(visitor), None) is None:
+    def _show_out(self, visitor: Visitor, why: str) -> None:
+        self._desk.counts["loiterers"] += 1
+        self._drop(visitor, why)
+
+    def _drop(self, visitor: Visitor, why: str) -> None:
+        wire = self._wires.pop(visitor, None)
+        if wire is None:
             return
         log.debug("side channel: %s left: %s", visitor.name, why)
-        self._selector.unregister(visitor.channel.socket)
-        visitor.channel.close()
+        self._door.leave(visitor)
+        wire.close()
 
 
-def _reply(message: Claim | Renew, answer: lease.Granted | Denied) -> Granted | Refused:
-    pull = message.reader.pull
-    if isinstance(answer, Denied):
-        return Refused(message.seq, message.request, pull, answer.why, answer.detail)
-    return Granted(message.seq, message.request, pull, max(1, int(answer.ttl_s * 1000)))
+def _half_of_our_files() -> int:
+    """Half the file descriptors that this process may open; the rest are the engine's."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_VISITORS if soft == resource.RLIM_INFINITY else max(1, soft // 2)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,23 +1,21 @@
 """A decode rank's connections to lenders: one peer per lender boot.
 
-``Connections`` dials, greets, sends and receives; what a message means for a pull
-is the puller's business, which it hears through :class:`Listener`.
+``Connections`` greets and sorts what lenders say; wires come from a :class:`Dialer`, and
+what a message means for a pull is the business of the :class:`Listener`.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import selectors
-import socket
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdconn.lifecycle.peer import PeerState, after
-from pdconn.planning.errors import Incompatible, PlanningError
+from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing
-from pdconn.protocol.compat import trait_differences, traits_digest
+from pdconn.protocol.compat import traits_digest
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -32,13 +30,14 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.ticket import Ticket
-from pdconn.runtime.channel import Channel, ChannelLost
-from pdconn.runtime.reader import Connect, Connected, Disconnect, ReaderThread
+from pdconn.runtime.channel import ChannelLost
+from pdconn.runtime.reader import Connect, Connected, Disconnect, Job
 from transport import PeerId
 
 log = logging.getLogger(__name__)
 
-MAX_WELCOME = 1 << 26
+MAX_PEERS = 1024
+"""Lenders that are known at once; the one that was idle for longest makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +58,38 @@ class PeerKey:
         return f"{self.engine_id} at {self.host}:{self.port}"
 
 
+class PeerWire(Protocol):
+    """A connection to a lender, as :class:`pdconn.runtime.wire.Wire` is one."""
+
+    def send(self, bodies: Iterable[bytes]) -> None:
+        """Send frames; raises ChannelLost."""
+
+    def receive(self) -> Sequence[bytes]:
+        """Frames that arrived; raises ChannelLost."""
+
+    def close(self) -> None:
+        """Harmless when closed."""
+
+
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A lender.  It has a channel while GREETING or READY, a pairing once welcomed.
+    """A lender.  It has a wire from when it is dialled until it is closed.
 
     ``ranks`` are its ranks that the transport reaches, ``pulls`` the requests that
-    use it, ``reason`` why it was closed.
+    use it, ``reason`` why it was closed.  A ``retired`` peer serves those to their end, and
+    nobody new.
     """
 
     key: PeerKey
     state: PeerState = PeerState.UNKNOWN
-    channel: Channel | None = None
+    wire: PeerWire | None = None
     pairing: Pairing | None = None
     ranks: dict[int, PeerId] = field(default_factory=dict)
     connecting: int = 0
     outgoing: list[FromReader] = field(default_factory=list)
     pulls: set[str] = field(default_factory=set)
     reason: str = ""
+    retired: bool = False
 
     def enter(self, event: str) -> None:
         """Move on; see :mod:`pdconn.lifecycle.peer`."""
@@ -87,8 +101,19 @@ class Peer:
         return self.state is PeerState.CLOSED
 
 
+class Dialer(Protocol):
+    """Opens wires."""
+
+    def dial(self, peer: Peer) -> None:
+        """Give ``peer`` its wire, now or later; or close the peer later.
+
+        Raises:
+            OSError: that is impossible, and known at once.
+        """
+
+
 class Listener(Protocol):
-    """What the puller wants to hear."""
+    """What the pulls want to hear."""
 
     def peer_ready(self, peer: Peer) -> None:
         """Every rank that we need is connected."""
@@ -101,95 +126,98 @@ class Listener(Protocol):
 
 
 class Connections:
-    """Every peer of one decode rank, and their sockets.
+    """Every peer of one decode rank.
 
     Args:
         engine_id: what we call ourselves.
         pair: makes a pairing of a checked greeting, or raises PlanningError.
-        reader: connects the transport to a peer's ranks.
+        post: has the transport connect to a peer's ranks.
     """
 
     def __init__(
         self,
         engine_id: str,
         pair: Callable[[Welcome], Pairing],
-        reader: ReaderThread,
-        selector: selectors.BaseSelector,
+        post: Callable[[Job], None],
+        dialer: Dialer,
         listener: Listener,
     ) -> None:
         self._engine_id = engine_id
         self._pair = pair
-        self._reader = reader
-        self._selector = selector
+        self._post = post
+        self._dialer = dialer
         self._listener = listener
-        self._peers: dict[PeerKey, Peer] = {}
+        self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
+        self._retired: set[Peer] = set()
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self._peers) + len(self._retired)
+
+    def __iter__(self) -> Iterator[Peer]:
+        yield from list(self._peers.values())
+        yield from list(self._retired)
 
     def to(self, key: PeerKey) -> Peer:
         """The open peer at ``key``, dialled if need be; CLOSED when that fails at once."""
         peer = self._peers.get(key)
         if peer is not None and not peer.is_closed:
+            self._peers.move_to_end(key)
             return peer
-        peer = self._peers[key] = Peer(key)
+        peer = Peer(key)
         peer.enter("dialled")
+        if not self._has_room():
+            self.close(peer, f"{MAX_PEERS} lenders are in use")
+            return peer
+        self._peers[key] = peer
         try:
-            peer.channel = Channel(dial(key.host, key.port), MAX_WELCOME)
+            self._dialer.dial(peer)
         except OSError as error:
             self.close(peer, f"side channel: {error}")
             return peer
         peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
-        both = selectors.EVENT_READ | selectors.EVENT_WRITE
-        self._selector.register(peer.channel.socket, both, peer)
         return peer
 
-    def serve(self, peer: Peer, events: int) -> None:
-        """The peer's socket is ready."""
+    def serve(self, peer: Peer) -> None:
+        """The peer's wire has something for us."""
         try:
-            if events & selectors.EVENT_READ and peer.channel is not None:
-                for body in peer.channel.receive():
-                    for message in decode_from_lender(body):
-                        self._hear(peer, message)
+            for body in () if peer.wire is None else peer.wire.receive():
+                for message in decode_from_lender(body):
+                    self._hear(peer, message)
         except ChannelLost as error:
             self.close(peer, f"side channel: {error}")
         except (ProtocolError, PlanningError) as error:
             self.close(peer, str(error))
 
     def flush(self, peer: Peer) -> None:
-        """Send what is due in one frame, and watch for writing if it must wait.
+        """Send what is due in one frame.
 
         Before it is READY a peer hears our greeting only.
         """
-        channel = peer.channel
-        if channel is None:
+        if peer.wire is None:
             return
+        bodies = []
+        if peer.outgoing and (peer.state is PeerState.READY or _is_greeting(peer.outgoing)):
+            outgoing, peer.outgoing = peer.outgoing, []
+            bodies = [encode(outgoing)]
         try:
-            if peer.outgoing and (peer.state is PeerState.READY or _is_greeting(peer.outgoing)):
-                outgoing, peer.outgoing = peer.outgoing, []
-                channel.send(encode(outgoing))
-            else:
-                channel.flush()
+            peer.wire.send(bodies)
         except ChannelLost as error:
             self.close(peer, f"side channel: {error}")
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
-        if wanted != self._selector.get_key(channel.socket).events:
-            self._selector.modify(channel.socket, wanted, peer)
 
     def flush_all(self) -> None:
-        """Flush every peer."""
-        for peer in list(self._peers.values()):
-            self.flush(peer)
+        """Send to every peer what is due to it."""
+        for peer in self:
+            if peer.outgoing:
+                self.flush(peer)
 
     def connected(self, answer: Connected) -> None:
-        """The reader thread reached a peer's rank, or did not."""
+        """The transport reached a peer's rank, or did not."""
         tag = answer.tag
         assert isinstance(tag, tuple)
         peer, rank = tag
         if peer.is_closed:
             if answer.peer is not None:
-                self._reader.post(Disconnect(answer.peer))
+                self._post(Disconnect(answer.peer))
             return
         if answer.peer is None:
             self.close(peer, f"rank {rank} cannot be reached: {answer.error}")
@@ -199,11 +227,6 @@ class Connections:
         if peer.connecting == 0:
             self._ready(peer)
 
-    def _ready(self, peer: Peer) -> None:
-        peer.enter("welcomed")
-        log.info("pdconn: ready to read from %s", peer.key)
-        self._listener.peer_ready(peer)
-
     def close(self, peer: Peer, reason: str) -> None:
         """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
         if peer.is_closed:
@@ -212,26 +235,48 @@ class Connections:
         peer.enter("closed")
         peer.reason = reason
         peer.outgoing.clear()
-        if peer.channel is not None:
-            if peer.channel.socket in self._selector.get_map():
-                self._selector.unregister(peer.channel.socket)
-            peer.channel.close()
-            peer.channel = None
+        if peer.wire is not None:
+            peer.wire.close()
+            peer.wire = None
         self._listener.peer_closed(peer)
+
+    def retire(self, peer: Peer, reason: str) -> None:
+        """Let the next pull dial anew: this connection may swallow what it is told."""
+        if peer.is_closed or peer.retired:
+            return
+        log.warning("pdconn: dialling %s anew: %s", peer.key, reason)
+        peer.retired = True
+        del self._peers[peer.key]
+        self._retired.add(peer)
 
     def forget(self, peer: Peer) -> None:
         """Drop a closed peer; call it when no read from it is in flight."""
         for connected in peer.ranks.values():
-            self._reader.post(Disconnect(connected))
+            self._post(Disconnect(connected))
         peer.ranks.clear()
+        self._retired.discard(peer)
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
 
     def close_all(self) -> None:
-        """Close every socket, at the end of the thread."""
-        for peer in self._peers.values():
-            if peer.channel is not None:
-                peer.channel.close()
+        """Close every wire, at the end of the thread."""
+        for peer in self:
+            if peer.wire is not None:
+                peer.wire.close()
+
+    def _has_room(self) -> bool:
+        if len(self._peers) < MAX_PEERS:
+            return True
+        idle = next((peer for peer in self._peers.values() if not peer.pulls), None)
+        if idle is None:
+            return False
+        self.close(idle, "idle, and another lender needs the room")
+        return True
+
+    def _ready(self, peer: Peer) -> None:
+        peer.enter("welcomed")
+        log.info("pdconn: ready to read from %s", peer.key)
+        self._listener.peer_ready(peer)
 
     def _hear(self, peer: Peer, message: FromLender) -> None:
         if isinstance(message, (Granted, Refused)):
@@ -243,7 +288,7 @@ class Connections:
             peer.pairing = self._pair(message)
             peer.connecting = len(peer.pairing.ranks)
             for rank in peer.pairing.ranks:
-                self._reader.post(Connect((peer, rank), message.ranks[rank].address))
+                self._post(Connect((peer, rank), message.ranks[rank].address))
             if not peer.pairing.ranks:  # a stage of ours without layers reads from nobody
                 self._ready(peer)
 
@@ -262,38 +307,6 @@ def check_welcome(welcome: Welcome, key: PeerKey) -> None:
     ):
         if ours != theirs:
             raise PeerMismatch(name, ours, theirs)
-
-
-def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
-    """Whether both sides mean the same by the bytes of a block.
-
-    Equal digests say so at once; without traits of our own we do not ask.
-
-    Raises:
-        Incompatible: every trait that differs, by name.
-    """
-    if ours and traits_digest(ours) != welcome.digest:
-        raise Incompatible(*trait_differences(ours, welcome.traits))
-
-
-def dial(host: str, port: int) -> socket.socket:
-    """A socket that is connecting; it turns writable when that is decided.
-
-    Raises:
-        OSError: the name does not resolve, or the network refuses at once.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:
-        raise OSError(errno.EINVAL, f"{host!r} is no host name: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
-    sock.setblocking(False)
-    failed = sock.connect_ex(address)
-    if failed not in (0, errno.EINPROGRESS):
-        sock.close()
-        raise OSError(failed, errno.errorcode.get(failed, str(failed)))
-    return sock
 
 
 def _is_greeting(outgoing: list[FromReader]) -> bool:

@@ -26,6 +26,11 @@ DRAIN_S = 5.0
 _PAUSES_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001)
 """Between polls of a read in flight: quick at first, then a thousand a second."""
 
+_HANGING = 5000
+"""Polls in vain after which a read is taken to hang, and polled every ``_HANGING_S``."""
+
+_HANGING_S = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class Connect:
@@ -76,15 +81,16 @@ class ReaderStopped:
     error: str
 
 
-Answer = Connected | ReadSettled | ReaderStopped
+Job = Connect | Disconnect | Read
+Answer = Connected | ReadSettled
 
 
-class ReaderThread:
-    """Runs jobs in order and hands their answers to ``deliver``, on this thread.
+class Reading:
+    """Carries out jobs on a transport, on whichever thread calls it.
 
     Args:
-        transport: owned from now on, and closed by :meth:`close`.
-        deliver: must not block.
+        transport: closed by :meth:`close`.
+        deliver: gets the answers; must not block.
     """
 
     def __init__(
@@ -96,13 +102,83 @@ class ReaderThread:
         self._transport = transport
         self._deliver = deliver
         self._clock = clock
-        self._jobs: queue.SimpleQueue[Connect | Disconnect | Read | None] = queue.SimpleQueue()
-        self._reading: dict[ReadId, object] = {}
+        self._reads: dict[ReadId, object] = {}
         self._users: Counter[PeerId] = Counter()
+
+    def __len__(self) -> int:
+        """Reads that can still write."""
+        return len(self._reads)
+
+    def do(self, job: Job) -> None:
+        """Carry out a job; a read may copy all of it before this returns."""
+        if isinstance(job, Connect):
+            self._connect(job)
+        elif isinstance(job, Disconnect):
+            # A lender that was dialled anew, or under two names, is one peer down here.
+            self._users[job.peer] -= 1
+            if self._users[job.peer] <= 0:
+                del self._users[job.peer]
+                self._transport.disconnect(job.peer)
+        else:
+            self._read(job)
+
+    def poll(self) -> bool:
+        """Deliver the reads that have settled; whether there were any."""
+        ended = False
+        for read in list(self._reads):
+            settled = self._transport.poll(read)
+            if settled is not None:
+                self._deliver(ReadSettled(self._reads.pop(read), settled, self._clock()))
+                ended = True
+        return ended
+
+    def close(self) -> None:
+        """Close the transport, if nothing can write any more."""
+        try:
+            self._transport.close()
+        except TransportError as error:
+            log.warning("pdconn: the transport was left open: %s", error)
+
+    def _connect(self, job: Connect) -> None:
+        try:
+            peer = self._transport.connect(job.address)
+        except TransportError as error:
+            self._deliver(Connected(job.tag, None, f"{type(error).__name__}: {error}"))
+        else:
+            self._users[peer] += 1
+            self._deliver(Connected(job.tag, peer, None))
+
+    def _read(self, job: Read) -> None:
+        try:
+            read = self._transport.read(job.peer, job.spans)
+        except TransportError as error:
+            self._deliver(ReadSettled(job.tag, Settled(_NOTHING, error), self._clock()))
+        else:
+            self._reads[read] = job.tag
+
+
+class ReaderThread:
+    """Runs jobs in order and hands their answers to ``deliver``, on this thread.
+
+    Args:
+        transport: owned from now on, and closed by :meth:`close`.
+        deliver: must not block; also hears of an error of our own.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        deliver: Callable[[Answer | ReaderStopped], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reading = Reading(transport, deliver, clock)
+        self._deliver = deliver
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pdconn-reader", daemon=True)
         self._thread.start()
 
-    def post(self, job: Connect | Disconnect | Read) -> None:
+    def post(self, job: Job) -> None:
         """Queue a job; never blocks."""
         self._jobs.put(job)
 
@@ -118,21 +194,15 @@ class ReaderThread:
             log.critical("the reader thread stopped", exc_info=True)
             self._deliver(ReaderStopped(f"{type(error).__name__}: {error}"))
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        try:
-            self._transport.close()
-        except TransportError as error:
-            log.warning("pdconn: the transport was left open: %s", error)
+            self._reading.close()
 
     def _work(self) -> None:
         stop_by: float | None = None
         idle_polls = 0
-        while stop_by is None or (self._reading and self._clock() < stop_by):
-            pause = _PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)]
+        while stop_by is None or (len(self._reading) and self._clock() < stop_by):
+            pause = _pause_after(idle_polls)
             try:
-                job = self._jobs.get(timeout=pause) if self._reading else self._jobs.get()
+                job = self._jobs.get(timeout=pause) if len(self._reading) else self._jobs.get()
             except queue.Empty:
                 idle_polls += 1
             else:
@@ -140,41 +210,12 @@ class ReaderThread:
                 if job is None:
                     stop_by = self._clock() + DRAIN_S
                 else:
-                    self._do(job)
-            if self._poll():
+                    self._reading.do(job)
+            if self._reading.poll():
                 idle_polls = 0
 
-    def _do(self, job: Connect | Disconnect | Read) -> None:
-        if isinstance(job, Connect):
-            try:
-                peer = self._transport.connect(job.address)
-            except TransportError as error:
-                self._deliver(Connected(job.tag, None, f"{type(error).__name__}: {error}"))
-            else:
-                self._users[peer] += 1
-                self._deliver(Connected(job.tag, peer, None))
-        elif isinstance(job, Disconnect):
-            # A lender that was dialled anew, or under two names, is one peer down here.
-            self._users[job.peer] -= 1
-            if self._users[job.peer] <= 0:
-                del self._users[job.peer]
-                self._transport.disconnect(job.peer)
-        else:
-            self._read(job)
 
-    def _read(self, job: Read) -> None:
-        try:
-            read = self._transport.read(job.peer, job.spans)
-        except TransportError as error:
-            self._deliver(ReadSettled(job.tag, Settled(_NOTHING, error), self._clock()))
-        else:
-            self._reading[read] = job.tag
-
-    def _poll(self) -> bool:
-        ended = False
-        for read in list(self._reading):
-            settled = self._transport.poll(read)
-            if settled is not None:
-                self._deliver(ReadSettled(self._reading.pop(read), settled, self._clock()))
-                ended = True
-        return ended
+def _pause_after(idle_polls: int) -> float:
+    if idle_polls > _HANGING:
+        return _HANGING_S
+    return _PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)]

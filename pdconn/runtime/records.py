@@ -66,25 +66,52 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What happened since the engine last asked: requests, requests with reasons, records."""
+class FailedPull:
+    """``request`` was not pulled, because of ``reason``.
 
-    received: tuple[str, ...]
-    failed: tuple[tuple[str, str], ...]
+    ``quarantined``: a read can still write to its blocks, until it is reported released.
+    """
+
+    request: str
+    reason: str
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nothing can write to the blocks of a quarantined ``request`` any more."""
+
+    request: str
+
+
+Report = PullRecord | FailedPull | Released
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened since the engine last asked.
+
+    Attributes:
+        records: pulls that were received.
+        failed: pulls that were not.
+        released: requests whose quarantine is over.
+    """
+
     records: tuple[PullRecord, ...]
+    failed: tuple[FailedPull, ...]
+    released: tuple[str, ...]
 
     @classmethod
-    def of(cls, outbox: deque[str | tuple[str, str] | PullRecord]) -> Outcome:
+    def of(cls, outbox: deque[Report]) -> Outcome:
         """Empty ``outbox``, which another thread may be filling."""
-        received: list[str] = []
-        failed: list[tuple[str, str]] = []
-        records: list[PullRecord] = []
-        while outbox:
-            item = outbox.popleft()
-            if isinstance(item, PullRecord):
-                records.append(item)
-            elif isinstance(item, str):
-                received.append(item)
-            else:
-                failed.append(item)
-        return cls(tuple(received), tuple(failed), tuple(records))
+        reports = [outbox.popleft() for _ in range(len(outbox))]
+        return cls(
+            tuple(report for report in reports if isinstance(report, PullRecord)),
+            tuple(report for report in reports if isinstance(report, FailedPull)),
+            tuple(report.request for report in reports if isinstance(report, Released)),
+        )
+
+    @property
+    def received(self) -> tuple[str, ...]:
+        """Requests that were received."""
+        return tuple(record.request for record in self.records)

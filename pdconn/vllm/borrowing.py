@@ -36,13 +36,15 @@ class _Tracked:
     """A request with a ticket, from its arrival to its pull or its end.
 
     ``held`` is the local hit in tokens that the engine last asked with; ``follows``
-    the ticket that a sibling pulls with, when there is no ticket of its own.
+    the ticket that a sibling pulls with, when there is no ticket of its own; ``blocks``
+    those that the pull writes to.
     """
 
     ticket: Ticket | None
     problem: str | None
     parent: str | None
     follows: tuple[str, str] | None = None
+    blocks: tuple[int, ...] = ()
     checked: bool = False
     pulling: bool = False
     held: int = 0
@@ -128,10 +130,15 @@ class Borrowing:
         key = _key(tracked.ticket)
         self._pulling[key] = self._pulling.get(key, 0) + 1
         self._begin(key, tracked.parent)
+        tracked.blocks = tuple(block for ids in blocks for block in ids if block)
         need = Need(
             tracked.held, tracked.held + num_external, tuple(trimmed(ids) for ids in blocks)
         )
         self._orders.pulls.append((request.request_id, need))
+
+    def blocks_of(self, request_id: str) -> tuple[int, ...]:
+        """Blocks of a request whose pull was not reported yet, holes left out."""
+        return self._tracked[request_id].blocks
 
     def reported(self, request_id: str) -> None:
         """The workers reported the pull, received or failed."""

@@ -16,17 +16,43 @@
                            name; default true
 ``description_file``       where to write what this engine's KV looks like, for
                            ``pdconn diff``; default nowhere
-``debug_flip_bytes``       spoil one byte of every pull, to see that a check notices;
-                           host memory only; default false
+``secret_file``            file with the secret that all engines share, 16 bytes or more,
+                           not readable by everybody; default the file that
+                           ``PDCONN_SECRET_FILE`` names, or the secret in
+                           ``PDCONN_SECRET``.  No key takes the secret: configs are
+                           logged
+``tls_cert``               PEM file with our certificate, good for server and client;
+                           with ``tls_key`` and ``tls_ca`` it turns on TLS 1.3
+``tls_key``                its key, without passphrase, not readable by everybody
+``tls_ca``                 PEM file with the CA that signs our peers' certificates
+``tls_check_hostname``     a lender's certificate must name the host that tickets
+                           name; default true
+``insecure``               serve and dial addresses other than loopback without secret
+                           or TLS; default false
+``drain_timeout``          seconds that a failed pull waits for reads still in flight,
+                           before it is reported and its blocks are quarantined until
+                           they end; default 5
+``debug_faults``           faults on demand on decode, seeded, see
+                           :mod:`pdconn.runtime.faults`; default none
 =========================  =========================================================
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pdconn.runtime.faults import Faults, read_faults
+from pdconn.runtime.security import Security, SecurityError
+from transport.odds import FaultError
+
+_SECURITY = (
+    "secret_file", "tls_cert", "tls_key", "tls_ca", "tls_check_hostname", "insecure",
+)  # fmt: skip
+"""Keys that make :attr:`Settings.security`."""
 
 
 class ConfigError(ValueError):
@@ -46,22 +72,35 @@ class Settings:
     huge_pages: bool = True
     enforce_handshake_compat: bool = True
     description_file: str | None = None
-    debug_flip_bytes: bool = False
+    drain_timeout: float = 5.0
+    debug_faults: Faults = field(default_factory=Faults)
+    security: Security = field(default_factory=Security)
 
 
-def read_settings(extra: Mapping[str, Any], host: str, port: int, port_offset: int) -> Settings:
+def read_settings(
+    extra: Mapping[str, Any],
+    host: str,
+    port: int,
+    port_offset: int,
+    environ: Mapping[str, str] = os.environ,
+) -> Settings:
     """Check ``kv_connector_extra_config``.
 
     Args:
         extra: the mapping as the user wrote it.
         host, port: defaults for the side channel, from vLLM's environment.
         port_offset: the data-parallel index, added to the port.
+        environ: may hold the secret, or name its file.
 
     Raises:
         ConfigError: naming the key, what was expected and what came.
     """
-    known = Settings.__dataclass_fields__
+    known = [name for name in Settings.__dataclass_fields__ if name != "security"]
+    known += _SECURITY
     for key in extra:
+        if key == "secret":
+            hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
+            raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
@@ -76,7 +115,9 @@ def read_settings(extra: Mapping[str, Any], host: str, port: int, port_offset: i
         huge_pages=_read(extra, "huge_pages", _flag, True),
         enforce_handshake_compat=_read(extra, "enforce_handshake_compat", _flag, True),
         description_file=_read(extra, "description_file", _text, None),
-        debug_flip_bytes=_read(extra, "debug_flip_bytes", _flag, False),
+        drain_timeout=_read(extra, "drain_timeout", _seconds, 5.0),
+        debug_faults=_faults(extra),
+        security=_security(extra, environ),
     )
     if settings.side_channel_host in ("0.0.0.0", "::"):
         raise ConfigError(
@@ -86,6 +127,21 @@ def read_settings(extra: Mapping[str, Any], host: str, port: int, port_offset: i
     return settings
 
 
+def _security(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Security:
+    try:
+        return Security.load(
+            secret_file=_read(extra, "secret_file", _text, None),
+            tls_cert=_read(extra, "tls_cert", _text, None),
+            tls_key=_read(extra, "tls_key", _text, None),
+            tls_ca=_read(extra, "tls_ca", _text, None),
+            tls_check_hostname=_read(extra, "tls_check_hostname", _flag, True),
+            insecure=_read(extra, "insecure", _flag, False),
+            environ=environ,
+        )
+    except SecurityError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _read(extra: Mapping[str, Any], key: str, check: Callable[[Any], Any], default: Any) -> Any:
     if key not in extra:
         return default
@@ -93,6 +149,13 @@ def _read(extra: Mapping[str, Any], key: str, check: Callable[[Any], Any], defau
         return check(extra[key])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
+
+
+def _faults(extra: Mapping[str, Any]) -> Faults:
+    try:
+        return read_faults(extra.get("debug_faults", {}))
+    except FaultError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _text(value: Any) -> str:

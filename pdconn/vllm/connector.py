@@ -33,8 +33,9 @@ from pdconn.vllm.borrowing import Borrowing
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.lending import Lending
 from pdconn.vllm.logs import join_vllms_log
-from pdconn.vllm.metadata import PdHandshake, PdMetadata, welcome_of
+from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.orders import Orders
+from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.worker import PdWorker
@@ -66,6 +67,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._incarnation = incarnation = secrets.token_hex(8)
         self._lending: Lending | None = None
         self._borrowing: Borrowing | None = None
+        self._quarantine = Quarantine()
         self._worker: PdWorker | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
@@ -92,7 +94,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("pdconn: %d windowed group(s) keep the last token's window", changed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Where lent blocks are pinned."""
+        """Where lent and quarantined blocks are pinned."""
+        self._quarantine.bind(gpu_block_pool)
         if self._lending is not None:
             self._lending.bind(gpu_block_pool)
 
@@ -143,10 +146,17 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return PdMetadata(orders, scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The workers reported."""
-        if self._borrowing is not None:
-            for request_id in connector_output.finished_recving or ():
-                self._borrowing.reported(request_id)
+        """The workers reported.  The engine frees the blocks of what failed after this."""
+        if self._borrowing is None:
+            return
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, PdWorkerReport):
+            for request_id in report.quarantined:
+                self._quarantine.begin(request_id, self._borrowing.blocks_of(request_id))
+            for request_id in report.released:
+                self._quarantine.end(request_id)
+        for request_id in connector_output.finished_recving or ():
+            self._borrowing.reported(request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -205,6 +215,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Pulls that ended."""
         return self._of_worker().results()
+
+    def build_connector_worker_meta(self) -> PdWorkerReport | None:
+        """What the scheduler's half must know besides the results."""
+        return self._of_worker().take_report()
 
     def get_kv_connector_stats(self) -> PdStats | None:
         """Pulls (worker's half) and leases (scheduler's half) since the last call."""

@@ -53,9 +53,10 @@ class Lending:
 
         Raises:
             SideChannelInUse: the port is taken.
+            Unprotected: strangers could reach it.
         """
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
-        self._lender = Lender(welcome, host, port)
+        self._lender = Lender(welcome, host, port, self._settings.security)
         log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from pdconn.protocol.messages import RankGeometry, Welcome
@@ -24,6 +25,29 @@ class PdMetadata(KVConnectorMetadata):
 
     orders: Orders
     is_idle: bool
+
+
+@dataclass
+class PdWorkerReport(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler after a step; several workers' lists are joined.
+
+    Attributes:
+        quarantined: failed requests to whose blocks a worker's reads can still write.
+        released: those of them for which that is over, once per worker.
+    """
+
+    quarantined: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.quarantined or self.released)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
+        """Ours and another worker's."""
+        assert isinstance(other, PdWorkerReport)
+        return PdWorkerReport(self.quarantined + other.quarantined, self.released + other.released)
 
 
 @dataclass

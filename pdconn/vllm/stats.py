@@ -29,6 +29,7 @@ _HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "failed": ("vllm:nixl_num_failed_transfers", "KV pulls that failed."),
+    "quarantined": ("pdconn:quarantined", "Failed KV pulls whose reads went on."),
     "freed_expired": ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out unread."),
     "pulls": ("pdconn:pulls", "KV pulls received, per rank."),
     "full": ("pdconn:full_attention_bytes", "Bytes pulled of full-attention groups."),
@@ -42,6 +43,9 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "renewals": ("pdconn:renewals", "Renewals heard."),
     "bad_messages": ("pdconn:bad_messages", "Side-channel messages that made no sense."),
     "rejected": ("pdconn:connections_rejected", "Side-channel visitors turned away."),
+    "unauthenticated": ("pdconn:unauthenticated", "Side-channel visitors that proved nothing."),
+    "loiterers": ("pdconn:loiterers", "Side-channel visitors that were silent for too long."),
+    "connections_refused": ("pdconn:connections_refused", "Visitors that found no room."),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from random import Random
 from typing import Any
 
 import msgspec
@@ -11,19 +12,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.runtime.affinity import off_the_models_core
-from pdconn.runtime.puller import Puller, Rank
+from pdconn.runtime.puller import Puller
+from pdconn.runtime.rank import Rank
+from pdconn.runtime.relay import Relays
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
-from pdconn.vllm.metadata import PdHandshake
+from pdconn.vllm.metadata import PdHandshake, PdWorkerReport
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.traits import block_traits
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from transport import Transport
-from transport.flipping import FlippingTransport
+from transport.disturbed import DisturbedTransport
 from transport.nixl import NixlTransport
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ class PdWorker:
         self._handshake: PdHandshake | None = None
         self._stats = PdStats()
         self._failed: list[str] = []
+        self._report = PdWorkerReport()
+        self._relays: Relays | None = None
         self._is_idle = False
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -82,8 +88,7 @@ class PdWorker:
                 references=references,
                 traits=traits,
             )
-            with off_the_models_core():
-                self._puller = Puller(me, transport, self._settings.claim_timeout)
+            self._puller = self._open_puller(me, transport)
 
     def handshake(self) -> PdHandshake | None:
         """What the scheduler's half serves to peers."""
@@ -121,13 +126,24 @@ class PdWorker:
         if self._puller is not None:
             outcome = self._puller.collect()
             results.finished_recving.update(outcome.received)
-            results.failed_recving.update(request for request, _ in outcome.failed)
             for record in outcome.records:
                 self._stats.record(record)
-            for _ in outcome.failed:
+            for failed in outcome.failed:
+                results.failed_recving.add(failed.request)
                 self._stats.count("failed")
+                if failed.quarantined:
+                    self._report.quarantined.append(failed.request)
+                    self._stats.count("quarantined")
+            self._report.released += outcome.released
         results.finished_recving |= results.failed_recving
         return results
+
+    def take_report(self) -> PdWorkerReport | None:
+        """What the scheduler's half must know besides, or None."""
+        if self._report.is_empty:
+            return None
+        report, self._report = self._report, PdWorkerReport()
+        return report
 
     def take_stats(self) -> PdStats | None:
         """Pulls since the last step, or None."""
@@ -140,20 +156,36 @@ class PdWorker:
         """Stop the threads and unpin the memory."""
         if self._puller is not None:
             self._puller.close()
+        if self._relays is not None:
+            self._relays.close()
         if self._memory is not None:
             self._memory.close()
-        self._puller = self._memory = None
+        self._puller = self._relays = self._memory = None
+
+    def _open_puller(self, me: Rank, transport: Transport) -> Puller:
+        settings, faults = self._settings, self._settings.debug_faults
+        if faults:
+            log.warning("pdconn: debug_faults is on, answers may be wrong: %s", faults)
+        # Every rank draws for itself, or all would fail alike.
+        if faults.reads:
+            rng = Random(f"{faults.seed}/{me.rank}")
+            transport = DisturbedTransport(transport, faults.reads, rng)
+        if faults.messages:
+            self._relays = Relays(faults.messages, faults.seed + 1000 * me.rank)
+        patience = Patience(settings.claim_timeout, settings.drain_timeout)
+        through = None if self._relays is None else self._relays.through
+        with off_the_models_core():
+            return Puller(
+                me, transport, patience=patience, security=settings.security, through=through
+            )
 
     def _open_transport(self, name: str) -> Transport:
-        transport: Transport = NixlTransport(
+        transport = NixlTransport(
             name,
             backends=self._settings.backends,
             backend_options=self._settings.backend_options,
             huge_pages=self._settings.huge_pages,
         )
-        if self._settings.debug_flip_bytes:
-            log.warning("pdconn: debug_flip_bytes is on: answers will be wrong")
-            transport = FlippingTransport(transport)
         facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
         log.info("pdconn: transport: %s", facts)
         return transport

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from transport.base import Transport
 from transport.errors import BackendFailure
 from transport.faults import Held
 from transport.memory import MemoryNetwork, MemoryTransport
@@ -22,9 +23,9 @@ from transport.types import Memory
 
 @contextmanager
 def memory_rig(
-    reader_type: Callable[[MemoryNetwork, str], MemoryTransport] = MemoryTransport,
+    reader_type: Callable[[MemoryNetwork, str], Transport] = MemoryTransport,
 ) -> Iterator[Rig]:
-    """A rig on a network of its own; ``reader_type`` may be a broken one."""
+    """A rig on a network of its own; ``reader_type`` may be a broken or a wrapped one."""
     network = MemoryNetwork()
     lending, reading = Arena.patterned(), Arena.blank()
     lender = MemoryTransport(network, "lender")
@@ -141,7 +142,12 @@ def _await_state(pid: int, state: str) -> None:
 
 @contextmanager
 def nixl_rig(
-    lender: Lender, *, tls: str | None = None, stalls: bool = False, boot: str | None = None
+    lender: Lender,
+    *,
+    tls: str | None = None,
+    stalls: bool = False,
+    boot: str | None = None,
+    reader_type: Callable[..., Transport] = NixlTransport,
 ) -> Iterator[Rig]:
     """A reader here and a lender there; ``tls`` picks UCX's transport.
 
@@ -151,7 +157,7 @@ def nixl_rig(
     options = nixl_options(tls)
     address, remote = lender.open("lender", boot, options)
     arena = Arena.blank()
-    reader = NixlTransport("reader", close_wait_s=0.2, **options)
+    reader = reader_type("reader", close_wait_s=0.2, **options)
     try:
         reader.register([arena.memory])
         yield Rig(
@@ -170,7 +176,7 @@ def nixl_rig(
         lender.close()
 
 
-def _close_patiently(reader: NixlTransport) -> None:
+def _close_patiently(reader: Transport) -> None:
     """Close a reader whose last reads may still be landing on a busy machine."""
     deadline = time.monotonic() + 20.0
     while time.monotonic() < deadline:

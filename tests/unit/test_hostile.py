@@ -32,6 +32,7 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import BlockList, block_digest
 from pdconn.runtime.lender import Lender
+from pdconn.runtime.wire import Wire
 from registration.references import AttentionKind, KVCacheGroupReference, RegistrationError
 from tests.pair import Cache, Pair
 from transport import Device
@@ -73,8 +74,8 @@ def test_a_reader_without_layers_is_done_at_once() -> None:
     with Pair() as pair:
         empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
         nothing = replace(pair.ours.references, groups=(empty,))
-        pair.puller._me = replace(pair.puller._me, references=nothing)
-        pair.puller._connections._pair = pair.puller._me.pair
+        pair.puller._pulls._me = replace(pair.puller._pulls._me, references=nothing)
+        pair.puller._pulls.connections._pair = pair.puller._pulls._me.pair
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         assert pair.freed() == "read"
@@ -92,9 +93,11 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         if redialled == "by another name":
             pair.pull("second", replace(pair.lend("r2"), host="localhost"))
             assert pair.outcome_of("second") is None
-        [peer] = [p for p in pair.puller._connections._peers.values() if p.key.host != "localhost"]
-        assert peer.channel is not None
-        peer.channel.socket.shutdown(socket.SHUT_RDWR)
+        [peer] = [
+            p for p in pair.puller._pulls.connections._peers.values() if p.key.host != "localhost"
+        ]
+        assert isinstance(peer.wire, Wire)
+        peer.wire._channel.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
             pair.wait(lambda: peer.is_closed)
             assert serves(pair, "second")
@@ -113,10 +116,10 @@ def test_only_who_claimed_may_end_a_claim() -> None:
         with _connected(pair) as victim, _connected(pair) as stranger:
             victim.sendall(frame(encode([Claim(1, "r", reader, block_digest(blocks))])))
             pair.wait(lambda: pair.lender.counts["claims"] == 1)
-            stranger.sendall(frame(encode([Done("r", reader, True)])))
+            stranger.sendall(frame(encode([Done("r", reader, block_digest(blocks), True)])))
             pair.wait(lambda: pair.lender.counts["dones_of_others"] == 1)
             assert pair.lender.collect() == []
-            victim.sendall(frame(encode([Done("r", reader, True)])))
+            victim.sendall(frame(encode([Done("r", reader, block_digest(blocks), True)])))
             assert pair.freed() == "read"
 
 

@@ -28,24 +28,24 @@ def test_lease_is_freed_once_every_reader_is_done() -> None:
     for reader in readers:
         assert lent.claim(reader, BLOCKS, 1.0) == Granted(10.0)
     for reader in readers[:2]:
-        lent.done(reader, 2.0)
+        lent.done(reader, BLOCKS, 2.0)
         assert lent.freed is None
-    lent.done(readers[2], 2.0)
+    lent.done(readers[2], BLOCKS, 2.0)
     assert lent.freed is Freed.READ
 
 
 def test_repeated_reports_are_harmless() -> None:
     lent = lease()
     for _ in range(3):
-        lent.done(Reader("p", 0, 2), 1.0)
+        lent.done(Reader("p", 0, 2), BLOCKS, 1.0)
     assert lent.freed is None
-    lent.done(Reader("p", 1, 2), 1.0)
+    lent.done(Reader("p", 1, 2), BLOCKS, 1.0)
     assert lent.freed is Freed.READ
 
 
 def test_a_reader_that_never_claimed_may_give_the_lease_up() -> None:
     lent = lease()
-    lent.done(Reader("p", 0, 1), 1.0)
+    lent.done(Reader("p", 0, 1), BLOCKS, 1.0)
     assert lent.freed is Freed.READ
 
 
@@ -70,7 +70,7 @@ def test_blocks_stay_while_another_pull_may_still_believe_its_claim() -> None:
     lent = lease()
     lent.claim(Reader("a", 0, 1), BLOCKS, 1.0)
     lent.claim(Reader("b", 0, 1), BLOCKS, 5.0)
-    lent.done(Reader("a", 0, 1), 6.0)
+    lent.done(Reader("a", 0, 1), BLOCKS, 6.0)
     assert lent.state is LeaseState.CLOSING
     assert refusal(lent.claim(Reader("c", 0, 1), BLOCKS, 6.0)) is Refusal.CONSUMED
     lent.tick(14.9)
@@ -84,7 +84,7 @@ def test_abort_waits_for_claims_that_hold() -> None:
     lent.claim(Reader("a", 0, 1), BLOCKS, 1.0)
     lent.abort(2.0)
     assert lent.freed is None
-    lent.done(Reader("a", 0, 1), 3.0)
+    lent.done(Reader("a", 0, 1), BLOCKS, 3.0)
     assert lent.freed is Freed.ABORTED
 
 
@@ -100,7 +100,7 @@ def test_a_claim_for_other_blocks_is_refused() -> None:
 
 def test_a_rank_that_is_done_cannot_claim_again() -> None:
     lent = lease()
-    lent.done(Reader("p", 0, 2), 1.0)
+    lent.done(Reader("p", 0, 2), BLOCKS, 1.0)
     assert refusal(lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)) is Refusal.CONSUMED
 
 
@@ -129,9 +129,9 @@ def test_the_book_says_how_a_lease_ended() -> None:
     reader = Reader("p", 0, 1)
     assert refusal(book.claim("r", reader, BLOCKS, 0.0)) is Refusal.UNKNOWN
     book.lend("r", BLOCKS, 10.0, 0.0)
-    assert book.done("r", reader, 1.0) == [FreedLease("r", Freed.READ)]
+    assert book.done("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
     assert refusal(book.claim("r", reader, BLOCKS, 1.0)) is Refusal.CONSUMED
-    assert book.done("r", reader, 1.0) == []
+    assert book.done("r", reader, BLOCKS, 1.0) == []
     book.lend("s", BLOCKS, 10.0, 1.0)
     assert book.tick(11.0) == [FreedLease("s", Freed.EXPIRED)]
     assert refusal(book.claim("s", reader, BLOCKS, 11.0)) is Refusal.EXPIRED
@@ -196,7 +196,7 @@ def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # t
             believed[pull, rank] = now + answer.ttl_s
         if step == "done":
             believed.pop((pull, rank), None)
-            freed += book.done("r", reader, now)
+            freed += book.done("r", reader, BLOCKS, now)
         elif step == "abort":
             freed += book.abort("r", now)
         elif step == "tick":

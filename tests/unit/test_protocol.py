@@ -31,6 +31,7 @@ from registration.references import AttentionKind, GroupMemory, build_kv_cache_r
 from tests.layouts import layout_memory
 
 READER = Reader("pull", 0, 1)
+DIGEST = bytes(range(16))
 
 
 def geometry() -> RankGeometry:
@@ -55,9 +56,9 @@ def ticket() -> Ticket:
 def test_messages_of_readers_are_heard_as_said() -> None:
     said = [
         Hello(1, "d", "boot"),
-        Claim(1, "r", READER, b"blocks"),
+        Claim(1, "r", READER, DIGEST),
         Renew(2, "r", READER),
-        Done("r", READER, True),
+        Done("r", READER, DIGEST, True),
     ]
     assert decode_from_reader(encode(said)) == said
 
@@ -74,10 +75,10 @@ def test_messages_of_lenders_are_heard_as_said() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (Claim(1, "r", Reader("p", 3, 2), b""), "reader.rank"),
-        (Claim(1, "r", Reader("p", 0, 0), b""), "reader.of"),
-        (Claim(1, "", READER, b""), "request"),
-        (Claim(1, "r" * 1000, READER, b""), "request"),
+        (Claim(1, "r", Reader("p", 3, 2), DIGEST), "reader.rank"),
+        (Claim(1, "r", Reader("p", 0, 0), DIGEST), "reader.of"),
+        (Claim(1, "", READER, DIGEST), "request"),
+        (Claim(1, "r" * 1000, READER, DIGEST), "request"),
         (Hello(1, "d", "boot" * 1000), "hello.wants"),
     ],
 )
@@ -121,8 +122,18 @@ def test_frames_survive_any_cutting(bodies: list[bytes], cut: int) -> None:
 
 
 def test_a_long_frame_is_refused_by_its_length_alone() -> None:
-    with pytest.raises(FrameError, match="at most 64, got 65"):
-        Frames(max_nbytes=64).feed((65).to_bytes(4, "big"))
+    with pytest.raises(FrameError, match="4 to 68, got 69"):
+        Frames(max_nbytes=64).feed((69).to_bytes(4, "big"))
+
+
+def test_a_body_with_one_wrong_bit_is_refused() -> None:
+    sent = frame(b"body")
+    for bit in range(32, 8 * len(sent)):
+        spoiled = bytearray(sent)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FrameError, match="CRC"):
+            Frames(max_nbytes=64).feed(bytes(spoiled))
+    assert Frames(max_nbytes=64).feed(sent) == [b"body"]
 
 
 def test_a_ticket_survives_the_proxy() -> None:

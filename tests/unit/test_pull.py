@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from pdconn.lifecycle.pull import (
     TRANSITIONS,
+    AskProof,
     Effect,
     Failed,
+    Patience,
     Pull,
     PullState,
     Received,
+    Released,
     SendClaim,
     SendDone,
     SendRenew,
@@ -19,11 +22,12 @@ from pdconn.lifecycle.pull import (
 )
 
 TTL_S = 9.0
+PATIENCE = Patience(claim_s=5.0, drain_s=2.0)
 
 
-def reading(now: float = 0.0) -> Pull:
+def reading(now: float = 0.0, proof: bool = False) -> Pull:
     """A pull whose read is under way, claimed at ``now``."""
-    pull = Pull(claim_timeout_s=5.0, now=now)
+    pull = Pull(PATIENCE, now, proof)
     assert pull.greeted(now) == [SendClaim(1)]
     assert pull.want(now) == []
     assert pull.granted(1, TTL_S, now + 0.1) == [StartRead()]
@@ -73,7 +77,7 @@ def test_answers_out_of_the_blue_are_ignored() -> None:
 
 
 def test_a_claim_is_kept_while_the_request_queues() -> None:
-    pull = Pull(claim_timeout_s=5.0, now=0.0)
+    pull = Pull(PATIENCE, 0.0)
     pull.greeted(0.0)
     pull.granted(1, TTL_S, 0.1)
     now, seq = 0.0, 1
@@ -87,7 +91,7 @@ def test_a_claim_is_kept_while_the_request_queues() -> None:
 
 
 def test_a_claim_that_cannot_be_renewed_fails_before_reading() -> None:
-    pull = Pull(claim_timeout_s=5.0, now=0.0)
+    pull = Pull(PATIENCE, 0.0)
     pull.greeted(0.0)
     pull.granted(1, TTL_S, 0.1)
     assert pull.tick(9.0) == [SendDone(ok=False)]
@@ -96,7 +100,7 @@ def test_a_claim_that_cannot_be_renewed_fails_before_reading() -> None:
 
 
 def test_no_answer_to_the_claim_is_a_failure() -> None:
-    pull = Pull(claim_timeout_s=5.0, now=0.0)
+    pull = Pull(PATIENCE, 0.0)
     pull.want(0.0)
     pull.greeted(0.0)
     assert pull.tick(4.9) == []
@@ -105,25 +109,65 @@ def test_no_answer_to_the_claim_is_a_failure() -> None:
 
 def test_nothing_is_reported_while_a_read_can_still_write() -> None:
     pull = reading()
-    assert pull.fail("the lender refused a renewal") == []
+    assert pull.fail("the lender refused a renewal", 1.0) == []
     assert pull.state is PullState.DRAINING
-    assert pull.fail("again") == []
+    assert pull.fail("again", 1.0) == []
     assert pull.settled(None, 2.0) == [
         SendDone(ok=False),
         Failed("the lender refused a renewal"),
     ]
 
 
+def test_a_read_that_hangs_ends_in_quarantine_and_is_released_when_it_settles() -> None:
+    pull = reading()
+    assert pull.tick(3.0) == [SendRenew(2)]
+    assert pull.tick(9.0) == []  # the claim is over, the read is not
+    assert pull.tick(10.9) == []
+    [failed] = pull.tick(11.0)
+    assert isinstance(failed, Failed)
+    assert failed.quarantined
+    assert pull.next_deadline() is None
+    assert pull.settled(None, 60.0) == [SendDone(ok=False), Released()]
+    assert pull.state is PullState.FAILED
+
+
+def test_a_grant_that_arrives_after_its_own_time_grants_nothing() -> None:
+    pull = Pull(PATIENCE, 0.0)
+    pull.greeted(0.0)
+    pull.want(0.0)
+    [done, failed] = pull.granted(1, 1.0, 1.0)
+    assert done == SendDone(ok=False)
+    assert isinstance(failed, Failed)
+
+
+def test_what_was_read_is_received_only_with_its_proof() -> None:
+    pull = reading(proof=True)
+    assert pull.settled(None, 1.0) == [AskProof()]
+    assert pull.verified(None, 2.0) == [SendDone(ok=True), Received()]
+    pull = reading(proof=True)
+    pull.settled(None, 1.0)
+    assert pull.verified("differs", 2.0) == [SendDone(ok=False), Failed("differs")]
+    assert pull.verified(None, 3.0) == []
+    pull = reading(proof=True)
+    pull.settled(None, 1.0)
+    assert pull.tick(5.9) == []
+    assert pull.tick(6.0) == [SendDone(ok=False), Failed("no proof of what was lent")]
+
+
+def test_a_late_read_is_not_worth_a_proof() -> None:
+    assert AskProof() not in reading(proof=True).settled(None, 9.0)
+
+
 def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:
-    pull = Pull(claim_timeout_s=5.0, now=0.0)
-    assert pull.fail("refused") == [SendDone(ok=False)]
+    pull = Pull(PATIENCE, 0.0)
+    assert pull.fail("refused", 0.0) == [SendDone(ok=False)]
     assert pull.want(1.0) == [Failed("refused")]
 
 
 def test_a_lost_peer_is_not_told() -> None:
-    pull = Pull(claim_timeout_s=5.0, now=0.0)
+    pull = Pull(PATIENCE, 0.0)
     pull.want(0.0)
-    assert pull.fail("gone", tell=False) == [Failed("gone")]
+    assert pull.fail("gone", 0.0, tell=False) == [Failed("gone")]
 
 
 def test_every_state_but_the_last_two_can_be_left() -> None:
@@ -148,20 +192,23 @@ _EVENTS = st.lists(
 @given(_EVENTS)
 def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type: ignore[no-untyped-def]
     """Law 4, against a plain record of what was sent and granted."""
-    pull, now = Pull(claim_timeout_s=100.0, now=0.0), 0.0
+    pull, now = Pull(Patience(100.0, 2.0), 0.0), 0.0
     sent: dict[int, float] = {}
-    good_until, reports, in_flight = 0.0, [], False
+    good_until, reports, in_flight, released = 0.0, [], False, 0
 
     def heed(effects: list[Effect]) -> None:
-        nonlocal in_flight
+        nonlocal in_flight, released
         for effect in effects:
             if isinstance(effect, (SendClaim, SendRenew)):
                 sent[effect.seq] = now
             elif isinstance(effect, StartRead):
                 in_flight = True
             elif isinstance(effect, (Received, Failed)):
-                assert not in_flight
+                assert in_flight == (isinstance(effect, Failed) and effect.quarantined)
                 reports.append(effect)
+            elif isinstance(effect, Released):
+                assert not in_flight
+                released += 1
 
     for event, seq, wait in events:
         now += wait
@@ -180,8 +227,10 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
                 assert event == "settled"
                 assert now < good_until
         elif event == "fail":
-            heed(pull.fail("told to"))
+            heed(pull.fail("told to", now))
         elif event == "tick":
             heed(pull.tick(now))
     assert sum(isinstance(report, Received) for report in reports) <= 1
+    quarantined = sum(isinstance(report, Failed) and report.quarantined for report in reports)
+    assert released == (quarantined if not in_flight else 0)
     assert len({type(report) for report in reports}) <= 1

@@ -54,7 +54,7 @@ def test_a_read_that_lands_after_the_lease_is_never_reported_received() -> None:
         pair.pull("d", pair.lend("r"))
         time.sleep(0.05)
         pair.lender.close()
-        assert "after the claim was over" in str(pair.outcome_of("d"))
+        assert "the claim ran out" in str(pair.outcome_of("d"))
 
 
 def test_renewals_keep_the_lease_while_a_read_is_slow() -> None:
@@ -264,7 +264,7 @@ def test_a_lender_survives_noise_and_serves_on(noise: bytes) -> None:
 
 def test_a_taken_port_is_named() -> None:
     with Pair() as pair, pytest.raises(SideChannelInUse, match="side_channel_port: cannot listen"):
-        Lender(pair.lender._welcome, "127.0.0.1", pair.lender.port)
+        Lender(pair.welcome(), "127.0.0.1", pair.lender.port)
 
 
 def test_nothing_is_left_after_closing() -> None:

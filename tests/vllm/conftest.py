@@ -81,7 +81,8 @@ def pair(
     configuration: Configuration = request.param
     others = {}
     if configuration == SPOILED_BESIDE:
-        spoiled = engine("spoiled", model, configuration, "kv_consumer", 1, debug_flip_bytes=True)
+        faults = {"reads": {"corrupt": 1.0}}
+        spoiled = engine("spoiled", model, configuration, "kv_consumer", 1, debug_faults=faults)
         others["spoiled"] = spoiled
     with pair_of(configuration, model, work / str(configuration), others) as started:
         yield started

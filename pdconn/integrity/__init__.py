@@ -1,0 +1,1 @@
+"""Checksums of lent KV, compared after the pull: ``verify: off | sample | always``."""

@@ -1,0 +1,77 @@
+"""What a reader asks of one rank of the lender, and the answer.
+
+Chunks are named by their place in the lender's own geometry, which the reader has from
+the handshake, and everything is a range, so an ask takes some 20 bytes per group of
+layers, whatever the prompt's length.  Which blocks inside a range are in the sample both
+sides know (see :mod:`pdconn.integrity.sample`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import MAX_GROUPS, MAX_LAYER_CHUNKS, MAX_RANKS
+
+MAX_SHARES = 4096
+"""Of one ask.  Usually there is one per KV cache group."""
+
+MAX_NUMBER = 2**31 - 1
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Pieces of one group: a range of chunks, of model-wide heads and of units.
+
+    ``first_chunk`` counts in the lender's ``groups[group].data``; ``first_unit`` counts
+    units from the start of the sequence.
+    """
+
+    group: int
+    first_chunk: int
+    num_chunks: int
+    first_head: int
+    num_heads: int
+    first_unit: int
+    num_units: int
+
+    def __post_init__(self) -> None:
+        _bounded("share.group", self.group, 0, MAX_GROUPS - 1)
+        for field in ("first_chunk", "first_head", "first_unit"):
+            _bounded(f"share.{field}", getattr(self, field), 0, MAX_NUMBER)
+        _bounded("share.num_chunks", self.num_chunks, 1, MAX_LAYER_CHUNKS)
+        for field in ("num_heads", "num_units"):
+            _bounded(f"share.{field}", getattr(self, field), 1, MAX_NUMBER)
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sum over ``shares`` of what ``rank`` lends, of the sample only or of all."""
+
+    rank: int
+    sampled: bool
+    shares: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        _bounded("ask.rank", self.rank, 0, MAX_RANKS - 1)
+        _bounded("shares of an ask", len(self.shares), 1, MAX_SHARES)
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sum modulo 2^64, and how many pieces it is of."""
+
+    total: int
+    pieces: int
+
+    def __post_init__(self) -> None:
+        _bounded("answer.total", self.total, 0, 2**64 - 1)
+        _bounded("answer.pieces", self.pieces, 0, 2**63 - 1)
+
+    def __add__(self, other: Answer) -> Answer:
+        return Answer((self.total + other.total) % 2**64, self.pieces + other.pieces)
+
+
+def _bounded(field: str, number: int, low: int, high: int) -> None:
+    if not low <= number <= high:
+        raise MessageError(field, f"{low} to {high}", number)
+
+
+NOTHING = Answer(0, 0)

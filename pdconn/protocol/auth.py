@@ -1,0 +1,251 @@
+"""Both sides of a connection prove that they know one secret, and seal every frame.
+
+Four tiny frames before the first message; the reader speaks first::
+
+    reader                                     lender
+    hello, nonce r  ─────────────────────────►
+                    ◄───────────────────────── challenge, nonce l
+    proof of reader ─────────────────────────►   wrong: silence, and the end
+                    ◄───────────────────────── proof of lender
+    sealed frames   ◄────────────────────────►   tag ‖ body
+
+A stranger who dials learns a nonce and nothing else: the lender proves itself only
+to who proved itself first, and the reader says no message before the lender did.
+
+Everything is derived from the secret *and both nonces* (HKDF's extract and expand,
+RFC 5869)::
+
+    session = HMAC(label ‖ version ‖ r ‖ l, secret)
+    HMAC(session, "reader proves"),  HMAC(session, "lender proves")    the proofs
+    HMAC(session, "reader seals"),   HMAC(session, "lender seals")     keys of tags
+    tag     = HMAC(key of the sender, sequence number ‖ body), 16 bytes
+
+So nothing of one connection means anything on another (fresh nonces), in the other
+direction (labels), or at another place in the stream (sequence numbers).  What this
+does not do is hide: bodies travel in the clear unless TLS is below.
+
+Nonces are arguments; no error shows a byte of secret, key, proof or tag.
+"""
+
+from __future__ import annotations
+
+import hmac
+from enum import IntEnum
+
+from pdconn.protocol.errors import ProtocolError
+
+VERSION = 1
+NONCE_NBYTES = 32
+TAG_NBYTES = 16
+MIN_SECRET_NBYTES = 16
+MAX_HANDSHAKE_NBYTES = 1024
+"""Longest frame that anyone may send us before the handshake is complete."""
+
+_LABEL = b"pdconn-auth"
+_HEAD = len(_LABEL) + 2
+_PAYLOAD = 32  # of every handshake frame: a nonce or a proof
+
+
+class AuthError(ProtocolError):
+    """The peer did not prove what it must, or a frame is not what it sent."""
+
+
+class Secret:
+    """At least 16 bytes that readers and lenders share.  It shows itself to nobody.
+
+    One newline at the end is not part of it, so a file that an editor or ``echo``
+    wrote holds the same secret as the variable that it was written from.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        stripped = value.removesuffix(b"\n").removesuffix(b"\r") if value.endswith(b"\n") else value
+        if len(stripped) < MIN_SECRET_NBYTES:
+            expected = f"at least {MIN_SECRET_NBYTES} bytes"
+            raise AuthError("secret", expected, f"{len(stripped)} bytes")
+        self._value = stripped
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def session(self, reader_nonce: bytes, lender_nonce: bytes) -> bytes:
+        """The key that both sides of one connection derive all else from."""
+        salt = _LABEL + bytes([VERSION]) + reader_nonce + lender_nonce
+        return hmac.digest(salt, self._value, "sha256")
+
+
+class _Kind(IntEnum):
+    """What a handshake frame is."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    READER_PROOF = 3
+    LENDER_PROOF = 4
+
+    @property
+    def said(self) -> str:
+        return self.name.lower().replace("_", "'s ")
+
+
+class _Seal:
+    """Tags of one direction: each is good for one body at one place in the stream."""
+
+    def __init__(self, session: bytes, label: bytes) -> None:
+        self._key = hmac.digest(session, label, "sha256")
+        self._next = 0
+
+    def tag(self, body: bytes) -> bytes:
+        made = hmac.new(self._key, self._next.to_bytes(8, "big"), "sha256")
+        made.update(body)
+        self._next += 1
+        return made.digest()[:TAG_NBYTES]
+
+
+class _Side:
+    """What both sides share: one expected frame at a time, then sealed frames.
+
+    ``_awaited`` is the handshake frame that must come next, None once none is.  The
+    first thing that is wrong ends it: every later call raises.
+    """
+
+    def __init__(self, secret: Secret, nonce: bytes, awaited: _Kind) -> None:
+        if len(nonce) != NONCE_NBYTES:
+            raise AuthError("our nonce", f"{NONCE_NBYTES} bytes", f"{len(nonce)} bytes")
+        self._secret = secret
+        self._nonce = nonce
+        self._awaited: _Kind | None = awaited
+        self._failed = False
+        self._session = b""
+        self._ours: _Seal | None = None
+        self._theirs: _Seal | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the peer is proven, so that messages may pass."""
+        return self._ours is not None and not self._failed
+
+    @property
+    def has_proven(self) -> bool:
+        """Whether our proof is out: a peer that leaves now did not like it."""
+        return bool(self._session)
+
+    def start(self) -> list[bytes]:
+        """Frames to send before any arrived."""
+        return []
+
+    def feed(self, body: bytes) -> tuple[list[bytes], list[bytes]]:
+        """A frame arrived; return messages for the application and frames to send.
+
+        Raises:
+            AuthError: anything but the one frame that may come now.
+        """
+        if self._failed:
+            raise AuthError("frame", "none after a failure", "another")
+        try:
+            if self._theirs is not None:
+                return [_opened(self._theirs, body)], []
+            assert self._awaited is not None
+            return [], self._shake(self._awaited, _payload(self._awaited, body))
+        except AuthError:
+            self._failed = True
+            raise
+
+    def seal(self, body: bytes) -> bytes:
+        """``body`` with its tag before it, to be sent as a frame in this order.
+
+        Raises:
+            AuthError: the peer is not proven.
+        """
+        if self._ours is None or self._failed:
+            raise AuthError("message", "none before the peer is proven", "one")
+        return self._ours.tag(body) + body
+
+    def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+    def _derive(self, label: bytes) -> bytes:
+        return hmac.digest(self._session, label, "sha256")
+
+    def _check(self, who: str, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._derive(f"{who} proves".encode())):
+            raise AuthError(f"{who}'s proof", "one made with our secret", "one made with another")
+
+    def _complete(self, ours: str, theirs: str) -> None:
+        self._awaited = None
+        self._ours = _Seal(self._session, f"{ours} seals".encode())
+        self._theirs = _Seal(self._session, f"{theirs} seals".encode())
+
+
+class ReaderAuth(_Side):
+    """The side that dials: it proves itself first, and believes a proof only.
+
+    Args:
+        nonce: 32 random bytes, new for every connection.
+    """
+
+    def __init__(self, secret: Secret, nonce: bytes) -> None:
+        super().__init__(secret, nonce, _Kind.CHALLENGE)
+
+    def start(self) -> list[bytes]:
+        """The hello."""
+        return [_handshake(_Kind.HELLO, self._nonce)]
+
+    def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
+        if kind is _Kind.CHALLENGE:
+            if payload == self._nonce:
+                raise AuthError("lender's nonce", "one of its own", "ours")
+            self._session = self._secret.session(self._nonce, payload)
+            self._awaited = _Kind.LENDER_PROOF
+            return [_handshake(_Kind.READER_PROOF, self._derive(b"reader proves"))]
+        self._check("lender", payload)
+        self._complete("reader", "lender")
+        return []
+
+
+class LenderAuth(_Side):
+    """The side that listens: it shows a nonce, and its proof to who has proven.
+
+    Args:
+        nonce: 32 random bytes, new for every connection.
+    """
+
+    def __init__(self, secret: Secret, nonce: bytes) -> None:
+        super().__init__(secret, nonce, _Kind.HELLO)
+
+    def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
+        if kind is _Kind.HELLO:
+            self._session = self._secret.session(payload, self._nonce)
+            self._awaited = _Kind.READER_PROOF
+            return [_handshake(_Kind.CHALLENGE, self._nonce)]
+        self._check("reader", payload)
+        self._complete("lender", "reader")
+        return [_handshake(_Kind.LENDER_PROOF, self._derive(b"lender proves"))]
+
+
+def _handshake(kind: _Kind, payload: bytes) -> bytes:
+    return _LABEL + bytes([VERSION, kind]) + payload
+
+
+def _payload(kind: _Kind, body: bytes) -> bytes:
+    """What the awaited frame carries, once it is that frame to the last byte."""
+    if not body.startswith(_LABEL) or len(body) < _HEAD:
+        seen = f"{len(body)} other bytes: has the peer no secret?"
+        raise AuthError("handshake", f"pdconn's {kind.said}", seen)
+    version, came = body[len(_LABEL)], body[len(_LABEL) + 1]
+    if version != VERSION:
+        raise AuthError("handshake version", VERSION, version)
+    if came != kind:
+        raise AuthError("handshake frame", f"{kind.value} ({kind.said})", came)
+    if len(body) != _HEAD + _PAYLOAD:
+        raise AuthError(f"{kind.said}, bytes", _HEAD + _PAYLOAD, len(body))
+    return body[_HEAD:]
+
+
+def _opened(theirs: _Seal, body: bytes) -> bytes:
+    tag, message = body[:TAG_NBYTES], body[TAG_NBYTES:]
+    if not hmac.compare_digest(tag, theirs.tag(message)):
+        raise AuthError(
+            "frame", "the next that the peer sealed", "an altered, replayed or misplaced one"
+        )
+    return message

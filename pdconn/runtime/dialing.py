@@ -1,0 +1,145 @@
+"""Sockets to lenders, and the names that lead to them.
+
+A name server may take seconds to answer, and the thread that renews claims must not wait
+for it, so every name that is no address is looked up by a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pdconn.runtime.channel import Channel
+from pdconn.runtime.peers import Connections, Peer
+from pdconn.runtime.security import Security, Unprotected
+from pdconn.runtime.wire import Wire
+
+MAX_WELCOME = 1 << 24
+"""Bytes of a greeting: some 4000 ranks of 60 layers each."""
+
+MAX_LOOKUPS = 32
+"""Names that are looked up at once."""
+
+Address = tuple[socket.AddressFamily, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """The name of ``peer``'s host leads to ``found``, or to an error."""
+
+    peer: Peer
+    found: Address | OSError
+
+
+class SocketDialer:
+    """Dials lenders over TCP.
+
+    Args:
+        selector: watches the wires, with their peers as data.
+        deliver: gets a :class:`LookedUp` from another thread, for :meth:`looked_up`.
+        security: what lenders must prove.
+        through: maps a lender's host and port to those to dial instead, for debugging.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        deliver: Callable[[LookedUp], None],
+        security: Security,
+        through: Callable[[str, int], tuple[str, int]] | None = None,
+    ) -> None:
+        self._selector = selector
+        self._deliver = deliver
+        self._security = security
+        self._through = through or (lambda host, port: (host, port))
+        self._lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
+
+    def dial(self, peer: Peer) -> None:
+        """As :meth:`pdconn.runtime.peers.Dialer.dial`."""
+        try:
+            self._security.require(peer.key.host)
+        except Unprotected as error:
+            raise PermissionError(errno.EPERM, str(error)) from None
+        host, port = self._through(peer.key.host, peer.key.port)
+        literal = _literal(host, port)
+        if literal is not None:
+            self._open(peer, literal)
+            return
+        if not self._lookups.acquire(blocking=False):
+            raise OSError(errno.EAGAIN, f"{MAX_LOOKUPS} other host names are being looked up")
+        look = threading.Thread(
+            target=self._look_up, args=(peer, host, port), name="pdconn-lookup", daemon=True
+        )
+        look.start()
+
+    def looked_up(self, answer: LookedUp, connections: Connections) -> None:
+        """Go on with a peer whose name is known now."""
+        peer, found = answer.peer, answer.found
+        if peer.is_closed:
+            return
+        try:
+            if isinstance(found, OSError):
+                raise found
+            self._open(peer, found)
+        except OSError as error:
+            connections.close(peer, f"side channel: {error}")
+
+    def _open(self, peer: Peer, address: Address) -> None:
+        guard = self._security.for_reader(peer.key.host)
+        channel = Channel(connecting_to(address), MAX_WELCOME, guard=guard)
+        peer.wire = Wire(channel, self._selector, peer, connecting=True)
+
+    def _look_up(self, peer: Peer, host: str, port: int) -> None:
+        found: Address | OSError
+        try:
+            found = resolve(host, port)
+        except OSError as error:
+            found = error
+        finally:
+            self._lookups.release()
+        self._deliver(LookedUp(peer, found))
+
+
+def resolve(host: str, port: int) -> Address:
+    """Where ``host:port`` is; may take as long as the name server does.
+
+    Raises:
+        OSError: there is no such host.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{host!r} is no host name: {error}") from error
+    family, _, _, _, address = found[0]
+    return family, address
+
+
+def connecting_to(address: Address) -> socket.socket:
+    """A socket that is connecting; it turns writable when that is decided.
+
+    Raises:
+        OSError: the network refuses at once.
+    """
+    family, where = address
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    failed = sock.connect_ex(where)
+    if failed not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(failed, os.strerror(failed))
+    return sock
+
+
+def _literal(host: str, port: int) -> Address | None:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError, UnicodeError, ValueError):
+            socket.inet_pton(family, host)
+            return family, (host, port)
+    return None

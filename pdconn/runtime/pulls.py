@@ -1,0 +1,307 @@
+"""The pulls of one decode rank, without its threads and sockets.
+
+::
+
+    engine ── hold, want, cancel ──► ┌───────┐ ── claim, renew, done ──► peers
+           ◄── outbox ────────────── │ Pulls │ ◄── granted, refused ────
+                                     └───────┘ ── reads ──► reader ── settled ──►
+
+Every request has a machine (:mod:`pdconn.lifecycle.pull`); what it wants is done here.
+Nothing waits: whoever owns this calls it with what happened and with the time, a thread
+with sockets in an engine, a loop over virtual time in a simulation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pdconn.lifecycle import pull as machine
+from pdconn.lifecycle.peer import PeerState
+from pdconn.lifecycle.pull import Patience, Pull, PullState
+from pdconn.planning.errors import PlanningError
+from pdconn.planning.plan import Need
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.messages import (
+    Claim,
+    Done,
+    FromReader,
+    Granted,
+    Reader,
+    Refused,
+    Renew,
+)
+from pdconn.protocol.ticket import Ticket, block_digest, check_blocks
+from pdconn.runtime.peers import Connections, Dialer, Peer, PeerKey
+from pdconn.runtime.rank import Rank
+from pdconn.runtime.reader import Answer, Connected, Job, Read, ReadSettled
+from pdconn.runtime.records import FailedPull, Measured, Released, Report
+from transport import PeerLost, PeerUnknown, TransportError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request in work: its machine, whose it is, and what is in flight for it.
+
+    ``blocks`` is the digest of the ticket's.
+    """
+
+    request: str
+    reader: Reader
+    ticket: Ticket
+    blocks: bytes
+    machine: Pull
+    peer: Peer
+    measured: Measured
+    need: Need | None = None
+    reading: int = 0
+    error: str | None = None
+
+
+class Pulls:
+    """Everything that one rank pulls.
+
+    Args:
+        me: which rank this is; its memory is registered with whoever reads.
+        dialer: opens wires to lenders.
+        post: gives a job to whoever reads; its answer comes back through :meth:`answered`.
+        patience: how long a pull waits for what.
+        clock: seconds that never go back.
+
+    Attributes:
+        connections: the lenders that we know.
+        outbox: what ended, for the engine.
+    """
+
+    def __init__(
+        self,
+        me: Rank,
+        dialer: Dialer,
+        post: Callable[[Job], None],
+        patience: Patience,
+        clock: Callable[[], float],
+    ) -> None:
+        self._me = me
+        self._post = post
+        self._patience = patience
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._by_pull: dict[str, _Entry] = {}
+        self._alarms: list[tuple[float, str]] = []
+        self.connections = Connections(me.engine_id, me.pair, post, dialer, self)
+        self.outbox: deque[Report] = deque()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are still in some table; 0 when all is quiet."""
+        return len(self._entries) + len(self._by_pull)
+
+    # What the engine says
+
+    def hold(self, request: str, pull: str, ticket: Ticket) -> None:
+        """Claim what ``ticket`` names and keep it, under the pull id ``pull``."""
+        now = self._clock()
+        peer = self.connections.to(PeerKey.of(ticket))
+        entry = _Entry(
+            request,
+            Reader(pull, self._me.rank, self._me.of),
+            ticket,
+            block_digest(ticket.blocks),
+            Pull(self._patience, now),
+            peer,
+            Measured(held=now),
+        )
+        self._entries[request] = self._by_pull[pull] = entry
+        peer.pulls.add(request)
+        if peer.is_closed:
+            self._do(entry, entry.machine.fail(f"{peer.key}: {peer.reason}", now, tell=False))
+        elif peer.state is PeerState.READY:
+            self._greeted(entry)
+        else:
+            self._do(entry, [])
+
+    def want(self, request: str, need: Need) -> None:
+        """Blocks are there for a held request: read, then report it."""
+        entry = self._entries.get(request)
+        if entry is None:
+            self.outbox.append(FailedPull(request, "nothing is held for this request"))
+            return
+        entry.need, entry.measured.asked = need, self._clock()
+        self._do(entry, entry.machine.want(self._clock()))
+
+    def cancel(self, request: str) -> None:
+        """Give the claim up.  A pull under way is still reported, once it is safe."""
+        entry = self._entries.get(request)
+        if entry is not None:
+            self._do(entry, entry.machine.fail("cancelled", self._clock()))
+            self._forget_if_over(entry, even_if_unasked=True)
+
+    # What time and the reader say
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`tick` should run next, or None when only an event can matter."""
+        return self._alarms[0][0] if self._alarms else None
+
+    def tick(self, now: float) -> None:
+        """Tick the machines whose time has come; stale alarms are set anew or dropped."""
+        due: dict[str, None] = {}
+        while self._alarms and self._alarms[0][0] <= now:
+            due[heapq.heappop(self._alarms)[1]] = None
+        for request in due:
+            entry = self._entries.get(request)
+            if entry is not None:
+                self._tick(entry, now)
+
+    def _tick(self, entry: _Entry, now: float) -> None:
+        was = entry.machine.state
+        self._do(entry, entry.machine.tick(now))
+        if not entry.machine.state.ended:
+            return
+        if was is PullState.GREETING:
+            self.connections.close(entry.peer, "no greeting in time")
+        elif was is PullState.CLAIMING:
+            self.connections.retire(entry.peer, "a claim was not answered in time")
+            self._forget_peer_if_idle(entry.peer)
+
+    def answered(self, answer: Answer) -> None:
+        """A job that was posted is done."""
+        if isinstance(answer, Connected):
+            self.connections.connected(answer)
+        else:
+            self._settled(answer)
+
+    def _greeted(self, entry: _Entry) -> None:
+        """Claim what the ticket names, if the lender can have such blocks at all."""
+        pairing = entry.peer.pairing
+        assert pairing is not None
+        try:
+            check_blocks(entry.ticket.blocks, pairing.lent_num_blocks)
+        except TicketError as error:
+            self._do(entry, entry.machine.fail(str(error), self._clock()))
+            return
+        self._do(entry, entry.machine.greeted(self._clock()))
+
+    def _settled(self, answer: ReadSettled) -> None:
+        entry = answer.tag
+        assert isinstance(entry, _Entry)
+        entry.reading -= 1
+        entry.measured.add(answer.settled.stats)
+        error = answer.settled.error
+        if error is not None:
+            entry.error = entry.error or f"{type(error).__name__}: {error}"
+        if entry.reading == 0:
+            self._do(entry, entry.machine.settled(entry.error, answer.at))
+        if isinstance(error, PeerLost | PeerUnknown):
+            self.connections.close(entry.peer, str(error))
+        self._forget_peer_if_idle(entry.peer)
+
+    # What the connections say
+
+    def peer_ready(self, peer: Peer) -> None:
+        """Every rank that we need is connected: claim for whoever waits."""
+        for entry in self._using(peer):
+            self._greeted(entry)
+
+    def peer_closed(self, peer: Peer) -> None:
+        """Fail what waits for the peer.  What is being read may still settle in time."""
+        for entry in self._using(peer):
+            if not entry.reading:
+                reason = f"{peer.key}: {peer.reason}"
+                self._do(entry, entry.machine.fail(reason, self._clock(), tell=False))
+        self._forget_peer_if_idle(peer)
+
+    def heard(self, peer: Peer, message: Granted | Refused) -> None:
+        """An answer to a claim or renewal."""
+        entry = self._by_pull.get(message.pull)
+        if entry is None or entry.peer is not peer:
+            return
+        now = self._clock()
+        if isinstance(message, Granted):
+            entry.measured.granted = entry.measured.granted or now
+            self._do(entry, entry.machine.granted(message.seq, message.ttl_ms / 1000, now))
+        else:
+            self._do(entry, entry.machine.fail(f"refused, {message.why}: {message.detail}", now))
+
+    # What the machines want
+
+    def _do(self, entry: _Entry, effects: list[machine.Effect]) -> None:
+        for effect in effects:
+            self._perform(entry, effect)
+        deadline = entry.machine.next_deadline()
+        if deadline is not None:
+            heapq.heappush(self._alarms, (deadline, entry.request))
+        self._forget_if_over(entry)
+
+    def _perform(self, entry: _Entry, effect: machine.Effect) -> None:
+        request = entry.ticket.request_id
+        if isinstance(effect, machine.SendClaim):
+            self._say(entry, Claim(effect.seq, request, entry.reader, entry.blocks))
+        elif isinstance(effect, machine.SendRenew):
+            self._say(entry, Renew(effect.seq, request, entry.reader))
+        elif isinstance(effect, machine.SendDone):
+            self._say(entry, Done(request, entry.reader, entry.blocks, effect.ok))
+        elif isinstance(effect, machine.StartRead):
+            self._read(entry)
+        elif isinstance(effect, machine.Received):
+            self.outbox.append(entry.measured.record(entry.request, self._clock()))
+        elif isinstance(effect, machine.Failed):
+            self._failed(entry, effect)
+        elif isinstance(effect, machine.Released):
+            log.warning("pdconn: blocks of %s are out of quarantine", entry.request)
+            self.outbox.append(Released(entry.request))
+
+    def _failed(self, entry: _Entry, effect: machine.Failed) -> None:
+        log.warning("pdconn: pull of %s failed: %s", entry.request, effect.reason)
+        if effect.quarantined:
+            log.warning("pdconn: blocks of %s are quarantined: a read goes on", entry.request)
+        self.outbox.append(FailedPull(entry.request, effect.reason, effect.quarantined))
+
+    def _say(self, entry: _Entry, message: FromReader) -> None:
+        if not entry.peer.is_closed:
+            entry.peer.outgoing.append(message)
+
+    def _read(self, entry: _Entry) -> None:
+        pairing, need = entry.peer.pairing, entry.need
+        assert pairing is not None
+        assert need is not None
+        began = self._clock()
+        try:
+            plan = pairing.plan(need, entry.ticket.blocks)
+        except (PlanningError, TransportError) as error:
+            # No read is in flight, so the failure is settled as soon as it is known.
+            self._do(entry, entry.machine.settled(f"{type(error).__name__}: {error}", began))
+            return
+        entry.measured.planned(plan.moved, self._clock() - began)
+        entry.reading = len(plan.reads)
+        for rank, spans in plan.reads:
+            self._post(Read(entry, entry.peer.ranks[rank], spans))
+        if not plan.reads:
+            self._do(entry, entry.machine.settled(None, self._clock()))
+
+    def _forget_if_over(self, entry: _Entry, even_if_unasked: bool = False) -> None:
+        """Drop an entry that is reported.  One that failed unasked waits for the asking."""
+        if not entry.machine.state.ended or not (entry.machine.wanted or even_if_unasked):
+            return
+        if self._entries.get(entry.request) is entry:
+            del self._entries[entry.request]
+        self._by_pull.pop(entry.reader.pull, None)
+        entry.peer.pulls.discard(entry.request)
+        self._forget_peer_if_idle(entry.peer)
+
+    def _forget_peer_if_idle(self, peer: Peer) -> None:
+        if peer.retired and not peer.pulls:
+            self.connections.close(peer, "nobody uses it any more")
+        if peer.is_closed and not any(entry.reading for entry in self._using(peer)):
+            self.connections.forget(peer)
+
+    def _using(self, peer: Peer) -> Iterator[_Entry]:
+        """The peer's requests; whatever ends one of them may end others on the way."""
+        for request in list(peer.pulls):
+            entry = self._entries.get(request)
+            if entry is not None:
+                yield entry

@@ -1,0 +1,50 @@
+"""Which decode rank we are, and whether a lender's KV means the same as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdconn.planning.errors import Incompatible
+from pdconn.planning.plan import Pairing
+from pdconn.protocol.compat import trait_differences, traits_digest
+from pdconn.protocol.messages import Welcome
+from registration.references import KVCacheReferences
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which decode rank this is, and what its memory looks like.
+
+    ``rank`` of ``of`` ranks pull every request together; ``spread`` says which of a
+    peer's replicas to prefer; ``traits`` must equal the lender's.
+    """
+
+    engine_id: str
+    rank: int
+    of: int
+    spread: int
+    references: KVCacheReferences
+    traits: dict[str, str]
+
+    def pair(self, welcome: Welcome) -> Pairing:
+        """Match a greeted lender with us.
+
+        Raises:
+            Incompatible: naming the field and both values.
+        """
+        check_traits(self.traits, welcome)
+        theirs = [rank.references for rank in welcome.ranks]
+        return Pairing.of(self.references, theirs, self.spread)
+
+
+def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
+    """Whether both sides mean the same by the bytes of a block.
+
+    Equal digests say so at once; without traits of our own we do not ask.
+
+    Raises:
+        Incompatible: every trait that differs, by name.
+    """
+    if ours and traits_digest(ours) != welcome.digest:
+        raise Incompatible(*trait_differences(ours, welcome.traits))

@@ -1,0 +1,1 @@
+"""Many engines in virtual time: real leases, pulls and plans, simulated wires and faults."""

@@ -1,0 +1,324 @@
+"""Simulated engines: their scheduling is made up, their leases, pulls and plans are real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pdconn.lifecycle.pull import Patience
+from pdconn.planning.plan import Need
+from pdconn.protocol.errors import ProtocolError
+from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
+from pdconn.protocol.ticket import BlockList, Ticket, block_digest
+from pdconn.runtime.channel import ChannelLost
+from pdconn.runtime.desk import Desk, Visitor
+from pdconn.runtime.peers import Peer
+from pdconn.runtime.pulls import Pulls
+from pdconn.runtime.rank import Rank
+from pdconn.runtime.reader import Answer, Job, Reading
+from pdconn.runtime.records import Outcome
+from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
+from tests.simulation.world import Wire, World, connect
+from transport.memory import MemoryTransport
+
+POOL = 24
+PATIENCE = Patience(claim_s=1.0, drain_s=0.3)
+TRAITS = {"model": "simulated"}
+
+
+class Clockwork:
+    """Wakes somebody when a deadline is due, once per deadline."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._set_for: float | None = None
+
+    def set(self, deadline: float | None, act: object) -> None:
+        """Call ``act`` at ``deadline`` unless an earlier call is set already."""
+        if deadline is None or (self._set_for is not None and self._set_for <= deadline):
+            return
+        self._set_for = deadline
+
+        def ring() -> None:
+            if self._set_for == deadline:
+                self._set_for = None
+            act()  # type: ignore[operator]
+
+        self._world.at(max(0.0, deadline - self._world.now), ring)
+
+
+class Prefill:
+    """A lender that can crash and come back at the same place under another incarnation."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.name = f"prefill{number}"
+        self.port = 7000 + number
+        self.memory = Memory("BHLNC", POOL, 0, HEADS)
+        self.boots = 0
+        self.freed: dict[tuple[str, str], int] = {}
+        self._wires: dict[Visitor, Wire] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.boots += 1
+        self.incarnation = f"{self.name}/{self.boots}"
+        self.transport = MemoryTransport(self.world.network, self.name)
+        self.transport.register(self.memory.references.memories())
+        rank = RankGeometry(0, 0, self.transport.address(), self.memory.references)
+        self.desk = Desk(Welcome.of(self.name, self.incarnation, TRAITS, (rank,)))
+        self.free = list(range(1, POOL))
+        self.lent: dict[str, tuple[int, ...]] = {}
+        self._alarm = Clockwork(self.world)
+
+    def lend(self, number: int, num_blocks: int, ttl_s: float) -> Ticket | None:
+        """Compute and lend a request, or None when there is no room."""
+        self.turn()
+        if len(self.free) < num_blocks:
+            return None
+        blocks = tuple(self.free.pop() for _ in range(num_blocks))
+        self.memory.write(number, blocks)
+        request = f"r{number}"
+        self.lent[request] = blocks
+        lists = (BlockList(0, blocks),)
+        self.desk.lend(request, block_digest(lists), ttl_s, self.world.now)
+        self.turn()
+        return Ticket(
+            self.name, self.incarnation, request, "127.0.0.1", self.port,
+            num_blocks * BLOCK_TOKENS, "prompt", lists,
+        )  # fmt: skip
+
+    def abort(self, request: str) -> None:
+        self.desk.abort(request, self.world.now)
+        self.turn()
+
+    def crash(self) -> None:
+        """End as SIGKILL does, and start anew at once, with other content in memory."""
+        self.world.counts["crashes"] += 1
+        wires, self._wires = self._wires, {}
+        for wire in wires.values():
+            wire.cut()
+        self.world.network.kill(self.transport.peer_id)
+        for poll in self.world.readers.values():
+            self.world.at(self.world.lag(), poll)
+        self.memory.raw[:] = 1
+        self._start()
+
+    def open(self, arrived: object) -> Wire:
+        """Somebody dials; its end of the wire."""
+        visitor = Visitor("somebody")
+        theirs, ours = connect(self.world, arrived, lambda: self._serve(visitor))  # type: ignore[arg-type]
+        self._wires[visitor] = ours
+        return theirs
+
+    def turn(self) -> None:
+        """Free what is over, and set the clock for what will be."""
+        self.desk.tick(self.world.now)
+        while self.desk.freed:
+            ended = self.desk.freed.popleft()
+            key = (self.incarnation, ended.request)
+            self.freed[key] = self.freed.get(key, 0) + 1
+            self.free += self.lent.pop(ended.request)
+            self.world.counts[f"freed {ended.why}"] += 1
+        self._alarm.set(self.desk.next_deadline(), self.turn)
+
+    def _serve(self, visitor: Visitor) -> None:
+        wire = self._wires.get(visitor)
+        if wire is None:
+            return
+        try:
+            for body in wire.receive():
+                self.desk.hear(visitor, decode_from_reader(body), self.world.now)
+            self.turn()
+            wire.send(self.desk.take_frames(visitor))
+        except ProtocolError as error:
+            self.desk.reject(visitor, error)
+        except ChannelLost:
+            del self._wires[visitor]
+            return
+        if visitor.leaving:
+            self._wires.pop(visitor).close()
+
+
+class DecodeRank:
+    """One rank: real pulls over simulated wires and the in-process transport."""
+
+    def __init__(self, world: World, engine: Decode, rank: int, of: int) -> None:
+        self.world = world
+        self._engine = engine
+        self.memory = Memory("BLHNC", POOL, rank * HEADS // of, HEADS // of)
+        self.transport = MemoryTransport(world.network, f"{engine.name}.{rank}")
+        self.transport.register(self.memory.references.memories())
+        me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
+        self.reading = Reading(self.transport, self._answer, world.clock)
+        self.pulls = Pulls(me, self, self._post, PATIENCE, world.clock)
+        self._alarm = Clockwork(world)
+        self._paused_until = 0.0
+        world.readers[self.transport.peer_id] = self.poll
+
+    def dial(self, peer: Peer) -> None:
+        """As ``pdconn.runtime.peers.Dialer.dial``."""
+        peer.wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
+
+    def turn(self) -> None:
+        """What the puller's thread does between two waits."""
+        if self.world.now < self._paused_until:
+            self.world.at(self._paused_until - self.world.now, self.turn)
+            return
+        self.pulls.tick(self.world.now)
+        self.pulls.connections.flush_all()
+        self._alarm.set(self.pulls.next_deadline(), self.turn)
+        outcome = Outcome.of(self.pulls.outbox)
+        if outcome.records or outcome.failed or outcome.released:
+            self._engine.reported(self, outcome)
+
+    def pause(self, seconds: float) -> None:
+        """The whole rank stands still, as a process without a core does."""
+        self._paused_until = self.world.now + seconds
+
+    def _soon(self, peer: Peer) -> None:
+        if self.world.now < self._paused_until:
+            self.world.at(self._paused_until - self.world.now, lambda: self._soon(peer))
+            return
+        self.pulls.connections.serve(peer)
+        self.turn()
+
+    def _post(self, job: Job) -> None:
+        self.world.at(self.world.lag(), lambda: self._carry_out(job))
+
+    def _carry_out(self, job: Job) -> None:
+        if self.world.now < self._paused_until:
+            self.world.at(self._paused_until - self.world.now, lambda: self._carry_out(job))
+            return
+        self.reading.do(job)
+        self.poll()
+
+    def poll(self) -> None:
+        """Look at the reads: one may have settled."""
+        if self.world.now < self._paused_until:
+            self.world.at(self._paused_until - self.world.now, self.poll)
+        else:
+            self.reading.poll()
+
+    def _answer(self, answer: Answer) -> None:
+        self.world.at(self.world.lag(), lambda: self._hear(answer))
+
+    def _hear(self, answer: Answer) -> None:
+        if self.world.now < self._paused_until:
+            self.world.at(self._paused_until - self.world.now, lambda: self._hear(answer))
+            return
+        self.pulls.answered(answer)
+        self.turn()
+
+
+@dataclass
+class Request:
+    """A request in a decode engine; ``waiting`` are the ranks that have not reported."""
+
+    number: int
+    ticket: Ticket
+    blocks: tuple[int, ...] = ()
+    waiting: set[int] = field(default_factory=set)
+    quarantined: set[int] = field(default_factory=set)
+    failed: str | None = None
+    cancelled: bool = False
+
+
+class Decode:
+    """A decode engine: gives blocks to requests, and takes them back as vLLM would."""
+
+    def __init__(self, world: World, number: int, ranks: int, lenders: dict[int, Prefill]) -> None:
+        self.world = world
+        self.name = f"decode{number}"
+        self.lenders = lenders
+        self.free = list(range(1, POOL))
+        self.requests: dict[str, Request] = {}
+        self.ranks = [DecodeRank(world, self, rank, ranks) for rank in range(ranks)]
+        self.wrong: list[str] = []
+        self._pulls = 0
+
+    def arrive(self, number: int, ticket: Ticket) -> None:
+        """A request comes with a ticket; it gets its blocks a little later."""
+        name = f"{self.name}/{number}/{self._pulls}"
+        self._pulls += 1
+        self.requests[name] = Request(number, ticket)
+        for rank in self.ranks:
+            rank.pulls.hold(name, name, ticket)
+            rank.turn()
+        self.world.at(self.world.lag() * 10, lambda: self._schedule(name))
+        if self.world.chance(self.world.chances.cancel):
+            self.world.at(self.world.rng.expovariate(5.0), lambda: self._cancel(name))
+
+    def reported(self, rank: DecodeRank, outcome: Outcome) -> None:
+        """A rank's pulls ended, or came out of quarantine."""
+        me = self.ranks.index(rank)
+        for record in outcome.records:
+            self._rank_done(me, record.request, None, False)
+        for failed in outcome.failed:
+            self._rank_done(me, failed.request, failed.reason, failed.quarantined)
+        for name in outcome.released:
+            request = self.requests[name]
+            request.quarantined.discard(me)
+            self._give_back(name, request)
+
+    def _schedule(self, name: str) -> None:
+        request = self.requests.get(name)
+        if request is None:
+            return
+        count = len(request.ticket.blocks[0].ids)
+        if len(self.free) < count:
+            self.world.at(0.05, lambda: self._schedule(name))
+            return
+        request.blocks = tuple(self.free.pop() for _ in range(count))
+        request.waiting = set(range(len(self.ranks)))
+        need = Need(0, request.ticket.num_tokens, (BlockList(0, request.blocks),))
+        for rank in self.ranks:
+            rank.pulls.want(name, need)
+            rank.turn()
+
+    def _cancel(self, name: str) -> None:
+        request = self.requests.get(name)
+        if request is None or request.cancelled:
+            return
+        request.cancelled = True
+        self.world.counts["cancelled"] += 1
+        for rank in self.ranks:
+            rank.pulls.cancel(name)
+            rank.turn()
+        if not request.blocks:  # it was queueing, and nobody will report it
+            del self.requests[name]
+
+    def _rank_done(self, me: int, name: str, reason: str | None, quarantined: bool) -> None:
+        request = self.requests[name]
+        assert me in request.waiting, f"{name} was reported twice by rank {me}"
+        request.waiting.discard(me)
+        request.failed = request.failed or reason
+        if quarantined:
+            request.quarantined.add(me)
+            self.world.counts["quarantined"] += 1
+        if request.waiting:
+            return
+        self.world.counts["received" if request.failed is None else "failed"] += 1
+        if request.failed is None:
+            self._decode(name, request)
+        self._give_back(name, request)
+
+    def _decode(self, name: str, request: Request) -> None:
+        """Use what was received: it must be this request's, in every rank."""
+        for rank in self.ranks:
+            if not rank.memory.holds(request.number, request.blocks):
+                self.wrong.append(name)
+
+    def _give_back(self, name: str, request: Request) -> None:
+        if not request.waiting and not request.quarantined:
+            # The next request computes into these blocks: they are as good as overwritten.
+            for rank in self.ranks:
+                for block in request.blocks:
+                    rank.memory.cells[block] = 0
+            self.free += request.blocks
+            del self.requests[name]
+
+
+def altered(ticket: Ticket) -> Ticket:
+    """The ticket, as a client that changes it sends it on."""
+    first, *rest = ticket.blocks[0].ids
+    return replace(ticket, blocks=(BlockList(0, (first % (POOL - 1) + 1, *rest)),))

@@ -1,0 +1,55 @@
+"""One run: engines, requests drawn at random, faults drawn at random, laws checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.simulation.engines import Decode, Prefill, altered
+from tests.simulation.laws import Laws
+from tests.simulation.world import Chances, World
+
+MAX_BLOCKS = 5
+
+
+def simulate(seed: int, requests: int, chances: Chances) -> Counter[str]:
+    """Run ``requests`` requests over three prefill and three decode engines.
+
+    Returns:
+        What happened, counted.  Equal seeds count the same.
+
+    Raises:
+        LawBroken: naming the law, the request, the seed and the virtual time.
+    """
+    world = World(seed, chances)
+    prefills = [Prefill(world, number) for number in range(3)]
+    lenders = {prefill.port: prefill for prefill in prefills}
+    decodes = [Decode(world, number, 1 + number % 2, lenders) for number in range(3)]
+    laws = Laws(world, prefills, decodes)
+    world.check = laws.hold
+    for number in range(requests):
+        start = number * 0.03 + world.rng.random()
+        world.at(start, lambda number=number: _ask(world, number, prefills, decodes))
+    world.run()
+    laws.hold_at_the_end()
+    return world.counts
+
+
+def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decode]) -> None:
+    rng, chances = world.rng, world.chances
+    prefill, decode = rng.choice(prefills), rng.choice(decodes)
+    ticket = prefill.lend(number, rng.randint(1, MAX_BLOCKS), rng.choice(chances.ttl_s))
+    if ticket is None:
+        world.counts["no room"] += 1
+        return
+    world.counts["asked"] += 1
+    decode.arrive(number, altered(ticket) if world.chance(chances.replay / 2) else ticket)
+    if world.chance(chances.replay):
+        again = rng.choice(decodes)
+        world.at(rng.expovariate(1.0), lambda: again.arrive(number, ticket))
+    if world.chance(chances.abort):
+        world.at(rng.expovariate(5.0), lambda: prefill.abort(ticket.request_id))
+    if world.chance(chances.crash):
+        world.at(rng.expovariate(5.0), prefill.crash)
+    if world.chance(chances.pause):
+        rank = rng.choice(decode.ranks)
+        world.at(rng.expovariate(5.0), lambda: rank.pause(rng.expovariate(1 / chances.pause_s)))

@@ -1,0 +1,134 @@
+"""Never a wrong token, and nothing left over, whatever is drawn.
+
+``PDCONN_CHAOS=10000`` sets how many requests are run (``make chaos``), and
+``PDCONN_SEED=n`` runs one seed only, to see a failure again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from pdconn.lifecycle.lease import Lease, LeaseState
+from pdconn.lifecycle.pull import Effect, Failed, Pull, PullState, Received, SendDone
+from pdconn.runtime.records import FailedPull
+from tests.simulation import engines
+from tests.simulation.laws import LawBroken
+from tests.simulation.run import simulate
+from tests.simulation.world import NO_FAULTS, Chances
+
+REQUESTS = int(os.environ.get("PDCONN_CHAOS", "300"))
+PER_SEED = min(REQUESTS, 500)
+_SEED = os.environ.get("PDCONN_SEED")
+SEEDS = [int(_SEED)] if _SEED else range(-(-REQUESTS // PER_SEED))
+MUTANT_SEEDS = range(12)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of failures are meant here, and their log lines cost more than the run."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_laws_hold_at_every_step_and_every_table_drains(seed: int) -> None:
+    counts = simulate(seed, PER_SEED, Chances())
+    print(f"seed {seed}: {dict(sorted(counts.items()))}")
+    assert counts["received"] > PER_SEED / 5
+    assert counts["failed"] > 0
+
+
+def test_without_faults_everything_is_received() -> None:
+    counts = simulate(0, 200, NO_FAULTS)
+    assert counts["asked"] == counts["received"] == counts["freed read"] > 150
+    assert counts["failed"] == 0
+
+
+def test_a_seed_replays_its_run() -> None:
+    assert simulate(5, 100, Chances()) == simulate(5, 100, Chances())
+    assert simulate(5, 100, Chances()) != simulate(6, 100, Chances())
+
+
+# Negative controls: without one of the guards, the laws are seen to break.
+
+
+def breaks(what: str) -> None:
+    for seed in MUTANT_SEEDS:
+        try:
+            simulate(seed, 200, Chances(late_read=0.5))
+        except LawBroken as error:
+            if what in str(error):
+                return
+            raise
+    pytest.fail(f"nobody noticed in {len(MUTANT_SEEDS)} runs")
+
+
+def test_without_the_deadline_check_wrong_content_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tick, next_deadline = Pull.tick, Pull.next_deadline
+
+    def copied(self: Pull, error: str | None, now: float) -> list[Effect]:
+        del now
+        self._enter("settled")
+        return [SendDone(ok=error is None), Failed(error) if error else Received()]
+
+    def patient_tick(self: Pull, now: float) -> list[Effect]:
+        return self._renew(now) if self.state is PullState.READING else tick(self, now)
+
+    def patient_deadline(self: Pull) -> float | None:
+        return self._renew_at if self.state is PullState.READING else next_deadline(self)
+
+    monkeypatch.setattr(Pull, "_copied", copied)
+    monkeypatch.setattr(Pull, "tick", patient_tick)
+    monkeypatch.setattr(Pull, "next_deadline", patient_deadline)
+    breaks("law 4")
+
+
+def test_without_quarantine_blocks_are_reused_under_a_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = engines.Decode._rank_done
+
+    def careless(
+        self: engines.Decode, me: int, name: str, reason: str | None, quarantined: bool
+    ) -> None:
+        del quarantined
+        real(self, me, name, reason, False)
+
+    monkeypatch.setattr(engines.Decode, "_rank_done", careless)
+    breaks("are free and written")
+
+
+def test_a_lender_that_frees_at_once_what_is_consumed_by_another_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hasty(self: Lease, now: float) -> None:
+        del now
+        if self.state is LeaseState.CLOSING:
+            self.state = LeaseState.FREED
+
+    monkeypatch.setattr(Lease, "_drain", hasty)
+    breaks("law 3")
+
+
+def test_a_quarantine_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Pull.settled
+
+    def silent(self: Pull, error: str | None, now: float) -> list[Effect]:
+        if self.state is PullState.QUARANTINED:
+            self._enter("settled")
+            return []
+        return list(real(self, error, now))
+
+    monkeypatch.setattr(Pull, "settled", silent)
+    breaks("law 5")
+
+
+def test_reports_tell_quarantine_from_failure() -> None:
+    assert FailedPull("r", "late", quarantined=True) != FailedPull("r", "late")

@@ -1,0 +1,182 @@
+"""Virtual time, drawn faults, and the wires between simulated engines.
+
+Everything that happens is an event at a virtual time, and everything drawn comes from one
+seeded generator, so a seed replays a run event by event::
+
+    world.at(0.5, engine.crash)     # in half a virtual second
+    world.run()                     # until nothing is left to happen
+
+After every event the laws are checked, see ``tests.simulation.laws``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pdconn.protocol.disturbed import FlowState, FrameFaults, MessageFaults
+from pdconn.runtime.channel import ChannelLost
+from transport import PeerId, PeerLost
+from transport.faults import Failing, Fault, Late, ManualClock, ReadRequest
+from transport.network import MemoryNetwork
+
+
+@dataclass(frozen=True)
+class Chances:
+    """What befalls a run.  Chances are per read, frame, or request; times in seconds."""
+
+    messages: MessageFaults = field(
+        default_factory=lambda: MessageFaults(
+            delay=0.05, delay_s=0.4, drop=0.01, duplicate=0.03, reorder=0.03, cut=0.004, stall=0.001
+        )
+    )
+    late_read: float = 0.15
+    failing_read: float = 0.03
+    hanging_read: float = 0.01
+    cancel: float = 0.08
+    abort: float = 0.04
+    replay: float = 0.05
+    crash: float = 0.01
+    pause: float = 0.03
+    pause_s: float = 1.5
+    ttl_s: tuple[float, ...] = (0.05, 0.3, 2.0)
+
+
+NO_FAULTS = Chances(
+    MessageFaults(), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ttl_s=(1.0,)
+)  # fmt: skip
+
+
+class World:
+    """Clock, events and randomness of one run."""
+
+    def __init__(self, seed: int, chances: Chances) -> None:
+        self.seed = seed
+        self.chances = chances
+        self.rng = random.Random(seed)
+        self.clock = ManualClock(1000.0)
+        self.network = MemoryNetwork(clock=self.clock, script=self._fault_of)
+        self.counts: Counter[str] = Counter()
+        self.readers: dict[PeerId, Callable[[], None]] = {}
+        """Whom to wake when a read of theirs lands."""
+        self.check: Callable[[], None] = lambda: None
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def now(self) -> float:
+        return self.clock()
+
+    def at(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Let ``act`` happen ``delay_s`` from now."""
+        heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), act))
+
+    def run(self) -> None:
+        """Until no event is left; the laws are checked after each."""
+        while self._events:
+            due, _, act = heapq.heappop(self._events)
+            self.clock.advance(max(0.0, due - self.now))
+            act()
+            self.counts["events"] += 1
+            self.check()
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def lag(self) -> float:
+        """What a message, a thread switch or a step takes: a millisecond or so."""
+        return self.rng.expovariate(1000.0)
+
+    def _fault_of(self, read: ReadRequest) -> Fault:
+        fault = self._drawn()
+        self.at(fault.seconds, self.readers[read.reader])
+        return fault
+
+    def _drawn(self) -> Late | Failing:
+        chances = self.chances
+        if self.chance(chances.failing_read):
+            return Failing(PeerLost("cut"), after_bytes=self.rng.randrange(64), seconds=self.lag())
+        if self.chance(chances.hanging_read):
+            return Late(self.rng.uniform(5.0, 60.0))
+        if self.chance(chances.late_read):
+            return Late(self.rng.expovariate(2.0))
+        return Late(self.lag())
+
+
+@dataclass(eq=False)
+class Wire:
+    """One end of a simulated connection.  What is sent here arrives at ``other``."""
+
+    world: World
+    deliver: Callable[[], None]
+    faults: FrameFaults
+    other: Wire | None = None
+    arrived: list[bytes] = field(default_factory=list)
+    is_cut: bool = False
+    _due: float = 0.0
+
+    def send(self, bodies: Iterable[bytes]) -> None:
+        """As ``pdconn.runtime.wire.Wire.send``."""
+        for body in bodies:
+            if self.is_cut:
+                raise ChannelLost("cut")
+            for out in self.faults.feed(body, self.world.now):
+                self._carry(out.frame, out.due - self.world.now)
+            if self.faults.state is FlowState.CUT:
+                self.cut()
+                raise ChannelLost("cut on purpose")
+            if self.faults.held_until is not None:
+                self.world.at(self.faults.held_until - self.world.now, self._flush)
+
+    def receive(self) -> Sequence[bytes]:
+        """As ``pdconn.runtime.wire.Wire.receive``."""
+        arrived, self.arrived = self.arrived, []
+        if not arrived and self.is_cut:
+            raise ChannelLost("closed by the peer")
+        return arrived
+
+    def close(self) -> None:
+        """As ``pdconn.runtime.wire.Wire.close``: the other end learns of it."""
+        self.cut()
+
+    def cut(self) -> None:
+        """Both ends learn that the connection is over."""
+        for end in (self, self.other):
+            if end is not None and not end.is_cut:
+                end.is_cut = True
+                self.world.at(self.world.lag(), end.deliver)
+
+    def _carry(self, body: bytes, delay_s: float) -> None:
+        """Bytes keep their order on the way, as TCP's do."""
+        self._due = max(self._due, self.world.now + delay_s + self.world.lag())
+        self.world.at(self._due - self.world.now, lambda: self._arrive(body))
+
+    def _arrive(self, body: bytes) -> None:
+        if self.other is not None and not self.other.is_cut:
+            self.other.arrived.append(body)
+            self.other.deliver()
+
+    def _flush(self) -> None:
+        for out in self.faults.flush(self.world.now):
+            self._carry(out.frame, out.due - self.world.now)
+
+
+def connect(
+    world: World, ours: Callable[[], None], theirs: Callable[[], None]
+) -> tuple[Wire, Wire]:
+    """Two ends of a connection; each callable is called when its end has news."""
+    messages = world.chances.messages
+
+    def faults() -> FrameFaults:
+        return FrameFaults(messages, random.Random(world.rng.random()), world.counts)
+
+    here, there = Wire(world, ours, faults()), Wire(world, theirs, faults())
+    here.other, there.other = there, here
+    return here, there
+
+
+__all__ = ["NO_FAULTS", "Chances", "Wire", "World", "connect"]
