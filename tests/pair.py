@@ -9,11 +9,15 @@ from typing import Self
 
 import numpy as np
 
+from pdconn.integrity.lent import lent_sums
+from pdconn.integrity.memory import HostMemory
+from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, block_digest
 from pdconn.runtime.lender import Lender
+from pdconn.runtime.proving import Verify
 from pdconn.runtime.puller import Puller
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.records import Outcome, PullRecord
@@ -76,6 +80,8 @@ class Pair:
     claim_timeout_s: float = 2.0
     drain_s: float = 5.0
     security: Security | None = None
+    verify: Verify = Verify.OFF
+    their_verify: Verify = Verify.OFF
     traits: dict[str, str] = field(default_factory=lambda: dict(TRAITS))
     incarnation: str = "boot-1"
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
@@ -90,7 +96,9 @@ class Pair:
         transport.register(self.ours.references.memories())
         me = Rank("decode", 0, 1, 0, self.ours.references, dict(TRAITS))
         patience = Patience(self.claim_timeout_s, self.drain_s)
-        self.puller = Puller(me, transport, patience=patience, security=self.security)
+        self.puller = Puller(
+            me, transport, patience=patience, verify=self.verify, security=self.security
+        )
         self.received: list[str] = []
         self.released: list[str] = []
         self.failed: dict[str, str] = {}
@@ -98,7 +106,8 @@ class Pair:
         self.number = 0
 
     def open_lender(self, port: int) -> Lender:
-        return Lender(self.welcome(), "127.0.0.1", port, self.security)
+        summing = self.their_verify is not Verify.OFF
+        return Lender(self.welcome(), "127.0.0.1", port, security=self.security, is_summing=summing)
 
     def welcome(self) -> Welcome:
         """What the lender says of itself."""
@@ -109,7 +118,15 @@ class Pair:
         """Lend blocks under ``request``; the ticket for them."""
         blocks = (BlockList(0, ids),) * self.their_groups
         self.lender.lend(request, block_digest(blocks), self.ttl_s)
+        if self.their_verify is not Verify.OFF:
+            self.sum(request, blocks)
         return self.ticket(request, blocks)
+
+    def sum(self, request: str, blocks: tuple[BlockList, ...]) -> None:
+        """Checksum what is lent, as a worker would."""
+        terms = Terms(request, 12, self.their_verify is Verify.SAMPLE)
+        sums = lent_sums(HostMemory(), self.theirs.references, blocks, terms)
+        self.lender.add_sums(request, 0, sums)
 
     def ticket(self, request: str, blocks: tuple[BlockList, ...]) -> Ticket:
         return Ticket(

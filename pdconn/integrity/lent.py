@@ -14,10 +14,10 @@ import numpy as np
 
 from pdconn.integrity.errors import NotSummed
 from pdconn.integrity.memory import Cells, ReadMemory
-from pdconn.integrity.request import NOTHING, Answer, Ask, Share
 from pdconn.integrity.sample import counted
 from pdconn.integrity.sums import I64, U64, Grain, Terms, Units, piece_sums, total
 from pdconn.protocol.errors import MessageError
+from pdconn.protocol.proof import NOTHING, Answer, Ask, Share
 from pdconn.protocol.ticket import BlockList
 from registration.references import (
     KVCacheDataReference,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pdconn.integrity.covered import Match, covered
 from pdconn.integrity.errors import Corrupted
 from pdconn.integrity.memory import Cells, ReadMemory
-from pdconn.integrity.request import MAX_SHARES, NOTHING, Answer, Ask, Share
 from pdconn.integrity.sums import Terms, Units, piece_sums, total
 from pdconn.planning.plan import Need
 from pdconn.planning.topology import Piece, match_pieces
+from pdconn.protocol.proof import MAX_SHARES, NOTHING, Answer, Ask, Share
 from registration.references import KVCacheDataReference, KVCacheReferences
 
 

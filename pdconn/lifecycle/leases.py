@@ -55,6 +55,10 @@ class LeaseBook:
         lease = self._leases.get(request)
         return self._absent(request) if lease is None else lease.claim(reader, blocks, now)
 
+    def is_lent(self, request: str) -> bool:
+        """Whether the lease of ``request`` has not ended."""
+        return request in self._leases
+
     def is_claimed(self, request: str, reader: Reader, now: float) -> bool:
         """Whether this very reader holds a claim that can still be believed."""
         lease = self._leases.get(request)

@@ -9,6 +9,8 @@ Decode speaks first on a connection, prefill answers::
           ◄──────────────── Granted | Refused
     Renew ────────────────────────►
           ◄──────────────── Granted | Refused
+    Prove ────────────────────────►              if the reader wants proof
+          ◄──────────────── Proven | Unproven
     Done  ────────────────────────►
 
 An operator's tool may say ``Describe`` instead, and hears ``Described``.
@@ -28,19 +30,20 @@ import msgspec
 
 from pdconn.protocol.compat import traits_digest
 from pdconn.protocol.errors import MessageError
+from pdconn.protocol.limits import (
+    DIGEST_NBYTES,
+    MAX_GROUPS,
+    MAX_LAYER_CHUNKS,
+    MAX_MESSAGES,
+    MAX_RANKS,
+    MAX_TEXT,
+    MAX_TRAITS,
+)
+from pdconn.protocol.proof import Answer, Ask
 from registration.references import KVCacheReferences
 
 PROTOCOL_VERSION = 2
 """Raised whenever an engine of the version before could misread a message."""
-
-MAX_RANKS = 4096
-MAX_MESSAGES = 4096
-MAX_TEXT = 512
-MAX_GROUPS = 256
-MAX_LAYER_CHUNKS = 1 << 16
-"""Of one rank."""
-MAX_TRAITS = 256
-DIGEST_NBYTES = 16
 
 
 class Refusal(StrEnum):
@@ -196,8 +199,33 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     detail: str
 
 
-FromReader = Hello | Describe | Claim | Renew | Done
-FromLender = Welcome | Described | Rejected | Granted | Refused
+class Prove(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_fields=True):
+    """Asks for the checksum of what a claim holder has read; ``number`` names the ask."""
+
+    number: int
+    request: str
+    reader: Reader
+    ask: Ask
+
+
+class Proven(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=True):
+    """The checksum of what was lent, when it was lent."""
+
+    number: int
+    pull: str
+    answer: Answer
+
+
+class Unproven(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_fields=True):
+    """There is no such checksum."""
+
+    number: int
+    pull: str
+    detail: str
+
+
+FromReader = Hello | Describe | Claim | Renew | Prove | Done
+FromLender = Welcome | Described | Rejected | Granted | Refused | Proven | Unproven
 
 _encoder = msgspec.msgpack.Encoder()
 _from_reader = msgspec.msgpack.Decoder(list[FromReader])
@@ -241,8 +269,8 @@ def decode_from_lender(body: bytes) -> list[FromLender]:
         elif isinstance(message, Rejected):
             for text in (message.field, message.expected, message.seen):
                 _short("rejected", text)
-        elif isinstance(message, Refused):
-            _short("refused.detail", message.detail)
+        elif isinstance(message, Refused | Unproven):
+            _short("detail", message.detail)
         if isinstance(message, Granted) and not 0 < message.ttl_ms < 2**31:
             raise MessageError("granted.ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
     return messages
@@ -311,12 +339,15 @@ __all__ = [
     "FromReader",
     "Granted",
     "Hello",
+    "Prove",
+    "Proven",
     "RankGeometry",
     "Reader",
     "Refusal",
     "Refused",
     "Rejected",
     "Renew",
+    "Unproven",
     "Welcome",
     "check_geometry",
     "decode_from_lender",

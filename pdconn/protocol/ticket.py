@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.messages import DIGEST_NBYTES, MAX_GROUPS, MAX_TEXT
+from pdconn.protocol.limits import DIGEST_NBYTES, MAX_GROUPS, MAX_TEXT
 
 TICKET_VERSION = 1
 MAX_BLOCKS = 1 << 22

@@ -16,6 +16,7 @@ import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from pdconn.integrity.lent import LentSums
 from pdconn.lifecycle import lease
 from pdconn.lifecycle.lease import Denied
 from pdconn.lifecycle.leases import FreedLease, LeaseBook
@@ -30,14 +31,17 @@ from pdconn.protocol.messages import (
     FromReader,
     Granted,
     Hello,
+    Prove,
     Reader,
     Refusal,
     Refused,
     Rejected,
     Renew,
+    Unproven,
     Welcome,
     encode,
 )
+from pdconn.runtime.proofs import Proofs
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +70,16 @@ class Desk:
 
     Args:
         welcome: our geometry; its incarnation is what visitors must want.
+        is_summing: whether checksums of what is lent will be added.
     """
 
-    def __init__(self, welcome: Welcome) -> None:
+    def __init__(self, welcome: Welcome, is_summing: bool = False) -> None:
         self._welcome = welcome
         self._described = Described.of(welcome)
         # What is said to everybody is encoded once.
         self._frames = {id(said): encode([said]) for said in (welcome, self._described)}
         self._book = LeaseBook()
+        self._proofs: Proofs[Visitor] = Proofs(len(welcome.ranks), is_summing)
         self.freed: deque[FreedLease] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -86,6 +92,15 @@ class Desk:
         """Blocks with digest ``blocks`` stay as they are until they are in ``freed``."""
         self.counts["lent"] += 1
         self._book.lend(request, blocks, ttl_s, now)
+
+    def add_sums(self, request: str, rank: int, sums: LentSums) -> list[Visitor]:
+        """Checksums of what ``request`` lends; returns visitors with answers to hear."""
+        if not self._book.is_lent(request):
+            return []
+        answers = self._proofs.add(request, rank, sums)
+        for visitor, answer in answers:
+            visitor.answers.append(answer)
+        return [visitor for visitor, _ in answers]
 
     def abort(self, request: str, now: float) -> None:
         """Take the blocks back as soon as no granted claim can be believed."""
@@ -136,6 +151,8 @@ class Desk:
             self.counts["renewals"] += 1
             answer = self._book.renew(message.request, message.reader, now)
             visitor.answers.append(_reply(message, answer))
+        elif isinstance(message, Prove):
+            self._prove(visitor, message)
         elif isinstance(message, Done):
             self._done(visitor, message, now)
 
@@ -151,6 +168,18 @@ class Desk:
         else:
             visitor.claimed.add((message.request, message.reader))
         visitor.answers.append(_reply(message, answer))
+
+    def _prove(self, visitor: Visitor, message: Prove) -> None:
+        """Only who holds a claim learns anything about the content of what is lent."""
+        self.counts["proofs"] += 1
+        claim = (message.request, message.reader)
+        if claim not in visitor.claimed or not self._book.is_lent(message.request):
+            detail = "no claim of this connection holds it"
+            visitor.answers.append(Unproven(message.number, message.reader.pull, detail))
+            return
+        answer = self._proofs.ask(visitor, message)
+        if answer is not None:
+            visitor.answers.append(answer)
 
     def _done(self, visitor: Visitor, message: Done, now: float) -> None:
         """Only who claimed may end a claim that holds; others could be a mistake or a lie."""
@@ -182,6 +211,8 @@ class Desk:
         for ended in freed:
             self.counts[f"freed_{ended.why}"] += 1
             self.freed.append(ended)
+            for visitor, answer in self._proofs.forget(ended.request):
+                visitor.answers.append(answer)
 
 
 def _reply(message: Claim | Renew, answer: lease.Granted | Denied) -> Granted | Refused:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdconn.integrity.lent import LentSums
 from pdconn.lifecycle.leases import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
@@ -57,6 +58,13 @@ class _Abort:
     request: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    request: str
+    rank: int
+    sums: LentSums
+
+
 class Lender:
     """Serves ``welcome`` and leases at ``host:port`` until closed.
 
@@ -65,6 +73,7 @@ class Lender:
         host: address to listen at, which tickets name too.
         port: 0 picks a free one; see :attr:`port`.
         security: what visitors must prove; nothing by default.
+        is_summing: whether checksums of what is lent will be added.
         clock: seconds that never go back.
 
     Raises:
@@ -78,7 +87,9 @@ class Lender:
         welcome: Welcome,
         host: str,
         port: int,
+        *,
         security: Security | None = None,
+        is_summing: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._security = security or Security()
@@ -86,8 +97,8 @@ class Lender:
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        self._mailbox: Mailbox[_Lend | _Abort] = Mailbox()
-        self._desk = Desk(welcome)
+        self._mailbox: Mailbox[_Lend | _Abort | _Sums] = Mailbox()
+        self._desk = Desk(welcome, is_summing)
         self._door: Door[Visitor] = Door(_half_of_our_files())
         self._wires: dict[Visitor, Wire] = {}
         self._accept_from: float | None = None
@@ -104,6 +115,10 @@ class Lender:
     def lend(self, request: str, blocks: bytes, ttl_s: float) -> None:
         """Blocks with digest ``blocks`` stay as they are until collected as freed."""
         self._mailbox.post(_Lend(request, blocks, ttl_s))
+
+    def add_sums(self, request: str, rank: int, sums: LentSums) -> None:
+        """Rank ``rank`` has summed what ``request`` lends, for readers that want proof."""
+        self._mailbox.post(_Sums(request, rank, sums))
 
     def abort(self, request: str) -> None:
         """Take the blocks back as soon as no granted claim can be believed."""
@@ -144,9 +159,9 @@ class Lender:
 
     def _turn(self) -> None:
         ready = self._selector.select(self._patience())
-        for item in self._mailbox.take():
-            self._obey(item)
         touched = []
+        for item in self._mailbox.take():
+            touched += self._obey(item)
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
@@ -167,11 +182,15 @@ class Lender:
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
-    def _obey(self, item: _Lend | _Abort) -> None:
+    def _obey(self, item: _Lend | _Abort | _Sums) -> list[Visitor]:
+        """Returns visitors that have something to hear."""
+        if isinstance(item, _Sums):
+            return self._desk.add_sums(item.request, item.rank, item.sums)
         if isinstance(item, _Lend):
             self._desk.lend(item.request, item.blocks, item.ttl_s, self._clock())
         else:
             self._desk.abort(item.request, self._clock())
+        return []
 
     def _accept(self) -> None:
         try:

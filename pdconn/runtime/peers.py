@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import PeerState, after
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing
@@ -23,8 +24,10 @@ from pdconn.protocol.messages import (
     FromReader,
     Granted,
     Hello,
+    Proven,
     Refused,
     Rejected,
+    Unproven,
     Welcome,
     decode_from_lender,
     encode,
@@ -35,6 +38,9 @@ from pdconn.runtime.reader import Connect, Connected, Disconnect, Job
 from transport import PeerId
 
 log = logging.getLogger(__name__)
+
+AboutPull = Granted | Refused | Proven | Unproven
+"""What a lender says to one pull."""
 
 MAX_PEERS = 1024
 """Lenders that are known at once; the one that was idle for longest makes room."""
@@ -75,7 +81,8 @@ class PeerWire(Protocol):
 class Peer:
     """A lender.  It has a wire from when it is dialled until it is closed.
 
-    ``ranks`` are its ranks that the transport reaches, ``pulls`` the requests that
+    ``welcome`` is what it said, ``pairing`` and, once they are needed, ``checks`` are made of
+    it; ``ranks`` are its ranks that the transport reaches, ``pulls`` the requests that
     use it, ``reason`` why it was closed.  A ``retired`` peer serves those to their end, and
     nobody new.
     """
@@ -83,7 +90,9 @@ class Peer:
     key: PeerKey
     state: PeerState = PeerState.UNKNOWN
     wire: PeerWire | None = None
+    welcome: Welcome | None = None
     pairing: Pairing | None = None
+    checks: Checks | None = None
     ranks: dict[int, PeerId] = field(default_factory=dict)
     connecting: int = 0
     outgoing: list[FromReader] = field(default_factory=list)
@@ -121,8 +130,8 @@ class Listener(Protocol):
     def peer_closed(self, peer: Peer) -> None:
         """The peer is of no use any more; ``peer.reason`` says why."""
 
-    def heard(self, peer: Peer, message: Granted | Refused) -> None:
-        """An answer to a claim or renewal."""
+    def heard(self, peer: Peer, message: AboutPull) -> None:
+        """An answer to a claim, a renewal, or an ask for proof."""
 
 
 class Connections:
@@ -279,13 +288,14 @@ class Connections:
         self._listener.peer_ready(peer)
 
     def _hear(self, peer: Peer, message: FromLender) -> None:
-        if isinstance(message, (Granted, Refused)):
+        if isinstance(message, AboutPull):
             self._listener.heard(peer, message)
         elif isinstance(message, Rejected):
             self.close(peer, f"{message.field}: theirs {message.expected}, ours {message.seen}")
         elif isinstance(message, Welcome) and peer.pairing is None:
             check_welcome(message, peer.key)
             peer.pairing = self._pair(message)
+            peer.welcome = message
             peer.connecting = len(peer.pairing.ranks)
             for rank in peer.pairing.ranks:
                 self._post(Connect((peer, rank), message.ranks[rank].address))

@@ -26,9 +26,10 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import Ticket
 from pdconn.runtime.dialing import LookedUp, SocketDialer
 from pdconn.runtime.mailbox import Mailbox
+from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import Answer, ReaderStopped, ReaderThread
+from pdconn.runtime.reader import News, ReaderStopped, ReaderThread
 from pdconn.runtime.records import Outcome
 from pdconn.runtime.security import Security
 from transport import Transport
@@ -58,7 +59,7 @@ class _Cancel:
     request: str
 
 
-_Post = _Hold | _Pull | _Cancel | LookedUp | ReaderStopped | Answer
+_Post = _Hold | _Pull | _Cancel | LookedUp | ReaderStopped | News
 
 
 class Puller:
@@ -68,6 +69,7 @@ class Puller:
         me: which rank this is; its memory is registered with ``transport``.
         transport: owned from now on, by the reader thread.
         patience: how long a pull waits for what.
+        verify: how much is compared with what was lent.
         security: what lenders must prove; nothing by default.
         through: maps a lender's host and port to those to dial instead, for debugging.
         clock: seconds that never go back.
@@ -79,6 +81,7 @@ class Puller:
         transport: Transport,
         *,
         patience: Patience | None = None,
+        verify: Verify = Verify.OFF,
         security: Security | None = None,
         through: Callable[[str, int], tuple[str, int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -94,7 +97,14 @@ class Puller:
         self._dialer = SocketDialer(
             self._selector, self._mailbox.post, security or Security(), through
         )
-        self._pulls = Pulls(me, self._dialer, self._reader.post, patience or Patience(), clock)
+        self._pulls = Pulls(
+            me,
+            self._dialer,
+            self._reader.post,
+            clock,
+            patience=patience or Patience(),
+            verify=verify,
+        )
         self._thread = threading.Thread(target=self._run, name="pdconn-puller", daemon=True)
         self._thread.start()
 

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from pdconn.integrity.reader import Checks
+from pdconn.integrity.sums import Terms
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience, Pull, PullState
@@ -30,14 +32,16 @@ from pdconn.protocol.messages import (
     Done,
     FromReader,
     Granted,
+    Proven,
     Reader,
-    Refused,
     Renew,
+    Unproven,
 )
 from pdconn.protocol.ticket import Ticket, block_digest, check_blocks
-from pdconn.runtime.peers import Connections, Dialer, Peer, PeerKey
+from pdconn.runtime.peers import AboutPull, Connections, Dialer, Peer, PeerKey
+from pdconn.runtime.proving import Proof, Verify
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import Answer, Connected, Job, Read, ReadSettled
+from pdconn.runtime.reader import Connected, Job, News, Read, ReadSettled, Sum, Summed
 from pdconn.runtime.records import FailedPull, Measured, Released, Report
 from transport import PeerLost, PeerUnknown, TransportError
 
@@ -59,6 +63,7 @@ class _Entry:
     peer: Peer
     measured: Measured
     need: Need | None = None
+    proof: Proof | None = None
     reading: int = 0
     error: str | None = None
 
@@ -70,8 +75,9 @@ class Pulls:
         me: which rank this is; its memory is registered with whoever reads.
         dialer: opens wires to lenders.
         post: gives a job to whoever reads; its answer comes back through :meth:`answered`.
-        patience: how long a pull waits for what.
         clock: seconds that never go back.
+        patience: how long a pull waits for what.
+        verify: how much is compared with what was lent.
 
     Attributes:
         connections: the lenders that we know.
@@ -83,12 +89,15 @@ class Pulls:
         me: Rank,
         dialer: Dialer,
         post: Callable[[Job], None],
-        patience: Patience,
         clock: Callable[[], float],
+        *,
+        patience: Patience,
+        verify: Verify = Verify.OFF,
     ) -> None:
         self._me = me
         self._post = post
         self._patience = patience
+        self._verify = verify
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._by_pull: dict[str, _Entry] = {}
@@ -112,7 +121,7 @@ class Pulls:
             Reader(pull, self._me.rank, self._me.of),
             ticket,
             block_digest(ticket.blocks),
-            Pull(self._patience, now),
+            Pull(self._patience, now, proof=self._verify is not Verify.OFF),
             peer,
             Measured(held=now),
         )
@@ -168,10 +177,16 @@ class Pulls:
             self.connections.retire(entry.peer, "a claim was not answered in time")
             self._forget_peer_if_idle(entry.peer)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: News) -> None:
         """A job that was posted is done."""
         if isinstance(answer, Connected):
             self.connections.connected(answer)
+        elif isinstance(answer, Summed):
+            entry = answer.tag
+            assert isinstance(entry, _Entry)
+            assert entry.proof is not None
+            entry.proof.ours = answer.answers
+            self._conclude(entry)
         else:
             self._settled(answer)
 
@@ -215,8 +230,8 @@ class Pulls:
                 self._do(entry, entry.machine.fail(reason, self._clock(), tell=False))
         self._forget_peer_if_idle(peer)
 
-    def heard(self, peer: Peer, message: Granted | Refused) -> None:
-        """An answer to a claim or renewal."""
+    def heard(self, peer: Peer, message: AboutPull) -> None:
+        """An answer to a claim, a renewal, or an ask for proof."""
         entry = self._by_pull.get(message.pull)
         if entry is None or entry.peer is not peer:
             return
@@ -224,6 +239,12 @@ class Pulls:
         if isinstance(message, Granted):
             entry.measured.granted = entry.measured.granted or now
             self._do(entry, entry.machine.granted(message.seq, message.ttl_ms / 1000, now))
+        elif isinstance(message, Proven):
+            if entry.proof is not None:
+                entry.proof.theirs[message.number] = message.answer
+                self._conclude(entry)
+        elif isinstance(message, Unproven):
+            self._do(entry, entry.machine.verified(f"unproven: {message.detail}", now))
         else:
             self._do(entry, entry.machine.fail(f"refused, {message.why}: {message.detail}", now))
 
@@ -247,6 +268,8 @@ class Pulls:
             self._say(entry, Done(request, entry.reader, entry.blocks, effect.ok))
         elif isinstance(effect, machine.StartRead):
             self._read(entry)
+        elif isinstance(effect, machine.AskProof):
+            self._ask_proof(entry)
         elif isinstance(effect, machine.Received):
             self.outbox.append(entry.measured.record(entry.request, self._clock()))
         elif isinstance(effect, machine.Failed):
@@ -282,6 +305,29 @@ class Pulls:
             self._post(Read(entry, entry.peer.ranks[rank], spans))
         if not plan.reads:
             self._do(entry, entry.machine.settled(None, self._clock()))
+
+    def _ask_proof(self, entry: _Entry) -> None:
+        """Let the lender say what the checksums are while the reader computes ours."""
+        need, ticket = entry.need, entry.ticket
+        assert need is not None
+        terms = Terms(ticket.request_id, ticket.num_tokens, self._verify is Verify.SAMPLE)
+        expected = self._checks_of(entry.peer).expect(need, terms)
+        entry.proof = Proof(expected)
+        for prove in entry.proof.asks(ticket.request_id, entry.reader):
+            self._say(entry, prove)
+        self._post(Sum(entry, expected))
+
+    def _checks_of(self, peer: Peer) -> Checks:
+        assert peer.welcome is not None
+        if peer.checks is None:
+            theirs = [rank.references for rank in peer.welcome.ranks]
+            peer.checks = Checks.of(self._me.references, theirs, self._me.spread)
+        return peer.checks
+
+    def _conclude(self, entry: _Entry) -> None:
+        if entry.proof is not None and entry.proof.is_complete:
+            now = self._clock()
+            self._do(entry, entry.machine.verified(entry.proof.problem(), now))
 
     def _forget_if_over(self, entry: _Entry, even_if_unasked: bool = False) -> None:
         """Drop an entry that is reported.  One that failed unasked waits for the asking."""

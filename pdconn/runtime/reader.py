@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdconn.integrity.memory import AnyMemory
+from pdconn.integrity.reader import Expected
+from pdconn.protocol.proof import Answer
 from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,22 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """Sum what was read, in our memory; answered by Summed under the same ``tag``."""
+
+    tag: object
+    expected: tuple[Expected, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """Our checksums, one per ``expected``."""
+
+    tag: object
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """``peer`` is reachable, or ``error`` says why not."""
 
@@ -81,8 +100,8 @@ class ReaderStopped:
     error: str
 
 
-Job = Connect | Disconnect | Read
-Answer = Connected | ReadSettled
+Job = Connect | Disconnect | Read | Sum
+News = Connected | ReadSettled | Summed
 
 
 class Reading:
@@ -96,7 +115,7 @@ class Reading:
     def __init__(
         self,
         transport: Transport,
-        deliver: Callable[[Answer], None],
+        deliver: Callable[[News], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
@@ -104,6 +123,7 @@ class Reading:
         self._clock = clock
         self._reads: dict[ReadId, object] = {}
         self._users: Counter[PeerId] = Counter()
+        self._memory = AnyMemory()
 
     def __len__(self) -> int:
         """Reads that can still write."""
@@ -113,6 +133,9 @@ class Reading:
         """Carry out a job; a read may copy all of it before this returns."""
         if isinstance(job, Connect):
             self._connect(job)
+        elif isinstance(job, Sum):
+            sums = tuple(expected.ours(self._memory) for expected in job.expected)
+            self._deliver(Summed(job.tag, sums))
         elif isinstance(job, Disconnect):
             # A lender that was dialled anew, or under two names, is one peer down here.
             self._users[job.peer] -= 1
@@ -168,7 +191,7 @@ class ReaderThread:
     def __init__(
         self,
         transport: Transport,
-        deliver: Callable[[Answer | ReaderStopped], None],
+        deliver: Callable[[News | ReaderStopped], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reading = Reading(transport, deliver, clock)

@@ -32,6 +32,9 @@
 ``drain_timeout``          seconds that a failed pull waits for reads still in flight,
                            before it is reported and its blocks are quarantined until
                            they end; default 5
+``verify``                 ``off``, ``sample`` (a sixteenth of the blocks) or ``always``:
+                           compare checksums of what was lent with what arrived; set it
+                           on both sides; default off
 ``debug_faults``           faults on demand on decode, seeded, see
                            :mod:`pdconn.runtime.faults`; default none
 =========================  =========================================================
@@ -46,6 +49,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.runtime.faults import Faults, read_faults
+from pdconn.runtime.proving import Verify
 from pdconn.runtime.security import Security, SecurityError
 from transport.odds import FaultError
 
@@ -73,6 +77,7 @@ class Settings:
     enforce_handshake_compat: bool = True
     description_file: str | None = None
     drain_timeout: float = 5.0
+    verify: Verify = Verify.OFF
     debug_faults: Faults = field(default_factory=Faults)
     security: Security = field(default_factory=Security)
 
@@ -116,6 +121,7 @@ def read_settings(
         enforce_handshake_compat=_read(extra, "enforce_handshake_compat", _flag, True),
         description_file=_read(extra, "description_file", _text, None),
         drain_timeout=_read(extra, "drain_timeout", _seconds, 5.0),
+        verify=_read(extra, "verify", _verify, Verify.OFF),
         debug_faults=_faults(extra),
         security=_security(extra, environ),
     )
@@ -156,6 +162,12 @@ def _faults(extra: Mapping[str, Any]) -> Faults:
         return read_faults(extra.get("debug_faults", {}))
     except FaultError as error:
         raise ConfigError(str(error)) from None
+
+
+def _verify(value: Any) -> Verify:
+    if value not in list(Verify):
+        raise ValueError(" or ".join(Verify))
+    return Verify(value)
 
 
 def _text(value: Any) -> str:

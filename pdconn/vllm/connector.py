@@ -142,14 +142,17 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """This step's orders for the workers."""
         orders = Orders() if self._borrowing is None else self._borrowing.take_orders()
         if self._lending is not None:
+            orders.sums = self._lending.take_sums()
             self._lending.unpin_freed()
         return PdMetadata(orders, scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers reported.  The engine frees the blocks of what failed after this."""
+        report = connector_output.kv_connector_worker_meta
+        if self._lending is not None and isinstance(report, PdWorkerReport):
+            self._lending.add_sums(report.sums)
         if self._borrowing is None:
             return
-        report = connector_output.kv_connector_worker_meta
         if isinstance(report, PdWorkerReport):
             for request_id in report.quarantined:
                 self._quarantine.begin(request_id, self._borrowing.blocks_of(request_id))

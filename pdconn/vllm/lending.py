@@ -12,11 +12,15 @@ is scheduled.  An idle engine therefore shows lent blocks as used until then.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+from pdconn.integrity.lent import LentSums
+from pdconn.integrity.sums import Terms
 from pdconn.protocol.messages import Welcome
-from pdconn.protocol.ticket import Ticket, block_digest, trimmed
+from pdconn.protocol.ticket import BlockList, Ticket, block_digest, trimmed
 from pdconn.runtime.lender import Lender
+from pdconn.runtime.proving import Verify
 from pdconn.vllm.config import Settings
 from pdconn.vllm.prompt import prompt_digest
 
@@ -43,6 +47,7 @@ class Lending:
         self._lender: Lender | None = None
         self._pool: Any = None
         self._pinned: dict[str, list[Any]] = {}
+        self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
@@ -56,7 +61,13 @@ class Lending:
             Unprotected: strangers could reach it.
         """
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
-        self._lender = Lender(welcome, host, port, self._settings.security)
+        self._lender = Lender(
+            welcome,
+            host,
+            port,
+            security=self._settings.security,
+            is_summing=self._settings.verify is not Verify.OFF,
+        )
         log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
@@ -79,6 +90,10 @@ class Lending:
         )
         ttl_s = self._settings.kv_lease_duration
         self._lender.lend(request.request_id, block_digest(blocks), ttl_s)
+        verify = self._settings.verify
+        if verify is not Verify.OFF:
+            terms = Terms(request.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
+            self._to_sum.append((terms, blocks))
         return ticket.to_params(*self._sizes)
 
     def unpin_freed(self) -> None:
@@ -89,6 +104,17 @@ class Lending:
             log.debug("pdconn: blocks of %s are free: %s", lease.request, lease.why)
             # Tail first, so that the head of a prefix stays cached the longest.
             self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
+
+    def take_sums(self) -> list[tuple[Terms, tuple[BlockList, ...]]]:
+        """What workers are to sum in this step: every finished request has one to come."""
+        to_sum, self._to_sum = self._to_sum, []
+        return to_sum
+
+    def add_sums(self, sums: Sequence[tuple[str, int, LentSums]]) -> None:
+        """Workers have summed: request, rank, sums."""
+        if self._lender is not None:
+            for request, rank, summed in sums:
+                self._lender.add_sums(request, rank, summed)
 
     def take_counts(self) -> dict[str, int]:
         """What the side channel counted since the last call."""

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdconn.integrity.lent import LentSums
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.vllm.orders import Orders
 
@@ -34,20 +35,26 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         quarantined: failed requests to whose blocks a worker's reads can still write.
         released: those of them for which that is over, once per worker.
+        sums: checksums of what a rank lends: request, rank, sums.
     """
 
     quarantined: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    sums: list[tuple[str, int, LentSums]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.quarantined or self.released)
+        return not (self.quarantined or self.released or self.sums)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
         """Ours and another worker's."""
         assert isinstance(other, PdWorkerReport)
-        return PdWorkerReport(self.quarantined + other.quarantined, self.released + other.released)
+        return PdWorkerReport(
+            self.quarantined + other.quarantined,
+            self.released + other.released,
+            self.sums + other.sums,
+        )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from pdconn.protocol.messages import MAX_TEXT
+from pdconn.protocol.limits import MAX_TEXT
 
 _SHAPE = (
     "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",

@@ -12,8 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from pdconn.integrity.lent import lent_sums
+from pdconn.integrity.memory import AnyMemory
+from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
+from pdconn.protocol.ticket import BlockList
 from pdconn.runtime.affinity import off_the_models_core
 from pdconn.runtime.puller import Puller
 from pdconn.runtime.rank import Rank
@@ -59,6 +63,7 @@ class PdWorker:
         self._report = PdWorkerReport()
         self._relays: Relays | None = None
         self._is_idle = False
+        self._rank = 0
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Describe and pin the KV memory, once; start the puller on decode.
@@ -78,11 +83,12 @@ class PdWorker:
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
         self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits)
         log.info("pdconn: registered %s", _summary(references))
+        tp_size = self._config.parallel_config.tensor_parallel_size
+        self._rank = pp.rank_in_group * tp_size + tp_rank
         if transfer.is_kv_consumer:
-            tp_size = self._config.parallel_config.tensor_parallel_size
             me = Rank(
                 engine_id=transfer.engine_id,
-                rank=pp.rank_in_group * tp_size + tp_rank,
+                rank=self._rank,
                 of=pp.world_size * tp_size,
                 spread=tp_rank,
                 references=references,
@@ -104,6 +110,8 @@ class PdWorker:
             log.warning("pdconn: pull of %s failed: %s", request, reason)
             self._failed.append(request)
             self._stats.count("failed")
+        for terms, blocks in orders.sums:
+            self._sum(terms, blocks)
         if self._puller is None:
             return
         for request, pull, ticket in orders.holds:
@@ -162,6 +170,12 @@ class PdWorker:
             self._memory.close()
         self._puller = self._relays = self._memory = None
 
+    def _sum(self, terms: Terms, blocks: tuple[BlockList, ...]) -> None:
+        """Checksum what a finished request lends, on the engine's thread."""
+        assert self._memory is not None
+        summed = lent_sums(AnyMemory(), self._memory.references, blocks, terms)
+        self._report.sums.append((terms.request, self._rank, summed))
+
     def _open_puller(self, me: Rank, transport: Transport) -> Puller:
         settings, faults = self._settings, self._settings.debug_faults
         if faults:
@@ -176,7 +190,12 @@ class PdWorker:
         through = None if self._relays is None else self._relays.through
         with off_the_models_core():
             return Puller(
-                me, transport, patience=patience, security=settings.security, through=through
+                me,
+                transport,
+                patience=patience,
+                verify=settings.verify,
+                security=settings.security,
+                through=through,
             )
 
     def _open_transport(self, name: str) -> Transport:

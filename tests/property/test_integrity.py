@@ -21,12 +21,12 @@ from pdconn.integrity.errors import Corrupted
 from pdconn.integrity.lent import LentSums, lent_sums
 from pdconn.integrity.memory import U8, Cells, gathered
 from pdconn.integrity.reader import Checks, Expected
-from pdconn.integrity.request import NOTHING
 from pdconn.integrity.sums import I64, UNIT_TOKENS, Terms
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
 from pdconn.planning.template import build_templates
 from pdconn.planning.topology import Piece, match_pieces
+from pdconn.protocol.proof import NOTHING
 from registration.references import AttentionKind, KVCacheReferences
 from tests.property.cases import Case, cases
 from tests.property.oracle import Group

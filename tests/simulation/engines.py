@@ -14,7 +14,7 @@ from pdconn.runtime.desk import Desk, Visitor
 from pdconn.runtime.peers import Peer
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import Answer, Job, Reading
+from pdconn.runtime.reader import Job, News, Reading
 from pdconn.runtime.records import Outcome
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.world import Wire, World, connect
@@ -150,7 +150,7 @@ class DecodeRank:
         self.transport.register(self.memory.references.memories())
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
         self.reading = Reading(self.transport, self._answer, world.clock)
-        self.pulls = Pulls(me, self, self._post, PATIENCE, world.clock)
+        self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE)
         self._alarm = Clockwork(world)
         self._paused_until = 0.0
         world.readers[self.transport.peer_id] = self.poll
@@ -199,10 +199,10 @@ class DecodeRank:
         else:
             self.reading.poll()
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: News) -> None:
         self.world.at(self.world.lag(), lambda: self._hear(answer))
 
-    def _hear(self, answer: Answer) -> None:
+    def _hear(self, answer: News) -> None:
         if self.world.now < self._paused_until:
             self.world.at(self._paused_until - self.world.now, lambda: self._hear(answer))
             return

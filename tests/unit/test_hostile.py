@@ -14,9 +14,8 @@ from pdconn.planning.errors import TooManyRuns
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.framing import frame
+from pdconn.protocol.limits import MAX_GROUPS, MAX_TEXT
 from pdconn.protocol.messages import (
-    MAX_GROUPS,
-    MAX_TEXT,
     PROTOCOL_VERSION,
     Claim,
     Describe,

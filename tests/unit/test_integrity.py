@@ -15,11 +15,11 @@ from pdconn.integrity.errors import Corrupted, NotSummed
 from pdconn.integrity.lent import LentSums, lent_sums
 from pdconn.integrity.memory import AnyMemory, Cells, HostMemory, collected
 from pdconn.integrity.reader import Checks, Expected
-from pdconn.integrity.request import NOTHING, Answer, Ask, Share
 from pdconn.integrity.sample import ONE_IN, counted
 from pdconn.integrity.sums import Grain, Terms, Units, piece_sums, seeds_of, total
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.errors import MessageError
+from pdconn.protocol.proof import NOTHING, Answer, Ask, Share
 from pdconn.protocol.ticket import BlockList
 from registration.references import (
     AttentionKind,

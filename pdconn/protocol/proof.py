@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.messages import MAX_GROUPS, MAX_LAYER_CHUNKS, MAX_RANKS
+from pdconn.protocol.limits import MAX_GROUPS, MAX_LAYER_CHUNKS, MAX_RANKS
 
 MAX_SHARES = 4096
 """Of one ask.  Usually there is one per KV cache group."""

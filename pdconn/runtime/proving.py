@@ -1,0 +1,56 @@
+"""A pull's proof: the lender's checksums of what it lent beside ours of what we hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdconn.integrity.errors import Corrupted
+from pdconn.integrity.reader import Expected
+from pdconn.protocol.messages import Prove, Reader
+from pdconn.protocol.proof import NOTHING, Answer
+
+
+class Verify(StrEnum):
+    """How much of what was read is compared with what was lent."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    ALWAYS = "always"
+
+
+@dataclass(slots=True)
+class Proof:
+    """What one pull has heard and computed so far.
+
+    Asks are numbered in order of ``expected`` and of their ``asks``.
+    """
+
+    expected: tuple[Expected, ...]
+    theirs: dict[int, Answer] = field(default_factory=dict)
+    ours: tuple[Answer, ...] | None = None
+
+    def asks(self, request: str, reader: Reader) -> list[Prove]:
+        """What to ask the lender."""
+        asks = [ask for expected in self.expected for ask in expected.asks]
+        return [Prove(number, request, reader, ask) for number, ask in enumerate(asks)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is there that is to be compared."""
+        return self.ours is not None and len(self.theirs) == sum(
+            len(expected.asks) for expected in self.expected
+        )
+
+    def problem(self) -> str | None:
+        """How the two differ, or None.  Only when complete."""
+        assert self.ours is not None
+        number = 0
+        for expected, ours in zip(self.expected, self.ours, strict=True):
+            answers = [self.theirs[number + at] for at in range(len(expected.asks))]
+            number += len(answers)
+            try:
+                expected.compare(sum(answers, NOTHING), ours)
+            except Corrupted as error:
+                return f"Corrupted: {error}"
+        return None

@@ -1,0 +1,85 @@
+"""``verify``: what was read is compared with what was lent, or the pull fails."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdconn.protocol.ticket import BlockList, block_digest
+from pdconn.runtime.proving import Verify
+from tests.pair import Pair
+from transport.faults import Late
+
+PROVING = [Verify.SAMPLE, Verify.ALWAYS]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])
+@pytest.mark.parametrize("verify", PROVING)
+def test_good_bytes_are_received_with_their_proof(verify: Verify, layout: str) -> None:
+    with Pair(layout, verify=verify, their_verify=verify) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        assert pair.lender.counts["proofs"] == 1
+        assert pair.freed() == "read"
+
+
+@pytest.mark.parametrize("verify", PROVING)
+def test_a_byte_that_changed_after_it_was_lent_fails_the_pull(verify: Verify) -> None:
+    """The last block is in every sample.  Without verify the same is received."""
+    for wanted, problem in ((verify, "Corrupted: sum of what was read"), (Verify.OFF, "None")):
+        with Pair(verify=wanted, their_verify=verify) as pair:
+            ticket = pair.lend("r", (3, 4, 5))
+            row = pair.theirs.bytes.size // 16
+            pair.theirs.bytes[5 * row] ^= 1
+            pair.pull("d", ticket)
+            assert problem in str(pair.outcome_of("d"))
+            assert pair.freed() == "read"
+
+
+def test_a_lender_without_checksums_is_named() -> None:
+    with Pair(verify=Verify.ALWAYS) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert "prefill keeps no checksums: set verify there too" in str(pair.outcome_of("d"))
+
+
+def test_a_sample_is_proven_by_a_lender_that_sums_all_and_not_the_other_way_round() -> None:
+    with Pair(verify=Verify.SAMPLE, their_verify=Verify.ALWAYS) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.SAMPLE) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert "those of the sample" in str(pair.outcome_of("d"))
+
+
+def test_a_pull_waits_for_sums_that_are_made_later() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS) as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        pair.lender.lend("r", block_digest(blocks), 5.0)
+        pair.pull("d", pair.ticket("r", blocks))
+        pair.wait(lambda: pair.lender.counts["proofs"])
+        time.sleep(0.1)
+        pair.collect()
+        assert pair.received == []
+        pair.sum("r", blocks)
+        assert pair.outcome_of("d") is None
+
+
+def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=0.3) as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        pair.lender.lend("r", block_digest(blocks), 5.0)
+        pair.pull("d", pair.ticket("r", blocks))
+        assert "no proof of what was lent" in str(pair.outcome_of("d"))
+        assert pair.freed() == "read"
+        assert len(pair.lender._desk._proofs) == 0
+
+
+def test_a_proof_does_not_save_a_read_that_was_late() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, ttl_s=0.2) as pair:
+        pair.network.script = lambda _: Late(0.6)
+        ticket = pair.lend("r")
+        pair.pull("d", ticket)
+        time.sleep(0.05)
+        pair.lender.close()
+        assert "ran out" in str(pair.outcome_of("d"))
