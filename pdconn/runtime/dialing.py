@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdconn.runtime.channel import Channel
-from pdconn.runtime.peers import Connections, Peer
+from pdconn.runtime.connections import Connections
+from pdconn.runtime.peers import Peer
 from pdconn.runtime.security import Security, Unprotected
 from pdconn.runtime.wire import Wire
 

@@ -38,7 +38,8 @@ from pdconn.protocol.messages import (
     Unproven,
 )
 from pdconn.protocol.ticket import Ticket, block_digest, check_blocks
-from pdconn.runtime.peers import AboutPull, Connections, Dialer, Peer, PeerKey
+from pdconn.runtime.connections import Connections
+from pdconn.runtime.peers import AboutPull, Dialer, Peer, PeerKey
 from pdconn.runtime.proving import Proof, Verify
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.reader import Connected, Job, News, Read, ReadSettled, Sum, Summed

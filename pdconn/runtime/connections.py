@@ -1,0 +1,225 @@
+"""A decode rank's connections to lenders: one peer per lender boot.
+
+``Connections`` greets and sorts what lenders say; wires come from a
+:class:`~pdconn.runtime.peers.Dialer`, and what a message means for a pull is the business of
+the :class:`~pdconn.runtime.peers.Listener`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from pdconn.lifecycle.peer import PeerState
+from pdconn.planning.errors import PlanningError
+from pdconn.planning.plan import Pairing
+from pdconn.protocol.compat import traits_digest
+from pdconn.protocol.errors import PeerMismatch, ProtocolError
+from pdconn.protocol.messages import (
+    PROTOCOL_VERSION,
+    FromLender,
+    FromReader,
+    Hello,
+    Rejected,
+    Welcome,
+    decode_from_lender,
+    encode,
+)
+from pdconn.runtime.channel import ChannelLost
+from pdconn.runtime.peers import AboutPull, Dialer, Listener, Peer, PeerKey
+from pdconn.runtime.reader import Connect, Connected, Disconnect, Job
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 1024
+"""Lenders that are known at once; the one that was idle for longest makes room."""
+
+
+class Connections:
+    """Every peer of one decode rank.
+
+    Args:
+        engine_id: what we call ourselves.
+        pair: makes a pairing of a checked greeting, or raises PlanningError.
+        post: has the transport connect to a peer's ranks.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        pair: Callable[[Welcome], Pairing],
+        post: Callable[[Job], None],
+        dialer: Dialer,
+        listener: Listener,
+    ) -> None:
+        self._engine_id = engine_id
+        self._pair = pair
+        self._post = post
+        self._dialer = dialer
+        self._listener = listener
+        self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
+        self._retired: set[Peer] = set()
+
+    def __len__(self) -> int:
+        return len(self._peers) + len(self._retired)
+
+    def __iter__(self) -> Iterator[Peer]:
+        yield from list(self._peers.values())
+        yield from list(self._retired)
+
+    def to(self, key: PeerKey) -> Peer:
+        """The open peer at ``key``, dialled if need be; CLOSED when that fails at once."""
+        peer = self._peers.get(key)
+        if peer is not None and not peer.is_closed:
+            self._peers.move_to_end(key)
+            return peer
+        peer = Peer(key)
+        peer.enter("dialled")
+        if not self._has_room():
+            self.close(peer, f"{MAX_PEERS} lenders are in use")
+            return peer
+        self._peers[key] = peer
+        try:
+            self._dialer.dial(peer)
+        except OSError as error:
+            self.close(peer, f"side channel: {error}")
+            return peer
+        peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
+        return peer
+
+    def serve(self, peer: Peer) -> None:
+        """The peer's wire has something for us."""
+        try:
+            for body in () if peer.wire is None else peer.wire.receive():
+                for message in decode_from_lender(body):
+                    self._hear(peer, message)
+        except ChannelLost as error:
+            self.close(peer, f"side channel: {error}")
+        except (ProtocolError, PlanningError) as error:
+            self.close(peer, str(error))
+
+    def flush(self, peer: Peer) -> None:
+        """Send what is due in one frame.
+
+        Before it is READY a peer hears our greeting only.
+        """
+        if peer.wire is None:
+            return
+        bodies = []
+        if peer.outgoing and (peer.state is PeerState.READY or _is_greeting(peer.outgoing)):
+            outgoing, peer.outgoing = peer.outgoing, []
+            bodies = [encode(outgoing)]
+        try:
+            peer.wire.send(bodies)
+        except ChannelLost as error:
+            self.close(peer, f"side channel: {error}")
+
+    def flush_all(self) -> None:
+        """Send to every peer what is due to it."""
+        for peer in self:
+            if peer.outgoing:
+                self.flush(peer)
+
+    def connected(self, answer: Connected) -> None:
+        """The transport reached a peer's rank, or did not."""
+        tag = answer.tag
+        assert isinstance(tag, tuple)
+        peer, rank = tag
+        if peer.is_closed:
+            if answer.peer is not None:
+                self._post(Disconnect(answer.peer))
+            return
+        if answer.peer is None:
+            self.close(peer, f"rank {rank} cannot be reached: {answer.error}")
+            return
+        peer.ranks[rank] = answer.peer
+        peer.connecting -= 1
+        if peer.connecting == 0:
+            self._ready(peer)
+
+    def close(self, peer: Peer, reason: str) -> None:
+        """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
+        if peer.is_closed:
+            return
+        log.warning("pdconn: no longer reading from %s: %s", peer.key, reason)
+        peer.enter("closed")
+        peer.reason = reason
+        peer.outgoing.clear()
+        if peer.wire is not None:
+            peer.wire.close()
+            peer.wire = None
+        self._listener.peer_closed(peer)
+
+    def retire(self, peer: Peer, reason: str) -> None:
+        """Let the next pull dial anew: this connection may swallow what it is told."""
+        if peer.is_closed or peer.retired:
+            return
+        log.warning("pdconn: dialling %s anew: %s", peer.key, reason)
+        peer.retired = True
+        del self._peers[peer.key]
+        self._retired.add(peer)
+
+    def forget(self, peer: Peer) -> None:
+        """Drop a closed peer; call it when no read from it is in flight."""
+        for connected in peer.ranks.values():
+            self._post(Disconnect(connected))
+        peer.ranks.clear()
+        self._retired.discard(peer)
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+
+    def close_all(self) -> None:
+        """Close every wire, at the end of the thread."""
+        for peer in self:
+            if peer.wire is not None:
+                peer.wire.close()
+
+    def _has_room(self) -> bool:
+        if len(self._peers) < MAX_PEERS:
+            return True
+        idle = next((peer for peer in self._peers.values() if not peer.pulls), None)
+        if idle is None:
+            return False
+        self.close(idle, "idle, and another lender needs the room")
+        return True
+
+    def _ready(self, peer: Peer) -> None:
+        peer.enter("welcomed")
+        log.info("pdconn: ready to read from %s", peer.key)
+        self._listener.peer_ready(peer)
+
+    def _hear(self, peer: Peer, message: FromLender) -> None:
+        if isinstance(message, AboutPull):
+            self._listener.heard(peer, message)
+        elif isinstance(message, Rejected):
+            self.close(peer, f"{message.field}: theirs {message.expected}, ours {message.seen}")
+        elif isinstance(message, Welcome) and peer.pairing is None:
+            check_welcome(message, peer.key)
+            peer.pairing = self._pair(message)
+            peer.welcome = message
+            peer.connecting = len(peer.pairing.ranks)
+            for rank in peer.pairing.ranks:
+                self._post(Connect((peer, rank), message.ranks[rank].address))
+            if not peer.pairing.ranks:  # a stage of ours without layers reads from nobody
+                self._ready(peer)
+
+
+def check_welcome(welcome: Welcome, key: PeerKey) -> None:
+    """Whether the lender is the one that the ticket named.
+
+    Raises:
+        PeerMismatch: another version, engine or boot, or traits of another digest.
+    """
+    for name, ours, theirs in (
+        ("version", PROTOCOL_VERSION, welcome.version),
+        ("engine_id", key.engine_id, welcome.engine_id),
+        ("incarnation", key.incarnation, welcome.incarnation),
+        ("digest", traits_digest(welcome.traits), welcome.digest),
+    ):
+        if ours != theirs:
+            raise PeerMismatch(name, ours, theirs)
+
+
+def _is_greeting(outgoing: list[FromReader]) -> bool:
+    return isinstance(outgoing[0], Hello)
