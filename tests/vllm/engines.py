@@ -7,6 +7,7 @@ single engine runs first, answers every prompt once, and is gone before the pair
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,8 @@ class Configuration:
     one_process: bool
     policy: str
     num_blocks: int | None = None
+    verify: str = "off"
+    guarded: bool = False
 
     def __str__(self) -> str:
         return f"{self.layout}-{'caching' if self.prefix_caching else 'plain'}"
@@ -56,6 +59,9 @@ CONFIGURATIONS = tuple(
         policy="fail" if prefix_caching else "recompute",
         # Few enough blocks that 32 requests at once preempt each other.
         num_blocks=None if prefix_caching else 220,
+        # One layout each for checksums and for a side channel with a secret.
+        verify={"LBHNC": "sample" if prefix_caching else "always"}.get(layout, "off"),
+        guarded=layout == "BHLNC",
     )
     for layout in ("LBHNC", "BLHNC", "BHLNC")
     for prefix_caching in (True, False)
@@ -172,8 +178,11 @@ def engine(
     port, side = free_ports(2)
     cores = os.cpu_count() or 1
     producer = role == "kv_producer"
+    extra.setdefault("verify", configuration.verify)
     if producer:
         extra["kv_lease_duration"] = LEASE_S
+    if configuration.guarded:
+        extra["secret_file"] = str(secret_beside(model))
     return EngineSpec(
         name=name,
         model=model,
@@ -188,6 +197,15 @@ def engine(
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,
     )
+
+
+def secret_beside(model: Path) -> Path:
+    """A file with a secret that all engines of a model share."""
+    path = model.with_suffix(".secret")
+    if not path.exists():
+        path.touch(0o600)
+        path.write_text(secrets.token_hex(32))
+    return path
 
 
 @contextmanager
