@@ -276,13 +276,10 @@ class Pulls:
         elif isinstance(effect, machine.Failed):
             self._failed(entry, effect)
         elif isinstance(effect, machine.Released):
-            log.warning("pdconn: blocks of %s are out of quarantine", entry.request)
             self.outbox.append(Released(entry.request))
 
     def _failed(self, entry: _Entry, effect: machine.Failed) -> None:
         log.warning("pdconn: pull of %s failed: %s", entry.request, effect.reason)
-        if effect.quarantined:
-            log.warning("pdconn: blocks of %s are quarantined: a read goes on", entry.request)
         self.outbox.append(FailedPull(entry.request, effect.reason, effect.quarantined))
 
     def _say(self, entry: _Entry, message: FromReader) -> None:

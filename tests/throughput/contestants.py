@@ -46,9 +46,16 @@ _PDCONN = {
     "kv_connector_module_path": "pdconn.vllm",
 }
 
+
+def _verifying(how: str) -> Connector:
+    return Connector({**_PDCONN, "kv_connector_extra_config": {"verify": how}})
+
+
 CONNECTORS = {
     "in-tree": Connector({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
     "pdconn": Connector(_PDCONN),
+    "pdconn-sample": _verifying("sample"),
+    "pdconn-always": _verifying("always"),
     "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
     "pdconn-BHLNC": Connector(_PDCONN, layout="BHLNC"),
 }
