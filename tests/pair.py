@@ -15,7 +15,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
-from pdconn.protocol.ticket import BlockList, Ticket, block_digest
+from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.runtime.lender import Lender
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.puller import Puller
@@ -78,6 +78,7 @@ class Pair:
     their_groups: int = 1
     ttl_s: float = 5.0
     claim_timeout_s: float = 2.0
+    read_s: float = 60.0
     drain_s: float = 5.0
     security: Security | None = None
     verify: Verify = Verify.OFF
@@ -95,7 +96,7 @@ class Pair:
         transport = MemoryTransport(self.network, "decode")
         transport.register(self.ours.references.memories())
         me = Rank("decode", 0, 1, 0, self.ours.references, dict(TRAITS))
-        patience = Patience(self.claim_timeout_s, self.drain_s)
+        patience = Patience(self.claim_timeout_s, self.read_s, self.drain_s)
         self.puller = Puller(
             me, transport, patience=patience, verify=self.verify, security=self.security
         )
@@ -117,10 +118,16 @@ class Pair:
     def lend(self, request: str, ids: tuple[int, ...] = (3, 4, 5)) -> Ticket:
         """Lend blocks under ``request``; the ticket for them."""
         blocks = (BlockList(0, ids),) * self.their_groups
-        self.lender.lend(request, block_digest(blocks), self.ttl_s)
+        self.lend_blocks(request, blocks)
         if self.their_verify is not Verify.OFF:
             self.sum(request, blocks)
         return self.ticket(request, blocks)
+
+    def lend_blocks(self, request: str, blocks: tuple[BlockList, ...]) -> Ticket:
+        """Lend ``blocks`` and no checksums of them; the ticket."""
+        ticket = self.ticket(request, blocks)
+        self.lender.lend(request, ticket.digest(), self.ttl_s)
+        return ticket
 
     def sum(self, request: str, blocks: tuple[BlockList, ...]) -> None:
         """Checksum what is lent, as a worker would."""

@@ -1,7 +1,7 @@
 """The lender's half: sums of what one rank lends, and answers from them.
 
-A rank computes its sums once, when the request has finished and before anybody is told;
-what changes in its memory later then shows as a difference.  Any number of readers ask
+A rank computes its sums once, in the step after the request finished, while its blocks are
+lent; what changes in its memory later then shows as a difference.  Any number of readers ask
 afterwards, and an answer touches the sums only, never the KV.
 """
 

@@ -28,6 +28,10 @@ MAX_PULLS = 1024
 """Pulls that one lease takes note of; best-of-n makes one for each answer."""
 
 
+MIN_TTL_S = 0.001
+"""A time-to-live travels in whole milliseconds."""
+
+
 class LeaseState(StrEnum):
     """Where a lease stands."""
 
@@ -91,7 +95,7 @@ class Lease:
     """One request's lent blocks.
 
     Args:
-        blocks: digest of the block lists, which a claim must repeat.
+        ticket: digest of the ticket, which a claim must repeat.
         ttl_s: seconds that the grant and every claim and renewal hold.
         now: when the blocks were lent, in seconds of any steady clock.
 
@@ -99,14 +103,14 @@ class Lease:
     ``MAX_PULLS`` pulls.
     """
 
-    __slots__ = ("_blocks", "_cause", "_pulls", "_ttl_s", "deadline", "state")
+    __slots__ = ("_cause", "_pulls", "_ticket", "_ttl_s", "deadline", "state")
 
-    def __init__(self, blocks: bytes, ttl_s: float, now: float) -> None:
-        if ttl_s <= 0:
-            raise ValueError(f"ttl_s: expected above 0, got {ttl_s}")
+    def __init__(self, ticket: bytes, ttl_s: float, now: float) -> None:
+        if ttl_s < MIN_TTL_S:
+            raise ValueError(f"ttl_s: expected {MIN_TTL_S} or more, got {ttl_s}")
         self.state = LeaseState.HELD
         self.deadline = now + ttl_s
-        self._blocks = blocks
+        self._ticket = ticket
         self._ttl_s = ttl_s
         self._pulls: dict[str, _Pull] = {}
         self._cause: Freed | None = None
@@ -116,15 +120,15 @@ class Lease:
         """Why the lease ended, or None while it has not."""
         return self._cause if self.state is LeaseState.FREED else None
 
-    def claim(self, reader: Reader, blocks: bytes, now: float) -> Granted | Denied:
+    def claim(self, reader: Reader, ticket: bytes, now: float) -> Granted | Denied:
         """A rank asks to read.  Repeating a claim prolongs it."""
         denied = self._denied(reader, now)
         if denied is not None:
             return denied
-        if blocks != self._blocks:
+        if ticket != self._ticket:
             return Denied(
                 Refusal.ALTERED,
-                f"block digest: theirs {blocks.hex()}, ours {self._blocks.hex()}",
+                f"ticket digest: theirs {ticket.hex()}, ours {self._ticket.hex()}",
             )
         if self._is_one_too_many(reader):
             return Denied(Refusal.TOO_MANY, f"{MAX_PULLS} pulls have claimed this lease")
@@ -147,12 +151,12 @@ class Lease:
             return Denied(why, "no claim that still holds")
         return self._hold(pull, reader.rank, now)
 
-    def done(self, reader: Reader, blocks: bytes, now: float) -> None:
+    def done(self, reader: Reader, ticket: bytes, now: float) -> None:
         """A rank will read no more.  May come twice, or without a claim before it.
 
-        Whoever does not know the blocks was never given the ticket, and is not heard.
+        Whoever does not know the digest was never given the ticket, and is not heard.
         """
-        if blocks != self._blocks or self._is_one_too_many(reader):
+        if ticket != self._ticket or self._is_one_too_many(reader):
             return
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if pull.of != reader.of:

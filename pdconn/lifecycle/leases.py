@@ -38,7 +38,7 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def lend(self, request: str, blocks: bytes, ttl_s: float, now: float) -> None:
+    def lend(self, request: str, ticket: bytes, ttl_s: float, now: float) -> None:
         """Blocks are lent from now on.
 
         Raises:
@@ -47,13 +47,13 @@ class LeaseBook:
         if request in self._leases:
             raise ValueError(f"request {request!r} has a lease already")
         self._ended.pop(request, None)
-        lease = self._leases[request] = Lease(blocks, ttl_s, now)
+        lease = self._leases[request] = Lease(ticket, ttl_s, now)
         heapq.heappush(self._timers, (lease.deadline, request))
 
-    def claim(self, request: str, reader: Reader, blocks: bytes, now: float) -> Granted | Denied:
+    def claim(self, request: str, reader: Reader, ticket: bytes, now: float) -> Granted | Denied:
         """Answer a claim; see :meth:`Lease.claim`."""
         lease = self._leases.get(request)
-        return self._absent(request) if lease is None else lease.claim(reader, blocks, now)
+        return self._absent(request) if lease is None else lease.claim(reader, ticket, now)
 
     def is_lent(self, request: str) -> bool:
         """Whether the lease of ``request`` has not ended."""
@@ -69,12 +69,12 @@ class LeaseBook:
         lease = self._leases.get(request)
         return self._absent(request) if lease is None else lease.renew(reader, now)
 
-    def done(self, request: str, reader: Reader, blocks: bytes, now: float) -> list[FreedLease]:
+    def done(self, request: str, reader: Reader, ticket: bytes, now: float) -> list[FreedLease]:
         """A reader is done; unknown requests are ignored, since reports may repeat."""
         lease = self._leases.get(request)
         if lease is None:
             return []
-        lease.done(reader, blocks, now)
+        lease.done(reader, ticket, now)
         return self._settle(request, lease)
 
     def abort(self, request: str, now: float) -> list[FreedLease]:

@@ -143,10 +143,12 @@ class Patience:
 
     Attributes:
         claim_s: for greeting and claiming together, and for a proof.
+        read_s: for its reads, however often the claim is renewed meanwhile.
         drain_s: a failed pull for its reads, before its blocks are quarantined.
     """
 
     claim_s: float = 10.0
+    read_s: float = 120.0
     drain_s: float = 5.0
 
 
@@ -209,7 +211,7 @@ class Pull:
         self._enter("granted")
         if now >= self._deadline:
             return self.fail("the claim was over when its grant arrived", now)
-        return self._read_if_wanted()
+        return self._read_if_wanted(now)
 
     def want(self, now: float) -> list[Effect]:
         """The engine has blocks for this pull and waits for a report."""
@@ -218,7 +220,7 @@ class Pull:
             return [Failed(self._reason or "failed")]
         if self.state is PullState.HELD and now >= self._deadline:
             return self.fail(_RAN_OUT, now)
-        return self._read_if_wanted()
+        return self._read_if_wanted(now)
 
     def settled(self, error: str | None, now: float) -> list[Effect]:
         """No read of this pull can write any more; ``now`` is when that was seen."""
@@ -258,11 +260,7 @@ class Pull:
         if state is PullState.DRAINING and now >= self._wait_until:
             self._enter("waited")
             return [Failed(self._reason or "failed", quarantined=True)]
-        if state in (PullState.HELD, PullState.READING):
-            if now >= self._deadline:
-                return self.fail(_RAN_OUT, now)
-            return self._renew(now)
-        return []
+        return self._hold_on(now) if state in (PullState.HELD, PullState.READING) else []
 
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
@@ -270,7 +268,10 @@ class Pull:
             return None
         if self.state not in (PullState.HELD, PullState.READING):
             return self._wait_until
-        return self._deadline if self._renew_at is None else min(self._renew_at, self._deadline)
+        times = [self._deadline] if self._renew_at is None else [self._renew_at, self._deadline]
+        if self.state is PullState.READING:
+            times.append(self._wait_until)
+        return min(times)
 
     def _copied(self, error: str | None, now: float) -> list[Effect]:
         """Whatever went wrong, this read is over: the pull fails without draining."""
@@ -287,14 +288,24 @@ class Pull:
         self._enter("settled")
         return [SendDone(ok=False), Failed(self._reason)]
 
+    def _hold_on(self, now: float) -> list[Effect]:
+        if now >= self._deadline:
+            return self.fail(_RAN_OUT, now)
+        if self.state is PullState.READING and now >= self._wait_until:
+            return self.fail(f"no end of the read in {self._patience.read_s:g} s", now)
+        return self._renew(now)
+
     def _renew(self, now: float) -> list[Effect]:
         if self._renew_at is None or now < self._renew_at:
             return []
         self._renew_at = now + max(self._deadline - now, MIN_RENEWAL_S) / RENEWALS_PER_TTL
         return [SendRenew(self._next_seq(now))]
 
-    def _read_if_wanted(self) -> list[Effect]:
-        return [StartRead()] if self._wanted and self._enter("wanted") else []
+    def _read_if_wanted(self, now: float) -> list[Effect]:
+        if not self._wanted or not self._enter("wanted"):
+            return []
+        self._wait_until = now + self._patience.read_s
+        return [StartRead()]
 
     def _next_seq(self, now: float) -> int:
         self._seq += 1

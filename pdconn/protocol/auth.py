@@ -15,14 +15,16 @@ to who proved itself first, and the reader says no message before the lender did
 Everything is derived from the secret *and both nonces* (HKDF's extract and expand,
 RFC 5869)::
 
-    session = HMAC(label ‖ version ‖ r ‖ l, secret)
+    session = HMAC(label ‖ version ‖ r ‖ l ‖ place, secret)
     HMAC(session, "reader proves"),  HMAC(session, "lender proves")    the proofs
     HMAC(session, "reader seals"),   HMAC(session, "lender seals")     keys of tags
     tag     = HMAC(key of the sender, sequence number ‖ body), 16 bytes
 
 So nothing of one connection means anything on another (fresh nonces), in the other
-direction (labels), or at another place in the stream (sequence numbers).  What this
-does not do is hide: bodies travel in the clear unless TLS is below.
+direction (labels), or elsewhere in the stream (sequence numbers).  *Place* is the
+``host:port`` at which the reader was told to find the lender, and the lender listens:
+whoever sends a reader elsewhere cannot pass its handshake on to the true lender.  What
+this does not do is hide: bodies travel in the clear unless TLS is below.
 
 Nonces are arguments; no error shows a byte of secret, key, proof or tag.
 """
@@ -69,9 +71,9 @@ class Secret:
     def __repr__(self) -> str:
         return "Secret(...)"
 
-    def session(self, reader_nonce: bytes, lender_nonce: bytes) -> bytes:
+    def session(self, reader_nonce: bytes, lender_nonce: bytes, place: str) -> bytes:
         """The key that both sides of one connection derive all else from."""
-        salt = _LABEL + bytes([VERSION]) + reader_nonce + lender_nonce
+        salt = _LABEL + bytes([VERSION]) + reader_nonce + lender_nonce + place.encode()
         return hmac.digest(salt, self._value, "sha256")
 
 
@@ -109,11 +111,12 @@ class _Side:
     first thing that is wrong ends it: every later call raises.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes, awaited: _Kind) -> None:
+    def __init__(self, secret: Secret, nonce: bytes, place: str, awaited: _Kind) -> None:
         if len(nonce) != NONCE_NBYTES:
             raise AuthError("our nonce", f"{NONCE_NBYTES} bytes", f"{len(nonce)} bytes")
         self._secret = secret
         self._nonce = nonce
+        self._place = place
         self._awaited: _Kind | None = awaited
         self._failed = False
         self._session = b""
@@ -182,10 +185,11 @@ class ReaderAuth(_Side):
 
     Args:
         nonce: 32 random bytes, new for every connection.
+        place: ``host:port`` of the lender, as the ticket names it.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes) -> None:
-        super().__init__(secret, nonce, _Kind.CHALLENGE)
+    def __init__(self, secret: Secret, nonce: bytes, place: str = "") -> None:
+        super().__init__(secret, nonce, place, _Kind.CHALLENGE)
 
     def start(self) -> list[bytes]:
         """The hello."""
@@ -195,7 +199,7 @@ class ReaderAuth(_Side):
         if kind is _Kind.CHALLENGE:
             if payload == self._nonce:
                 raise AuthError("lender's nonce", "one of its own", "ours")
-            self._session = self._secret.session(self._nonce, payload)
+            self._session = self._secret.session(self._nonce, payload, self._place)
             self._awaited = _Kind.LENDER_PROOF
             return [_handshake(_Kind.READER_PROOF, self._derive(b"reader proves"))]
         self._check("lender", payload)
@@ -208,14 +212,15 @@ class LenderAuth(_Side):
 
     Args:
         nonce: 32 random bytes, new for every connection.
+        place: ``host:port`` at which tickets say that we are.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes) -> None:
-        super().__init__(secret, nonce, _Kind.HELLO)
+    def __init__(self, secret: Secret, nonce: bytes, place: str = "") -> None:
+        super().__init__(secret, nonce, place, _Kind.HELLO)
 
     def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
         if kind is _Kind.HELLO:
-            self._session = self._secret.session(payload, self._nonce)
+            self._session = self._secret.session(payload, self._nonce, self._place)
             self._awaited = _Kind.READER_PROOF
             return [_handshake(_Kind.CHALLENGE, self._nonce)]
         self._check("reader", payload)

@@ -152,12 +152,12 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_field
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
-    """Asks to read what ``request`` lends; ``blocks`` is the ticket's block digest."""
+    """Asks to read what ``request`` lends; ``ticket`` is the ticket's digest."""
 
     seq: int
     request: str
     reader: Reader
-    blocks: bytes
+    ticket: bytes
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
@@ -171,12 +171,12 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     """This reader will read nothing more, whether or not it ever did.
 
-    ``blocks`` is the ticket's block digest, as in the claim.
+    ``ticket`` is the ticket's digest, as in the claim.
     """
 
     request: str
     reader: Reader
-    blocks: bytes
+    ticket: bytes
     ok: bool
 
 
@@ -232,6 +232,22 @@ _from_reader = msgspec.msgpack.Decoder(list[FromReader])
 _from_lender = msgspec.msgpack.Decoder(list[FromLender])
 
 
+def encode_frames(
+    messages: Sequence[FromReader] | Sequence[FromLender], max_nbytes: int = 1 << 19
+) -> list[bytes]:
+    """Bodies of as few frames as may be: none above ``max_nbytes`` unless one message is."""
+    if not messages:
+        return []
+    body = encode(messages)
+    if len(messages) == 1 or (len(body) <= max_nbytes and len(messages) <= MAX_MESSAGES):
+        return [body]
+    half = len(messages) // 2
+    return [
+        *encode_frames(messages[:half], max_nbytes),
+        *encode_frames(messages[half:], max_nbytes),
+    ]
+
+
 def encode(messages: Sequence[FromReader] | Sequence[FromLender]) -> bytes:
     """The body of one frame."""
     return _encoder.encode(messages)
@@ -251,8 +267,8 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
         elif not isinstance(message, Describe):
             _check_reader(message.reader)
             _bounded("request", message.request)
-            if isinstance(message, Claim | Done) and len(message.blocks) != DIGEST_NBYTES:
-                raise MessageError("blocks", f"a digest of {DIGEST_NBYTES} bytes", message.blocks)
+            if isinstance(message, Claim | Done) and len(message.ticket) != DIGEST_NBYTES:
+                raise MessageError("ticket", f"a digest of {DIGEST_NBYTES} bytes", message.ticket)
     return messages
 
 
@@ -312,13 +328,13 @@ def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> list:  # type: ig
 
 
 def _bounded(field: str, text: str) -> None:
-    if not 0 < len(text) <= MAX_TEXT:
-        raise MessageError(field, f"1 to {MAX_TEXT} characters", text)
+    if not 0 < len(text) <= MAX_TEXT or not text.isprintable():
+        raise MessageError(field, f"1 to {MAX_TEXT} printable characters", text)
 
 
 def _short(field: str, text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise MessageError(field, f"at most {MAX_TEXT} characters", text)
+    if len(text) > MAX_TEXT or not text.isprintable():
+        raise MessageError(field, f"at most {MAX_TEXT} printable characters", text)
 
 
 def _check_reader(reader: Reader) -> None:
@@ -353,4 +369,5 @@ __all__ = [
     "decode_from_lender",
     "decode_from_reader",
     "encode",
+    "encode_frames",
 ]

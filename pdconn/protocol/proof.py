@@ -13,8 +13,8 @@ import msgspec
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.limits import MAX_GROUPS, MAX_LAYER_CHUNKS, MAX_RANKS
 
-MAX_SHARES = 4096
-"""Of one ask.  Usually there is one per KV cache group."""
+MAX_SHARES = 256
+"""Of one ask.  Usually there is one per KV cache group; who needs more asks again."""
 
 MAX_NUMBER = 2**31 - 1
 

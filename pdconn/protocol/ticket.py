@@ -21,6 +21,7 @@ from pdconn.protocol.limits import DIGEST_NBYTES, MAX_GROUPS, MAX_TEXT
 
 TICKET_VERSION = 1
 MAX_BLOCKS = 1 << 22
+"""Of one ticket, all groups together."""
 _MAX_BLOCK_ID = 2**31 - 1
 
 
@@ -51,6 +52,18 @@ class Ticket:
     num_tokens: int
     prompt: str
     blocks: tuple[BlockList, ...]
+
+    def digest(self) -> bytes:
+        """16 bytes that differ when anything does that the lender promised (BLAKE2b).
+
+        The lender holds its own, and a claim must repeat it: a ticket passes through
+        hands that may change it.
+        """
+        digest = hashlib.blake2b(block_digest(self.blocks), digest_size=DIGEST_NBYTES)
+        promised = (self.incarnation, self.request_id, self.prompt, str(self.num_tokens))
+        for text in promised:
+            digest.update(f"{len(text)}:{text}".encode())
+        return digest.digest()
 
     def to_params(self, tp_size: int, pp_size: int) -> dict[str, Any]:
         """As ``kv_transfer_params``, ready for the decode engine's request."""
@@ -123,6 +136,9 @@ def parse_ticket(params: Mapping[str, Any]) -> Ticket:
     lists = _field(params, "remote_block_ids", list, "a list of block ids per group")
     if len(lists) > MAX_GROUPS:
         raise TicketError("remote_block_ids", f"at most {MAX_GROUPS} groups", len(lists))
+    total = sum(len(ids) for ids in lists if isinstance(ids, list))
+    if total > MAX_BLOCKS:
+        raise TicketError("remote_block_ids", f"at most {MAX_BLOCKS} blocks", total)
     if len(firsts) != len(lists):
         raise TicketError("pdconn.first_blocks", f"{len(lists)} entries", len(firsts))
     return Ticket(
@@ -146,8 +162,6 @@ def _block_list(index: int, first: object, ids: object) -> BlockList:
         raise TicketError(f"pdconn.first_blocks[{index}]", f"0 to {MAX_BLOCKS}", first)
     if not isinstance(ids, list):
         raise TicketError(where, "a list of block ids", ids)
-    if len(ids) > MAX_BLOCKS:
-        raise TicketError(where, f"at most {MAX_BLOCKS} blocks", len(ids))
     for position, block in enumerate(ids):
         if type(block) is not int or not 0 <= block <= _MAX_BLOCK_ID:
             raise TicketError(f"{where}[{position}]", f"0 to {_MAX_BLOCK_ID}", block)
@@ -165,8 +179,8 @@ def _field(params: Mapping[str, Any], field: str, kind: type, expected: str) -> 
 
 def _text(params: Mapping[str, Any], field: str) -> str:
     text: str = _field(params, field, str, "text")
-    if not 0 < len(text) <= MAX_TEXT:
-        raise TicketError(field, f"1 to {MAX_TEXT} characters", text)
+    if not 0 < len(text) <= MAX_TEXT or not text.isprintable():
+        raise TicketError(field, f"1 to {MAX_TEXT} printable characters", text)
     return text
 
 

@@ -24,7 +24,7 @@ from pdconn.protocol.messages import (
     Rejected,
     Welcome,
     decode_from_lender,
-    encode,
+    encode_frames,
 )
 from pdconn.runtime.channel import ChannelLost
 from pdconn.runtime.peers import AboutPull, Dialer, Listener, Peer, PeerKey
@@ -93,7 +93,8 @@ class Connections:
         try:
             for body in () if peer.wire is None else peer.wire.receive():
                 for message in decode_from_lender(body):
-                    self._hear(peer, message)
+                    if not peer.is_closed:
+                        self._hear(peer, message)
         except ChannelLost as error:
             self.close(peer, f"side channel: {error}")
         except (ProtocolError, PlanningError) as error:
@@ -109,7 +110,7 @@ class Connections:
         bodies = []
         if peer.outgoing and (peer.state is PeerState.READY or _is_greeting(peer.outgoing)):
             outgoing, peer.outgoing = peer.outgoing, []
-            bodies = [encode(outgoing)]
+            bodies = encode_frames(outgoing)
         try:
             peer.wire.send(bodies)
         except ChannelLost as error:

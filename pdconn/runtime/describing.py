@@ -35,7 +35,7 @@ def describe(
         ProtocolError: it answered something else.
     """
     give_up = time.monotonic() + timeout_s
-    guard = security.for_reader(host) if security is not None else None
+    guard = security.for_reader(host, f"{host}:{port}") if security is not None else None
     with connecting_to(resolve(host, port)) as sock:
         channel = Channel(sock, MAX_WELCOME, guard=guard)
         if not select.select([], [sock], [], timeout_s)[1]:

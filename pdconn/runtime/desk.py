@@ -40,6 +40,7 @@ from pdconn.protocol.messages import (
     Unproven,
     Welcome,
     encode,
+    encode_frames,
 )
 from pdconn.runtime.proofs import Proofs
 
@@ -88,19 +89,34 @@ class Desk:
         """Leases that have not ended."""
         return len(self._book)
 
-    def lend(self, request: str, blocks: bytes, ttl_s: float, now: float) -> None:
-        """Blocks with digest ``blocks`` stay as they are until they are in ``freed``."""
-        self.counts["lent"] += 1
-        self._book.lend(request, blocks, ttl_s, now)
+    @property
+    def num_summed(self) -> int:
+        """Leases whose checksums are kept, or waited for."""
+        return len(self._proofs)
 
-    def add_sums(self, request: str, rank: int, sums: LentSums) -> list[Visitor]:
-        """Checksums of what ``request`` lends; returns visitors with answers to hear."""
-        if not self._book.is_lent(request):
-            return []
-        answers = self._proofs.add(request, rank, sums)
-        for visitor, answer in answers:
-            visitor.answers.append(answer)
-        return [visitor for visitor, _ in answers]
+    def lend(self, request: str, ticket: bytes, ttl_s: float, now: float) -> None:
+        """What a ticket with digest ``ticket`` names stays as it is until it is in ``freed``."""
+        self.counts["lent"] += 1
+        self._book.lend(request, ticket, ttl_s, now)
+
+    def add_sums(self, request: str, rank: int, sums: LentSums) -> None:
+        """Checksums of what ``request`` lends."""
+        if self._book.is_lent(request):
+            self._proofs.add(request, rank, sums)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`work` has something to do."""
+        return self._proofs.has_work
+
+    def work(self) -> Visitor | None:
+        """Do one piece of what takes longer; returns a visitor with an answer to hear."""
+        made = self._proofs.work()
+        if made is None:
+            return None
+        visitor, answer = made
+        visitor.answers.append(answer)
+        return visitor
 
     def abort(self, request: str, now: float) -> None:
         """Take the blocks back as soon as no granted claim can be believed."""
@@ -133,7 +149,7 @@ class Desk:
         """What the visitor is to hear now, as frame bodies."""
         answers, visitor.answers = visitor.answers, []
         if not any(id(answer) in self._frames for answer in answers):
-            return [encode(answers)] if answers else []
+            return encode_frames(answers)
         return [self._frames.get(id(answer)) or encode([answer]) for answer in answers]
 
     def _heed(self, visitor: Visitor, message: FromReader, now: float) -> None:
@@ -162,7 +178,7 @@ class Desk:
         if len(visitor.claimed) >= MAX_CLAIMS:
             answer = Denied(Refusal.TOO_MANY, f"{MAX_CLAIMS} claims are held by this connection")
         else:
-            answer = self._book.claim(message.request, message.reader, message.blocks, now)
+            answer = self._book.claim(message.request, message.reader, message.ticket, now)
         if isinstance(answer, Denied):
             self.counts[f"refused_{answer.why}"] += 1
         else:
@@ -188,7 +204,7 @@ class Desk:
             self.counts["dones_of_others"] += 1
             return
         visitor.claimed.discard(claim)
-        self._note(self._book.done(message.request, message.reader, message.blocks, now))
+        self._note(self._book.done(message.request, message.reader, message.ticket, now))
 
     def _greet(self, visitor: Visitor, hello: Hello) -> None:
         if visitor.greeted:

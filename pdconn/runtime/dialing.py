@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ MAX_WELCOME = 1 << 24
 """Bytes of a greeting: some 4000 ranks of 60 layers each."""
 
 MAX_LOOKUPS = 32
-"""Names that are looked up at once."""
+"""Names that are looked up at once; others wait for their turn."""
 
 Address = tuple[socket.AddressFamily, Any]
 
@@ -60,7 +61,8 @@ class SocketDialer:
         self._deliver = deliver
         self._security = security
         self._through = through or (lambda host, port: (host, port))
-        self._lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
+        self._waiting: deque[Peer] = deque()
+        self._num_looking = 0
 
     def dial(self, peer: Peer) -> None:
         """As :meth:`pdconn.runtime.peers.Dialer.dial`."""
@@ -73,15 +75,13 @@ class SocketDialer:
         if literal is not None:
             self._open(peer, literal)
             return
-        if not self._lookups.acquire(blocking=False):
-            raise OSError(errno.EAGAIN, f"{MAX_LOOKUPS} other host names are being looked up")
-        look = threading.Thread(
-            target=self._look_up, args=(peer, host, port), name="pdconn-lookup", daemon=True
-        )
-        look.start()
+        self._waiting.append(peer)
+        self._look_for_more()
 
     def looked_up(self, answer: LookedUp, connections: Connections) -> None:
         """Go on with a peer whose name is known now."""
+        self._num_looking -= 1
+        self._look_for_more()
         peer, found = answer.peer, answer.found
         if peer.is_closed:
             return
@@ -93,18 +93,28 @@ class SocketDialer:
             connections.close(peer, f"side channel: {error}")
 
     def _open(self, peer: Peer, address: Address) -> None:
-        guard = self._security.for_reader(peer.key.host)
+        host, port = peer.key.host, peer.key.port
+        guard = self._security.for_reader(host, f"{host}:{port}")
         channel = Channel(connecting_to(address), MAX_WELCOME, guard=guard)
         peer.wire = Wire(channel, self._selector, peer, connecting=True)
 
-    def _look_up(self, peer: Peer, host: str, port: int) -> None:
+    def _look_for_more(self) -> None:
+        while self._waiting and self._num_looking < MAX_LOOKUPS:
+            peer = self._waiting.popleft()
+            if peer.is_closed:
+                continue
+            self._num_looking += 1
+            look = threading.Thread(
+                target=self._look_up, args=(peer,), name="pdconn-lookup", daemon=True
+            )
+            look.start()
+
+    def _look_up(self, peer: Peer) -> None:
         found: Address | OSError
         try:
-            found = resolve(host, port)
+            found = resolve(*self._through(peer.key.host, peer.key.port))
         except OSError as error:
             found = error
-        finally:
-            self._lookups.release()
         self._deliver(LookedUp(peer, found))
 
 

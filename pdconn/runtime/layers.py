@@ -46,13 +46,14 @@ class LenderGuard:
 
     secret: Secret | None
     tls: ssl.SSLContext | None
+    place: str = ""
 
     def open(self) -> tuple[Tls | None, LenderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
             None if self.tls is None else Tls(self.tls, is_lender=True, host=None),
-            None if self.secret is None else LenderAuth(self.secret, nonce),
+            None if self.secret is None else LenderAuth(self.secret, nonce, self.place),
         )
 
 
@@ -63,13 +64,14 @@ class ReaderGuard:
     secret: Secret | None
     tls: ssl.SSLContext | None
     host: str
+    place: str = ""
 
     def open(self) -> tuple[Tls | None, ReaderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
             None if self.tls is None else Tls(self.tls, is_lender=False, host=self.host),
-            None if self.secret is None else ReaderAuth(self.secret, nonce),
+            None if self.secret is None else ReaderAuth(self.secret, nonce, self.place),
         )
 
 
@@ -86,6 +88,7 @@ class Layers:
     """
 
     def __init__(self, max_frame: int, guard: Guard | None) -> None:
+        self._awaits_reader = isinstance(guard, LenderGuard)
         self._tls: Tls | None = None
         self._auth: LenderAuth | ReaderAuth | None = None
         if guard is not None:
@@ -154,6 +157,8 @@ class Layers:
 
     def closed(self, how: str) -> ChannelLost:
         """What it means that the peer is gone: the error to raise."""
+        if self._awaits_reader and not self._first:
+            return ChannelLost(how)  # it looked whether somebody listens
         if not self._has_tls_done:
             return Unauthenticated(f"{how} before it authenticated: does it speak TLS?")
         if self._auth is not None and not self._auth.is_ready:

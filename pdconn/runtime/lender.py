@@ -18,7 +18,6 @@ import resource
 import selectors
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pdconn.lifecycle.leases import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.runtime.channel import Channel, ChannelLost, Unauthenticated
+from pdconn.runtime.clock import steady
 from pdconn.runtime.desk import Desk, Visitor
 from pdconn.runtime.door import MAX_VISITORS, Door
 from pdconn.runtime.mailbox import Mailbox
@@ -46,10 +46,14 @@ class SideChannelInUse(OSError):
     """The side channel's port is taken."""
 
 
+class LenderBroken(RuntimeError):
+    """The lender's thread died; what is lent would stay lent, so the engine must stop."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Lend:
     request: str
-    blocks: bytes
+    ticket: bytes
     ttl_s: float
 
 
@@ -90,19 +94,23 @@ class Lender:
         *,
         security: Security | None = None,
         is_summing: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = steady,
     ) -> None:
         self._security = security or Security()
         self._security.require(host)
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
+        self._place = f"{host}:{self.port}"
         self._mailbox: Mailbox[_Lend | _Abort | _Sums] = Mailbox()
         self._desk = Desk(welcome, is_summing)
         self._door: Door[Visitor] = Door(_half_of_our_files())
         self._wires: dict[Visitor, Wire] = {}
         self._accept_from: float | None = None
+        self._silent_until = 0.0
+        self._unsaid = 0
         self._selector = selectors.DefaultSelector()
+        self._broken: str | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pdconn-lender", daemon=True)
         self._thread.start()
@@ -112,9 +120,9 @@ class Lender:
         """Leases, claims, refusals and visitors counted since :meth:`take_counts`."""
         return self._desk.counts
 
-    def lend(self, request: str, blocks: bytes, ttl_s: float) -> None:
-        """Blocks with digest ``blocks`` stay as they are until collected as freed."""
-        self._mailbox.post(_Lend(request, blocks, ttl_s))
+    def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
+        """What a ticket with digest ``ticket`` names stays as it is until collected as freed."""
+        self._mailbox.post(_Lend(request, ticket, ttl_s))
 
     def add_sums(self, request: str, rank: int, sums: LentSums) -> None:
         """Rank ``rank`` has summed what ``request`` lends, for readers that want proof."""
@@ -125,7 +133,13 @@ class Lender:
         self._mailbox.post(_Abort(request))
 
     def collect(self) -> list[FreedLease]:
-        """Leases that ended since the last call; never blocks."""
+        """Leases that ended since the last call; never blocks.
+
+        Raises:
+            LenderBroken: our thread died.
+        """
+        if self._broken is not None:
+            raise LenderBroken(self._broken)
         freed = []
         while self._desk.freed:
             freed.append(self._desk.freed.popleft())
@@ -149,8 +163,9 @@ class Lender:
         try:
             while not self._stopping:
                 self._turn()
-        except Exception:
+        except Exception as error:
             log.critical("the side channel stopped: leases will run out unread", exc_info=True)
+            self._broken = f"{type(error).__name__}: {error}"
         finally:
             for visitor in list(self._wires):
                 self._drop(visitor, "the engine is shutting down")
@@ -159,9 +174,9 @@ class Lender:
 
     def _turn(self) -> None:
         ready = self._selector.select(self._patience())
-        touched = []
         for item in self._mailbox.take():
-            touched += self._obey(item)
+            self._obey(item)
+        touched = []
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
@@ -169,7 +184,8 @@ class Lender:
                 self._serve(key.data)
                 touched.append(key.data)
         self._desk.tick(self._clock())
-        for visitor in touched:
+        proven = self._desk.work()
+        for visitor in touched if proven is None else [*touched, proven]:
             self._answer(visitor)
         for visitor in self._door.overdue(self._clock()):
             self._show_out(visitor, "silent for too long")
@@ -178,19 +194,19 @@ class Lender:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _patience(self) -> float | None:
+        if self._desk.has_work:
+            return 0.0
         times = (self._desk.next_deadline(), self._door.next_deadline(), self._accept_from)
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
-    def _obey(self, item: _Lend | _Abort | _Sums) -> list[Visitor]:
-        """Returns visitors that have something to hear."""
+    def _obey(self, item: _Lend | _Abort | _Sums) -> None:
         if isinstance(item, _Sums):
-            return self._desk.add_sums(item.request, item.rank, item.sums)
-        if isinstance(item, _Lend):
-            self._desk.lend(item.request, item.blocks, item.ttl_s, self._clock())
+            self._desk.add_sums(item.request, item.rank, item.sums)
+        elif isinstance(item, _Lend):
+            self._desk.lend(item.request, item.ticket, item.ttl_s, self._clock())
         else:
             self._desk.abort(item.request, self._clock())
-        return []
 
     def _accept(self) -> None:
         try:
@@ -213,7 +229,9 @@ class Lender:
 
     def _let_in(self, sock: socket.socket, address: tuple[str, int]) -> None:
         visitor = Visitor(f"{address[0]}:{address[1]}")
-        channel = Channel(sock, MAX_INBOUND_FRAME, MAX_UNSENT, self._security.for_lender())
+        channel = Channel(
+            sock, MAX_INBOUND_FRAME, MAX_UNSENT, self._security.for_lender(self._place)
+        )
         self._wires[visitor] = Wire(channel, self._selector, visitor)
         crowded_out = self._door.enter(visitor, address[0], self._clock())
         if crowded_out is not None:
@@ -229,7 +247,7 @@ class Lender:
                 self._door.observe(visitor, not visitor.greeted, self._clock())
         except Unauthenticated as error:
             self._desk.counts["unauthenticated"] += 1
-            log.warning("side channel: %s is turned away: %s", visitor.name, error)
+            self._warn("side channel: %s is turned away: %s", visitor.name, error)
             self._drop(visitor, str(error))
         except ChannelLost as error:
             self._drop(visitor, str(error))
@@ -252,6 +270,15 @@ class Lender:
                 return
             wire.stop_reading()
         self._door.observe(visitor, wire.is_midway or not visitor.greeted, self._clock())
+
+    def _warn(self, text: str, *values: object) -> None:
+        """At most one line a second: strangers come as often as they like."""
+        now = self._clock()
+        if now < self._silent_until:
+            self._unsaid += 1
+            return
+        log.warning(text + " (%d more before, unsaid)", *values, self._unsaid)
+        self._silent_until, self._unsaid = now + 1.0, 0
 
     def _show_out(self, visitor: Visitor, why: str) -> None:
         self._desk.counts["loiterers"] += 1

@@ -1,31 +1,41 @@
 """Checksums of what a lender lends, and the readers that wait for them.
 
 Workers sum a request's blocks one step after it finished, so an ask may come before the
-sums: it waits, until they are there or the lease has ended.
+sums: it waits, until they are there or the lease has ended.  An answer adds up thousands of
+sums, so it is made when :meth:`Proofs.work` is called, one at a time: whoever calls that in
+turn with other work keeps renewals prompt.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pdconn.integrity.errors import NotSummed
 from pdconn.integrity.lent import LentSums
-from pdconn.protocol.messages import Prove, Proven, Unproven
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import Prove, Proven, Reader, Unproven
 
-MAX_WAITING = 4096
-"""Asks that may wait for sums, of all visitors together."""
+MAX_WAITING = 1024
+"""Asks that may wait, of all visitors together; some 20 kB each at the most."""
+
+MAX_ASKS = 4
+"""Of one reader for one rank; honest ones need one, unless they have thousands of shares."""
 
 Visitor = TypeVar("Visitor")
+Waiting = tuple[Visitor, Prove]
 
 
 @dataclass(slots=True)
 class _Lent(Generic[Visitor]):
-    """One lease: its ranks' sums, and asks for ranks that are still to come."""
+    """One lease: its ranks' sums, asks for ranks that are still to come, and their count."""
 
     sums: dict[int, LentSums] = field(default_factory=dict)
-    waiting: list[tuple[Visitor, Prove]] = field(default_factory=list)
+    waiting: defaultdict[int, list[Waiting[Visitor]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    asks: Counter[tuple[Reader, int]] = field(default_factory=Counter)
 
 
 class Proofs(Generic[Visitor]):
@@ -42,55 +52,68 @@ class Proofs(Generic[Visitor]):
         self._num_ranks = num_ranks
         self._is_summing = is_summing
         self._lent: defaultdict[str, _Lent[Visitor]] = defaultdict(_Lent)
+        self._ready: deque[Waiting[Visitor]] = deque()
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return len(self._lent)
 
-    def add(
-        self, request: str, rank: int, sums: LentSums
-    ) -> list[tuple[Visitor, Proven | Unproven]]:
-        """A rank summed what ``request`` lends; answers to those that waited for it."""
+    @property
+    def has_work(self) -> bool:
+        """Whether an answer can be made."""
+        return bool(self._ready)
+
+    def add(self, request: str, rank: int, sums: LentSums) -> None:
+        """A rank summed what ``request`` lends."""
         lent = self._lent[request]
         lent.sums[rank] = sums
-        heard = [(who, prove) for who, prove in lent.waiting if prove.ask.rank == rank]
-        lent.waiting = [waits for waits in lent.waiting if waits not in heard]
-        self._num_waiting -= len(heard)
-        return [(who, _proven(sums, prove)) for who, prove in heard]
+        self._ready += lent.waiting.pop(rank, [])
 
-    def ask(self, visitor: Visitor, prove: Prove) -> Proven | Unproven | None:
-        """Answer a visitor that holds a claim, or None to answer it later.
-
-        Raises:
-            MessageError: a group, chunk, head or unit that we do not have.
-        """
+    def ask(self, visitor: Visitor, prove: Prove) -> Unproven | None:
+        """A visitor that holds a claim asks; None says that the answer comes later."""
         if not self._is_summing:
             return _unproven(prove, "prefill keeps no checksums: set verify there too")
-        if prove.ask.rank >= self._num_ranks:
-            return _unproven(prove, f"rank: expected below {self._num_ranks}")
-        lent = self._lent[prove.request]
-        sums = lent.sums.get(prove.ask.rank)
-        if sums is not None:
-            return _proven(sums, prove)
+        rank = prove.ask.rank
+        if rank >= self._num_ranks:
+            return _unproven(prove, f"rank: expected below {self._num_ranks}, got {rank}")
         if self._num_waiting >= MAX_WAITING:
             return _unproven(prove, f"{MAX_WAITING} others wait for checksums")
-        lent.waiting.append((visitor, prove))
+        lent = self._lent[prove.request]
+        if lent.asks[prove.reader, rank] >= MAX_ASKS:
+            return _unproven(prove, f"rank {rank} was asked {MAX_ASKS} times already")
+        lent.asks[prove.reader, rank] += 1
         self._num_waiting += 1
+        if rank in lent.sums:
+            self._ready.append((visitor, prove))
+        else:
+            lent.waiting[rank].append((visitor, prove))
         return None
 
+    def work(self) -> tuple[Visitor, Proven | Unproven] | None:
+        """Make one answer; None when there is none to make."""
+        if not self._ready:
+            return None
+        visitor, prove = self._ready.popleft()
+        self._num_waiting -= 1
+        lent = self._lent.get(prove.request)
+        if lent is None:
+            return visitor, _unproven(prove, "the lease has ended")
+        return visitor, _answer(lent.sums[prove.ask.rank], prove)
+
     def forget(self, request: str) -> list[tuple[Visitor, Unproven]]:
-        """A lease ended; answers to those that still waited."""
+        """A lease ended; answers to those that still waited for its sums."""
         lent = self._lent.pop(request, None)
         if lent is None:
             return []
-        self._num_waiting -= len(lent.waiting)
-        return [(who, _unproven(prove, "the lease has ended")) for who, prove in lent.waiting]
+        over = [waiting for of_rank in lent.waiting.values() for waiting in of_rank]
+        self._num_waiting -= len(over)
+        return [(visitor, _unproven(prove, "the lease has ended")) for visitor, prove in over]
 
 
-def _proven(sums: LentSums, prove: Prove) -> Proven | Unproven:
+def _answer(sums: LentSums, prove: Prove) -> Proven | Unproven:
     try:
         return Proven(prove.number, prove.reader.pull, sums.answer(prove.ask))
-    except NotSummed as error:
+    except (NotSummed, MessageError) as error:
         return _unproven(prove, str(error))
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pdconn.integrity.errors import Corrupted
 from pdconn.integrity.reader import Expected
+from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import Prove, Reader
 from pdconn.protocol.proof import NOTHING, Answer
 
@@ -30,6 +31,16 @@ class Proof:
     theirs: dict[int, Answer] = field(default_factory=dict)
     ours: tuple[Answer, ...] | None = None
 
+    def heard(self, number: int, answer: Answer) -> None:
+        """The lender answered ask ``number``.
+
+        Raises:
+            MessageError: nobody asked that, or it was answered before.
+        """
+        if not 0 <= number < self._num_asks or number in self.theirs:
+            raise MessageError("proven.number", f"one of {self._num_asks}, once", number)
+        self.theirs[number] = answer
+
     def asks(self, request: str, reader: Reader) -> list[Prove]:
         """What to ask the lender."""
         asks = [ask for expected in self.expected for ask in expected.asks]
@@ -38,9 +49,7 @@ class Proof:
     @property
     def is_complete(self) -> bool:
         """Whether everything is there that is to be compared."""
-        return self.ours is not None and len(self.theirs) == sum(
-            len(expected.asks) for expected in self.expected
-        )
+        return self.ours is not None and len(self.theirs) == self._num_asks
 
     def problem(self) -> str | None:
         """How the two differ, or None.  Only when complete."""
@@ -51,6 +60,10 @@ class Proof:
             number += len(answers)
             try:
                 expected.compare(sum(answers, NOTHING), ours)
-            except Corrupted as error:
-                return f"Corrupted: {error}"
+            except (Corrupted, MessageError) as error:
+                return f"{type(error).__name__}: {error}"
         return None
+
+    @property
+    def _num_asks(self) -> int:
+        return sum(len(expected.asks) for expected in self.expected)

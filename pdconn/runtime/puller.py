@@ -17,13 +17,14 @@ from __future__ import annotations
 import logging
 import selectors
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import Ticket
+from pdconn.runtime.clock import steady
 from pdconn.runtime.dialing import LookedUp, SocketDialer
 from pdconn.runtime.mailbox import Mailbox
 from pdconn.runtime.proving import Verify
@@ -84,7 +85,7 @@ class Puller:
         verify: Verify = Verify.OFF,
         security: Security | None = None,
         through: Callable[[str, int], tuple[str, int]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = steady,
     ) -> None:
         self._clock = clock
         self._mailbox: Mailbox[_Post] = Mailbox()
@@ -142,6 +143,11 @@ class Puller:
         """
         if self._owed > 0:
             self._news.wait(timeout_s)
+
+    def take_counts(self) -> dict[str, int]:
+        """Why pulls failed, and how many were proven, since the last call."""
+        counts, self._pulls.counts = self._pulls.counts, Counter()
+        return dict(counts)
 
     @property
     def num_open(self) -> int:

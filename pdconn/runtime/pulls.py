@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ from pdconn.protocol.messages import (
     Renew,
     Unproven,
 )
-from pdconn.protocol.ticket import Ticket, block_digest, check_blocks
+from pdconn.protocol.ticket import Ticket, check_blocks
 from pdconn.runtime.connections import Connections
 from pdconn.runtime.peers import AboutPull, Dialer, Peer, PeerKey
 from pdconn.runtime.proving import Proof, Verify
@@ -53,13 +53,13 @@ log = logging.getLogger(__name__)
 class _Entry:
     """A request in work: its machine, whose it is, and what is in flight for it.
 
-    ``blocks`` is the digest of the ticket's.
+    ``digest`` is the ticket's.
     """
 
     request: str
     reader: Reader
     ticket: Ticket
-    blocks: bytes
+    digest: bytes
     machine: Pull
     peer: Peer
     measured: Measured
@@ -83,6 +83,7 @@ class Pulls:
     Attributes:
         connections: the lenders that we know.
         outbox: what ended, for the engine.
+        counts: why pulls failed.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Pulls:
         self._alarms: list[tuple[float, str]] = []
         self.connections = Connections(me.engine_id, me.pair, post, dialer, self)
         self.outbox: deque[Report] = deque()
+        self.counts: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
@@ -121,7 +123,7 @@ class Pulls:
             request,
             Reader(pull, self._me.rank, self._me.of),
             ticket,
-            block_digest(ticket.blocks),
+            ticket.digest(),
             Pull(self._patience, now, proof=self._verify is not Verify.OFF),
             peer,
             Measured(held=now),
@@ -227,6 +229,7 @@ class Pulls:
         """Fail what waits for the peer.  What is being read may still settle in time."""
         for entry in self._using(peer):
             if not entry.reading:
+                self.counts["pulls_unreachable"] += 1
                 reason = f"{peer.key}: {peer.reason}"
                 self._do(entry, entry.machine.fail(reason, self._clock(), tell=False))
         self._forget_peer_if_idle(peer)
@@ -242,11 +245,13 @@ class Pulls:
             self._do(entry, entry.machine.granted(message.seq, message.ttl_ms / 1000, now))
         elif isinstance(message, Proven):
             if entry.proof is not None:
-                entry.proof.theirs[message.number] = message.answer
+                entry.proof.heard(message.number, message.answer)
                 self._conclude(entry)
         elif isinstance(message, Unproven):
+            self.counts["pulls_unproven"] += 1
             self._do(entry, entry.machine.verified(f"unproven: {message.detail}", now))
         else:
+            self.counts[f"pulls_refused_{message.why}"] += 1
             self._do(entry, entry.machine.fail(f"refused, {message.why}: {message.detail}", now))
 
     # What the machines want
@@ -262,11 +267,11 @@ class Pulls:
     def _perform(self, entry: _Entry, effect: machine.Effect) -> None:
         request = entry.ticket.request_id
         if isinstance(effect, machine.SendClaim):
-            self._say(entry, Claim(effect.seq, request, entry.reader, entry.blocks))
+            self._say(entry, Claim(effect.seq, request, entry.reader, entry.digest))
         elif isinstance(effect, machine.SendRenew):
             self._say(entry, Renew(effect.seq, request, entry.reader))
         elif isinstance(effect, machine.SendDone):
-            self._say(entry, Done(request, entry.reader, entry.blocks, effect.ok))
+            self._say(entry, Done(request, entry.reader, entry.digest, effect.ok))
         elif isinstance(effect, machine.StartRead):
             self._read(entry)
         elif isinstance(effect, machine.AskProof):
@@ -324,8 +329,9 @@ class Pulls:
 
     def _conclude(self, entry: _Entry) -> None:
         if entry.proof is not None and entry.proof.is_complete:
-            now = self._clock()
-            self._do(entry, entry.machine.verified(entry.proof.problem(), now))
+            problem = entry.proof.problem()
+            self.counts["pulls_proven" if problem is None else "pulls_corrupted"] += 1
+            self._do(entry, entry.machine.verified(problem, self._clock()))
 
     def _forget_if_over(self, entry: _Entry, even_if_unasked: bool = False) -> None:
         """Drop an entry that is reported.  One that failed unasked waits for the asking."""

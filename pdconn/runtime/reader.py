@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.reader import Expected
 from pdconn.protocol.proof import Answer
+from pdconn.runtime.clock import steady
 from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Reading:
         self,
         transport: Transport,
         deliver: Callable[[News], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = steady,
     ) -> None:
         self._transport = transport
         self._deliver = deliver
@@ -192,7 +192,7 @@ class ReaderThread:
         self,
         transport: Transport,
         deliver: Callable[[News | ReaderStopped], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = steady,
     ) -> None:
         self._reading = Reading(transport, deliver, clock)
         self._deliver = deliver

@@ -114,14 +114,20 @@ class Security:
         if not (self.authenticates or self.insecure or is_loopback(host)):
             raise Unprotected(host)
 
-    def for_lender(self) -> LenderGuard | None:
-        """For a channel to whoever dialled us; None trusts them."""
+    def for_lender(self, place: str = "") -> LenderGuard | None:
+        """For a channel to whoever dialled us; None trusts them.
+
+        ``place`` is ``host:port`` as our tickets name it, and a reader's must be the same.
+        """
         if not self.authenticates:
             return None
-        return LenderGuard(self.secret, None if self._contexts is None else self._contexts.lender)
+        context = None if self._contexts is None else self._contexts.lender
+        return LenderGuard(self.secret, context, place)
 
-    def for_reader(self, host: str) -> ReaderGuard | None:
+    def for_reader(self, host: str, place: str = "") -> ReaderGuard | None:
         """For a channel to the lender at ``host``; None trusts it.
+
+        ``place`` is ``host:port`` as the ticket names it.
 
         Raises:
             NoHostName: with TLS, and ``host`` is no name.
@@ -129,12 +135,12 @@ class Security:
         if not self.authenticates:
             return None
         if self._contexts is None:
-            return ReaderGuard(self.secret, None, host)
+            return ReaderGuard(self.secret, None, host, place)
         try:
             self._contexts.reader.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=host)
         except (TypeError, ValueError, ssl.SSLError):  # a zero byte, no IDNA name, too long
             raise NoHostName(host) from None
-        return ReaderGuard(self.secret, self._contexts.reader, host)
+        return ReaderGuard(self.secret, self._contexts.reader, host, place)
 
 
 def is_loopback(host: str) -> bool:

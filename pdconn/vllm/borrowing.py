@@ -23,7 +23,7 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import Ticket, parse_ticket, trimmed
 from pdconn.vllm.orders import Orders
-from pdconn.vllm.prompt import prompt_digest
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +214,8 @@ def _parent(request_id: str) -> str | None:
 
 def _problem(request: Any, ticket: Ticket) -> str | None:
     """Why the ticket cannot be this request's, or None."""
+    if has_embeddings(request):
+        return EMBEDDINGS
     if ticket.num_tokens < request.num_prompt_tokens - 1:
         error = TicketError(
             "remote_num_tokens", f"at least {request.num_prompt_tokens - 1}", ticket.num_tokens

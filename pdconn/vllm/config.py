@@ -29,6 +29,7 @@
                            name; default true
 ``insecure``               serve and dial addresses other than loopback without secret
                            or TLS; default false
+``read_timeout``           seconds that decode waits for the reads of a pull; default 120
 ``drain_timeout``          seconds that a failed pull waits for reads still in flight,
                            before it is reported and its blocks are quarantined until
                            they end; default 5
@@ -48,6 +49,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdconn.lifecycle.lease import MIN_TTL_S
 from pdconn.runtime.faults import Faults, read_faults
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.security import Security, SecurityError
@@ -76,6 +78,7 @@ class Settings:
     huge_pages: bool = True
     enforce_handshake_compat: bool = True
     description_file: str | None = None
+    read_timeout: float = 120.0
     drain_timeout: float = 5.0
     verify: Verify = Verify.OFF
     debug_faults: Faults = field(default_factory=Faults)
@@ -113,13 +116,14 @@ def read_settings(
     settings = Settings(
         side_channel_host=_read(extra, "side_channel_host", _text, host),
         side_channel_port=_read(extra, "side_channel_port", _port, port) + port_offset,
-        kv_lease_duration=_read(extra, "kv_lease_duration", _seconds, 30.0),
+        kv_lease_duration=_read(extra, "kv_lease_duration", _lease, 30.0),
         claim_timeout=_read(extra, "claim_timeout", _seconds, 10.0),
         backends=_read(extra, "backends", _names, ("UCX",)),
         backend_options=_read(extra, "backend_options", _options, {}),
         huge_pages=_read(extra, "huge_pages", _flag, True),
         enforce_handshake_compat=_read(extra, "enforce_handshake_compat", _flag, True),
         description_file=_read(extra, "description_file", _text, None),
+        read_timeout=_read(extra, "read_timeout", _seconds, 120.0),
         drain_timeout=_read(extra, "drain_timeout", _seconds, 5.0),
         verify=_read(extra, "verify", _verify, Verify.OFF),
         debug_faults=_faults(extra),
@@ -185,6 +189,12 @@ def _port(value: Any) -> int:
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
         raise ValueError("seconds above 0 and below 86400")
+    return float(value)
+
+
+def _lease(value: Any) -> float:
+    if _seconds(value) < MIN_TTL_S:
+        raise ValueError(f"at least {MIN_TTL_S} seconds")
     return float(value)
 
 

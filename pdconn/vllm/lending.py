@@ -18,11 +18,11 @@ from typing import Any
 from pdconn.integrity.lent import LentSums
 from pdconn.integrity.sums import Terms
 from pdconn.protocol.messages import Welcome
-from pdconn.protocol.ticket import BlockList, Ticket, block_digest, trimmed
+from pdconn.protocol.ticket import BlockList, Ticket, trimmed
 from pdconn.runtime.lender import Lender
 from pdconn.runtime.proving import Verify
 from pdconn.vllm.config import Settings
-from pdconn.vllm.prompt import prompt_digest
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,12 @@ class Lending:
         """Pin and lend a finished request's blocks; the ticket, or None without blocks."""
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
+        if request.request_id in self._pinned:
+            log.warning("pdconn: %s is lent already; not lent twice", request.request_id)
+            return None
+        if has_embeddings(request):
+            log.warning("pdconn: %s is not lent: %s", request.request_id, EMBEDDINGS)
+            return None
         held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
         self._pool.touch(held)
         self._pinned[request.request_id] = held
@@ -84,12 +90,12 @@ class Lending:
             request.request_id,
             self._settings.side_channel_host,
             self._settings.side_channel_port,
-            request.num_computed_tokens,
+            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
             prompt_digest(request),
             blocks,
         )
         ttl_s = self._settings.kv_lease_duration
-        self._lender.lend(request.request_id, block_digest(blocks), ttl_s)
+        self._lender.lend(request.request_id, ticket.digest(), ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
             terms = Terms(request.request_id, ticket.num_tokens, verify is Verify.SAMPLE)

@@ -11,6 +11,13 @@ import hashlib
 from array import array
 from typing import Any
 
+EMBEDDINGS = "prompts given as embeddings are not handed over"
+
+
+def has_embeddings(request: Any) -> bool:
+    """Whether a part of the prompt is no tokens, so that the digest would not tell it."""
+    return getattr(request, "prompt_embeds", None) is not None
+
 
 def prompt_digest(request: Any) -> str:
     """16 hexadecimal bytes, equal when the prompts' KV may be exchanged.

@@ -19,11 +19,11 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._blocks: dict[str, list[Any]] = {}
-        self._ranks: dict[str, int] = {}
+        self._held: dict[str, list[list[Any]]] = {}
+        self._ended: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._held)
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
@@ -31,17 +31,17 @@ class Quarantine:
 
     def begin(self, request_id: str, block_ids: Sequence[int]) -> None:
         """A rank can still write to these blocks, before the engine frees them."""
-        self._ranks[request_id] = self._ranks.get(request_id, 0) + 1
-        if request_id in self._blocks:
-            return
-        self._blocks[request_id] = [self._pool.blocks[block] for block in block_ids]
-        self._pool.touch(self._blocks[request_id])
-        log.warning("pdconn: %d blocks of %s are quarantined", len(block_ids), request_id)
+        blocks = [self._pool.blocks[block] for block in block_ids]
+        self._pool.touch(blocks)
+        self._held.setdefault(request_id, []).append(blocks)
+        log.warning("pdconn: %d blocks of %s are quarantined", len(blocks), request_id)
 
     def end(self, request_id: str) -> None:
-        """A rank cannot write to them any more."""
-        self._ranks[request_id] -= 1
-        if self._ranks[request_id] == 0:
-            del self._ranks[request_id]
-            self._pool.free_blocks(reversed(self._blocks.pop(request_id)))
-            log.warning("pdconn: blocks of %s are out of quarantine", request_id)
+        """A rank cannot write to them any more.  They go back when the last rank says so."""
+        self._ended[request_id] = self._ended.get(request_id, 0) + 1
+        if self._ended[request_id] < len(self._held[request_id]):
+            return
+        del self._ended[request_id]
+        for blocks in self._held.pop(request_id):
+            self._pool.free_blocks(reversed(blocks))
+        log.warning("pdconn: blocks of %s are out of quarantine", request_id)

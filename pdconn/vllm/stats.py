@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from pdconn.protocol.messages import Refusal
 from pdconn.runtime.records import PullRecord
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
@@ -41,6 +42,25 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "freed_aborted": ("pdconn:leases_aborted", "Leases taken back."),
     "claims": ("pdconn:claims", "Claims heard."),
     "renewals": ("pdconn:renewals", "Renewals heard."),
+    "proofs": ("pdconn:proofs", "Asks for checksums heard."),
+    "described": ("pdconn:described", "Tools that asked what our KV looks like."),
+    "dones_of_others": ("pdconn:dones_of_others", "Reports of pulls that others had claimed."),
+    "accept_failed": ("pdconn:accept_failed", "Times that no connection could be opened."),
+    "pulls_proven": ("pdconn:pulls_proven", "KV pulls whose checksums agreed."),
+    "pulls_corrupted": ("pdconn:pulls_corrupted", "KV pulls whose checksums differed."),
+    "pulls_unproven": ("pdconn:pulls_unproven", "KV pulls whose lender had no checksums."),
+    "pulls_unreachable": (
+        "pdconn:pulls_unreachable",
+        "KV pulls whose lender was lost or refused us.",
+    ),
+    **{
+        f"{side}refused_{why}": (f"pdconn:{name}_{why}", f"{text}: {why}.")
+        for side, name, text in (
+            ("", "claims_refused", "Claims that we refused"),
+            ("pulls_", "pulls_refused", "KV pulls whose claim was refused"),
+        )
+        for why in Refusal
+    },
     "bad_messages": ("pdconn:bad_messages", "Side-channel messages that made no sense."),
     "rejected": ("pdconn:connections_rejected", "Side-channel visitors turned away."),
     "unauthenticated": ("pdconn:unauthenticated", "Side-channel visitors that proved nothing."),

@@ -155,6 +155,9 @@ class PdWorker:
 
     def take_stats(self) -> PdStats | None:
         """Pulls since the last step, or None."""
+        if self._puller is not None:
+            for name, amount in self._puller.take_counts().items():
+                self._stats.count(name, amount)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, PdStats()
@@ -186,7 +189,7 @@ class PdWorker:
             transport = DisturbedTransport(transport, faults.reads, rng)
         if faults.messages:
             self._relays = Relays(faults.messages, faults.seed + 1000 * me.rank)
-        patience = Patience(settings.claim_timeout, settings.drain_timeout)
+        patience = Patience(settings.claim_timeout, settings.read_timeout, settings.drain_timeout)
         through = None if self._relays is None else self._relays.through
         with off_the_models_core():
             return Puller(

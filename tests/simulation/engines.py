@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from pdconn.integrity.lent import lent_sums
+from pdconn.integrity.memory import HostMemory
+from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
-from pdconn.protocol.ticket import BlockList, Ticket, block_digest
+from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.runtime.channel import ChannelLost
 from pdconn.runtime.desk import Desk, Visitor
 from pdconn.runtime.peers import Peer
+from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.reader import Job, News, Reading
@@ -21,7 +25,7 @@ from tests.simulation.world import Wire, World, connect
 from transport.memory import MemoryTransport
 
 POOL = 24
-PATIENCE = Patience(claim_s=1.0, drain_s=0.3)
+PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
 TRAITS = {"model": "simulated"}
 
 
@@ -55,7 +59,7 @@ class Prefill:
         self.port = 7000 + number
         self.memory = Memory("BHLNC", POOL, 0, HEADS)
         self.boots = 0
-        self.freed: dict[tuple[str, str], int] = {}
+        self.freed_twice: list[str] = []
         self._wires: dict[Visitor, Wire] = {}
         self._start()
 
@@ -65,7 +69,7 @@ class Prefill:
         self.transport = MemoryTransport(self.world.network, self.name)
         self.transport.register(self.memory.references.memories())
         rank = RankGeometry(0, 0, self.transport.address(), self.memory.references)
-        self.desk = Desk(Welcome.of(self.name, self.incarnation, TRAITS, (rank,)))
+        self.desk = Desk(Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True)
         self.free = list(range(1, POOL))
         self.lent: dict[str, tuple[int, ...]] = {}
         self._alarm = Clockwork(self.world)
@@ -80,12 +84,23 @@ class Prefill:
         request = f"r{number}"
         self.lent[request] = blocks
         lists = (BlockList(0, blocks),)
-        self.desk.lend(request, block_digest(lists), ttl_s, self.world.now)
-        self.turn()
-        return Ticket(
+        ticket = Ticket(
             self.name, self.incarnation, request, "127.0.0.1", self.port,
             num_blocks * BLOCK_TOKENS, "prompt", lists,
         )  # fmt: skip
+        self.desk.lend(request, ticket.digest(), ttl_s, self.world.now)
+        self.turn()
+        boot = self.incarnation
+        self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
+        return ticket
+
+    def _sum(self, boot: str, ticket: Ticket) -> None:
+        """What a worker does in the step after."""
+        if boot == self.incarnation and ticket.request_id in self.lent:
+            terms = Terms(ticket.request_id, ticket.num_tokens, sampled=False)
+            sums = lent_sums(HostMemory(), self.memory.references, ticket.blocks, terms)
+            self.desk.add_sums(ticket.request_id, 0, sums)
+            self.turn()
 
     def abort(self, request: str) -> None:
         self.desk.abort(request, self.world.now)
@@ -115,10 +130,12 @@ class Prefill:
         self.desk.tick(self.world.now)
         while self.desk.freed:
             ended = self.desk.freed.popleft()
-            key = (self.incarnation, ended.request)
-            self.freed[key] = self.freed.get(key, 0) + 1
-            self.free += self.lent.pop(ended.request)
+            if ended.request not in self.lent:
+                self.freed_twice.append(ended.request)
+            self.free += self.lent.pop(ended.request, ())
             self.world.counts[f"freed {ended.why}"] += 1
+        while (visitor := self.desk.work()) is not None:
+            self._say(visitor)
         self._alarm.set(self.desk.next_deadline(), self.turn)
 
     def _serve(self, visitor: Visitor) -> None:
@@ -128,10 +145,20 @@ class Prefill:
         try:
             for body in wire.receive():
                 self.desk.hear(visitor, decode_from_reader(body), self.world.now)
-            self.turn()
-            wire.send(self.desk.take_frames(visitor))
         except ProtocolError as error:
             self.desk.reject(visitor, error)
+        except ChannelLost:
+            del self._wires[visitor]
+            return
+        self.turn()
+        self._say(visitor)
+
+    def _say(self, visitor: Visitor) -> None:
+        wire = self._wires.get(visitor)
+        if wire is None:
+            return
+        try:
+            wire.send(self.desk.take_frames(visitor))
         except ChannelLost:
             del self._wires[visitor]
             return
@@ -150,7 +177,8 @@ class DecodeRank:
         self.transport.register(self.memory.references.memories())
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
         self.reading = Reading(self.transport, self._answer, world.clock)
-        self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE)
+        verify = list(Verify)[engine.number % len(Verify)]
+        self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE, verify=verify)
         self._alarm = Clockwork(world)
         self._paused_until = 0.0
         world.readers[self.transport.peer_id] = self.poll
@@ -228,6 +256,7 @@ class Decode:
 
     def __init__(self, world: World, number: int, ranks: int, lenders: dict[int, Prefill]) -> None:
         self.world = world
+        self.number = number
         self.name = f"decode{number}"
         self.lenders = lenders
         self.free = list(range(1, POOL))

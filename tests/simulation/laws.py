@@ -32,9 +32,7 @@ class Laws:
         self._nothing_lent_is_free_while_believed()
         self._nothing_free_can_be_written()
         for prefill in self._prefills:
-            for (_, request), times in prefill.freed.items():
-                self._require(times == 1, f"law 3: {request} was freed {times} times")
-            prefill.freed.clear()
+            self._require(not prefill.freed_twice, f"law 3: freed twice: {prefill.freed_twice}")
         for decode in self._decodes:
             self._require(not decode.wrong, f"law 4: {decode.wrong} holds another request's KV")
 
@@ -46,6 +44,7 @@ class Laws:
         """
         for prefill in self._prefills:
             self._require(prefill.desk.num_lent == 0, f"law 5: {prefill.name} still lends")
+            self._require(prefill.desk.num_summed == 0, f"law 5: {prefill.name} keeps checksums")
             self._all_free(prefill.name, prefill.free)
         for decode in self._decodes:
             self._require(not decode.requests, f"law 5: {decode.name} has {decode.requests}")

@@ -240,7 +240,7 @@ def test_no_text_shows_the_secret_or_what_comes_of_it() -> None:
     with pytest.raises(AuthError) as failed:
         shake(reader, lender)
     texts += [str(failed.value), repr(failed.value), repr(failed.value.args)]
-    for known in (SECRET, OTHER, secret.session(R, L)):
+    for known in (SECRET, OTHER, secret.session(R, L, "")):
         for text in texts:
             assert known.decode("latin1") not in text
             assert known.hex() not in text

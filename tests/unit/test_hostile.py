@@ -14,7 +14,7 @@ from pdconn.planning.errors import TooManyRuns
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.framing import frame
-from pdconn.protocol.limits import MAX_GROUPS, MAX_TEXT
+from pdconn.protocol.limits import MAX_GROUPS, MAX_MESSAGES, MAX_TEXT
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -29,13 +29,13 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.protocol.ticket import BlockList, block_digest
-from pdconn.runtime.lender import Lender
+from pdconn.protocol.ticket import BlockList
+from pdconn.runtime.lender import Lender, LenderBroken
 from pdconn.runtime.wire import Wire
 from registration.references import AttentionKind, KVCacheGroupReference, RegistrationError
 from tests.pair import Cache, Pair
 from transport import Device
-from transport.faults import Late
+from transport.faults import Held, Late
 
 
 def serves(pair: Pair, request: str = "after") -> bool:
@@ -44,7 +44,7 @@ def serves(pair: Pair, request: str = "after") -> bool:
     return pair.outcome_of(request) is None
 
 
-@pytest.mark.parametrize("host", ["a" * 64 + ".com", "a..b", "\ud800", "no.such.host.invalid"])
+@pytest.mark.parametrize("host", ["a" * 64 + ".com", "a..b", "no.such.host.invalid"])
 def test_a_host_that_is_no_name_fails_its_request(host: str) -> None:
     with Pair() as pair:
         pair.pull("bad", replace(pair.lend("r"), host=host))
@@ -63,8 +63,7 @@ def test_a_group_without_blocks_and_a_list_without_any_are_no_contradiction() ->
             Welcome.of("prefill", pair.incarnation, pair.traits, (rank,)), "127.0.0.1", 0
         )
         blocks = (BlockList(0, (3, 4, 5)), BlockList(0, ()))
-        pair.lender.lend("r", block_digest(blocks), 5.0)
-        pair.pull("d", pair.ticket("r", blocks))
+        pair.pull("d", pair.lend_blocks("r", blocks))
         assert pair.outcome_of("d") is None
 
 
@@ -110,15 +109,15 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
 def test_only_who_claimed_may_end_a_claim() -> None:
     with Pair() as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
-        pair.lender.lend("r", block_digest(blocks), 5.0)
+        digest = pair.lend_blocks("r", blocks).digest()
         reader = Reader("victim/1", 0, 1)
         with _connected(pair) as victim, _connected(pair) as stranger:
-            victim.sendall(frame(encode([Claim(1, "r", reader, block_digest(blocks))])))
+            victim.sendall(frame(encode([Claim(1, "r", reader, digest)])))
             pair.wait(lambda: pair.lender.counts["claims"] == 1)
-            stranger.sendall(frame(encode([Done("r", reader, block_digest(blocks), True)])))
+            stranger.sendall(frame(encode([Done("r", reader, digest, True)])))
             pair.wait(lambda: pair.lender.counts["dones_of_others"] == 1)
             assert pair.lender.collect() == []
-            victim.sendall(frame(encode([Done("r", reader, block_digest(blocks), True)])))
+            victim.sendall(frame(encode([Done("r", reader, digest, True)])))
             assert pair.freed() == "read"
 
 
@@ -191,3 +190,43 @@ def test_a_plan_of_too_many_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(planning, "MAX_RUNS", 5)
     with pytest.raises(TooManyRuns, match="at most 5, got 6"):
         pairing.plan(Need(0, 12, blocks), blocks)
+
+
+@pytest.mark.parametrize("change", [{"prompt": "another"}, {"num_tokens": 11}])
+def test_a_ticket_that_promises_something_else_is_refused(change: dict[str, object]) -> None:
+    """A client may know how another prompt's digest is made; the lender knows what it lent."""
+    with Pair() as pair:
+        pair.pull("forged", replace(pair.lend("r"), **change))
+        assert "refused, altered" in str(pair.outcome_of("forged"))
+        assert serves(pair)
+
+
+def test_ten_thousand_claims_at_once_are_cut_into_frames() -> None:
+    with Pair(claim_timeout_s=30.0) as pair:
+        ticket = pair.lend("r")
+        for number in range(MAX_MESSAGES + 100):
+            pair.puller.hold(f"d{number}", f"pull/{number}", ticket)
+        pair.want("d0")
+        assert pair.outcome_of("d0") is None
+        pair.want("d100", (1, 2, 3))
+        assert pair.outcome_of("d100") is None
+
+
+def test_a_read_that_never_ends_is_given_up_although_its_claim_is_renewed() -> None:
+    with Pair(ttl_s=0.6, read_s=1.5, drain_s=0.2) as pair:
+        pair.network.script = lambda _: Held()
+        pair.pull("d", pair.lend("r"))
+        assert "no end of the read in 1.5 s" in str(pair.outcome_of("d"))
+        assert pair.released == []
+        pair.network.release()
+        pair.wait(lambda: pair.released == ["d"])
+        assert pair.puller.num_open == 0
+
+
+def test_one_request_is_lent_once() -> None:
+    """A second lease under a name would free the first one's blocks."""
+    with Pair() as pair:
+        pair.lend("r")
+        pair.lend("r")
+        with pytest.raises(LenderBroken, match="has a lease already"):
+            pair.wait(pair.lender.collect)

@@ -120,7 +120,7 @@ def test_only_a_claim_that_holds_can_be_renewed() -> None:
 
 
 def test_time_to_live_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="ttl_s: expected above 0, got 0"):
+    with pytest.raises(ValueError, match=r"ttl_s: expected 0\.001 or more, got 0"):
         Lease(BLOCKS, 0, now=0.0)
 
 

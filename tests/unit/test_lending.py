@@ -21,7 +21,7 @@ from pdconn.protocol.messages import (
     Welcome,
     encode,
 )
-from pdconn.protocol.ticket import block_digest, parse_ticket
+from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.lending import Lending
 from tests.pair import Cache
@@ -100,7 +100,7 @@ def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
     ticket = parse_ticket(params)
     began = time.monotonic()
     with socket.create_connection((ticket.host, ticket.port)) as reader:
-        done = Done(ticket.request_id, Reader("d", 0, 1), block_digest(ticket.blocks), ok=True)
+        done = Done(ticket.request_id, Reader("d", 0, 1), ticket.digest(), ok=True)
         reader.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", ticket.incarnation), done])))
         settle(lending, pool)
     assert pool.freed == [3]

@@ -50,7 +50,8 @@ def written(path: Path, data: bytes, mode: int = 0o600) -> str:
 def knows(secret: Secret | None, value: bytes) -> bool:
     """Whether ``secret`` is ``value``."""
     assert secret is not None
-    return secret.session(bytes(32), bytes(32)) == Secret(value).session(bytes(32), bytes(32))
+    nonces = (bytes(32), bytes(32))
+    return secret.session(*nonces, "") == Secret(value).session(*nonces, "")
 
 
 # Where nothing guards
@@ -247,7 +248,7 @@ def welcome() -> Welcome:
 
 @contextmanager
 def lending(security: Security) -> Iterator[int]:
-    lender = Lender(welcome(), "127.0.0.1", 0, security)
+    lender = Lender(welcome(), "127.0.0.1", 0, security=security)
     try:
         yield lender.port
     finally:

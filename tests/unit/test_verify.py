@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
-from pdconn.protocol.ticket import BlockList, block_digest
-from pdconn.runtime.proving import Verify
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import Prove, Proven
+from pdconn.protocol.proof import Answer
+from pdconn.protocol.ticket import BlockList
+from pdconn.runtime.desk import Desk
+from pdconn.runtime.proofs import MAX_ASKS
+from pdconn.runtime.proving import Proof, Verify
 from tests.pair import Pair
 from transport.faults import Late
 
@@ -55,8 +61,7 @@ def test_a_sample_is_proven_by_a_lender_that_sums_all_and_not_the_other_way_roun
 def test_a_pull_waits_for_sums_that_are_made_later() -> None:
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
-        pair.lender.lend("r", block_digest(blocks), 5.0)
-        pair.pull("d", pair.ticket("r", blocks))
+        pair.pull("d", pair.lend_blocks("r", blocks))
         pair.wait(lambda: pair.lender.counts["proofs"])
         time.sleep(0.1)
         pair.collect()
@@ -68,11 +73,10 @@ def test_a_pull_waits_for_sums_that_are_made_later() -> None:
 def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=0.3) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
-        pair.lender.lend("r", block_digest(blocks), 5.0)
-        pair.pull("d", pair.ticket("r", blocks))
+        pair.pull("d", pair.lend_blocks("r", blocks))
         assert "no proof of what was lent" in str(pair.outcome_of("d"))
         assert pair.freed() == "read"
-        assert len(pair.lender._desk._proofs) == 0
+        assert pair.lender._desk.num_summed == 0
 
 
 def test_a_proof_does_not_save_a_read_that_was_late() -> None:
@@ -83,3 +87,65 @@ def test_a_proof_does_not_save_a_read_that_was_late() -> None:
         time.sleep(0.05)
         pair.lender.close()
         assert "ran out" in str(pair.outcome_of("d"))
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before its sums", "after them"])
+def test_an_ask_for_what_is_not_there_costs_its_pull_only(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: Proof, *names: object) -> list[Prove]:
+        asks = real(self, *names)  # type: ignore[arg-type]
+        [share] = asks[0].ask.shares
+        share = msgspec.structs.replace(share, group=7)
+        ask = msgspec.structs.replace(asks[0].ask, shares=(share,))
+        return [msgspec.structs.replace(asks[0], ask=ask)]
+
+    real = Proof.asks
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS) as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        with monkeypatch.context() as patch:
+            patch.setattr(Proof, "asks", wrong)
+            ticket = pair.lend_blocks("r", blocks)
+            if not early:
+                pair.sum("r", blocks)
+            pair.pull("d", ticket)
+            pair.wait(lambda: pair.lender.counts["proofs"])
+            if early:
+                pair.sum("r", blocks)
+            assert "share.group" in str(pair.outcome_of("d"))
+        pair.pull("e", pair.lend("s"))
+        assert pair.outcome_of("e") is None
+
+
+def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Desk.take_frames
+
+    def lying(self: Desk, visitor: object) -> list[bytes]:
+        visitor.answers = [  # type: ignore[attr-defined]
+            msgspec.structs.replace(said, number=99) if isinstance(said, Proven) else said
+            for said in visitor.answers  # type: ignore[attr-defined]
+        ]
+        return real(self, visitor)  # type: ignore[arg-type]
+
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=0.5) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(Desk, "take_frames", lying)
+            pair.pull("d", pair.lend("r"))
+            assert pair.outcome_of("d") is not None
+        pair.pull("e", pair.lend("s"))
+        assert pair.outcome_of("e") is None
+
+
+def test_only_answers_to_asks_are_heard_once() -> None:
+    proof = Proof(())
+    with pytest.raises(MessageError, match=r"proven\.number"):
+        proof.heard(0, Answer(1, 1))
+
+
+def test_a_reader_may_ask_a_few_times_only() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        assert pair.lender.counts["proofs"] <= MAX_ASKS
