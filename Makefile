@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check format property chaos bench clean
+.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,6 +55,12 @@ property: venv
 
 chaos: venv
 	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation --timeout 0 $(ARGS)
+
+fuzz: venv
+	PDCONN_FUZZ=200000 $(BIN)/python -m pytest tests/faults/test_fuzz.py --timeout 0 -s $(ARGS)
+
+soak: venv
+	PDCONN_SOAK=10000 $(BIN)/python -m pytest tests/faults/test_soak.py --timeout 0 -s $(ARGS)
 
 bench: venv
 	$(BIN)/python -m tests.throughput.handover $(ARGS)

@@ -47,7 +47,7 @@ from pdconn.runtime.proofs import Proofs
 log = logging.getLogger(__name__)
 
 MAX_CLAIMS = 1 << 14
-"""Claims that one visitor may hold."""
+"""Requests that one visitor may have claimed."""
 
 _MAX_SHOWN = 256
 
@@ -56,6 +56,7 @@ _MAX_SHOWN = 256
 class Visitor:
     """A connection: who it is once it has greeted, and what it is still to hear.
 
+    ``claimed`` are its readers by request, until the lease ends.
     ``leaving``: nothing more is heard from it, and it is closed once it heard the rest.
     """
 
@@ -63,7 +64,7 @@ class Visitor:
     greeted: bool = False
     leaving: bool = False
     answers: list[FromLender] = field(default_factory=list)
-    claimed: set[tuple[str, Reader]] = field(default_factory=set)
+    claimed: dict[str, set[Reader]] = field(default_factory=dict)
 
 
 class Desk:
@@ -81,6 +82,7 @@ class Desk:
         self._frames = {id(said): encode([said]) for said in (welcome, self._described)}
         self._book = LeaseBook()
         self._proofs: Proofs[Visitor] = Proofs(len(welcome.ranks), is_summing)
+        self._claimants: dict[str, set[Visitor]] = {}
         self.freed: deque[FreedLease] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -165,8 +167,7 @@ class Desk:
             self._claim(visitor, message, now)
         elif isinstance(message, Renew):
             self.counts["renewals"] += 1
-            answer = self._book.renew(message.request, message.reader, now)
-            visitor.answers.append(_reply(message, answer))
+            visitor.answers.append(_reply(message, self._renewed(visitor, message, now)))
         elif isinstance(message, Prove):
             self._prove(visitor, message)
         elif isinstance(message, Done):
@@ -182,14 +183,22 @@ class Desk:
         if isinstance(answer, Denied):
             self.counts[f"refused_{answer.why}"] += 1
         else:
-            visitor.claimed.add((message.request, message.reader))
+            visitor.claimed.setdefault(message.request, set()).add(message.reader)
+            self._claimants.setdefault(message.request, set()).add(visitor)
         visitor.answers.append(_reply(message, answer))
+
+    def _renewed(self, visitor: Visitor, message: Renew, now: float) -> lease.Granted | Denied:
+        """Only who claimed may prolong a claim, too."""
+        if message.reader in visitor.claimed.get(message.request, ()):
+            return self._book.renew(message.request, message.reader, now)
+        if self._book.is_claimed(message.request, message.reader, now):
+            return Denied(Refusal.BAD_READER, "another connection holds this claim")
+        return self._book.renew(message.request, message.reader, now)
 
     def _prove(self, visitor: Visitor, message: Prove) -> None:
         """Only who holds a claim learns anything about the content of what is lent."""
         self.counts["proofs"] += 1
-        claim = (message.request, message.reader)
-        if claim not in visitor.claimed or not self._book.is_lent(message.request):
+        if message.reader not in visitor.claimed.get(message.request, ()):
             detail = "no claim of this connection holds it"
             visitor.answers.append(Unproven(message.number, message.reader.pull, detail))
             return
@@ -199,11 +208,13 @@ class Desk:
 
     def _done(self, visitor: Visitor, message: Done, now: float) -> None:
         """Only who claimed may end a claim that holds; others could be a mistake or a lie."""
-        claim = (message.request, message.reader)
-        if claim not in visitor.claimed and self._book.is_claimed(*claim, now):
+        ours = visitor.claimed.get(message.request, set())
+        if message.reader not in ours and self._book.is_claimed(
+            message.request, message.reader, now
+        ):
             self.counts["dones_of_others"] += 1
             return
-        visitor.claimed.discard(claim)
+        ours.discard(message.reader)
         self._note(self._book.done(message.request, message.reader, message.ticket, now))
 
     def _greet(self, visitor: Visitor, hello: Hello) -> None:
@@ -229,6 +240,8 @@ class Desk:
             self.freed.append(ended)
             for visitor, answer in self._proofs.forget(ended.request):
                 visitor.answers.append(answer)
+            for visitor in self._claimants.pop(ended.request, ()):
+                visitor.claimed.pop(ended.request, None)
 
 
 def _reply(message: Claim | Renew, answer: lease.Granted | Denied) -> Granted | Refused:

@@ -7,8 +7,8 @@ again; decode ranks greet, claim, renew and report over TCP::
                   ◄── collect ── freed        ├── one thread: desk + door + sockets
     decode ranks ◄── frames ──────────────────┘
 
-The mailbox is emptied before any socket is read, so a lease is in the book before
-a claim for it can be.
+The mailbox is emptied after a socket was read and before what it said is heeded, so a
+lease is in the book before a claim for it can be.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ class Lender:
 
     def _turn(self) -> None:
         ready = self._selector.select(self._patience())
-        for item in self._mailbox.take():
-            self._obey(item)
+        self._heed_engine()
         touched = []
         for key, _ in ready:
             if key.fileobj is self._listener:
@@ -200,13 +199,14 @@ class Lender:
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
-    def _obey(self, item: _Lend | _Abort | _Sums) -> None:
-        if isinstance(item, _Sums):
-            self._desk.add_sums(item.request, item.rank, item.sums)
-        elif isinstance(item, _Lend):
-            self._desk.lend(item.request, item.ticket, item.ttl_s, self._clock())
-        else:
-            self._desk.abort(item.request, self._clock())
+    def _heed_engine(self) -> None:
+        for item in self._mailbox.take():
+            if isinstance(item, _Sums):
+                self._desk.add_sums(item.request, item.rank, item.sums)
+            elif isinstance(item, _Lend):
+                self._desk.lend(item.request, item.ticket, item.ttl_s, self._clock())
+            else:
+                self._desk.abort(item.request, self._clock())
 
     def _accept(self) -> None:
         try:
@@ -242,9 +242,13 @@ class Lender:
         if wire is None or visitor.leaving:
             return
         try:
-            for body in wire.receive():
+            bodies = wire.receive()
+            self._heed_engine()
+            for body in bodies:
                 self._desk.hear(visitor, decode_from_reader(body), self._clock())
-                self._door.observe(visitor, not visitor.greeted, self._clock())
+                # A frame is progress, unless its sender does not read what it gets.
+                loiters = wire.has_unsent or not visitor.greeted
+                self._door.observe(visitor, loiters, self._clock())
         except Unauthenticated as error:
             self._desk.counts["unauthenticated"] += 1
             self._warn("side channel: %s is turned away: %s", visitor.name, error)

@@ -1,0 +1,1 @@
+"""What goes wrong in a cluster, done to real threads, sockets and bytes."""

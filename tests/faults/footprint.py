@@ -1,0 +1,57 @@
+"""What a process holds: memory, threads, files.  Taken twice, it tells what grew."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+MIB = 1 << 20
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A process at one moment."""
+
+    rss_nbytes: int
+    objects: int
+    threads: int
+    files: int
+
+    @classmethod
+    def now(cls) -> Self:
+        """Of this process, after what is garbage has gone."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+        return cls(
+            resident,
+            sys.getallocatedblocks(),
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+        )
+
+    def growth(self, before: Footprint, rss_nbytes: int) -> list[str]:
+        """What is more than ``before``, in words; memory may grow by ``rss_nbytes``."""
+        grown = []
+        if self.rss_nbytes - before.rss_nbytes > rss_nbytes:
+            more = (self.rss_nbytes - before.rss_nbytes) / MIB
+            grown.append(f"memory by {more:.1f} MiB, of {rss_nbytes / MIB:.1f} allowed")
+        for name in ("threads", "files"):
+            was, now = getattr(before, name), getattr(self, name)
+            if now > was:
+                grown.append(f"{name} from {was} to {now}")
+        return grown
+
+
+def peak_nbytes() -> int:
+    """The most memory that this process ever held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024

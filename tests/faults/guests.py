@@ -1,0 +1,146 @@
+"""Who comes to a lender by a socket of its own: a guest that behaves, and crowds that do not."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+import time
+from random import Random
+from types import TracebackType
+from typing import Self, TypeVar
+
+from pdconn.protocol.messages import (
+    PROTOCOL_VERSION,
+    Claim,
+    Done,
+    FromLender,
+    FromReader,
+    Granted,
+    Hello,
+    Reader,
+    Renew,
+    Welcome,
+    decode_from_lender,
+    encode,
+)
+from pdconn.runtime.channel import Channel
+from pdconn.runtime.security import Security
+
+M = TypeVar("M")
+
+PATIENCE_S = 10.0
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
+
+
+class Guest:
+    """A decode rank that does what it should, one message at a time."""
+
+    def __init__(self, port: int, security: Security | None = None, wants: str = "boot-1") -> None:
+        sock = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+        guard = (security or Security()).for_reader("127.0.0.1", f"127.0.0.1:{port}")
+        self._channel = Channel(sock, 1 << 24, guard=guard)
+        self._heard: list[FromLender] = []
+        try:
+            self.say(Hello(PROTOCOL_VERSION, "guest", wants))
+            self.welcome = self.hear(Welcome)
+        except BaseException:
+            self.close()
+            raise
+
+    def say(self, *messages: FromReader) -> None:
+        self.send(encode(messages))
+
+    def send(self, body: bytes) -> None:
+        """Send a frame with any body; it waits until we are trusted."""
+        self._channel.send(body)
+
+    def hear(self, kind: type[M]) -> M:
+        """The next message, which must be of ``kind``; the handshake goes on meanwhile."""
+        give_up = time.monotonic() + PATIENCE_S
+        while not self._heard:
+            assert time.monotonic() < give_up, f"no {kind.__name__} in {PATIENCE_S} s"
+            self._channel.flush()
+            for body in self._channel.receive():
+                self._heard += decode_from_lender(body)
+            time.sleep(0.0005)
+        message = self._heard.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    def claim(self, request: str, ticket: bytes, pull: str) -> Granted:
+        """Claim and renew; what the lender grants."""
+        reader = Reader(pull, 0, 1)
+        self.say(Claim(1, request, reader, ticket))
+        self.hear(Granted)
+        self.say(Renew(2, request, reader))
+        return self.hear(Granted)
+
+    def done(self, request: str, ticket: bytes, pull: str) -> None:
+        self.say(Done(request, Reader(pull, 0, 1), ticket, True))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def crowd(port: int, inputs: list[bytes], rng: Random) -> list[bytes]:
+    """Send each input on a connection of its own, all at once and bit by bit.
+
+    Some hang up amid it.  Returns what was answered until the lender hung up.
+
+    Raises:
+        AssertionError: the lender lets somebody wait.
+    """
+    socks = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in inputs]
+    try:
+        for sock, piece in _interleaved(socks, inputs, rng):
+            with contextlib.suppress(OSError):  # hung up already
+                sock.sendall(piece)
+        for sock in socks:
+            if rng.random() < 0.1:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                sock.close()
+        return [_rest(sock) for sock in socks if sock.fileno() >= 0]
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+def _interleaved(
+    socks: list[socket.socket], inputs: list[bytes], rng: Random
+) -> list[tuple[socket.socket, bytes]]:
+    """Every input in up to three pieces, first the first pieces of all."""
+    cuts = [sorted(rng.randrange(len(data) + 1) for _ in range(2)) for data in inputs]
+    pieces = [
+        (data[:first], data[first:second], data[second:])
+        for data, (first, second) in zip(inputs, cuts, strict=True)
+    ]
+    rounds = itertools.chain.from_iterable(zip(*pieces, strict=True))
+    return [pair for pair in zip(itertools.cycle(socks), rounds, strict=False) if pair[1]]
+
+
+def _rest(sock: socket.socket) -> bytes:
+    """What was answered, until the other side hangs up."""
+    answer = bytearray()
+    with contextlib.suppress(ConnectionError, OSError):
+        sock.shutdown(socket.SHUT_WR)
+    try:
+        while data := sock.recv(1 << 18):
+            answer += data
+    except TimeoutError:
+        raise AssertionError(f"the lender does not hang up: {bytes(answer[:64])!r}") from None
+    except ConnectionError:
+        pass
+    return bytes(answer)

@@ -1,0 +1,221 @@
+"""The ABA trap: blocks that are lent, read late, and somebody else's by then.
+
+A lease of 50 ms whose renewals get lost, reads that are 2 s late, and a prefill pool of 24
+blocks that is computed over at once: nearly every read copies another request's KV, in
+good order and without an error.  Decode's tokens are a function of what it received, and
+must be those of one engine alone::
+
+    prefill   r7 in blocks 4 5 6 ──50 ms──► free ──► r19 in 4 5 6 ──► r31 ...
+    decode    claim ─ granted ─ read ················ 2 s ················► copies r211
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from random import Random
+from typing import Protocol
+
+import pytest
+
+from pdconn.lifecycle.pull import Effect, Failed, Patience, Pull, PullState, Received, SendDone
+from pdconn.protocol.ticket import Ticket
+from tests.contract.rigs import nixl_options
+from tests.faults.engines import Decode, Prefill
+from tests.faults.prefill_process import PrefillProcess
+from tests.faults.relays import RelayWithoutRenewals
+from transport.disturbed import DisturbedTransport, ReadFaults
+from transport.faults import Late
+from transport.memory import MemoryTransport
+from transport.network import MemoryNetwork
+
+LEASE_S = 0.05
+LATE = ReadFaults(delay=1.0, delay_s=2.0)
+PATIENCE = Patience(claim_s=10.0, drain_s=10.0)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Hundreds of failures are meant here."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Prefilling(Protocol):
+    """What computes and lends: :class:`Prefill`, or one in another process."""
+
+    def compute(self, number: int) -> Ticket | None:
+        """Lend request ``number``, or None when there is no room yet."""
+
+
+def serve(prefill: Prefilling, decode: Decode, count: int, seconds: float = 60.0) -> None:
+    """Hand over ``count`` requests, as many at once as there is room for.
+
+    Prefill computes others as long as decode is not through, so blocks are always reused.
+    """
+    number, give_up = 0, time.monotonic() + seconds
+    while number < count or decode.num_open:
+        assert time.monotonic() < give_up, f"{decode.num_open} are open, {number} were asked"
+        while number >= count or decode.has_room:
+            ticket = prefill.compute(number)
+            if ticket is None:
+                break
+            if number < count:
+                decode.pull(number, ticket)
+            number += 1
+        decode.collect()
+        time.sleep(0.001)
+
+
+def trap(
+    count: int,
+    *,
+    faults: ReadFaults = LATE,
+    ttl_s: float = LEASE_S,
+    lossy: bool = True,
+    pool: int = 24,
+    network: MemoryNetwork | None = None,
+) -> Decode:
+    """``count`` requests over the in-process transport."""
+    network = network or MemoryNetwork()
+    late = DisturbedTransport(MemoryTransport(network, "decode"), faults, Random(7))
+    with ExitStack() as stack:
+        lending = MemoryTransport(network, "prefill")
+        prefill = stack.enter_context(Prefill(lending, pool=pool, ttl_s=ttl_s))
+        through: Callable[[str, int], tuple[str, int]] | None = None
+        if lossy:
+            relay = stack.enter_context(closing(RelayWithoutRenewals(prefill.lender.port)))
+            through = lambda _host, _port: (relay.host, relay.port)  # noqa: E731
+        decode = Decode(late, pool=3 * count, patience=PATIENCE, through=through)
+        stack.enter_context(decode)
+        serve(prefill, decode, count)
+        assert prefill.ended["aborted"] == 0
+        assert decode.puller.num_open == 0
+        print(f"{told(decode)}; leases {dict(prefill.ended)}")
+    return decode
+
+
+def told(decode: Decode) -> str:
+    return (
+        f"{len(decode.tokens)} requests: {len(decode.received)} received, "
+        f"{len(decode.rejected)} rejected, {len(decode.spoiled)} reads on reused blocks, "
+        f"{len(decode.wrong)} wrong"
+    )
+
+
+def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe a read whenever it settles, as peers without leases do."""
+    tick, next_deadline = Pull.tick, Pull.next_deadline
+
+    def copied(self: Pull, error: str | None, now: float) -> list[Effect]:
+        del now
+        self._enter("settled")
+        return [SendDone(ok=error is None), Failed(error) if error else Received()]
+
+    def patient_tick(self: Pull, now: float) -> list[Effect]:
+        return self._renew(now) if self.state is PullState.READING else tick(self, now)
+
+    def patient_deadline(self: Pull) -> float | None:
+        return self._renew_at if self.state is PullState.READING else next_deadline(self)
+
+    monkeypatch.setattr(Pull, "_copied", copied)
+    monkeypatch.setattr(Pull, "tick", patient_tick)
+    monkeypatch.setattr(Pull, "next_deadline", patient_deadline)
+
+
+def test_500_reads_of_reused_blocks_give_no_wrong_token() -> None:
+    decode = trap(500)
+    assert len(decode.tokens) == 500
+    assert decode.wrong == []
+    assert len(decode.spoiled) > 400, "the trap did not close: blocks were not reused under reads"
+    assert decode.spoiled <= set(decode.rejected)
+
+
+def test_without_the_deadline_the_same_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_deadline(monkeypatch)
+    decode = trap(120)
+    assert len(decode.wrong) > 60
+
+
+def test_reads_that_land_about_the_deadline_are_believed_or_not_and_never_wrong() -> None:
+    """Some land in time, some under a lease that is just over, some on reused blocks."""
+    rng = Random(11)
+    network = MemoryNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
+    decode = trap(300, faults=ReadFaults(), network=network)
+    assert decode.wrong == []
+    assert decode.received
+    assert decode.spoiled
+
+
+def test_about_the_deadline_too_it_is_the_check_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_deadline(monkeypatch)
+    rng = Random(11)
+    network = MemoryNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
+    assert trap(150, faults=ReadFaults(), network=network).wrong
+
+
+def test_240_undisturbed_requests_raise_no_false_alarm() -> None:
+    """The lease is longer: a busy machine may take a thread off its core for 50 ms."""
+    decode = trap(240, faults=ReadFaults(), ttl_s=5.0, lossy=False)
+    assert len(decode.received) == 240
+    assert decode.rejected == {}
+    assert decode.wrong == []
+
+
+def test_240_late_reads_whose_renewals_arrive_raise_no_false_alarm() -> None:
+    """What is rejected above is rejected for the lost renewals, not for being late."""
+    late = ReadFaults(delay=1.0, delay_s=2.0)
+    decode = trap(240, faults=late, ttl_s=1.2, lossy=False, pool=720)
+    assert decode.wrong == []
+    assert len(decode.received) == 240
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[PrefillProcess]:
+    with closing(PrefillProcess()) as process:
+        yield process
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+class TestNixlOverTcp:
+    """The same with real agents, prefill in a process of its own."""
+
+    def trap(
+        self, prefill: PrefillProcess, count: int, faults: ReadFaults, ttl_s: float, lossy: bool
+    ) -> Decode:
+        from transport.nixl import NixlTransport
+
+        options = nixl_options("tcp")
+        with ExitStack() as stack:
+            port = prefill.open(ttl_s, options)
+            inner = NixlTransport("decode", **options)
+            late = DisturbedTransport(inner, faults, Random(7))
+            through: Callable[[str, int], tuple[str, int]] | None = None
+            if lossy:
+                relay = stack.enter_context(closing(RelayWithoutRenewals(port)))
+                through = lambda _host, _port: (relay.host, relay.port)  # noqa: E731
+            decode = Decode(late, pool=3 * count, patience=PATIENCE, through=through)
+            stack.enter_context(decode)
+            serve(prefill, decode, count)
+            print(told(decode))
+        return decode
+
+    def test_48_reads_of_reused_blocks_give_no_wrong_token(self, prefill: PrefillProcess) -> None:
+        decode = self.trap(prefill, 48, LATE, LEASE_S, lossy=True)
+        assert decode.wrong == []
+        assert len(decode.spoiled) > 24
+
+    def test_without_the_deadline_the_same_gives_wrong_tokens(
+        self, prefill: PrefillProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        without_deadline(monkeypatch)
+        assert len(self.trap(prefill, 24, LATE, LEASE_S, lossy=True).wrong) > 12
+
+    def test_48_undisturbed_requests_raise_no_false_alarm(self, prefill: PrefillProcess) -> None:
+        decode = self.trap(prefill, 48, ReadFaults(), 5.0, lossy=False)
+        assert len(decode.received) == 48
+        assert decode.wrong == []
