@@ -215,6 +215,8 @@ class Pulls:
         if entry.reading == 0:
             self._do(entry, entry.machine.settled(entry.error, answer.at))
         if isinstance(error, PeerLost | PeerUnknown):
+            # Its side channel may be alive and well: say what is due before hanging up.
+            self.connections.flush(entry.peer)
             self.connections.close(entry.peer, str(error))
         self._forget_peer_if_idle(entry.peer)
 

@@ -228,6 +228,11 @@ class Decode:
             self.quarantined.discard(int(name))
             self._give_back(int(name))
 
+    def forget(self) -> None:
+        """Drop what is known of requests that ended."""
+        for known in (self.tokens, self.received, self.rejected, self.spoiled):
+            known.clear()
+
     def _give_back(self, number: int) -> None:
         blocks = self._blocks.pop(number)
         landed = self.cache.read(blocks)

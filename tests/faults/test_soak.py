@@ -145,8 +145,7 @@ class Soak:
         left = {name: count for name, count in self.state().items() if count}
         if left.pop("peers", 0) > 1 or left:
             raise Leak(f"is left: {self.state()}")
-        if self.decode.wrong:
-            raise Leak(f"wrong: {self.decode.wrong}")
+        self.judge()
 
     def _boot(self, port: int) -> Prefill:
         self._boots += 1
@@ -177,12 +176,21 @@ class Soak:
 
     def _step(self) -> None:
         self.decode.collect()
-        for number in [n for n in self.decode.tokens if n < self._number - 1000]:
-            del self.decode.tokens[number]
-            self.decode.rejected.pop(number, None)
-            self.decode.received.discard(number)
-            self.decode.spoiled.discard(number)
+        if len(self.decode.tokens) > 100:
+            self.judge()
         time.sleep(0.001)
+
+    def judge(self) -> None:
+        """Look at the answers, count them and forget them.
+
+        Raises:
+            Leak: some are wrong.
+        """
+        if self.decode.wrong:
+            raise Leak(f"wrong: {self.decode.wrong}")
+        self.counts["received"] += len(self.decode.received)
+        self.counts["failed"] += len(self.decode.rejected)
+        self.decode.forget()
 
     def _is_quiet(self) -> bool:
         self.decode.collect()
@@ -240,8 +248,8 @@ def test_thousands_of_pulls_with_faults_leave_nothing_behind() -> None:
     with ExitStack() as stack:
         soaked = Soak(stack, Sea().open)
         soak(soaked, PULLS)
-        assert len(soaked.decode.received) > 100
-        assert soaked.decode.rejected
+        assert soaked.counts["received"] > PULLS / 3
+        assert soaked.counts["failed"] > PULLS / 20
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
