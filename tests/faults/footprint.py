@@ -17,7 +17,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A process at one moment."""
+    """A process at one moment.  ``objects`` are blocks of Python's allocator."""
 
     rss_nbytes: int
     objects: int
@@ -37,9 +37,15 @@ class Footprint:
             len(os.listdir("/proc/self/fd")),
         )
 
-    def growth(self, before: Footprint, rss_nbytes: int) -> list[str]:
-        """What is more than ``before``, in words; memory may grow by ``rss_nbytes``."""
+    def growth(self, before: Footprint, rss_nbytes: int, objects: int = 200) -> list[str]:
+        """What is more than ``before``, in words.
+
+        Memory may grow by ``rss_nbytes``.  That misses what fits into holes that were there,
+        so Python's own blocks are counted too, and may grow by ``objects``.
+        """
         grown = []
+        if self.objects - before.objects > objects:
+            grown.append(f"objects by {self.objects - before.objects}, of {objects} allowed")
         if self.rss_nbytes - before.rss_nbytes > rss_nbytes:
             more = (self.rss_nbytes - before.rss_nbytes) / MIB
             grown.append(f"memory by {more:.1f} MiB, of {rss_nbytes / MIB:.1f} allowed")

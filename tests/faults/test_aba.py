@@ -21,8 +21,9 @@ from typing import Protocol
 
 import pytest
 
-from pdconn.lifecycle.pull import Effect, Failed, Patience, Pull, PullState, Received, SendDone
+from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
+from tests.believing import without_deadline
 from tests.contract.rigs import nixl_options
 from tests.faults.engines import Decode, Prefill
 from tests.faults.prefill_process import PrefillProcess
@@ -105,26 +106,6 @@ def told(decode: Decode) -> str:
         f"{len(decode.rejected)} rejected, {len(decode.spoiled)} reads on reused blocks, "
         f"{len(decode.wrong)} wrong"
     )
-
-
-def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Believe a read whenever it settles, as peers without leases do."""
-    tick, next_deadline = Pull.tick, Pull.next_deadline
-
-    def copied(self: Pull, error: str | None, now: float) -> list[Effect]:
-        del now
-        self._enter("settled")
-        return [SendDone(ok=error is None), Failed(error) if error else Received()]
-
-    def patient_tick(self: Pull, now: float) -> list[Effect]:
-        return self._renew(now) if self.state is PullState.READING else tick(self, now)
-
-    def patient_deadline(self: Pull) -> float | None:
-        return self._renew_at if self.state is PullState.READING else next_deadline(self)
-
-    monkeypatch.setattr(Pull, "_copied", copied)
-    monkeypatch.setattr(Pull, "tick", patient_tick)
-    monkeypatch.setattr(Pull, "next_deadline", patient_deadline)
 
 
 def test_500_reads_of_reused_blocks_give_no_wrong_token() -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from pdconn.lifecycle.lease import Lease, LeaseState
-from pdconn.lifecycle.pull import Effect, Failed, Pull, PullState, Received, SendDone
+from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.runtime.records import FailedPull
+from tests.believing import without_deadline
 from tests.simulation import engines
 from tests.simulation.laws import LawBroken
 from tests.simulation.run import simulate
@@ -71,22 +72,7 @@ def breaks(what: str) -> None:
 def test_without_the_deadline_check_wrong_content_is_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tick, next_deadline = Pull.tick, Pull.next_deadline
-
-    def copied(self: Pull, error: str | None, now: float) -> list[Effect]:
-        del now
-        self._enter("settled")
-        return [SendDone(ok=error is None), Failed(error) if error else Received()]
-
-    def patient_tick(self: Pull, now: float) -> list[Effect]:
-        return self._renew(now) if self.state is PullState.READING else tick(self, now)
-
-    def patient_deadline(self: Pull) -> float | None:
-        return self._renew_at if self.state is PullState.READING else next_deadline(self)
-
-    monkeypatch.setattr(Pull, "_copied", copied)
-    monkeypatch.setattr(Pull, "tick", patient_tick)
-    monkeypatch.setattr(Pull, "next_deadline", patient_deadline)
+    without_deadline(monkeypatch)
     breaks("law 4")
 
 

@@ -1,0 +1,27 @@
+"""A reader that believes whatever it reads: the negative control of everything about leases."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdconn.lifecycle.pull import Effect, Failed, Pull, PullState, Received, SendDone
+
+
+def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe a read whenever it settles, as peers without leases do."""
+    tick, next_deadline = Pull.tick, Pull.next_deadline
+
+    def copied(self: Pull, error: str | None, now: float) -> list[Effect]:
+        del now
+        self._enter("settled")
+        return [SendDone(ok=error is None), Failed(error) if error else Received()]
+
+    def patient_tick(self: Pull, now: float) -> list[Effect]:
+        return self._renew(now) if self.state is PullState.READING else tick(self, now)
+
+    def patient_deadline(self: Pull) -> float | None:
+        return self._renew_at if self.state is PullState.READING else next_deadline(self)
+
+    monkeypatch.setattr(Pull, "_copied", copied)
+    monkeypatch.setattr(Pull, "tick", patient_tick)
+    monkeypatch.setattr(Pull, "next_deadline", patient_deadline)
