@@ -129,7 +129,7 @@ class MemoryNetwork:
         self._end(lost, error)
 
     def _fault(self, request: ReadRequest) -> Fault | None:
-        injected = self._injected[request.reader, request.peer]
+        injected = self._injected.get((request.reader, request.peer))
         if injected:
             return injected.popleft()
         return self.script(request) if self.script else None

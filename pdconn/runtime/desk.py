@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdconn.integrity.lent import LentSums
@@ -47,7 +48,7 @@ from pdconn.runtime.proofs import Proofs
 log = logging.getLogger(__name__)
 
 MAX_CLAIMS = 1 << 14
-"""Requests that one visitor may have claimed."""
+"""Claims that one visitor may hold."""
 
 _MAX_SHOWN = 256
 
@@ -65,6 +66,7 @@ class Visitor:
     leaving: bool = False
     answers: list[FromLender] = field(default_factory=list)
     claimed: dict[str, set[Reader]] = field(default_factory=dict)
+    num_claims: int = 0
 
 
 class Desk:
@@ -73,9 +75,16 @@ class Desk:
     Args:
         welcome: our geometry; its incarnation is what visitors must want.
         is_summing: whether checksums of what is lent will be added.
+        warn: logs what visitors do wrong, as ``Logger.warning``.
     """
 
-    def __init__(self, welcome: Welcome, is_summing: bool = False) -> None:
+    def __init__(
+        self,
+        welcome: Welcome,
+        is_summing: bool = False,
+        warn: Callable[..., None] = log.warning,
+    ) -> None:
+        self._warn = warn
         self._welcome = welcome
         self._described = Described.of(welcome)
         # What is said to everybody is encoded once.
@@ -144,7 +153,7 @@ class Desk:
     def reject(self, visitor: Visitor, error: ProtocolError) -> None:
         """Tell a visitor what was wrong, as its last answer."""
         self.counts["bad_messages"] += 1
-        log.warning("side channel: %s said something wrong: %s", visitor.name, error)
+        self._warn("side channel: %s said something wrong: %s", visitor.name, error)
         self._send_away(visitor, error.field, str(error.expected), str(error.seen))
 
     def take_frames(self, visitor: Visitor) -> list[bytes]:
@@ -176,14 +185,16 @@ class Desk:
     def _claim(self, visitor: Visitor, message: Claim, now: float) -> None:
         self.counts["claims"] += 1
         answer: lease.Granted | Denied
-        if len(visitor.claimed) >= MAX_CLAIMS:
+        if visitor.num_claims >= MAX_CLAIMS:
             answer = Denied(Refusal.TOO_MANY, f"{MAX_CLAIMS} claims are held by this connection")
         else:
             answer = self._book.claim(message.request, message.reader, message.ticket, now)
         if isinstance(answer, Denied):
             self.counts[f"refused_{answer.why}"] += 1
         else:
-            visitor.claimed.setdefault(message.request, set()).add(message.reader)
+            readers = visitor.claimed.setdefault(message.request, set())
+            visitor.num_claims += message.reader not in readers
+            readers.add(message.reader)
             self._claimants.setdefault(message.request, set()).add(visitor)
         visitor.answers.append(_reply(message, answer))
 
@@ -214,6 +225,7 @@ class Desk:
         ):
             self.counts["dones_of_others"] += 1
             return
+        visitor.num_claims -= message.reader in ours
         ours.discard(message.reader)
         self._note(self._book.done(message.request, message.reader, message.ticket, now))
 
@@ -241,7 +253,7 @@ class Desk:
             for visitor, answer in self._proofs.forget(ended.request):
                 visitor.answers.append(answer)
             for visitor in self._claimants.pop(ended.request, ()):
-                visitor.claimed.pop(ended.request, None)
+                visitor.num_claims -= len(visitor.claimed.pop(ended.request, ()))
 
 
 def _reply(message: Claim | Renew, answer: lease.Granted | Denied) -> Granted | Refused:

@@ -103,7 +103,7 @@ class Lender:
         self.port: int = self._listener.getsockname()[1]
         self._place = f"{host}:{self.port}"
         self._mailbox: Mailbox[_Lend | _Abort | _Sums] = Mailbox()
-        self._desk = Desk(welcome, is_summing)
+        self._desk = Desk(welcome, is_summing, self._warn)
         self._door: Door[Visitor] = Door(_half_of_our_files())
         self._wires: dict[Visitor, Wire] = {}
         self._accept_from: float | None = None

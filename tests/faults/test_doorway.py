@@ -22,6 +22,7 @@ from pdconn.protocol.messages import (
     Granted,
     Hello,
     Reader,
+    Refusal,
     Refused,
     Renew,
     encode,
@@ -396,3 +397,16 @@ def test_only_who_claimed_may_renew_a_claim(pair: Pair) -> None:
         guest.hear(Granted)
         stranger.say(Renew(1, "r", reader))
         stranger.hear(Refused)
+
+
+def test_a_visitor_holds_so_many_claims_and_no_more(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers count, not requests: one ticket is enough for thousands of them."""
+    monkeypatch.setattr("pdconn.runtime.desk.MAX_CLAIMS", 3)
+    pair.lender.lend("r", BLOCKS, 5.0)
+    with Guest(pair.lender.port) as guest:
+        for number in range(3):
+            guest.claim("r", BLOCKS, f"guest/{number}")
+        guest.say(Claim(4, "r", Reader("guest/4", 0, 1), BLOCKS))
+        assert guest.hear(Refused).why is Refusal.TOO_MANY
