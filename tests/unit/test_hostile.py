@@ -87,7 +87,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         first = pair.lend("r1")
         pair.pull("first", first)
         pair.wait(lambda: pair.lender.counts["claims"] == 1)
-        time.sleep(0.1)  # its read is in flight
+        pair.wait(pair.network.in_flight)
         pair.network.script = None
         if redialled == "by another name":
             pair.pull("second", replace(pair.lend("r2"), host="localhost"))

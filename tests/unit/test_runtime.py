@@ -52,7 +52,7 @@ def test_a_read_that_lands_after_the_lease_is_never_reported_received() -> None:
     with Pair(ttl_s=0.3) as pair:
         pair.network.script = lambda _: Late(1.0)
         pair.pull("d", pair.lend("r"))
-        time.sleep(0.05)
+        pair.wait(pair.network.in_flight)
         pair.lender.close()
         assert "the claim ran out" in str(pair.outcome_of("d"))
 
@@ -237,6 +237,7 @@ def test_a_lender_that_dies_fails_what_waits_for_it() -> None:
         pair.hold("d", pair.lend("r"))
         pair.wait(lambda: pair.lender.counts["claims"])
         pair.lender.close()
+        pair.wait(lambda: pair.puller.num_peers == 0)
         pair.want("d")
         assert "side channel" in str(pair.outcome_of("d"))
 

@@ -84,7 +84,7 @@ def test_a_proof_does_not_save_a_read_that_was_late() -> None:
         pair.network.script = lambda _: Late(0.6)
         ticket = pair.lend("r")
         pair.pull("d", ticket)
-        time.sleep(0.05)
+        pair.wait(pair.network.in_flight)
         pair.lender.close()
         assert "ran out" in str(pair.outcome_of("d"))
 
