@@ -49,8 +49,8 @@ def test_neighbouring_blocks_merge_into_one_run() -> None:
 
 def test_a_read_that_lands_after_the_lease_is_never_reported_received() -> None:
     """Renewals are refused when the lender takes the lease back, and the data is late."""
-    with Pair(ttl_s=0.3) as pair:
-        pair.network.script = lambda _: Late(1.0)
+    with Pair(ttl_s=0.6) as pair:
+        pair.network.script = lambda _: Late(1.8)
         pair.pull("d", pair.lend("r"))
         pair.wait(pair.network.in_flight)
         pair.lender.close()

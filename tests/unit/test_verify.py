@@ -80,8 +80,8 @@ def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
 
 
 def test_a_proof_does_not_save_a_read_that_was_late() -> None:
-    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, ttl_s=0.2) as pair:
-        pair.network.script = lambda _: Late(0.6)
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, ttl_s=0.6) as pair:
+        pair.network.script = lambda _: Late(1.8)
         ticket = pair.lend("r")
         pair.pull("d", ticket)
         pair.wait(pair.network.in_flight)
