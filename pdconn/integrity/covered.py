@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pdconn.integrity.sample import counted
 from pdconn.integrity.sums import I64, Grain, Terms, Units
 from pdconn.planning.errors import MissingBlock
-from pdconn.planning.plan import Need, window_start
+from pdconn.planning.plan import Need, sub_blocks
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheDataReference, KVCacheGroupReference
 
@@ -78,11 +78,10 @@ def covered(match: Match, need: Need, terms: Terms) -> Covered:
 def _asked(match: Match, need: Need, grain: Grain, num_tokens: int) -> range:
     """Numbers of the units whose every written row was pulled."""
     sub = gcd(match.their_block_tokens, match.group.block_tokens)
-    first = max(window_start(match.group, need.until), need.held) // sub * sub
-    stop = -(-need.until // sub) * sub
+    pulled = sub_blocks(match.group, need, sub)
     written = grain.written(num_tokens)
-    low = -(-(first // grain.row_tokens) // grain.rows)
-    high = stop // grain.row_tokens
+    low = -(-(pulled.start * sub // grain.row_tokens) // grain.rows)
+    high = pulled.stop * sub // grain.row_tokens
     end = -(-written // grain.rows) if high >= written else high // grain.rows
     return range(low, max(low, end))
 

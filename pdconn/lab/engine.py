@@ -39,14 +39,22 @@ def no_progress(_name: str, _seconds: float, _said: str) -> None:
 class Engine:
     """One vLLM server in its own process group, from ``launch`` to ``stop``.
 
-    Its log is ``directory/NAME.log``, new for each launch.
+    Its log is ``directory/NAME.log``, new for each launch.  ``cache`` is where vLLM keeps
+    what it finds out about a model, beside the log unless engines elsewhere share it.
     """
 
-    def __init__(self, spec: EngineSpec, directory: Path, *, grace_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        directory: Path,
+        *,
+        cache: Path | None = None,
+        grace_s: float = 20.0,
+    ) -> None:
         self.spec = spec
         self.log = directory / f"{spec.name}.log"
         self.boot_s: float | None = None
-        self._cache = directory / "vllm-cache"
+        self._cache = cache or directory / "vllm-cache"
         self._grace_s = grace_s
         self._process: Process | None = None
         self._launched = 0.0
@@ -152,6 +160,7 @@ def running(
     specs: Sequence[EngineSpec],
     directory: Path,
     *,
+    cache: Path | None = None,
     timeout_s: float = START_TIMEOUT_S,
     progress: Progress = no_progress,
 ) -> Iterator[tuple[Engine, ...]]:
@@ -160,7 +169,7 @@ def running(
     Raises:
         PortInUse, EngineDied, EngineStartTimeout: none of them is left running then.
     """
-    engines = tuple(Engine(spec, directory) for spec in specs)
+    engines = tuple(Engine(spec, directory, cache=cache) for spec in specs)
     try:
         for engine in engines:
             engine.launch()

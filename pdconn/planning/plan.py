@@ -197,6 +197,12 @@ def _num_blocks(theirs: Sequence[KVCacheReferences]) -> tuple[int, ...]:
     )
 
 
+def sub_blocks(group: KVCacheGroupReference, need: Need, tokens: int) -> range:
+    """The sub-blocks of ``tokens`` tokens each that a token to come will read and we lack."""
+    first = max(window_start(group, need.until), need.held) // tokens
+    return range(first, -(-need.until // tokens))
+
+
 def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
     """Pair the sub-blocks that a token to come will read and that we lack.
 
@@ -207,14 +213,14 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
         return _state_pair(template, need, lent)
     tokens = template.sub_block_tokens
     reach = window_start(group, need.until) // tokens
-    first = max(reach, need.held // tokens)
-    wanted = np.arange(first, -(-need.until // tokens), dtype=np.int64)
+    pulled = sub_blocks(group, need, tokens)
+    wanted = np.arange(pulled.start, pulled.stop, dtype=np.int64)
     ours, our_sub = _located(
         wanted, template.our_block_tokens // tokens, need.blocks[template.our_group]
     )
     theirs, their_sub = _located(wanted, template.their_block_tokens // tokens, lent)
     _bounded(template, wanted * tokens, ours, theirs)
-    return _Pairs(ours, our_sub, theirs, their_sub, holes=reach, hits=max(0, first - reach))
+    return _Pairs(ours, our_sub, theirs, their_sub, holes=reach, hits=pulled.start - reach)
 
 
 def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:

@@ -208,6 +208,11 @@ def secret_beside(model: Path) -> Path:
     return path
 
 
+def cache_beside(model: Path) -> Path:
+    """What vLLM finds out about a model's class in ten seconds, for all its engines."""
+    return model.with_suffix(".vllm-cache")
+
+
 @contextmanager
 def pair_of(
     configuration: Configuration,
@@ -221,7 +226,7 @@ def pair_of(
         engine("decode", model, configuration, "kv_consumer", 1),
         *(others or {}).values(),
     ]
-    with running(specs, directory) as (prefill, decode, *rest):
+    with running(specs, directory, cache=cache_beside(model)) as (prefill, decode, *rest):
         yield PdPair(configuration, prefill, decode, tuple(rest))
 
 
@@ -237,5 +242,5 @@ def alone(model: Path, directory: Path) -> Iterator[Client]:
         block_tokens=BLOCK,
         kv_cache_mib=512,
     )
-    with running([spec], directory) as (engine,):
+    with running([spec], directory, cache=cache_beside(model)) as (engine,):
         yield Client(engine.url)

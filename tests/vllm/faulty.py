@@ -34,7 +34,7 @@ from pdconn.lab.errors import EngineDied, RequestRefused
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from pdconn.protocol.messages import Granted, Welcome
-from tests.vllm.engines import BLOCK, MAX_MODEL_LEN, Prompt, transfer_config
+from tests.vllm.engines import BLOCK, MAX_MODEL_LEN, Prompt, cache_beside, transfer_config
 from tests.vllm.tap import Tap, Ticket
 
 LEASE_S = 4.0
@@ -175,7 +175,7 @@ class Fleet:
 @contextmanager
 def fleet_of(model: Path, directory: Path) -> Iterator[Fleet]:
     """Start the four engines."""
-    with running(specs(model), directory) as engines:
+    with running(specs(model), directory, cache=cache_beside(model)) as engines:
         yield Fleet(*engines)
 
 

@@ -27,6 +27,7 @@ from tests.vllm.engines import (
     MAX_TOKENS,
     Expected,
     Prompt,
+    cache_beside,
     pairing_prompts,
     transfer_config,
 )
@@ -67,7 +68,7 @@ def fleet_of(model: Path, directory: Path, prefix_caching: bool) -> Iterator[dic
                 kv_cache_mib=128,
             )
         )
-    with running(specs, directory, timeout_s=600) as engines:
+    with running(specs, directory, cache=cache_beside(model), timeout_s=600) as engines:
         yield dict(zip(ENGINES, engines, strict=True))
 
 
