@@ -26,7 +26,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode_frames,
 )
-from pdconn.runtime.channel import ChannelLost
+from pdconn.runtime.channel import ChannelLost, Unauthenticated
 from pdconn.runtime.peers import AboutPull, Dialer, Listener, Peer, PeerKey
 from pdconn.runtime.reader import Connect, Connected, Disconnect, Job
 
@@ -96,7 +96,7 @@ class Connections:
                     if not peer.is_closed:
                         self._hear(peer, message)
         except ChannelLost as error:
-            self.close(peer, f"side channel: {error}")
+            self._lost(peer, error)
         except (ProtocolError, PlanningError) as error:
             self.close(peer, str(error))
 
@@ -114,7 +114,7 @@ class Connections:
         try:
             peer.wire.send(bodies)
         except ChannelLost as error:
-            self.close(peer, f"side channel: {error}")
+            self._lost(peer, error)
 
     def flush_all(self) -> None:
         """Send to every peer what is due to it."""
@@ -151,6 +151,10 @@ class Connections:
             peer.wire.close()
             peer.wire = None
         self._listener.peer_closed(peer)
+
+    def _lost(self, peer: Peer, error: ChannelLost) -> None:
+        peer.untrusted = isinstance(error, Unauthenticated)
+        self.close(peer, f"side channel: {error}")
 
     def retire(self, peer: Peer, reason: str) -> None:
         """Let the next pull dial anew: this connection may swallow what it is told."""

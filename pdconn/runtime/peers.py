@@ -54,7 +54,8 @@ class Peer:
 
     ``welcome`` is what it said, ``pairing`` and, once they are needed, ``checks`` are made of
     it; ``ranks`` are its ranks that the transport reaches, ``pulls`` the requests that
-    use it, ``reason`` why it was closed.  A ``retired`` peer serves those to their end, and
+    use it, ``reason`` why it was closed, ``untrusted`` whether that was because it did not
+    prove itself.  A ``retired`` peer serves those to their end, and
     nobody new.
     """
 
@@ -69,6 +70,7 @@ class Peer:
     outgoing: list[FromReader] = field(default_factory=list)
     pulls: set[str] = field(default_factory=set)
     reason: str = ""
+    untrusted: bool = False
     retired: bool = False
 
     def enter(self, event: str) -> None:

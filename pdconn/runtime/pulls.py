@@ -231,7 +231,8 @@ class Pulls:
         """Fail what waits for the peer.  What is being read may still settle in time."""
         for entry in self._using(peer):
             if not entry.reading:
-                self.counts["pulls_unreachable"] += 1
+                why = "unauthenticated" if peer.untrusted else "unreachable"
+                self.counts[f"pulls_{why}"] += 1
                 reason = f"{peer.key}: {peer.reason}"
                 self._do(entry, entry.machine.fail(reason, self._clock(), tell=False))
         self._forget_peer_if_idle(peer)

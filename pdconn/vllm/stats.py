@@ -53,6 +53,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:pulls_unreachable",
         "KV pulls whose lender was lost or refused us.",
     ),
+    "pulls_unauthenticated": (
+        "pdconn:pulls_unauthenticated",
+        "KV pulls whose lender did not prove itself.",
+    ),
     **{
         f"{side}refused_{why}": (f"pdconn:{name}_{why}", f"{text}: {why}.")
         for side, name, text in (

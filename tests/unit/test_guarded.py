@@ -42,6 +42,26 @@ def test_who_does_not_is_told_nothing_counted_and_named(
     assert "is turned away" in caplog.text
 
 
+@pytest.mark.parametrize("theirs", [OTHER, Security()], ids=["another secret", "no secret"])
+def test_a_lender_that_proves_nothing_is_counted_apart(theirs: Security) -> None:
+    with Pair(security=GUARDED) as pair:
+        pair.lender.close()
+        pair.security = theirs
+        pair.lender = pair.open_lender(0)
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is not None
+        assert pair.puller.take_counts() == {"pulls_unauthenticated": 1}
+
+
+def test_a_lender_that_is_gone_is_no_stranger() -> None:
+    with Pair(security=GUARDED) as pair:
+        ticket = pair.lend("r")
+        pair.lender.close()
+        pair.pull("d", ticket)
+        assert pair.outcome_of("d") is not None
+        assert pair.puller.take_counts() == {"pulls_unreachable": 1}
+
+
 @pytest.mark.parametrize("security", [GUARDED, Security()], ids=["secret", "none"])
 def test_a_host_that_a_forged_ticket_names_cannot_pass_the_handshake_on(
     security: Security,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client
+from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.compare import Answer, make_prompts, spread_lengths
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.ports import free_ports
@@ -55,7 +55,8 @@ CONFIGURATIONS = tuple(
     Configuration(
         layout,
         prefix_caching,
-        one_process=layout != "BHLNC",
+        # Once with a worker in a process of its own, as engines of several ranks have.
+        one_process=not (layout == "BHLNC" and prefix_caching),
         policy="fail" if prefix_caching else "recompute",
         # Few enough blocks that 32 requests at once preempt each other.
         num_blocks=None if prefix_caching else 220,
@@ -150,6 +151,14 @@ class PdPair:
         directory = self.decode_engine.log.parent
         with running_proxy([self.prefill_engine.url], [self.decode_engine.url], directory) as url:
             yield url
+
+    @contextmanager
+    def lending(self, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Prefill has computed and lent these; decode pulls them in the end."""
+        tickets = [prefill_only(self.prefill, prompt) for prompt in prompts]
+        yield
+        for prompt, ticket in zip(prompts, tickets, strict=True):
+            self.decode.complete(prompt, 1, kv_transfer_params=ticket)
 
     def lent_after_one_more(self, seconds: float = LEASE_S / 3) -> float:
         """Share of prefill's blocks in use after one more request, or some, to settle.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import prefill_only, prefill_then_decode
+from pdconn.lab.client import prefill_then_decode
+from pdconn.lab.engine import Engine
 from pdconn.lab.keeper import descendants
 from tests.vllm.engines import PdPair
 
@@ -28,29 +29,30 @@ def used_s(pid: int) -> float:
     return total
 
 
-def share_of_a_core(pids: list[int], seconds: float = _SECONDS) -> float:
-    """What processes use while nothing is asked of them."""
-    before = sum(map(used_s, pids))
-    time.sleep(seconds)
-    return (sum(map(used_s, pids)) - before) / seconds
+def shares_of_a_core(*engines: Engine) -> dict[str, float]:
+    """What engines use while nothing is asked of them, all of their processes."""
+    before = [used_s(engine.pid) for engine in engines]
+    time.sleep(_SECONDS)
+    used = [used_s(engine.pid) - b for engine, b in zip(engines, before, strict=True)]
+    return {engine.spec.name: u / _SECONDS for engine, u in zip(engines, used, strict=True)}
 
 
 @pytest.mark.only(layout="BHLNC")
 def test_idle_engines_take_under_a_twentieth_of_a_core(pair: PdPair) -> None:
-    """Connected engines, all of their processes: an upper bound for the connector's share."""
+    """Connected engines: an upper bound for the connector's share."""
     prefill_then_decode(pair.prefill, pair.decode, tuple(range(300, 500)), 1)
     time.sleep(1.0)
-    for engine in (pair.prefill_engine, pair.decode_engine):
-        assert share_of_a_core([engine.pid]) < 0.05, engine.spec.name
+    shares = shares_of_a_core(pair.prefill_engine, pair.decode_engine)
+    assert max(shares.values()) < 0.05, shares
 
 
 @pytest.mark.only(layout="BHLNC", prefix_caching=True)
 def test_an_engine_that_lends_idles_too(pair: PdPair) -> None:
     """While blocks are lent nobody steps; the control is the work of one prompt."""
-    prefill_only(pair.prefill, tuple(range(300, 900)))
-    time.sleep(1.0)
-    assert share_of_a_core([pair.prefill_engine.pid]) < 0.05
+    with pair.lending([tuple(range(300, 900))]):
+        time.sleep(1.0)
+        shares = shares_of_a_core(pair.prefill_engine)
+        assert max(shares.values()) < 0.05, shares
     before = used_s(pair.prefill_engine.pid)
-    for number in range(10):
-        prefill_only(pair.prefill, tuple(range(300 + number, 1500)))
-    assert used_s(pair.prefill_engine.pid) - before > 0.05 * _SECONDS
+    with pair.lending([tuple(range(300 + number, 1500)) for number in range(10)]):
+        assert used_s(pair.prefill_engine.pid) - before > 0.05 * _SECONDS

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pdconn.lab.client import Client, prefill_only, prefill_then_decode
+from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import compare
 from tests.vllm.engines import (
     MAX_TOKENS,
@@ -87,5 +87,5 @@ def test_prefill_gets_all_its_blocks_back(pair: PdPair) -> None:
     prompt = tuple(range(200, 700))
     prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
     assert pair.lent_after_one_more() == 0.0
-    prefill_only(pair.prefill, prompt)
-    assert pair.lent_after_one_more(seconds=1.0) > 0.0
+    with pair.lending([prompt]):
+        assert pair.lent_after_one_more(seconds=1.0) > 0.0
