@@ -2,6 +2,9 @@
 #   make demo     prefill and decode on this machine, checked against one engine alone
 #   make test     everything, unit to real vLLM (about 15 minutes on two cores)
 #   make check    format, lint, types, direction of imports
+#   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
+#   make bench    handover beside vLLM's in-tree connector
+#   make format, clean
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -57,7 +60,7 @@ chaos: venv
 	PDCONN_CHAOS=10000 $(BIN)/python -m pytest tests/simulation --timeout 0 $(ARGS)
 
 fuzz: venv
-	PDCONN_FUZZ=200000 $(BIN)/python -m pytest tests/faults/test_fuzz.py --timeout 0 -s $(ARGS)
+	PDCONN_FUZZ=200000 $(BIN)/python -m pytest tests/faults/test_fuzz.py tests/faults/test_liars.py --timeout 0 -s $(ARGS)
 
 soak: venv
 	PDCONN_SOAK=10000 $(BIN)/python -m pytest tests/faults/test_soak.py --timeout 0 -s $(ARGS)
@@ -66,4 +69,4 @@ bench: venv
 	$(BIN)/python -m tests.throughput.handover $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,7 +9,8 @@ frames of the side channel in both directions, see ``pdconn.protocol.disturbed``
 Chances are per read and per frame, from 0 to 1, and 0 unless given; ``delay_s``
 is in seconds, 0.1 unless given.  Answers may be wrong with ``corrupt`` reads, and with
 ``corrupt`` messages where nothing authenticates them: a greeting with one bit of an
-offset turned over is a greeting still.  All else costs time or requests only.
+offset turned over is a greeting still.  ``kill`` ends the process; all else costs time or requests
+only.
 """
 
 from __future__ import annotations

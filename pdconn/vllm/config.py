@@ -55,14 +55,13 @@ from pdconn.runtime.proving import Verify
 from pdconn.runtime.security import Security, SecurityError
 from transport.odds import FaultError
 
-_SECURITY = (
-    "secret_file", "tls_cert", "tls_key", "tls_ca", "tls_check_hostname", "insecure",
-)  # fmt: skip
-"""Keys that make :attr:`Settings.security`."""
-
 
 class ConfigError(ValueError):
     """A key of ``kv_connector_extra_config`` that is unknown or has a wrong value."""
+
+
+Check = Callable[[Any], Any]
+"""Returns the value to use, or raises ValueError with what it expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +102,13 @@ def read_settings(
     Raises:
         ConfigError: naming the key, what was expected and what came.
     """
-    known = [name for name in Settings.__dataclass_fields__ if name != "security"]
-    known += _SECURITY
-    for key in extra:
-        if key == "secret":
-            hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
-            raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+    _refuse_unknown(extra)
+    values: dict[str, Any] = {"side_channel_host": host, "side_channel_port": port}
+    values |= _checked(extra, _CHECKS)
+    values["side_channel_port"] += port_offset
     settings = Settings(
-        side_channel_host=_read(extra, "side_channel_host", _text, host),
-        side_channel_port=_read(extra, "side_channel_port", _port, port) + port_offset,
-        kv_lease_duration=_read(extra, "kv_lease_duration", _lease, 30.0),
-        claim_timeout=_read(extra, "claim_timeout", _seconds, 10.0),
-        backends=_read(extra, "backends", _names, ("UCX",)),
-        backend_options=_read(extra, "backend_options", _options, {}),
-        huge_pages=_read(extra, "huge_pages", _flag, True),
-        enforce_handshake_compat=_read(extra, "enforce_handshake_compat", _flag, True),
-        description_file=_read(extra, "description_file", _text, None),
-        read_timeout=_read(extra, "read_timeout", _seconds, 120.0),
-        drain_timeout=_read(extra, "drain_timeout", _seconds, 5.0),
-        verify=_read(extra, "verify", _verify, Verify.OFF),
-        debug_faults=_faults(extra),
-        security=_security(extra, environ),
-    )
+        **values, debug_faults=_faults(extra), security=_security(extra, environ)
+    )  # fmt: skip
     if settings.side_channel_host in ("0.0.0.0", "::"):
         raise ConfigError(
             "side_channel_host: expected an address that decode engines can reach, since "
@@ -137,28 +117,34 @@ def read_settings(
     return settings
 
 
+def _refuse_unknown(extra: Mapping[str, Any]) -> None:
+    known = [*_CHECKS, *_SECURITY_CHECKS, "debug_faults"]
+    for key in extra:
+        if key == "secret":
+            hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
+            raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+
+
+def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """What was given, as its check returns it."""
+    values = {}
+    for key in checks.keys() & extra.keys():
+        try:
+            values[key] = checks[key](extra[key])
+        except ValueError as error:
+            raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
+    return values
+
+
 def _security(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Security:
     try:
-        return Security.load(
-            secret_file=_read(extra, "secret_file", _text, None),
-            tls_cert=_read(extra, "tls_cert", _text, None),
-            tls_key=_read(extra, "tls_key", _text, None),
-            tls_ca=_read(extra, "tls_ca", _text, None),
-            tls_check_hostname=_read(extra, "tls_check_hostname", _flag, True),
-            insecure=_read(extra, "insecure", _flag, False),
-            environ=environ,
-        )
+        return Security.load(**_checked(extra, _SECURITY_CHECKS), environ=environ)
     except SecurityError as error:
         raise ConfigError(str(error)) from error
-
-
-def _read(extra: Mapping[str, Any], key: str, check: Callable[[Any], Any], default: Any) -> Any:
-    if key not in extra:
-        return default
-    try:
-        return check(extra[key])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
 
 
 def _faults(extra: Mapping[str, Any]) -> Faults:
@@ -212,5 +198,29 @@ def _options(value: Any) -> dict[str, dict[str, str]]:
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError("true or false")  # noqa: TRY004 - _read turns it into a ConfigError
+        raise ValueError("true or false")  # noqa: TRY004 - _checked turns it into a ConfigError
     return value
+
+
+_CHECKS: dict[str, Check] = {
+    "side_channel_host": _text,
+    "side_channel_port": _port,
+    "kv_lease_duration": _lease,
+    "claim_timeout": _seconds,
+    "backends": _names,
+    "backend_options": _options,
+    "huge_pages": _flag,
+    "enforce_handshake_compat": _flag,
+    "description_file": _text,
+    "read_timeout": _seconds,
+    "drain_timeout": _seconds,
+    "verify": _verify,
+}
+_SECURITY_CHECKS: dict[str, Check] = {
+    "secret_file": _text,
+    "tls_cert": _text,
+    "tls_key": _text,
+    "tls_ca": _text,
+    "tls_check_hostname": _flag,
+    "insecure": _flag,
+}

@@ -1,6 +1,8 @@
-"""Whatever arrives at the side channel, both sides live, stay small and serve on.
+"""Whatever arrives at a lender's side channel, it lives, stays small and serves on.
 
-``PDCONN_FUZZ=200000`` sets how many inputs are sent to lenders, ``PDCONN_SEED`` which.
+What readers hear is spoiled in :mod:`tests.faults.test_liars`.
+
+``PDCONN_FUZZ=200000`` sets how many inputs are sent, ``PDCONN_SEED`` which (``make fuzz``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
@@ -18,8 +20,9 @@ from pdconn.runtime.peers import Peer
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import Job, News, Reading
+from pdconn.runtime.reader import Job, News, Reading, ReadSettled
 from pdconn.runtime.records import Outcome
+from tests.simulation.log import ReaderLog, TappedWire
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.world import Wire, World, connect
 from transport.memory import MemoryTransport
@@ -29,6 +32,28 @@ PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
 TRAITS = {"model": "simulated"}
 
 
+class Ordered(set[Any]):
+    """A set that is walked through as it was filled: else a seed would not replay its run.
+
+    A plain one goes by hashes, and those of texts and objects differ in every process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: dict[Any, None] = {}
+
+    def add(self, member: Any) -> None:
+        super().add(member)
+        self._order[member] = None
+
+    def discard(self, member: Any) -> None:
+        super().discard(member)
+        self._order.pop(member, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order)
+
+
 class Clockwork:
     """Wakes somebody when a deadline is due, once per deadline."""
 
@@ -36,7 +61,7 @@ class Clockwork:
         self._world = world
         self._set_for: float | None = None
 
-    def set(self, deadline: float | None, act: object) -> None:
+    def set(self, deadline: float | None, act: Callable[[], None]) -> None:
         """Call ``act`` at ``deadline`` unless an earlier call is set already."""
         if deadline is None or (self._set_for is not None and self._set_for <= deadline):
             return
@@ -118,10 +143,10 @@ class Prefill:
         self.memory.raw[:] = 1
         self._start()
 
-    def open(self, arrived: object) -> Wire:
+    def open(self, arrived: Callable[[], None]) -> Wire:
         """Somebody dials; its end of the wire."""
         visitor = Visitor("somebody")
-        theirs, ours = connect(self.world, arrived, lambda: self._serve(visitor))  # type: ignore[arg-type]
+        theirs, ours = connect(self.world, arrived, lambda: self._serve(visitor))
         self._wires[visitor] = ours
         return theirs
 
@@ -175,65 +200,71 @@ class DecodeRank:
         self.memory = Memory("BLHNC", POOL, rank * HEADS // of, HEADS // of)
         self.transport = MemoryTransport(world.network, f"{engine.name}.{rank}")
         self.transport.register(self.memory.references.memories())
+        self.log = ReaderLog()
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
         self.reading = Reading(self.transport, self._answer, world.clock)
         verify = list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE, verify=verify)
+        self.pulls.connections._retired = Ordered()
         self._alarm = Clockwork(world)
         self._paused_until = 0.0
         world.readers[self.transport.peer_id] = self.poll
 
     def dial(self, peer: Peer) -> None:
         """As ``pdconn.runtime.peers.Dialer.dial``."""
-        peer.wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
+        wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
+        peer.wire = TappedWire(wire, self.log, self.world.clock)
+        peer.pulls = Ordered()
 
     def turn(self) -> None:
         """What the puller's thread does between two waits."""
-        if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, self.turn)
-            return
+        self._when_awake(self._turn)
+
+    def _turn(self) -> None:
         self.pulls.tick(self.world.now)
         self.pulls.connections.flush_all()
         self._alarm.set(self.pulls.next_deadline(), self.turn)
         outcome = Outcome.of(self.pulls.outbox)
         if outcome.records or outcome.failed or outcome.released:
+            for record in outcome.records:
+                self.log.received(record.request)
             self._engine.reported(self, outcome)
 
     def pause(self, seconds: float) -> None:
         """The whole rank stands still, as a process without a core does."""
         self._paused_until = self.world.now + seconds
 
-    def _soon(self, peer: Peer) -> None:
+    def _when_awake(self, act: Callable[[], None]) -> None:
+        """Call ``act`` now, or when the rank goes on."""
         if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, lambda: self._soon(peer))
-            return
+            self.world.at(self._paused_until - self.world.now, lambda: self._when_awake(act))
+        else:
+            act()
+
+    def _soon(self, peer: Peer) -> None:
+        self._when_awake(lambda: self._serve(peer))
+
+    def _serve(self, peer: Peer) -> None:
         self.pulls.connections.serve(peer)
         self.turn()
 
     def _post(self, job: Job) -> None:
-        self.world.at(self.world.lag(), lambda: self._carry_out(job))
+        self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._carry_out(job)))
 
     def _carry_out(self, job: Job) -> None:
-        if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, lambda: self._carry_out(job))
-            return
         self.reading.do(job)
         self.poll()
 
     def poll(self) -> None:
         """Look at the reads: one may have settled."""
-        if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, self.poll)
-        else:
-            self.reading.poll()
+        self._when_awake(self.reading.poll)
 
     def _answer(self, answer: News) -> None:
-        self.world.at(self.world.lag(), lambda: self._hear(answer))
+        if isinstance(answer, ReadSettled):
+            self.log.settled(answer.tag.request, self.world.now)  # type: ignore[attr-defined]
+        self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: News) -> None:
-        if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, lambda: self._hear(answer))
-            return
         self.pulls.answered(answer)
         self.turn()
 

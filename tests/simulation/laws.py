@@ -1,6 +1,19 @@
-"""The laws of the design that hold at every step of a simulation, as code that can fail."""
+"""The laws of the design over leases and pulls, as code that can fail.
+
+::
+
+    law 3   at every event    what somebody may still believe is lent; nothing is freed twice
+    law 4   at every event    what was received settled before its claim was over, and is right
+    law 5   at every event    no entry of any table is nobody's
+            at the end        every table is empty, every block is back
+    and     at every event    no block that is free can be written
+
+Deadlines are those of :mod:`tests.simulation.log`, not of the machines that are tested.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from pdconn.lifecycle.pull import PullState
 from tests.simulation.engines import Decode, DecodeRank, Prefill
@@ -15,7 +28,7 @@ class LawBroken(AssertionError):
 
 
 class Laws:
-    """Checks laws 3 and 4 and the quarantine after each event, law 5 at the end."""
+    """See the module: :meth:`hold` is checked after each event, the rest at the end."""
 
     def __init__(self, world: World, prefills: list[Prefill], decodes: list[Decode]) -> None:
         self._world = world
@@ -31,10 +44,14 @@ class Laws:
         """
         self._nothing_lent_is_free_while_believed()
         self._nothing_free_can_be_written()
+        self._everything_received_settled_in_time()
         for prefill in self._prefills:
             self._require(not prefill.freed_twice, f"law 3: freed twice: {prefill.freed_twice}")
+            self._everything_lent_is_somebodys(prefill)
         for decode in self._decodes:
             self._require(not decode.wrong, f"law 4: {decode.wrong} holds another request's KV")
+        for decode, rank in self._ranks():
+            self._everything_pulled_is_somebodys(decode, rank)
 
     def hold_at_the_end(self) -> None:
         """Check that every table is empty and every block is back.
@@ -45,30 +62,64 @@ class Laws:
         for prefill in self._prefills:
             self._require(prefill.desk.num_lent == 0, f"law 5: {prefill.name} still lends")
             self._require(prefill.desk.num_summed == 0, f"law 5: {prefill.name} keeps checksums")
+            self._require(prefill.desk.next_deadline() is None, f"law 5: {prefill.name} has alarms")
             self._all_free(prefill.name, prefill.free)
         for decode in self._decodes:
             self._require(not decode.requests, f"law 5: {decode.name} has {decode.requests}")
             self._all_free(decode.name, decode.free)
             for rank in decode.ranks:
                 self._require(rank.pulls.num_open == 0, f"law 5: {decode.name} has open pulls")
+                self._require(len(rank.reading) == 0, f"law 5: {decode.name} has open reads")
+                alarm = rank.pulls.next_deadline()
+                self._require(alarm is None, f"law 5: {decode.name} has alarms")
                 idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.connections)
                 self._require(idle, f"law 5: {decode.name} keeps peers that nobody uses")
+                known = {at for peer in rank.pulls.connections for at in peer.ranks.values()}
+                self._subset(rank.transport._peers, known, f"{decode.name} reaches strangers")
         self._require(not self._world.network.in_flight(), "law 5: a read is in flight")
 
     def _nothing_lent_is_free_while_believed(self) -> None:
-        """Law 3: a pull whose claim is not over finds its lease in the book."""
+        """Law 3: what may be believed is lent, whatever the reader takes its deadline to be."""
         now = self._world.now
         alive = {prefill.incarnation: prefill for prefill in self._prefills}
         for _, rank in self._ranks():
             for entry in rank.pulls._entries.values():
                 machine = entry.machine
                 lender = alive.get(entry.ticket.incarnation)
-                if lender is None or machine.state not in BELIEVING or now >= machine.deadline:
+                if lender is None or machine.state not in BELIEVING:
+                    continue
+                if now >= rank.log.deadlines[entry.request]:
                     continue
                 self._require(
                     entry.ticket.request_id in lender.lent,
                     f"law 3: {entry.ticket.request_id} is free, and {entry.request} reads it",
                 )
+
+    def _everything_received_settled_in_time(self) -> None:
+        """Law 4, by time.  By content it is broken only if the blocks had a new owner by then."""
+        for _, rank in self._ranks():
+            self._require(not rank.log.too_late, f"law 4: received: {rank.log.too_late}")
+
+    def _everything_lent_is_somebodys(self, prefill: Prefill) -> None:
+        """Law 5: a lender's tables speak of what the engine lends, and of nothing else."""
+        desk, lent = prefill.desk, prefill.lent
+        self._subset(desk._book._leases, lent, f"{prefill.name} has leases of nothing")
+        self._subset(desk._proofs._lent, lent, f"{prefill.name} has checksums of nothing lent")
+        self._subset(desk._claimants, lent, f"{prefill.name} has claimants of nothing lent")
+
+    def _everything_pulled_is_somebodys(self, decode: Decode, rank: DecodeRank) -> None:
+        """Law 5: a rank's pulls are requests', its peers and its reads are pulls'."""
+        pulls, name = rank.pulls, decode.name
+        entries, peers = set(pulls._entries.values()), list(pulls.connections)
+        uses = {(entry.peer, entry.request) for entry in entries}
+        used = {peer for peer, _ in uses}
+        over = [peer for peer in peers if peer.is_closed or peer.retired]
+        listed = [(peer, request) for peer in peers for request in peer.pulls]
+        self._subset(pulls._entries, decode.requests, f"{name} has pulls of no request")
+        self._subset(pulls._by_pull.values(), entries, f"{name} awaits answers to no pull")
+        self._subset(rank.reading._reads.values(), entries, f"{name} has reads of no pull")
+        self._subset(listed, uses, f"{name} has peers with pulls that are none")
+        self._subset(over, used, f"{name} has peers that are over")
 
     def _nothing_free_can_be_written(self) -> None:
         """A block that the engine may give away is not the target of any read."""
@@ -96,6 +147,10 @@ class Laws:
     def _all_free(self, name: str, free: list[int]) -> None:
         expected = list(range(1, len(self._decodes[0].ranks[0].memory.cells)))
         self._require(sorted(free) == expected, f"law 5: {name} has free blocks {sorted(free)}")
+
+    def _subset(self, some: Collection[object], of: Collection[object], what: str) -> None:
+        left = [each for each in some if each not in of]
+        self._require(not left, f"law 5: {what}: {left}")
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:

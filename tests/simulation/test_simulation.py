@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from pdconn.lifecycle.lease import Lease, LeaseState
 from pdconn.lifecycle.pull import Effect, Pull, PullState
+from pdconn.runtime.proofs import Proofs
+from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.records import FailedPull
 from tests.believing import without_deadline
 from tests.simulation import engines
-from tests.simulation.laws import LawBroken
+from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.run import simulate
 from tests.simulation.world import NO_FAULTS, Chances
 
@@ -55,6 +61,23 @@ def test_a_seed_replays_its_run() -> None:
     assert simulate(5, 100, Chances()) != simulate(6, 100, Chances())
 
 
+def test_a_seed_replays_its_run_in_another_process() -> None:
+    """Texts hash differently there, and sets of them have another order."""
+    code = (
+        "import json, logging; logging.disable(50)\n"
+        "from tests.simulation.run import simulate\n"
+        "from tests.simulation.world import Chances\n"
+        "print(json.dumps([simulate(seed, 150, Chances()) for seed in (0, 1)]))"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code]
+    runs = [
+        subprocess.check_output(command, cwd=root, env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    ]
+    assert json.loads(runs[0]) == json.loads(runs[1])
+
+
 # Negative controls: without one of the guards, the laws are seen to break.
 
 
@@ -73,7 +96,36 @@ def test_without_the_deadline_check_wrong_content_is_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_deadline(monkeypatch)
-    breaks("law 4")
+    # What is wrong is late, too, and that is noticed first.
+    monkeypatch.setattr(Laws, "_everything_received_settled_in_time", lambda _: None)
+    breaks("holds another request's KV")
+
+
+@pytest.mark.parametrize("slack_s", [0.005, 0.05])
+def test_a_deadline_that_is_a_little_too_late_is_noticed(
+    slack_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Pull.granted
+
+    def generous(self: Pull, seq: int, ttl_s: float, now: float) -> list[Effect]:
+        return real(self, seq, ttl_s + slack_s, now)
+
+    monkeypatch.setattr(Pull, "granted", generous)
+    breaks("after its claim was over")
+
+
+def test_a_deadline_that_counts_from_the_answer_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Pull.granted
+
+    def from_hearing(self: Pull, seq: int, ttl_s: float, now: float) -> list[Effect]:
+        if seq in self._sent:
+            self._sent[seq] = now
+        return real(self, seq, ttl_s, now)
+
+    monkeypatch.setattr(Pull, "granted", from_hearing)
+    breaks("after its claim was over")
 
 
 def test_without_quarantine_blocks_are_reused_under_a_read(
@@ -114,6 +166,23 @@ def test_a_quarantine_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Pull, "settled", silent)
     breaks("law 5")
+
+
+def test_a_cancelled_pull_that_stays_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lazy(self: Pulls, request: str) -> None:
+        entry = self._entries.get(request)
+        if entry is not None:
+            self._do(entry, entry.machine.fail("cancelled", self._clock()))
+
+    monkeypatch.setattr(Pulls, "cancel", lazy)
+    breaks("has pulls of no request")
+
+
+def test_checksums_that_outlive_their_lease_are_noticed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Proofs, "forget", lambda _self, _request: [])
+    breaks("has checksums of nothing lent")
 
 
 def test_reports_tell_quarantine_from_failure() -> None:

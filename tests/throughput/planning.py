@@ -1,6 +1,7 @@
 """What planning costs: a long prompt, a big peer, and the memory of a plan.
 
     python -m tests.throughput.planning --json planning.json
+    python -m tests.throughput.planning --check
 
 The shape is Gemma 3 27B's: 62 layers, every sixth with full attention and the others
 with windows of 1024 tokens, 16 KV heads of 128 numbers for K and V, in the groups and
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from tests.layouts import layout_memory
 
 LAYERS, EVERY, WINDOW, HEADS, TOKEN_NBYTES = 62, 6, 1024, 16, 2 * 128 * 2
 BLOCK = 16
+CACHES = (8192, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,36 @@ class Row:
     @property
     def holds(self) -> bool:
         return self.median_ms <= self.bound_ms
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The peak of one plan in a small cache and in a large one, and the bounds that we set us.
+
+    A plan may grow with its runs, by ``bound_nbytes`` each, and not with the cache.
+    """
+
+    what: str
+    runs: int
+    small_nbytes: int
+    large_nbytes: int
+    bound_nbytes: float = 80.0
+    bound_growth: float = 1.05
+
+    @property
+    def nbytes_per_run(self) -> float:
+        return max(self.small_nbytes, self.large_nbytes) / self.runs
+
+    @property
+    def growth(self) -> float:
+        return self.large_nbytes / self.small_nbytes
+
+    @property
+    def holds(self) -> bool:
+        return (
+            self.nbytes_per_run <= self.bound_nbytes
+            and 1 / self.bound_growth <= self.growth <= self.bound_growth
+        )
 
 
 def gemma(layout: str, tp: int, rank: int, num_blocks: int, at: int = 0) -> KVCacheReferences:
@@ -120,26 +152,34 @@ def template_row(layout: str, tp: int, our_tp: int, times: int) -> Row:
     return Row(f"template, {tp} ranks to {our_tp}, {layout}", runs, median, worst, 50.0)
 
 
-def plan_memory(blocks: int, tokens: int = 32_768) -> int:
-    """Peak bytes that one plan allocates in caches of ``blocks`` blocks."""
-    ours, theirs = (gemma("LBHNC", 1, 0, blocks, at) for at in range(2))
+def memory_row(layout: str, tokens: int) -> PlanMemory:
+    """Plan one prompt, with the same block ids, in both caches."""
+    small, large = (plan_memory(layout, tokens, blocks) for blocks in CACHES)
+    assert small[0] == large[0]
+    return PlanMemory(f"plan of {tokens} tokens, {layout}", small[0], small[1], large[1])
+
+
+def plan_memory(layout: str, tokens: int, blocks: int) -> tuple[int, int]:
+    """Runs of one plan and the peak bytes that it allocates, in caches of ``blocks`` blocks."""
+    ours, theirs = (gemma(layout, 1, 0, blocks, at) for at in range(2))
     pairing = Pairing.of(ours, [theirs])
-    need = Need(0, tokens, tables(ours, tokens, 8192, seed=1))
-    lent = tables(theirs, tokens, 8192, seed=2)
+    need = Need(0, tokens, tables(ours, tokens, CACHES[0], seed=1))
+    lent = tables(theirs, tokens, CACHES[0], seed=2)
     tracemalloc.start()
-    pairing.plan(need, lent)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
+    try:
+        runs = pairing.plan(need, lent).num_runs
+        return runs, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
-def main() -> int:
-    """Measure, print the table, write the JSON."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where to write all measurements")
     parser.add_argument("--times", type=int, default=15, help="runs of each (%(default)s)")
     parser.add_argument("--check", action="store_true", help="fail if a bound does not hold")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = [
         plan_row("LBHNC", 131_072, 15.0, options.times),
         plan_row("BLHNC", 131_072, 2.0, options.times),
@@ -153,13 +193,21 @@ def main() -> int:
         for r in rows
     ]  # fmt: skip
     print(table(["", "runs", "median\nms", "worst\nms", "bound\nms", ""], lines))
-    small, large = plan_memory(8192), plan_memory(1 << 20)
-    print(f"peak of a plan of 32768 tokens: {small / 1e6:.2f} MB in a cache of 8192 blocks, "
-          f"{large / 1e6:.2f} MB in one of 1048576")  # fmt: skip
+    memory = [memory_row("LBHNC", 32_768), memory_row("LBHNC", 65_536)]
+    lines = [
+        [r.what, str(r.runs), f"{r.small_nbytes / 1e6:.2f}", f"{r.large_nbytes / 1e6:.2f}",
+         f"{r.nbytes_per_run:.1f}", f"{r.bound_nbytes:g}", "holds" if r.holds else "FAILS"]
+        for r in memory
+    ]  # fmt: skip
+    heads = [f"peak MB,\n{blocks} blocks" for blocks in CACHES]
+    print(table(["", "runs", *heads, "bytes\na run", "bound", ""], lines))
     if options.json is not None:
-        document = {"rows": [asdict(row) for row in rows], "peak_nbytes": [small, large]}
+        document = {
+            "rows": [asdict(row) for row in rows],
+            "memory": [asdict(row) for row in memory],
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if options.check and not all(row.holds for row in rows) else 0
+    return 1 if options.check and not all(row.holds for row in [*rows, *memory]) else 0
 
 
 if __name__ == "__main__":

@@ -106,23 +106,59 @@ def test_other_layouts_block_sizes_and_tensor_parallelism_are_differences_that_a
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "field"),
+    ("theirs", "ours", "said"),
     [
-        (engine(opaque=True, block=8), engine(opaque=True), "block_tokens of blocks that only"),
-        (engine(opaque=True), engine(), "blocks opaque in tokens"),
-        (engine(window=8), engine(window=16), "layer a: window"),
-        (engine(window=8), engine(), "layer b: kind"),
-        (engine(token_nbytes=4), engine(), "layer a: bytes per token and head"),
-        (engine(token_nbytes=4, opaque=True), engine(opaque=True), "layer a: bytes per head"),
-        (engine(ratio=2), engine(), "layer a: tokens per stored row"),
-        (engine(layers=("a",)), engine(), "layer b chunk 0"),
-        (engine(heads=2), engine(), "head 2 of layer a"),
+        (
+            engine(opaque=True, block=8),
+            engine(opaque=True),
+            ["layer a: block_tokens of blocks that only move whole: theirs 8, ours 4"],
+        ),
+        (
+            engine(opaque=True),
+            engine(),
+            ["layer a: blocks opaque in tokens: theirs opaque, ours by token"],
+        ),
+        (
+            engine(window=8),
+            engine(window=16),
+            ["layer a: window: theirs 8, ours 16", "layer b: window: theirs 8, ours 16"],
+        ),
+        (
+            engine(window=8),
+            engine(),
+            [
+                "layer a: kind: theirs sliding_window, ours full_attention",
+                "layer b: kind: theirs sliding_window, ours full_attention",
+            ],
+        ),
+        (
+            engine(token_nbytes=4),
+            engine(),
+            ["layer a: bytes per token and head: theirs 4, ours 8"],
+        ),
+        (
+            engine(token_nbytes=4, opaque=True),
+            engine(opaque=True),
+            ["layer a: bytes per head: theirs 16, ours 32"],
+        ),
+        (engine(ratio=2), engine(), ["layer a: tokens per stored row: theirs 2.0, ours 1.0"]),
+        (engine(layers=("a",)), engine(), ["layer b chunk 0: theirs not held, ours held"]),
+        (
+            engine(heads=2),
+            engine(),
+            [
+                "head 2 of layer a: theirs not held, ours needed",
+                "head 2 of layer b: theirs not held, ours needed",
+            ],
+        ),
     ],
 )
-def test_what_the_planner_refuses_is_named(theirs: Described, ours: Described, field: str) -> None:
+def test_what_the_planner_refuses_is_named_with_both_values(
+    theirs: Described, ours: Described, said: list[str]
+) -> None:
     comparison = compare(theirs, ours)
     assert not comparison.compatible
-    assert any(field in d.field for d in comparison.b_pulls), comparison.b_pulls
+    assert [str(difference) for difference in comparison.b_pulls] == said
 
 
 def test_compressed_rows_of_unequal_blocks_are_served() -> None:
@@ -141,7 +177,18 @@ def test_ranks_that_disagree_on_their_groups_are_refused() -> None:
         [GroupMemory(AttentionKind.FULL, None, 4, ()), GroupMemory(AttentionKind.FULL, None, 4, ())]
     )
     theirs = msgspec.structs.replace(engine(), ranks=(one, RankGeometry(1, 0, b"", more)))
-    assert "number of KV cache groups of their ranks" in compare(theirs, engine()).b_pulls[0].field
+    [refused] = compare(theirs, engine()).b_pulls
+    assert str(refused) == "number of KV cache groups of their ranks: theirs 2, ours 1"
+
+
+def test_a_lender_without_any_kv_is_refused_also_by_a_reader_that_needs_none() -> None:
+    nothing = build_kv_cache_references([GroupMemory(AttentionKind.FULL, None, 4, ())])
+    empty = msgspec.structs.replace(engine(), ranks=(RankGeometry(0, 0, b"", nothing),))
+    why = "KV of the lender: theirs nothing, ours needed"
+    assert [str(refused) for refused in compare(empty, empty).b_pulls] == [why]
+    both = [why, "layer a chunk 0: theirs not held, ours held"]
+    assert [str(refused) for refused in compare(empty, engine(layers=("a",))).b_pulls] == both
+    assert compare(engine(), empty).b_pulls == ()
 
 
 def test_a_description_tells_no_address() -> None:
@@ -198,7 +245,9 @@ def test_the_table_tells_what_is_refused_from_what_differs(
 
 def test_other_versions_cannot_pull() -> None:
     newer = msgspec.structs.replace(engine(), version=99)
-    assert compare(newer, engine()).b_pulls[0].field == "version"
+    comparison = compare(newer, engine())
+    assert [str(refused) for refused in comparison.b_pulls] == ["version: theirs 99, ours 2"]
+    assert [str(refused) for refused in comparison.a_pulls] == ["version: theirs 2, ours 99"]
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e300"])

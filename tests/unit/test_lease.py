@@ -110,6 +110,20 @@ def test_ranks_of_one_pull_must_agree_on_their_number() -> None:
     assert refusal(lent.claim(Reader("p", 1, 4), BLOCKS, 1.0)) is Refusal.BAD_READER
 
 
+def test_a_lease_takes_note_of_so_many_pulls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdconn.lifecycle.lease.MAX_PULLS", 2)
+    lent = lease()
+    for pull in "pq":
+        assert lent.claim(Reader(pull, 0, 2), BLOCKS, 1.0) == Granted(10.0)
+    assert lent.claim(Reader("x", 0, 1), BLOCKS, 1.0) == Denied(
+        Refusal.TOO_MANY, "2 pulls have claimed this lease"
+    )
+    lent.done(Reader("x", 0, 1), BLOCKS, 1.0)
+    assert lent.state is LeaseState.HELD
+    assert lent.claim(Reader("p", 1, 2), BLOCKS, 1.0) == Granted(10.0)
+    assert lent.renew(Reader("q", 0, 2), 2.0) == Granted(10.0)
+
+
 def test_only_a_claim_that_holds_can_be_renewed() -> None:
     lent = lease()
     assert refusal(lent.renew(Reader("p", 0, 1), 1.0)) is Refusal.EXPIRED

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import msgspec
 import pytest
 
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.messages import Prove, Proven
-from pdconn.protocol.proof import Answer
-from pdconn.protocol.ticket import BlockList
+from pdconn.protocol.messages import Prove, Proven, Reader, Unproven
+from pdconn.protocol.proof import Answer, Ask, Share
+from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.runtime.desk import Desk
 from pdconn.runtime.proofs import MAX_ASKS
 from pdconn.runtime.proving import Proof, Verify
+from tests.faults.guests import Guest
 from tests.pair import Pair
 from transport.faults import Late
 
@@ -144,8 +146,50 @@ def test_only_answers_to_asks_are_heard_once() -> None:
         proof.heard(0, Answer(1, 1))
 
 
+def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[Prove]:
+    """Ask after ask for all that ``ticket`` lends, of somebody who claimed it as ``pull``."""
+    ask = Ask(0, False, (Share(0, 0, 2, 0, 2, 0, 3),))
+    return [Prove(number, ticket.request_id, Reader(pull, 0, 1), ask) for number in numbers]
+
+
 def test_a_reader_may_ask_a_few_times_only() -> None:
-    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS) as pair:
-        pair.pull("d", pair.lend("r"))
-        assert pair.outcome_of("d") is None
-        assert pair.lender.counts["proofs"] <= MAX_ASKS
+    with Pair(their_verify=Verify.ALWAYS) as pair, Guest(pair.lender.port) as guest:
+        ticket = pair.lend("r")
+        for pull in ("greedy", "modest"):
+            guest.claim("r", ticket.digest(), pull)
+        guest.say(*asks(ticket, "greedy", range(MAX_ASKS)))
+        assert [guest.hear(Proven).number for _ in range(MAX_ASKS)] == list(range(MAX_ASKS))
+        guest.say(*asks(ticket, "greedy", [MAX_ASKS]))
+        assert guest.hear(Unproven) == Unproven(
+            MAX_ASKS, "greedy", f"rank 0 was asked {MAX_ASKS} times already"
+        )
+        guest.say(*asks(ticket, "modest", [0]))
+        assert guest.hear(Proven).pull == "modest"
+
+
+@pytest.mark.parametrize("over", ["summed", "ended"])
+def test_so_many_asks_wait_and_no_more(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were answered, or whose lease has ended, wait no longer."""
+    monkeypatch.setattr("pdconn.runtime.proofs.MAX_WAITING", 2)
+    with Pair(their_verify=Verify.ALWAYS) as pair, Guest(pair.lender.port) as guest:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        slow, next_one = (pair.lend_blocks(name, blocks) for name in ("slow", "next"))
+        pair.sum("next", blocks)
+        for number, ticket in enumerate((slow, slow, slow, next_one)):
+            guest.claim(ticket.request_id, ticket.digest(), f"guest/{number}")
+        for number in range(3):
+            guest.say(*asks(slow, f"guest/{number}", [7]))
+        full = "2 others wait for checksums"
+        assert guest.hear(Unproven) == Unproven(7, "guest/2", full)
+        guest.say(*asks(next_one, "guest/3", [8]))
+        assert guest.hear(Unproven) == Unproven(8, "guest/3", full)
+        if over == "summed":
+            pair.sum("slow", blocks)
+            assert [guest.hear(Proven).pull for _ in range(2)] == ["guest/0", "guest/1"]
+        else:
+            for number in range(3):
+                guest.done("slow", slow.digest(), f"guest/{number}")
+            ended = {guest.hear(Unproven) for _ in range(2)}
+            assert ended == {Unproven(7, f"guest/{n}", "the lease has ended") for n in (0, 1)}
+        guest.say(*asks(next_one, "guest/3", [9]))
+        assert guest.hear(Proven).number == 9

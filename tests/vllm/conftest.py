@@ -82,7 +82,9 @@ def pair(
     others = {}
     if configuration == SPOILED_BESIDE:
         faults = {"reads": {"corrupt": 1.0}}
-        spoiled = engine("spoiled", model, configuration, "kv_consumer", 1, debug_faults=faults)
-        others["spoiled"] = spoiled
+        for name, verify in (("spoiled", "off"), ("doubting", "always")):
+            others[name] = engine(
+                name, model, configuration, "kv_consumer", 1, verify=verify, debug_faults=faults
+            )
     with pair_of(configuration, model, work / str(configuration), others) as started:
         yield started

@@ -60,8 +60,8 @@ CONFIGURATIONS = tuple(
         policy="fail" if prefix_caching else "recompute",
         # Few enough blocks that 32 requests at once preempt each other.
         num_blocks=None if prefix_caching else 220,
-        # One layout each for checksums and for a side channel with a secret.
-        verify={"LBHNC": "sample" if prefix_caching else "always"}.get(layout, "off"),
+        # Two layouts for checksums, one for a side channel with a secret.
+        verify="off" if layout == "BHLNC" else "sample" if prefix_caching else "always",
         guarded=layout == "BHLNC",
     )
     for layout in ("LBHNC", "BLHNC", "BHLNC")
@@ -70,7 +70,8 @@ CONFIGURATIONS = tuple(
 
 
 SPOILED_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BLHNC-plain")
-"""Beside this pair runs a decode engine that flips a byte of every pull."""
+"""Beside this pair run two decode engines that flip a byte of every pull: ``spoiled``, which
+believes it, and ``doubting``, which compares checksums."""
 
 
 def one_after_another() -> list[Prompt]:
@@ -94,10 +95,16 @@ def whole_blocks() -> list[Prompt]:
 
 
 def pairing_prompts(number: int) -> tuple[list[Prompt], list[Prompt]]:
-    """For one pairing of topologies: one after another, and at once; no two share any."""
+    """For one pairing of topologies: one after another, and at once.
+
+    The last of the single ones goes on where the one before it ended; no others share any.
+    """
     longest = MAX_MODEL_LEN - MAX_TOKENS
-    single = make_prompts([2, BLOCK, 3 * BLOCK - 1, 130, 700, longest], seed=100 + 2 * number)
-    return single, make_prompts([40, 64, 300, 90, 200, 33], seed=101 + 2 * number)
+    lengths = [2, BLOCK, 3 * BLOCK - 1, 130, longest, 700, 90]
+    *single, more = make_prompts(lengths, seed=100 + 2 * number)
+    return [*single, single[-1] + more], make_prompts(
+        [40, 64, 300, 90, 200, 33], seed=101 + 2 * number
+    )
 
 
 class Expected:
@@ -141,6 +148,11 @@ class PdPair:
     def decode(self) -> Client:
         return Client(self.decode_engine.url)
 
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are compared."""
+        return self.configuration.verify != "off"
+
     def log(self) -> str:
         """Everything that decode has logged."""
         return self.decode_engine.log.read_text()
@@ -166,10 +178,15 @@ class PdPair:
         The request is an ordinary one: it lends nothing.  Given up after ``seconds``,
         long before a lease would end by itself.
         """
+        return self.used(self.prefill, seconds)
+
+    @staticmethod
+    def used(client: Client, seconds: float = LEASE_S / 3) -> float:
+        """Share of an engine's blocks in use, as :meth:`lent_after_one_more`."""
         give_up = time.monotonic() + seconds
         while True:
-            self.prefill.complete((5, 6, 7), 1)
-            used = self.prefill.metrics()["vllm:kv_cache_usage_perc"]
+            client.complete((5, 6, 7), 1)
+            used = client.metrics()["vllm:kv_cache_usage_perc"]
             if used == 0.0 or time.monotonic() > give_up:
                 return used
             time.sleep(0.1)
@@ -236,7 +253,13 @@ def pair_of(
         *(others or {}).values(),
     ]
     with running(specs, directory, cache=cache_beside(model)) as (prefill, decode, *rest):
-        yield PdPair(configuration, prefill, decode, tuple(rest))
+        pair = PdPair(configuration, prefill, decode, tuple(rest))
+        yield pair
+        # Leases that a test left end by themselves.
+        assert pair.lent_after_one_more(seconds=2 * LEASE_S) == 0.0
+        assert pair.used(pair.decode) == 0.0
+    ends = {engine.spec.name: engine.stop() for engine in (prefill, decode, *rest)}
+    assert {name: end and end.killed for name, end in ends.items()} == dict.fromkeys(ends, ())
 
 
 @contextmanager

@@ -111,6 +111,33 @@ def test_a_prefill_stopped_past_its_lease_amid_a_read_spoils_nothing(
         assert late.ended < went_on
 
 
+def test_a_prefill_stopped_before_or_after_a_pull_is_not_waited_for(
+    fleet: Fleet, prefill: Engine
+) -> None:
+    """Who holds a ticket only gives up its claim; who has pulled needs prefill no more."""
+    prompts = [fleet.prompt() for _ in range(3)]
+    tickets = [fleet.lent(prompt) for prompt in prompts]
+    with Tap(prefill) as tap, ThreadPoolExecutor() as pool:
+        done = tap.at(Done)
+        generating = pool.submit(ask, fleet.decode, prompts[0], tap.over(tickets[0]), 400)
+        assert done.wait(WAIT_S)
+        prefill.pause()
+        stopped = time.monotonic()
+        try:
+            recomputing = pool.submit(ask, fleet.decode, prompts[1], tickets[1])
+            failing = pool.submit(ask, fleet.failing, prompts[2], tickets[2])
+            after = generating.result(WAIT_S)
+            assert right(fleet, recomputing.result(WAIT_S))
+            assert refused(failing.result(WAIT_S))
+        finally:
+            prefill.resume()
+    assert right(fleet, after)
+    assert after.ended > stopped
+    assert fleet.hands_over(fleet.decode)
+    assert fleet.hands_over(fleet.failing)
+    assert fleet.used(prefill, 2 * LEASE_S) == 0.0
+
+
 def test_a_decode_stopped_past_its_lease_believes_no_reused_block(
     fleet: Fleet, prefill: Engine
 ) -> None:

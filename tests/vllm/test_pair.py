@@ -40,20 +40,29 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
     }
     after = pair.decode.metrics()
     assert mismatches(expected, answers) == []
-    pulled = after["pdconn:pulls_total"] - before.get("pdconn:pulls_total", 0)
+
+    def change(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    pulled = change("pdconn:pulls_total")
     assert pulled >= 150  # the rest were one token long or wholly cached
-    assert after.get("vllm:nixl_num_failed_transfers_total", 0) == 0
+    assert change("pdconn:pulls_proven_total") == (pulled if pair.verifies else 0)
+    assert (change("pdconn:saved_by_hits_bytes_total") > 0) == pair.configuration.prefix_caching
+    assert change("vllm:nixl_num_failed_transfers_total") == 0
 
 
 def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) -> None:
     prompts = all_at_once()
     assert len(prompts) == 32
+    before = pair.decode.metrics().get("pdconn:pulls_total", 0.0)
     with pair.proxy() as url, ThreadPoolExecutor(32) as pool:
         client = Client(url)
         answers = dict(
             zip(prompts, pool.map(lambda p: client.complete(p, MAX_TOKENS), prompts), strict=True)
         )
     assert mismatches(expected, answers) == []
+    pulled = pair.decode.metrics()["pdconn:pulls_total"] - before
+    assert pulled >= len({prompt[:2] for prompt in prompts if len(prompt) > 1})  # no two alike
 
 
 @pytest.mark.only(prefix_caching=False)

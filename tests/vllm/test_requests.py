@@ -7,6 +7,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,11 @@ import pytest
 from pdconn.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only, prefill_then_decode
 from pdconn.lab.compare import compare
 from pdconn.lab.errors import RequestRefused
+from pdconn.protocol.auth import Secret
+from pdconn.runtime.channel import ChannelLost
+from pdconn.runtime.credentials import load_secret
+from pdconn.runtime.describing import describe
+from pdconn.runtime.security import Security
 from tests.vllm.engines import (
     LEASE_S,
     MAX_TOKENS,
@@ -22,6 +28,7 @@ from tests.vllm.engines import (
     PdPair,
     Prompt,
     one_after_another,
+    secret_beside,
     whole_blocks,
 )
 
@@ -204,6 +211,21 @@ def leave(client: Client, prompt: Prompt, wait_s: float) -> None:
     connection.close()
 
 
+@pytest.mark.only(layout="BHLNC")
+def test_who_does_not_know_the_secret_is_told_nothing(pair: PdPair, model: Path) -> None:
+    spec = pair.prefill_engine.spec
+    assert spec.side_channel_port is not None
+    before = pair.prefill.metrics().get("pdconn:unauthenticated_total", 0.0)
+    foreign = Security(Secret(b"known to nobody we know"))
+    for security in (foreign, None):
+        with pytest.raises(ChannelLost):
+            describe(spec.host, spec.side_channel_port, security=security)
+    known = Security(load_secret(str(secret_beside(model))))
+    assert describe(spec.host, spec.side_channel_port, security=known).traits
+    pair.prefill.complete((5, 6, 7), 1)  # counts are told with a step
+    assert pair.prefill.metrics()["pdconn:unauthenticated_total"] - before == 2
+
+
 @FAILING
 def test_chat_through_the_proxy(pair: PdPair) -> None:
     """Chat, streamed and not, says what decode alone says."""
@@ -224,13 +246,17 @@ def test_chat_through_the_proxy(pair: PdPair) -> None:
 
 @pytest.mark.only(layout="BLHNC", prefix_caching=False)
 def test_one_flipped_byte_is_noticed(pair: PdPair, expected: Expected) -> None:
-    """Negative control of every comparison above."""
-    [wrong] = pair.others
+    """Negative control of every comparison above, and what ``verify`` is for."""
+    spoiled, doubting = (Client(engine.url) for engine in pair.others)
     for prompt in whole_blocks():
-        seen = prefill_then_decode(pair.prefill, Client(wrong.url), prompt, MAX_TOKENS)
-        assert compare(expected[prompt], seen) is not None
-        right = prefill_then_decode(pair.prefill, pair.decode, prompt, MAX_TOKENS)
-        assert compare(expected[prompt], right) is None
+        wrong = prefill_then_decode(pair.prefill, spoiled, prompt, MAX_TOKENS)
+        assert compare(expected[prompt], wrong) is not None
+        for decode in (pair.decode, doubting):
+            right = prefill_then_decode(pair.prefill, decode, prompt, MAX_TOKENS)
+            assert compare(expected[prompt], right) is None
+    counts = doubting.metrics()
+    assert counts["pdconn:pulls_corrupted_total"] == len(whole_blocks())
+    assert counts.get("pdconn:pulls_proven_total", 0.0) == 0
 
 
 def through(pair: PdPair, prompt: Prompt) -> Any:

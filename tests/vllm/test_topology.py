@@ -38,10 +38,11 @@ PAIRINGS = ("AC", "AD", "BC", "BD", "CA", "CB", "DA", "DB", "CD", "DC")
 
 @dataclass(frozen=True)
 class Fleet:
-    """The four engines, and what one engine alone answers."""
+    """The four engines, what one engine alone answers, and whether theirs reuse prefixes."""
 
     engines: dict[str, Engine]
     expected: Expected
+    prefix_caching: bool
 
     def client(self, name: str) -> Client:
         return Client(self.engines[name].url)
@@ -78,7 +79,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     directory = work / f"topology-{request.param}"
     with fleet_of(model, directory, request.param) as engines:
-        yield Fleet(engines, expected)
+        yield Fleet(engines, expected, request.param)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -101,8 +102,13 @@ def test_a_pairing_answers_what_one_engine_alone_answers(fleet: Fleet, pairing: 
     assert wrong == {}
     after = decode.metrics()
     ranks = ENGINES[pairing[1]][1]
-    pulls = after["pdconn:pulls_total"] - before.get("pdconn:pulls_total", 0.0)
-    assert pulls == ranks * len(seen)
+
+    def change(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert change("pdconn:pulls_total") == ranks * len(seen)
+    # The last prompt begins with all whole blocks of the one before.
+    assert (change("pdconn:saved_by_hits_bytes_total") > 0) == fleet.prefix_caching
 
 
 @pytest.mark.parametrize(("pairing", "sources"), [("BD", 1), ("DB", 2)])

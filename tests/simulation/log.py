@@ -1,0 +1,91 @@
+"""What one rank said to lenders, heard and read, written down beside its machines.
+
+::
+
+    rank ── claim, renew ──► TappedWire ──► lender
+         ◄── granted ───────     │
+    reads settle ──────────► ReaderLog ──► until when a claim held, what was believed too late
+
+Law 4 is held against this: a deadline is made of frames and of the clock alone, so that a
+machine which counts wrongly cannot hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pdconn.protocol.messages import (
+    Claim,
+    Granted,
+    Renew,
+    decode_from_lender,
+    decode_from_reader,
+)
+from pdconn.runtime.peers import PeerWire
+
+
+@dataclass
+class ReaderLog:
+    """Times in virtual seconds, by pull id, which in the simulation is the request's name.
+
+    Attributes:
+        deadlines: time of sending the granted claim or renewal that holds longest + its ttl.
+        too_late: what was reported received and should not have been.
+    """
+
+    deadlines: dict[str, float] = field(default_factory=dict)
+    too_late: list[str] = field(default_factory=list)
+    _sent: dict[tuple[str, int], float] = field(default_factory=dict)
+    _settled: dict[str, float] = field(default_factory=dict)
+
+    def said(self, body: bytes, now: float) -> None:
+        """A frame left."""
+        for message in decode_from_reader(body):
+            if isinstance(message, Claim | Renew):
+                self._sent.setdefault((message.reader.pull, message.seq), now)
+
+    def heard(self, body: bytes) -> None:
+        """A frame came.  Whoever is late hears it all the same."""
+        for message in decode_from_lender(body):
+            if isinstance(message, Granted):
+                until = self._sent[message.pull, message.seq] + message.ttl_ms / 1000
+                self.deadlines[message.pull] = max(until, self.deadlines.get(message.pull, until))
+
+    def settled(self, pull: str, now: float) -> None:
+        """A read was seen to be over; the last one counts."""
+        self._settled[pull] = now
+
+    def received(self, pull: str) -> None:
+        """The rank reports that it has everything, and that it was lent while it was read."""
+        settled, deadline = self._settled[pull], self.deadlines[pull]
+        if settled >= deadline:
+            late_s = settled - deadline
+            self.too_late.append(f"{pull} settled {late_s:.4f} s after its claim was over")
+
+
+@dataclass
+class TappedWire:
+    """The rank's end of a wire, with its log listening."""
+
+    wire: PeerWire
+    log: ReaderLog
+    clock: Callable[[], float]
+
+    def send(self, bodies: Iterable[bytes]) -> None:
+        """As ``PeerWire.send``."""
+        frames = list(bodies)
+        for body in frames:
+            self.log.said(body, self.clock())
+        self.wire.send(frames)
+
+    def receive(self) -> Sequence[bytes]:
+        """As ``PeerWire.receive``."""
+        frames = self.wire.receive()
+        for body in frames:
+            self.log.heard(body)
+        return frames
+
+    def close(self) -> None:
+        """As ``PeerWire.close``."""
+        self.wire.close()
