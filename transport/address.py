@@ -50,18 +50,22 @@ def pack(backend: str, name: str, payload: bytes) -> bytes:
     return address
 
 
+def named_in(address: bytes) -> str:
+    """Whose address this says it is, of whatever backend; nothing else is checked.
+
+    Raises:
+        BadAddress: it is no address.
+    """
+    return _decoded(address).name
+
+
 def unpack(backend: str, address: bytes) -> Envelope:
     """Decode what ``pack`` made for the same backend.
 
     Raises:
         BadAddress: anything else; the message says what was expected.
     """
-    if len(address) > MAX_ADDRESS_BYTES:
-        raise BadAddress(f"address has {len(address)} bytes, at most {MAX_ADDRESS_BYTES} expected")
-    try:
-        envelope = msgspec.msgpack.decode(address, type=Envelope)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadAddress(f"{len(address)} bytes are not an address: {error}") from error
+    envelope = _decoded(address)
     if envelope.backend != backend:
         raise BadAddress(f"address of backend {envelope.backend[:40]!r}, ours is {backend!r}")
     if envelope.version != VERSION:
@@ -71,6 +75,15 @@ def unpack(backend: str, address: bytes) -> Envelope:
     if envelope.checksum != _checksum(backend, envelope.name, envelope.payload):
         raise BadAddress(f"address of {envelope.name!r} was damaged on its way: checksum differs")
     return envelope
+
+
+def _decoded(address: bytes) -> Envelope:
+    if len(address) > MAX_ADDRESS_BYTES:
+        raise BadAddress(f"address has {len(address)} bytes, at most {MAX_ADDRESS_BYTES} expected")
+    try:
+        return msgspec.msgpack.decode(address, type=Envelope)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadAddress(f"{len(address)} bytes are not an address: {error}") from error
 
 
 def _checksum(backend: str, name: str, payload: bytes) -> int:

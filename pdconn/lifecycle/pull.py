@@ -142,8 +142,9 @@ class Patience:
     """How long a pull waits, in seconds.
 
     Attributes:
-        claim_s: for greeting and claiming together, and for a proof.
-        read_s: for its reads, however often the claim is renewed meanwhile.
+        claim_s: for each answer of the lender: greeting, claim, proof.
+        read_s: for our own transport: to connect; for its reads, however often the claim is
+            renewed meanwhile; and for our side of a proof.
         drain_s: a failed pull for its reads, before its blocks are quarantined.
     """
 
@@ -191,10 +192,17 @@ class Pull:
         """Until when what is read may be believed."""
         return self._deadline
 
+    def welcomed(self, now: float) -> list[Effect]:
+        """The lender's geometry is known and fits; our transport connects to it."""
+        if self.state is PullState.GREETING:
+            self._wait_until = now + self._patience.read_s
+        return []
+
     def greeted(self, now: float) -> list[Effect]:
-        """The lender's geometry is known and fits."""
+        """Our transport reaches the lender."""
         if not self._enter("greeted"):
             return []
+        self._wait_until = now + self._patience.claim_s
         return [SendClaim(self._next_seq(now))]
 
     def granted(self, seq: int, ttl_s: float, now: float) -> list[Effect]:
@@ -232,6 +240,12 @@ class Pull:
         if was is PullState.QUARANTINED:
             return [SendDone(ok=False), Released()]
         return [SendDone(ok=False), Failed(self._reason or "failed")]
+
+    def answered(self, now: float) -> list[Effect]:
+        """The lender has told its checksums; ours are still to be made."""
+        if self.state is PullState.VERIFYING:
+            self._wait_until = now + self._patience.read_s
+        return []
 
     def verified(self, problem: str | None, now: float) -> list[Effect]:
         """The checksums were compared; ``problem`` says how they differ."""

@@ -186,6 +186,7 @@ class Connections:
         idle = next((peer for peer in self._peers.values() if not peer.pulls), None)
         if idle is None:
             return False
+        self.flush(idle)
         self.close(idle, "idle, and another lender needs the room")
         return True
 
@@ -204,6 +205,7 @@ class Connections:
             peer.pairing = self._pair(message)
             peer.welcome = message
             peer.connecting = len(peer.pairing.ranks)
+            self._listener.peer_welcomed(peer)
             for rank in peer.pairing.ranks:
                 self._post(Connect((peer, rank), message.ranks[rank].address))
             if not peer.pairing.ranks:  # a stage of ours without layers reads from nobody

@@ -92,6 +92,7 @@ class Desk:
         self._book = LeaseBook()
         self._proofs: Proofs[Visitor] = Proofs(len(welcome.ranks), is_summing)
         self._claimants: dict[str, set[Visitor]] = {}
+        self._told: list[Visitor] = []
         self.freed: deque[FreedLease] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -110,7 +111,7 @@ class Desk:
         self.counts["lent"] += 1
         self._book.lend(request, ticket, ttl_s, now)
 
-    def add_sums(self, request: str, rank: int, sums: LentSums) -> None:
+    def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         """Checksums of what ``request`` lends."""
         if self._book.is_lent(request):
             self._proofs.add(request, rank, sums)
@@ -128,6 +129,11 @@ class Desk:
         visitor, answer = made
         visitor.answers.append(answer)
         return visitor
+
+    def take_told(self) -> list[Visitor]:
+        """Visitors with an answer to hear that they did not ask for just now."""
+        told, self._told = self._told, []
+        return told
 
     def abort(self, request: str, now: float) -> None:
         """Take the blocks back as soon as no granted claim can be believed."""
@@ -252,6 +258,7 @@ class Desk:
             self.freed.append(ended)
             for visitor, answer in self._proofs.forget(ended.request):
                 visitor.answers.append(answer)
+                self._told.append(visitor)
             for visitor in self._claimants.pop(ended.request, ()):
                 visitor.num_claims -= len(visitor.claimed.pop(ended.request, ()))
 

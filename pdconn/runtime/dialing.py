@@ -107,7 +107,10 @@ class SocketDialer:
             look = threading.Thread(
                 target=self._look_up, args=(peer,), name="pdconn-lookup", daemon=True
             )
-            look.start()
+            try:
+                look.start()
+            except RuntimeError as error:  # no thread to spare
+                self._deliver(LookedUp(peer, OSError(errno.EAGAIN, str(error))))
 
     def _look_up(self, peer: Peer) -> None:
         found: Address | OSError

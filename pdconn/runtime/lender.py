@@ -66,7 +66,7 @@ class _Abort:
 class _Sums:
     request: str
     rank: int
-    sums: LentSums
+    sums: LentSums | None
 
 
 class Lender:
@@ -124,7 +124,7 @@ class Lender:
         """What a ticket with digest ``ticket`` names stays as it is until collected as freed."""
         self._mailbox.post(_Lend(request, ticket, ttl_s))
 
-    def add_sums(self, request: str, rank: int, sums: LentSums) -> None:
+    def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         """Rank ``rank`` has summed what ``request`` lends, for readers that want proof."""
         self._mailbox.post(_Sums(request, rank, sums))
 
@@ -184,7 +184,8 @@ class Lender:
                 touched.append(key.data)
         self._desk.tick(self._clock())
         proven = self._desk.work()
-        for visitor in touched if proven is None else [*touched, proven]:
+        touched += self._desk.take_told() if proven is None else [proven, *self._desk.take_told()]
+        for visitor in touched:
             self._answer(visitor)
         for visitor in self._door.overdue(self._clock()):
             self._show_out(visitor, "silent for too long")
@@ -225,7 +226,12 @@ class Lender:
             self._desk.counts["connections_refused"] += 1
             log.debug("side channel: %s:%d is not let in: %s", *address[:2], refusal)
             return
-        self._let_in(sock, address)
+        try:
+            self._let_in(sock, address)
+        except OSError as error:  # it left already, or the system has no room to watch it
+            log.warning("side channel: %s:%d cannot be let in: %s", *address[:2], error)
+            self._desk.counts["accept_failed"] += 1
+            sock.close()
 
     def _let_in(self, sock: socket.socket, address: tuple[str, int]) -> None:
         visitor = Visitor(f"{address[0]}:{address[1]}")

@@ -97,6 +97,9 @@ class Dialer(Protocol):
 class Listener(Protocol):
     """What the pulls want to hear."""
 
+    def peer_welcomed(self, peer: Peer) -> None:
+        """The peer has answered our greeting; its ranks are being connected."""
+
     def peer_ready(self, peer: Peer) -> None:
         """Every rank that we need is connected."""
 

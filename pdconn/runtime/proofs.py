@@ -31,7 +31,7 @@ Waiting = tuple[Visitor, Prove]
 class _Lent(Generic[Visitor]):
     """One lease: its ranks' sums, asks for ranks that are still to come, and their count."""
 
-    sums: dict[int, LentSums] = field(default_factory=dict)
+    sums: dict[int, LentSums | None] = field(default_factory=dict)
     waiting: defaultdict[int, list[Waiting[Visitor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -63,8 +63,8 @@ class Proofs(Generic[Visitor]):
         """Whether an answer can be made."""
         return bool(self._ready)
 
-    def add(self, request: str, rank: int, sums: LentSums) -> None:
-        """A rank summed what ``request`` lends."""
+    def add(self, request: str, rank: int, sums: LentSums | None) -> None:
+        """A rank summed what ``request`` lends, or could not."""
         lent = self._lent[request]
         lent.sums[rank] = sums
         self._ready += lent.waiting.pop(rank, [])
@@ -110,7 +110,9 @@ class Proofs(Generic[Visitor]):
         return [(visitor, _unproven(prove, "the lease has ended")) for visitor, prove in over]
 
 
-def _answer(sums: LentSums, prove: Prove) -> Proven | Unproven:
+def _answer(sums: LentSums | None, prove: Prove) -> Proven | Unproven:
+    if sums is None:
+        return _unproven(prove, "prefill failed to make its checksums")
     try:
         return Proven(prove.number, prove.reader.pull, sums.answer(prove.ask))
     except (NotSummed, MessageError) as error:

@@ -47,9 +47,14 @@ class Proof:
         return [Prove(number, request, reader, ask) for number, ask in enumerate(asks)]
 
     @property
+    def is_answered(self) -> bool:
+        """Whether the lender has told all that it was asked."""
+        return len(self.theirs) == self._num_asks
+
+    @property
     def is_complete(self) -> bool:
         """Whether everything is there that is to be compared."""
-        return self.ours is not None and len(self.theirs) == self._num_asks
+        return self.ours is not None and self.is_answered
 
     def problem(self) -> str | None:
         """How the two differ, or None.  Only when complete."""

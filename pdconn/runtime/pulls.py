@@ -187,11 +187,21 @@ class Pulls:
         elif isinstance(answer, Summed):
             entry = answer.tag
             assert isinstance(entry, _Entry)
-            assert entry.proof is not None
-            entry.proof.ours = answer.answers
-            self._conclude(entry)
+            self._summed(entry, answer)
         else:
             self._settled(answer)
+
+    def _summed(self, entry: _Entry, answer: Summed) -> None:
+        assert entry.proof is not None
+        if answer.error is not None:
+            self._unproven(entry, f"no checksum of ours: {answer.error}")
+            return
+        entry.proof.ours = answer.answers
+        self._conclude(entry)
+
+    def _unproven(self, entry: _Entry, why: str) -> None:
+        self.counts["pulls_unproven"] += 1
+        self._do(entry, entry.machine.verified(f"unproven: {why}", self._clock()))
 
     def _greeted(self, entry: _Entry) -> None:
         """Claim what the ticket names, if the lender can have such blocks at all."""
@@ -222,6 +232,11 @@ class Pulls:
 
     # What the connections say
 
+    def peer_welcomed(self, peer: Peer) -> None:
+        """It is up to us now: our transport may have much to do before it connects."""
+        for entry in self._using(peer):
+            self._do(entry, entry.machine.welcomed(self._clock()))
+
     def peer_ready(self, peer: Peer) -> None:
         """Every rank that we need is connected: claim for whoever waits."""
         for entry in self._using(peer):
@@ -249,10 +264,11 @@ class Pulls:
         elif isinstance(message, Proven):
             if entry.proof is not None:
                 entry.proof.heard(message.number, message.answer)
+                if entry.proof.is_answered:
+                    self._do(entry, entry.machine.answered(now))
                 self._conclude(entry)
         elif isinstance(message, Unproven):
-            self.counts["pulls_unproven"] += 1
-            self._do(entry, entry.machine.verified(f"unproven: {message.detail}", now))
+            self._unproven(entry, message.detail)
         else:
             self.counts[f"pulls_refused_{message.why}"] += 1
             self._do(entry, entry.machine.fail(f"refused, {message.why}: {message.detail}", now))
@@ -316,6 +332,9 @@ class Pulls:
         """Let the lender say what the checksums are while the reader computes ours."""
         need, ticket = entry.need, entry.ticket
         assert need is not None
+        if entry.peer.is_closed:
+            self._unproven(entry, f"{entry.peer.key}: {entry.peer.reason}")
+            return
         terms = Terms(ticket.request_id, ticket.num_tokens, self._verify is Verify.SAMPLE)
         expected = self._checks_of(entry.peer).expect(need, terms)
         entry.proof = Proof(expected)
@@ -348,6 +367,7 @@ class Pulls:
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:
         if peer.retired and not peer.pulls:
+            self.connections.flush(peer)
             self.connections.close(peer, "nobody uses it any more")
         if peer.is_closed and not any(entry.reading for entry in self._using(peer)):
             self.connections.forget(peer)

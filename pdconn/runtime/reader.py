@@ -18,6 +18,8 @@ from pdconn.integrity.reader import Expected
 from pdconn.protocol.proof import Answer
 from pdconn.runtime.clock import steady
 from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
+from transport.address import named_in
+from transport.errors import BadAddress
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +71,11 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Our checksums, one per ``expected``."""
+    """Our checksums, one per ``expected``; or ``error`` says why there are none."""
 
     tag: object
     answers: tuple[Answer, ...]
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class Reading:
         self._clock = clock
         self._reads: dict[ReadId, object] = {}
         self._users: Counter[PeerId] = Counter()
+        self._addresses: dict[PeerId, bytes] = {}
         self._memory = AnyMemory()
 
     def __len__(self) -> int:
@@ -134,13 +138,13 @@ class Reading:
         if isinstance(job, Connect):
             self._connect(job)
         elif isinstance(job, Sum):
-            sums = tuple(expected.ours(self._memory) for expected in job.expected)
-            self._deliver(Summed(job.tag, sums))
+            self._sum(job)
         elif isinstance(job, Disconnect):
             # A lender that was dialled anew, or under two names, is one peer down here.
             self._users[job.peer] -= 1
             if self._users[job.peer] <= 0:
                 del self._users[job.peer]
+                self._addresses.pop(job.peer, None)
                 self._transport.disconnect(job.peer)
         else:
             self._read(job)
@@ -162,14 +166,35 @@ class Reading:
         except TransportError as error:
             log.warning("pdconn: the transport was left open: %s", error)
 
+    def _sum(self, job: Sum) -> None:
+        try:
+            sums = tuple(expected.ours(self._memory) for expected in job.expected)
+        except Exception as error:
+            log.warning("pdconn: no checksum of what was read", exc_info=True)
+            self._deliver(Summed(job.tag, (), f"{type(error).__name__}: {error}"))
+        else:
+            self._deliver(Summed(job.tag, sums))
+
     def _connect(self, job: Connect) -> None:
         try:
+            self._refuse_impostor(job.address)
             peer = self._transport.connect(job.address)
         except TransportError as error:
             self._deliver(Connected(job.tag, None, f"{type(error).__name__}: {error}"))
         else:
             self._users[peer] += 1
+            self._addresses[peer] = job.address
             self._deliver(Connected(job.tag, peer, None))
+
+    def _refuse_impostor(self, address: bytes) -> None:
+        """Nobody may be connected under the name of a peer that is in use.
+
+        Transports take a newer address of a known peer.  Lenders register once and draw
+        their names, so here it can only be somebody who wants another's pulls.
+        """
+        peer = PeerId(named_in(address))
+        if self._users[peer] > 0 and self._addresses[peer] != address:
+            raise BadAddress(f"{peer} is in use under another address")
 
     def _read(self, job: Read) -> None:
         try:

@@ -37,6 +37,7 @@ from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcom
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
+from pdconn.vllm.served import check_served
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.worker import PdWorker
 
@@ -63,6 +64,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllms_log()
+        check_served(vllm_config)
         self._settings = settings = _settings(vllm_config)
         self._incarnation = incarnation = secrets.token_hex(8)
         self._lending: Lending | None = None
@@ -83,6 +85,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 recompute=transfer.kv_load_failure_policy == "recompute",
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             )
+        elif settings.debug_faults:
+            log.warning("pdconn: debug_faults disturbs decode only; this engine only lends")
 
     # Scheduler side
 

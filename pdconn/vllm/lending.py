@@ -116,7 +116,7 @@ class Lending:
         to_sum, self._to_sum = self._to_sum, []
         return to_sum
 
-    def add_sums(self, sums: Sequence[tuple[str, int, LentSums]]) -> None:
+    def add_sums(self, sums: Sequence[tuple[str, int, LentSums | None]]) -> None:
         """Workers have summed: request, rank, sums."""
         if self._lender is not None:
             for request, rank, summed in sums:

@@ -35,12 +35,12 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         quarantined: failed requests to whose blocks a worker's reads can still write.
         released: those of them for which that is over, once per worker.
-        sums: checksums of what a rank lends: request, rank, sums.
+        sums: checksums of what a rank lends: request, rank, sums; None if they failed.
     """
 
     quarantined: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    sums: list[tuple[str, int, LentSums]] = field(default_factory=list)
+    sums: list[tuple[str, int, LentSums | None]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -55,7 +55,10 @@ class Ordered(set[Any]):
 
 
 class Clockwork:
-    """Wakes somebody when a deadline is due, once per deadline."""
+    """Wakes somebody a little after a deadline, once per deadline.
+
+    Clocks ring late, so what was read too late may be seen before the alarm is.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -70,9 +73,9 @@ class Clockwork:
         def ring() -> None:
             if self._set_for == deadline:
                 self._set_for = None
-            act()  # type: ignore[operator]
+            act()
 
-        self._world.at(max(0.0, deadline - self._world.now), ring)
+        self._world.at(max(0.0, deadline - self._world.now) + self._world.lag(), ring)
 
 
 class Prefill:
@@ -160,6 +163,8 @@ class Prefill:
             self.free += self.lent.pop(ended.request, ())
             self.world.counts[f"freed {ended.why}"] += 1
         while (visitor := self.desk.work()) is not None:
+            self._say(visitor)
+        for visitor in self.desk.take_told():
             self._say(visitor)
         self._alarm.set(self.desk.next_deadline(), self.turn)
 
@@ -257,7 +262,10 @@ class DecodeRank:
 
     def poll(self) -> None:
         """Look at the reads: one may have settled."""
-        self._when_awake(self.reading.poll)
+        self._when_awake(self._poll)
+
+    def _poll(self) -> None:
+        self.reading.poll()
 
     def _answer(self, answer: News) -> None:
         if isinstance(answer, ReadSettled):

@@ -207,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "memory": [asdict(row) for row in memory],
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if options.check and not all(row.holds for row in [*rows, *memory]) else 0
+    holds = all(row.holds for row in rows) and all(row.holds for row in memory)
+    return 1 if options.check and not holds else 0
 
 
 if __name__ == "__main__":
