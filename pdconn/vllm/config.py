@@ -7,8 +7,8 @@
                            ``VLLM_NIXL_SIDE_CHANNEL_PORT``, then 5600
 ``kv_lease_duration``      seconds that prefill keeps lent blocks without hearing
                            from decode; default 30
-``claim_timeout``          seconds that decode waits for a greeting and a claim;
-                           default 10
+``claim_timeout``          seconds that decode waits for each answer of prefill:
+                           greeting, claim, proof; default 10
 ``backends``               NIXL backends; default ``["UCX"]``
 ``backend_options``        options per backend, as NIXL takes them; default none
 ``huge_pages``             ask for huge pages under host KV memory; default true
@@ -29,7 +29,9 @@
                            name; default true
 ``insecure``               serve and dial addresses other than loopback without secret
                            or TLS; default false
-``read_timeout``           seconds that decode waits for the reads of a pull; default 120
+``read_timeout``           seconds that decode waits for its own transport to connect,
+                           for the reads of a pull, and for its own checksums;
+                           default 120
 ``drain_timeout``          seconds that a failed pull waits for reads still in flight,
                            before it is reported and its blocks are quarantined until
                            they end; default 5
