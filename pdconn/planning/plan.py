@@ -18,7 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock, TooManyRuns
+from pdconn.planning.errors import (
+    BlockOutOfRange,
+    Incompatible,
+    MissingBlock,
+    PlanningError,
+    TooManyRuns,
+)
 from pdconn.planning.template import I64, Side, Template, build_templates
 from pdconn.planning.topology import match_pieces
 from pdconn.protocol.ticket import BlockList
@@ -114,17 +120,19 @@ class Pairing:
             lent: the lender's blocks, one list per group of theirs.
 
         Raises:
-            Incompatible: the number of block lists is not the number of groups.
+            PlanningError: the number of block lists is not the number of groups.
             MissingBlock: a block that we need is not lent.
             BlockOutOfRange: an id beyond either cache.
-        TooManyRuns: so scattered that a plan would fill the memory.
+            TooManyRuns: so scattered that a plan would fill the memory.
         """
-        if len(need.blocks) != len(self.ours.groups):
-            raise Incompatible.in_field(
-                "local block lists", len(need.blocks), len(self.ours.groups)
-            )
-        if len(lent) != len(self.lent_num_blocks):
-            raise Incompatible.in_field("lent block lists", len(lent), len(self.lent_num_blocks))
+        for whose, lists, groups in (
+            ("our", need.blocks, len(self.ours.groups)),
+            ("lent", lent, len(self.lent_num_blocks)),
+        ):
+            if len(lists) != groups:
+                raise PlanningError(
+                    f"{whose} block lists: expected {groups}, one per group, got {len(lists)}"
+                )
         moved = Moved()
         runs = 0
         parts: dict[int, list[Spans]] = {}
@@ -190,7 +198,9 @@ def _num_blocks(theirs: Sequence[KVCacheReferences]) -> tuple[int, ...]:
     first, *others = (len(references.groups) for references in theirs)
     for count in others:
         if count != first:
-            raise Incompatible.in_field("number of KV cache groups of their ranks", count, first)
+            raise Incompatible.in_field(
+                "KV cache groups of the ranks", f"{first} and {count}", "as many on each"
+            )
     return tuple(
         min((rank.num_blocks(group) for rank in theirs if rank.groups[group].data), default=0)
         for group in range(first)

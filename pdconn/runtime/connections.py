@@ -59,7 +59,7 @@ class Connections:
         self._dialer = dialer
         self._listener = listener
         self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
-        self._retired: set[Peer] = set()
+        self._retired: dict[Peer, None] = {}
 
     def __len__(self) -> int:
         return len(self._peers) + len(self._retired)
@@ -163,14 +163,14 @@ class Connections:
         log.warning("pdconn: dialling %s anew: %s", peer.key, reason)
         peer.retired = True
         del self._peers[peer.key]
-        self._retired.add(peer)
+        self._retired[peer] = None
 
     def forget(self, peer: Peer) -> None:
         """Drop a closed peer; call it when no read from it is in flight."""
         for connected in peer.ranks.values():
             self._post(Disconnect(connected))
         peer.ranks.clear()
-        self._retired.discard(peer)
+        self._retired.pop(peer, None)
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
 

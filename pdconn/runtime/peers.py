@@ -68,7 +68,7 @@ class Peer:
     ranks: dict[int, PeerId] = field(default_factory=dict)
     connecting: int = 0
     outgoing: list[FromReader] = field(default_factory=list)
-    pulls: set[str] = field(default_factory=set)
+    pulls: dict[str, None] = field(default_factory=dict)
     reason: str = ""
     untrusted: bool = False
     retired: bool = False

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 class _Entry:
     """A request in work: its machine, whose it is, and what is in flight for it.
 
-    ``digest`` is the ticket's.
+    ``digest`` is the ticket's; ``alarm`` is when it will be ticked, or sooner.
     """
 
     request: str
@@ -67,6 +67,7 @@ class _Entry:
     proof: Proof | None = None
     reading: int = 0
     error: str | None = None
+    alarm: float | None = None
 
 
 class Pulls:
@@ -129,7 +130,7 @@ class Pulls:
             Measured(held=now),
         )
         self._entries[request] = self._by_pull[pull] = entry
-        peer.pulls.add(request)
+        peer.pulls[request] = None
         if peer.is_closed:
             self._do(entry, entry.machine.fail(f"{peer.key}: {peer.reason}", now, tell=False))
         elif peer.state is PeerState.READY:
@@ -167,6 +168,7 @@ class Pulls:
         for request in due:
             entry = self._entries.get(request)
             if entry is not None:
+                entry.alarm = None
                 self._tick(entry, now)
 
     def _tick(self, entry: _Entry, now: float) -> None:
@@ -279,8 +281,10 @@ class Pulls:
         for effect in effects:
             self._perform(entry, effect)
         deadline = entry.machine.next_deadline()
-        if deadline is not None:
+        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
+            # One that is set already and rings sooner is set anew when it rings.
             heapq.heappush(self._alarms, (deadline, entry.request))
+            entry.alarm = deadline
         self._forget_if_over(entry)
 
     def _perform(self, entry: _Entry, effect: machine.Effect) -> None:
@@ -362,7 +366,7 @@ class Pulls:
         if self._entries.get(entry.request) is entry:
             del self._entries[entry.request]
         self._by_pull.pop(entry.reader.pull, None)
-        entry.peer.pulls.discard(entry.request)
+        entry.peer.pulls.pop(entry.request, None)
         self._forget_peer_if_idle(entry.peer)
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:

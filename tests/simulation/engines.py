@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
@@ -32,33 +31,14 @@ PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
 TRAITS = {"model": "simulated"}
 
 
-class Ordered(set[Any]):
-    """A set that is walked through as it was filled: else a seed would not replay its run.
-
-    A plain one goes by hashes, and those of texts and objects differ in every process.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._order: dict[Any, None] = {}
-
-    def add(self, member: Any) -> None:
-        super().add(member)
-        self._order[member] = None
-
-    def discard(self, member: Any) -> None:
-        super().discard(member)
-        self._order.pop(member, None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._order)
-
-
 class Clockwork:
     """Wakes somebody a little after a deadline, once per deadline.
 
-    Clocks ring late, so what was read too late may be seen before the alarm is.
+    Clocks ring late, so what was read too late may be seen before the alarm is: by the lag of
+    any event here, and by ``late_s`` more.
     """
+
+    late_s = 0.0
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -75,7 +55,8 @@ class Clockwork:
                 self._set_for = None
             act()
 
-        self._world.at(max(0.0, deadline - self._world.now) + self._world.lag(), ring)
+        late = self._world.lag() + self.late_s
+        self._world.at(max(0.0, deadline - self._world.now) + late, ring)
 
 
 class Prefill:
@@ -210,7 +191,6 @@ class DecodeRank:
         self.reading = Reading(self.transport, self._answer, world.clock)
         verify = list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE, verify=verify)
-        self.pulls.connections._retired = Ordered()
         self._alarm = Clockwork(world)
         self._paused_until = 0.0
         world.readers[self.transport.peer_id] = self.poll
@@ -219,7 +199,6 @@ class DecodeRank:
         """As ``pdconn.runtime.peers.Dialer.dial``."""
         wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
         peer.wire = TappedWire(wire, self.log, self.world.clock)
-        peer.pulls = Ordered()
 
     def turn(self) -> None:
         """What the puller's thread does between two waits."""

@@ -178,7 +178,7 @@ def test_ranks_that_disagree_on_their_groups_are_refused() -> None:
     )
     theirs = msgspec.structs.replace(engine(), ranks=(one, RankGeometry(1, 0, b"", more)))
     [refused] = compare(theirs, engine()).b_pulls
-    assert str(refused) == "number of KV cache groups of their ranks: theirs 2, ours 1"
+    assert str(refused) == "KV cache groups of the ranks: theirs 1 and 2, ours as many on each"
 
 
 def test_a_lender_without_any_kv_is_refused_also_by_a_reader_that_needs_none() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.planning.errors import BlockOutOfRange, Incompatible, MissingBlock, PlanningError
+from pdconn.planning.errors import BlockOutOfRange, MissingBlock, PlanningError
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from tests.pair import NUM_BLOCKS, Cache
@@ -23,9 +23,9 @@ def pairing() -> Pairing:
 @pytest.mark.parametrize(
     ("ours", "theirs", "kind", "said"),
     [
-        ((), GOOD, Incompatible, "local block lists: theirs 0, ours 1"),
-        (GOOD * 3, GOOD, Incompatible, "local block lists: theirs 3, ours 1"),
-        (GOOD, GOOD * 2, Incompatible, "lent block lists: theirs 2, ours 1"),
+        ((), GOOD, PlanningError, "our block lists: expected 1, one per group, got 0"),
+        (GOOD * 3, GOOD, PlanningError, "our block lists: expected 1, one per group, got 3"),
+        (GOOD, GOOD * 2, PlanningError, "lent block lists: expected 1, one per group, got 2"),
         (
             (BlockList(0, (3, 0, 5)),), GOOD,
             MissingBlock, "group 0: tokens from 4 on have no block of ours",

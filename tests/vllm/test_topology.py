@@ -33,6 +33,8 @@ from tests.vllm.engines import (
 )
 
 ENGINES = {"A": ("LBHNC", 1), "B": ("BHLNC", 1), "C": ("BLHNC", 2), "D": ("BHLNC", 2)}
+PATIENT = {"claim_timeout": 90.0, "kv_lease_duration": 120.0}
+"""Sixteen processes on two cores: one was seen to stand still for half a minute."""
 PAIRINGS = ("AC", "AD", "BC", "BD", "CA", "CB", "DA", "DB", "CD", "DC")
 
 
@@ -59,7 +61,7 @@ def fleet_of(model: Path, directory: Path, prefix_caching: bool) -> Iterator[dic
                 model=model,
                 port=port,
                 side_channel_port=side_channel,
-                kv_transfer_config=transfer_config("kv_both"),
+                kv_transfer_config=transfer_config("kv_both", **PATIENT),
                 layout=layout,
                 prefix_caching=prefix_caching,
                 tensor_parallel=ranks,
