@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdconn.lab.engine import Engine
 from pdconn.lab.model import write_model
 from tests.vllm.engines import (
     CONFIGURATIONS,
@@ -16,6 +17,7 @@ from tests.vllm.engines import (
     PdPair,
     all_at_once,
     alone,
+    cache_beside,
     engine,
     one_after_another,
     pair_of,
@@ -64,8 +66,20 @@ def model(work: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(model: Path, work: Path) -> Expected:
+def misconfigured(model: Path, work: Path) -> Iterator[Engine]:
+    """Started, and not waited for: an engine with a key that nobody knows."""
+    configuration = Configuration("LBHNC", False, one_process=True, policy="fail")
+    spec = engine("wrong", model, configuration, "kv_consumer", 0, side_channel_prot=1)
+    wrong = Engine(spec, work, cache=cache_beside(model))
+    wrong.launch()
+    yield wrong
+    wrong.stop()
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path, work: Path, misconfigured: Engine) -> Expected:
     """What one engine alone says to every prompt of these tests."""
+    del misconfigured  # it fails on the core that the single engine leaves idle
     pairings = [prompt for n in range(10) for part in pairing_prompts(n) for prompt in part]
     prompts = [*one_after_another(), *all_at_once(), *whole_blocks(), *pairings]
     with alone(model, work) as client:

@@ -58,7 +58,7 @@ CONFIGURATIONS = tuple(
         # Once with a worker in a process of its own, as engines of several ranks have.
         one_process=not (layout == "BHLNC" and prefix_caching),
         policy="fail" if prefix_caching else "recompute",
-        # Few enough blocks that 32 requests at once preempt each other.
+        # Few enough blocks that 32 requests at once wait for each other's.
         num_blocks=None if prefix_caching else 220,
         # Two layouts for checksums, one for a side channel with a secret.
         verify="off" if layout == "BHLNC" else "sample" if prefix_caching else "always",
