@@ -121,14 +121,11 @@ class Desk:
         """Whether :meth:`work` has something to do."""
         return self._proofs.has_work
 
-    def work(self) -> Visitor | None:
-        """Do one piece of what takes longer; returns a visitor with an answer to hear."""
+    def work(self) -> None:
+        """Do one piece of what takes longer, if there is any."""
         made = self._proofs.work()
-        if made is None:
-            return None
-        visitor, answer = made
-        visitor.answers.append(answer)
-        return visitor
+        if made is not None:
+            self._tell(*made)
 
     def take_told(self) -> list[Visitor]:
         """Visitors with an answer to hear that they did not ask for just now."""
@@ -256,11 +253,14 @@ class Desk:
         for ended in freed:
             self.counts[f"freed_{ended.why}"] += 1
             self.freed.append(ended)
-            for visitor, answer in self._proofs.forget(ended.request):
-                visitor.answers.append(answer)
-                self._told.append(visitor)
+            for answer in self._proofs.forget(ended.request):
+                self._tell(*answer)
             for visitor in self._claimants.pop(ended.request, ()):
                 visitor.num_claims -= len(visitor.claimed.pop(ended.request, ()))
+
+    def _tell(self, visitor: Visitor, answer: FromLender) -> None:
+        visitor.answers.append(answer)
+        self._told.append(visitor)
 
 
 def _reply(message: Claim | Renew, answer: lease.Granted | Denied) -> Granted | Refused:

@@ -183,9 +183,8 @@ class Lender:
                 self._serve(key.data)
                 touched.append(key.data)
         self._desk.tick(self._clock())
-        proven = self._desk.work()
-        touched += self._desk.take_told() if proven is None else [proven, *self._desk.take_told()]
-        for visitor in touched:
+        self._desk.work()
+        for visitor in [*touched, *self._desk.take_told()]:
             self._answer(visitor)
         for visitor in self._door.overdue(self._clock()):
             self._show_out(visitor, "silent for too long")

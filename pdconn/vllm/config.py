@@ -134,9 +134,11 @@ def _refuse_unknown(extra: Mapping[str, Any]) -> None:
 def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
     """What was given, as its check returns it."""
     values = {}
-    for key in checks.keys() & extra.keys():
+    for key, check in checks.items():
+        if key not in extra:
+            continue
         try:
-            values[key] = checks[key](extra[key])
+            values[key] = check(extra[key])
         except ValueError as error:
             raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
     return values

@@ -143,8 +143,8 @@ class Prefill:
                 self.freed_twice.append(ended.request)
             self.free += self.lent.pop(ended.request, ())
             self.world.counts[f"freed {ended.why}"] += 1
-        while (visitor := self.desk.work()) is not None:
-            self._say(visitor)
+        while self.desk.has_work:
+            self.desk.work()
         for visitor in self.desk.take_told():
             self._say(visitor)
         self._alarm.set(self.desk.next_deadline(), self.turn)
