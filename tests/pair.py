@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -50,7 +50,7 @@ class Cache:
 
     def _describe(self, layout: str, groups: int) -> KVCacheReferences:
         made = []
-        for number in range(groups):
+        for number, (kind, window) in enumerate(self._kinds(groups)):
             layers = layout_memory(
                 layout,
                 base=self.bytes.ctypes.data,
@@ -60,8 +60,12 @@ class Cache:
                 block_tokens=BLOCK_TOKENS,
                 token_nbytes=8,
             )
-            made.append(GroupMemory(AttentionKind.FULL, None, BLOCK_TOKENS, layers))
+            made.append(GroupMemory(kind, window, BLOCK_TOKENS, layers))
         return build_kv_cache_references(made)
+
+    def _kinds(self, groups: int) -> Sequence[tuple[AttentionKind, int | None]]:
+        """What each group keeps, and its window."""
+        return [(AttentionKind.FULL, None)] * groups
 
     def row(self, block: int) -> bytes:
         """A block's bytes, in a block-outermost layout."""

@@ -48,7 +48,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "accept_failed": ("pdconn:accept_failed", "Times that no connection could be opened."),
     "pulls_proven": ("pdconn:pulls_proven", "KV pulls whose checksums agreed."),
     "pulls_corrupted": ("pdconn:pulls_corrupted", "KV pulls whose checksums differed."),
-    "pulls_unproven": ("pdconn:pulls_unproven", "KV pulls whose lender had no checksums."),
+    "pulls_unproven": ("pdconn:pulls_unproven", "KV pulls without checksums to compare."),
     "pulls_unreachable": (
         "pdconn:pulls_unreachable",
         "KV pulls whose lender was lost or refused us.",

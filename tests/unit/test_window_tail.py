@@ -9,18 +9,14 @@ A block of 4 tokens, a prompt of 12, a window of 6: position 12 attends to token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
-from registration.references import (
-    AttentionKind,
-    GroupMemory,
-    KVCacheReferences,
-    build_kv_cache_references,
-)
-from tests.layouts import layout_memory
-from tests.pair import BLOCK_TOKENS, LAYERS, NUM_BLOCKS, Cache, Pair
+from registration.references import AttentionKind
+from tests.pair import Cache, Pair
 from transport.faults import ReadRequest
 
 WINDOW = 6
@@ -31,21 +27,9 @@ NEED = Need(0, 12, (BlockList(0, (7, 8, 9)), BlockList(1, (10, 11))))
 class Hybrid(Cache):
     """One group of full attention and one of windows, in blocks of one pool."""
 
-    def _describe(self, layout: str, groups: int) -> KVCacheReferences:
-        made = []
-        for kind, window in ((AttentionKind.FULL, None), (AttentionKind.SLIDING_WINDOW, WINDOW)):
-            layers = layout_memory(
-                layout,
-                base=self.bytes.ctypes.data,
-                num_blocks=NUM_BLOCKS,
-                layers=[f"{name} of {kind}" for name in LAYERS],
-                num_heads=2,
-                block_tokens=BLOCK_TOKENS,
-                token_nbytes=8,
-            )
-            made.append(GroupMemory(kind, window, BLOCK_TOKENS, layers))
-        assert len(made) == groups
-        return build_kv_cache_references(made)
+    def _kinds(self, groups: int) -> Sequence[tuple[AttentionKind, int | None]]:
+        assert groups == 2
+        return (AttentionKind.FULL, None), (AttentionKind.SLIDING_WINDOW, WINDOW)
 
 
 @pytest.fixture
