@@ -5,7 +5,7 @@ with ``faults-``::
 
     alone                     no connector; says what is right
     prefill ──► decode        over TCP, where data can come late; recomputes what fails
-       └──────► failing       over UCX's default transports, 2 s late; fails what fails
+       └──────► failing       over UCX's default transports, 3 s late; fails what fails
     failing ──► decode        lends to the requests that go on beside a fault
 
 A ``Tap`` (:mod:`tests.vllm.tap`) stands in prefill's side channel, so a fault can happen
@@ -39,8 +39,8 @@ from tests.vllm.tap import Tap, Ticket
 
 LEASE_S = 4.0
 CLAIM_TIMEOUT_S = 10.0
-DELAY_S = 2.0
-"""How late ``failing`` posts its reads; shorter than a lease."""
+DELAY_S = 3.0
+"""How late ``failing`` posts its reads: a lease's renewal comes sooner, its end later."""
 ASK_S = 60.0
 OTHERS = 32
 OTHERS_TOKENS = 12

@@ -24,7 +24,7 @@ from pdconn.lab.client import Client
 from pdconn.lab.compare import Answer
 from pdconn.lab.engine import Engine
 from pdconn.lab.errors import RequestRefused
-from pdconn.protocol.messages import Done, Granted
+from pdconn.protocol.messages import Done, Granted, Renew
 from tests.vllm.faulty import (
     CLAIM_TIMEOUT_S,
     DELAY_S,
@@ -212,6 +212,7 @@ def death(fleet: Fleet) -> Death:
         tickets = [fleet.lent(prompt) for prompt in early]
         generating = give(fleet.decode, to_generating, Done, 400)
         waiting: list[Future[Asked]] = []
+        renewed = to_decode.at(Renew)
         hanging = ask_in_vain(
             fleet,
             to_decode,
@@ -219,7 +220,7 @@ def death(fleet: Fleet) -> Death:
             24,
             first=lambda: waiting.append(give(fleet.failing, to_failing, Granted)),
         )
-        time.sleep(0.5)
+        assert renewed.wait(WAIT_S)  # so its read was posted
         prefill.kill()
         killed = time.monotonic()
         before_recomputing = ask(fleet.decode, early[0], tickets[0])
@@ -260,8 +261,9 @@ def test_killed_before_the_read_the_request_fails_and_the_log_says_why(
 def test_killed_amid_a_hanging_read_the_prompt_is_recomputed(fleet: Fleet, death: Death) -> None:
     assert right(fleet, death.during_recomputing)
     assert death.during_recomputing.ended > death.killed
-    # Not the side channel's end: the read itself was under way.
-    assert re.search(r"pull of \S+ failed: PeerLost: ", death.said_by_decode)
+    # Not the side channel's end: the read itself was under way, and where the machine
+    # is slow the claim runs out before its end is seen.
+    assert re.search(r"pull of \S+ failed: (PeerLost: |the claim ran out )", death.said_by_decode)
 
 
 def test_killed_before_a_late_read_is_posted_the_request_fails(fleet: Fleet, death: Death) -> None:
