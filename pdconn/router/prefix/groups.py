@@ -1,0 +1,77 @@
+"""What a KV cache group needs of a prefix before generation can go on behind it.
+
+    needs                       kinds of vLLM's ``kv_cache_spec_kind``
+    WHOLE   every block         full_attention, mla_attention, sink_full_attention
+    WINDOW  the last            sliding_window, sliding_window_mla
+            ceil((window - 1) / block) blocks, or all from block 0
+    CHUNK   the blocks of the   chunked_local_attention
+            chunk that is begun
+    STATE   the last block      mamba
+    NOTHING                     encoder_only_attention, cross_attention, unknown, and windows
+                                or chunks whose size is not known
+
+Source: ``find_longest_cache_hit`` of vLLM's ``v1/core/single_type_kv_cache_manager.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Needs(Enum):
+    """Which blocks a group needs where a hit ends."""
+
+    WHOLE = "whole"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    STATE = "state"
+    NOTHING = "nothing"
+
+
+KINDS: dict[str, Needs] = {
+    "full_attention": Needs.WHOLE,
+    "mla_attention": Needs.WHOLE,
+    "sink_full_attention": Needs.WHOLE,
+    "sliding_window": Needs.WINDOW,
+    "sliding_window_mla": Needs.WINDOW,
+    "chunked_local_attention": Needs.CHUNK,
+    "mamba": Needs.STATE,
+    "encoder_only_attention": Needs.NOTHING,
+    "cross_attention": Needs.NOTHING,
+    "unknown": Needs.NOTHING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A KV cache group, as events or a snapshot describe it.
+
+    Attributes:
+        kind: a key of ``KINDS``; any other counts as ``unknown``.
+        window: tokens of a sliding window or of a chunk; None where it has none, or where
+            the engine does not say (vLLM does not for chunks).
+        block_tokens: tokens of one of its blocks.
+        eagle: whether a hit needs one block more than it takes (EAGLE and MTP drafters
+            recompute the last one).
+    """
+
+    kind: str
+    window: int | None
+    block_tokens: int
+    eagle: bool = False
+
+    @property
+    def needs(self) -> Needs:
+        """Which of its blocks a hit needs."""
+        needs = KINDS.get(self.kind, Needs.NOTHING)
+        if needs in (Needs.WINDOW, Needs.CHUNK) and self.window is None:
+            return Needs.NOTHING
+        return needs
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks before its end that a hit needs, unless it needs the whole or a chunk."""
+        if self.needs is Needs.STATE:
+            return 1
+        return 0 if self.window is None else -(-(self.window - 1) // self.block_tokens)
