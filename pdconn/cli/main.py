@@ -49,6 +49,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("demo", "pdconn.cli.demo", "see it work, checked against one engine alone"),
     Command("diff", "pdconn.cli.diff", "compare two engines: what differs, what is refused"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
+    Command("score", "pdconn.cli.score", "explain where a request's prefix would be found"),
     Command("plan", "pdconn.cli.plan", "predict what a pull between two engines costs"),
 )
 
@@ -57,6 +58,7 @@ examples:
   pdconn demo
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
   pdconn plan --model gemma-3-27b --prefill tp=4 --decode tp=2
+  pdconn score snapshot.json
   pdconn proxy --help
 
 exit codes:

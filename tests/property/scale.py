@@ -10,7 +10,13 @@ from hypothesis import HealthCheck, settings
 _ASKED = os.environ.get("PDCONN_EXAMPLES")
 
 
+def at_least(examples: int) -> int:
+    """``examples``, or as many as ``PDCONN_EXAMPLES`` says if that is more."""
+    return max(examples, int(_ASKED)) if _ASKED else examples
+
+
 def drawn(examples: int) -> Any:
-    """Draw ``examples`` cases, or as many as ``PDCONN_EXAMPLES`` says if that is more."""
-    count = max(examples, int(_ASKED)) if _ASKED else examples
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    """Draw that many cases."""
+    return settings(
+        max_examples=at_least(examples), deadline=None, suppress_health_check=list(HealthCheck)
+    )

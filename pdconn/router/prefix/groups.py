@@ -7,8 +7,8 @@
     CHUNK   the blocks of the   chunked_local_attention
             chunk that is begun
     STATE   the last block      mamba
-    NOTHING                     encoder_only_attention, cross_attention, unknown, and windows
-                                or chunks whose size is not known
+    NOTHING                     encoder_only_attention, cross_attention, unknown, windows and
+                                chunks of unknown size, chunks that no whole blocks make up
 
 Source: ``find_longest_cache_hit`` of vLLM's ``v1/core/single_type_kv_cache_manager.py``.
 """
@@ -65,13 +65,20 @@ class GroupSpec:
     def needs(self) -> Needs:
         """Which of its blocks a hit needs."""
         needs = KINDS.get(self.kind, Needs.NOTHING)
-        if needs in (Needs.WINDOW, Needs.CHUNK) and self.window is None:
+        if needs is Needs.WINDOW and self.window is None:
+            return Needs.NOTHING
+        if needs is Needs.CHUNK and (self.window is None or self.window % self.block_tokens):
             return Needs.NOTHING
         return needs
 
     @property
-    def window_blocks(self) -> int:
-        """Blocks before its end that a hit needs, unless it needs the whole or a chunk."""
-        if self.needs is Needs.STATE:
+    def peeks(self) -> bool:
+        """Whether a hit needs a block behind it."""
+        return self.eagle and self.needs in (Needs.WHOLE, Needs.WINDOW)
+
+    @property
+    def tail_blocks(self) -> int:
+        """Blocks that a hit needs at its end, with the one behind it; of windows and states."""
+        if self.needs is Needs.STATE or self.window is None:
             return 1
-        return 0 if self.window is None else -(-(self.window - 1) // self.block_tokens)
+        return -(-(self.window - 1) // self.block_tokens) + self.peeks

@@ -1,0 +1,90 @@
+"""``pdconn score``: a routing decision from a file, explained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pdconn.router.prefix.snapshot import (
+    BadSnapshot,
+    Explained,
+    explain_snapshot,
+    read_snapshot,
+)
+
+_EPILOG = """\
+For each pod of a snapshot: how much of the request's prefix it could serve, and which
+KV cache group ended that, where. Pods are shown best first; --json keeps the file's order.
+
+  hit_blocks  leading blocks of hash_block_tokens tokens that every group can serve
+  score       those blocks, each weighed by the best medium that holds it
+  hit_tokens  what the engine would report as cached: it computes the last token of
+              a prompt anyway, so this is the longest hit of at most num_tokens - 1
+  cut_by      the group that ends the hit, and the block that it lacks; null for none
+
+snapshot, version 1:
+  {"version": 1, "hash_block_tokens": 16, "weights": {"gpu": 1.0, "cpu": 0.8},
+   "pods": {"a": {
+      "groups": {"0": {"kind": "full_attention", "window": null, "block_tokens": 16},
+                 "1": {"kind": "sliding_window", "window": 128, "block_tokens": 16}},
+      "blocks": [{"group": 0, "medium": "gpu", "hashes": [1, 2, 3]},
+                 {"group": 1, "medium": "gpu", "hashes": [2, 3]}]}},
+   "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
+
+  kind is vLLM's kv_cache_spec_kind. A group that is missing in "groups" is not learned
+  yet: group 0 then counts as full attention, others do not count. "group": null is an
+  entry of an engine that speaks of no groups, and counts as full attention. A block of
+  several hash blocks is listed by the hash of its last one. "eagle": true in a group: a
+  hit needs one block more than it takes. A running router gives such a snapshot at
+  /debug/route/REQUEST-ID?snapshot=1.
+
+examples:
+  pdconn score snapshot.json
+  pdconn score --json snapshot.json
+  curl -s "localhost:8000/debug/route/$ID?snapshot=1" | pdconn score -
+
+exit codes:
+  0  scored
+  2  the file cannot be read, or is no snapshot
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pdconn score``."""
+    parser.epilog = _EPILOG
+    parser.add_argument("snapshot", metavar="SNAPSHOT.json", help="the file; - for stdin")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score a snapshot; 0 or 2 as ``--help`` says."""
+    try:
+        raw = sys.stdin.buffer.read() if args.snapshot == "-" else Path(args.snapshot).read_bytes()
+        scored = explain_snapshot(read_snapshot(raw))
+    except OSError as error:
+        print(f"pdconn score: {args.snapshot}: {error.strerror}", file=sys.stderr)
+        return 2
+    except BadSnapshot as error:
+        print(f"pdconn score: {error}", file=sys.stderr)
+        return 2
+    print(msgspec.json.encode(scored).decode() if args.json else _table(scored))
+    return 0
+
+
+def _table(scored: dict[str, Explained]) -> str:
+    width = max((len(name) for name in scored), default=3)
+    lines = [f"{'pod':<{width}}  hit_blocks  hit_tokens     score  cut_by"]
+    for name, pod in sorted(scored.items(), key=lambda item: -item[1].score):
+        numbers = f"{pod.hit_blocks:>10}  {pod.hit_tokens:>10}  {pod.score:>8g}"
+        lines.append(f"{name:<{width}}  {numbers}  {_cut(pod)}")
+    return "\n".join(lines)
+
+
+def _cut(pod: Explained) -> str:
+    if pod.cut_by is None:
+        return "-"
+    group = "" if pod.cut_by.group is None else f"group {pod.cut_by.group} "
+    return f"{group}({pod.cut_by.kind}): {pod.cut_by.why}"

@@ -1,0 +1,308 @@
+"""Which pod holds which block, by the engine's own block hashes.
+
+A block hash names a whole prefix and is the same in every group and engine, so it gets one
+*slot*, and each pod one *bit*.  What is held is then one machine word per slot for each
+*plane*, a pair of group and medium::
+
+                       slot 0  slot 1  slot 2  …      slot 0 is the hash that nobody holds
+    (0, "gpu")  word 0   0     0b011   0b001          bit p: pod p holds this block
+    (1, "gpu")  word 0   0     0b010   0b000
+    (None, "cpu")  …                                  an engine that speaks of no groups
+
+64 pods share a word, so a look-up of a request's chain costs one dictionary access per
+block and one gather per plane, whatever the number of pods.
+
+Bounded: a pod holds at most ``max_blocks`` blocks; what it says beyond that is counted and
+not believed, which can only make a hit look shorter.  Cost: about 200 bytes for a hash,
+whoever holds it, and 8 bytes more for each plane and 64 pods (``tests/throughput/routing.py``
+measures it).  A block that an engine holds twice is stored twice and removed twice; the
+second is counted, so that the first removal does not hide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdconn.router.prefix.events import Cleared, Event, Removed, Stored
+from pdconn.router.prefix.groups import GroupSpec
+
+Words = NDArray[np.uint64]
+Plane = tuple[int | None, str]
+"""Group and medium."""
+
+POD_BITS = 64
+"""Pods that share a machine word."""
+_FIRST_SLOTS = 1024
+NOBODY = 0
+"""The slot of a hash that no pod holds."""
+
+
+@dataclass(slots=True)
+class Pod:
+    """What is known of one pod, that is of one rank of one engine.
+
+    Attributes:
+        name: as it was added.
+        place: its number; bit ``place % 64`` of word ``place // 64``.
+        groups: the groups that it has described.
+        seen: groups that it has spoken of, described or not.
+        num_blocks: blocks held, each once per plane.
+        again: plane and slot -> how often it is held beyond once.
+        unknown_removals: removals of what it did not hold, as far as we knew.
+        refused: blocks beyond ``max_blocks``.
+    """
+
+    name: str
+    place: int
+    groups: dict[int, GroupSpec] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    num_blocks: int = 0
+    again: dict[tuple[Plane, int], int] = field(default_factory=dict)
+    unknown_removals: int = 0
+    refused: int = 0
+
+
+class Index:
+    """Blocks by hash, plane and pod.
+
+    Args:
+        max_blocks: the most that one pod is believed to hold, counted per plane.
+        eagle_groups: groups that EAGLE or MTP drafters read, which no event tells.
+    """
+
+    def __init__(
+        self, max_blocks: int = 4_000_000, eagle_groups: frozenset[int] = frozenset()
+    ) -> None:
+        self._max_blocks = max_blocks
+        self.eagle_groups = eagle_groups
+        self._pods: dict[str, Pod] = {}
+        self._places: list[str | None] = []
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._hashes: list[int | None] = [None]
+        self._holders: list[int] = [0]
+        self._planes: dict[Plane, list[Words]] = {}
+        self._capacity = _FIRST_SLOTS
+        self.version = 0
+        """Changes with pods and their groups, not with blocks."""
+
+    # Pods
+
+    @property
+    def pods(self) -> dict[str, Pod]:
+        """Every pod by name; not to be changed."""
+        return self._pods
+
+    @property
+    def num_hashes(self) -> int:
+        """Distinct hashes that some pod holds."""
+        return len(self._slots)
+
+    @property
+    def num_words(self) -> int:
+        """Words that it takes to hold a bit of each pod."""
+        return -(-len(self._places) // POD_BITS)
+
+    def name_at(self, place: int) -> str | None:
+        """The pod with this number, or None."""
+        return self._places[place] if place < len(self._places) else None
+
+    def add(self, name: str) -> Pod:
+        """A pod that holds nothing yet, or the one that is known by this name."""
+        if name in self._pods:
+            return self._pods[name]
+        place = self._places.index(None) if None in self._places else len(self._places)
+        if place == len(self._places):
+            self._places.append(None)
+            for words in self._planes.values():
+                if len(words) < self.num_words:
+                    words.append(np.zeros(self._capacity, np.uint64))
+        self._places[place] = name
+        self._pods[name] = Pod(name, place)
+        self.version += 1
+        return self._pods[name]
+
+    def drop(self, name: str) -> None:
+        """Forget a pod and all that it holds; unknown ones are ignored."""
+        if name in self._pods:
+            self.clear(name)
+            self._places[self._pods.pop(name).place] = None
+            self.version += 1
+
+    def learn(self, name: str, group: int, spec: GroupSpec) -> None:
+        """A pod has described one of its groups."""
+        pod = self.add(name)
+        if pod.groups.get(group) != spec:
+            pod.groups[group] = spec
+            pod.seen.add(group)
+            self.version += 1
+
+    # Blocks
+
+    def apply(self, name: str, event: Event) -> None:
+        """Believe an event of a pod."""
+        if isinstance(event, Cleared):
+            self.clear(name)
+        elif isinstance(event, Removed):
+            self.remove(name, event.group, event.medium, event.hashes)
+        else:
+            self._learn_from(name, event)
+            self.store(name, event.group, event.medium, event.hashes)
+
+    def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+        """A pod holds these blocks from now on, each once more than before."""
+        pod = self.add(name)
+        if group is not None and group not in pod.seen:
+            pod.seen.add(group)
+            self.version += 1
+        plane = (group, medium)
+        word = self._words_of(plane)[pod.place // POD_BITS].data
+        bit = 1 << pod.place % POD_BITS
+        slots, holders = self._slots, self._holders
+        room = self._max_blocks - pod.num_blocks
+        stored = 0
+        for block in hashes:
+            slot = slots.get(block)
+            if slot is None:
+                if stored >= room:
+                    pod.refused += 1
+                    continue
+                if not self._free and len(self._hashes) == self._capacity:
+                    self._grow()
+                    word = self._planes[plane][pod.place // POD_BITS].data
+                slot = self._take_slot(block)
+            held = word[slot]
+            if held & bit:
+                key = (plane, slot)
+                pod.again[key] = pod.again.get(key, 0) + 1
+            elif stored >= room:
+                pod.refused += 1
+            else:
+                word[slot] = held | bit
+                holders[slot] += 1
+                stored += 1
+        pod.num_blocks += stored
+
+    def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+        """A pod has given up these blocks, each once."""
+        pod = self.add(name)
+        plane = (group, medium)
+        words = self._planes.get(plane)
+        if words is None:
+            pod.unknown_removals += sum(1 for _ in hashes)
+            return
+        word = words[pod.place // POD_BITS].data
+        bit = 1 << pod.place % POD_BITS
+        for block in hashes:
+            slot = self._slots.get(block, NOBODY)
+            held = word[slot]
+            if not held & bit:
+                pod.unknown_removals += 1
+                continue
+            if pod.again and (plane, slot) in pod.again:
+                self._hold_once_less(pod, (plane, slot))
+                continue
+            word[slot] = held ^ bit
+            pod.num_blocks -= 1
+            self._let_go(slot)
+
+    def clear(self, name: str) -> None:
+        """A pod holds nothing any more; what it said of its groups stays true."""
+        pod = self.add(name)
+        number, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
+        for words in self._planes.values():
+            word = words[number]
+            for slot in np.flatnonzero(word & bit).tolist():
+                self._let_go(slot)
+            word &= ~bit
+        pod.again.clear()
+        pod.num_blocks = 0
+
+    # Look-ups
+
+    def slots_of(self, hashes: Sequence[int]) -> NDArray[np.intp]:
+        """The slot of each hash, ``NOBODY`` for those that no pod holds."""
+        found = map(self._slots.get, hashes, repeat(NOBODY))
+        return np.fromiter(found, np.intp, len(hashes))
+
+    def planes(self) -> Iterator[Plane]:
+        """Every pair of group and medium that some pod has spoken of."""
+        return iter(self._planes)
+
+    def held(self, plane: Plane, word: int, slots: NDArray[np.intp]) -> Words:
+        """Of each slot the pods of one word that hold it, as bits."""
+        return self._planes[plane][word][slots]
+
+    def held_by(self, name: str, hashes: Sequence[int]) -> dict[Plane, list[int]]:
+        """Which of these blocks a pod holds, by plane."""
+        pod = self._pods[name]
+        word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
+        slots = self.slots_of(hashes)
+        found: dict[Plane, list[int]] = {}
+        for plane in self._planes:
+            rows = np.flatnonzero(self.held(plane, word, slots) & bit)
+            if len(rows):
+                found[plane] = [hashes[row] for row in rows.tolist()]
+        return found
+
+    # Slots
+
+    def _learn_from(self, name: str, event: Stored) -> None:
+        if event.group is None or event.kind is None:
+            return
+        known = self.add(name).groups.get(event.group)
+        # Part of a block is stored under a size of its own, which is not the group's.
+        block_tokens = max(event.block_tokens, 0 if known is None else known.block_tokens)
+        eagle = event.group in self.eagle_groups
+        self.learn(name, event.group, GroupSpec(event.kind, event.window, block_tokens, eagle))
+
+    def _words_of(self, plane: Plane) -> list[Words]:
+        words = self._planes.get(plane)
+        if words is None:
+            words = [np.zeros(self._capacity, np.uint64) for _ in range(self.num_words)]
+            self._planes[plane] = words
+        return words
+
+    def _take_slot(self, block: int) -> int:
+        if self._free:
+            slot = self._free.pop()
+            self._hashes[slot] = block
+        else:
+            slot = len(self._hashes)
+            self._hashes.append(block)
+            self._holders.append(0)
+        self._slots[block] = slot
+        return slot
+
+    def _let_go(self, slot: int) -> None:
+        self._holders[slot] -= 1
+        if self._holders[slot] == 0:
+            block = self._hashes[slot]
+            assert block is not None
+            del self._slots[block]
+            self._hashes[slot] = None
+            self._free.append(slot)
+
+    def _hold_once_less(self, pod: Pod, key: tuple[Plane, int]) -> None:
+        left = pod.again[key] - 1
+        if left:
+            pod.again[key] = left
+        else:
+            del pod.again[key]
+
+    def _grow(self) -> None:
+        more = np.zeros(self._capacity, np.uint64)
+        self._capacity *= 2
+        for words in self._planes.values():
+            words[:] = [np.concatenate((word, more)) for word in words]
+
+
+def alignment(specs: Iterable[GroupSpec], hash_block_tokens: int) -> int:
+    """Tokens that every hit is a multiple of: vLLM's ``scheduler_block_size``."""
+    return math.lcm(hash_block_tokens, *(spec.block_tokens for spec in specs))

@@ -1,0 +1,350 @@
+"""How far each pod could serve a request's prefix without computing anything.
+
+A hit may end behind L tokens if every group that counts has what it needs there: full
+attention all its blocks from 0, a sliding window those that its last ``window - 1`` tokens
+meet (or all from 0), a chunk the blocks since it began, a state its last block.  L is a
+multiple of every group's block, and the largest such L is the hit::
+
+    blocks      0 1 2 3 4 5 6 7
+    full        x x x x x x x .      main prefix: 7
+    window (2)  . . x x . x x .      a hit may end at 4 (2, 3) and at 7 (5, 6)
+
+For each word of 64 pods and each group the blocks held are one array of bits, so the prefix
+is a running AND over it, a window of n blocks about log2(n) shifted ANDs, and the largest L
+of all 64 pods the places where the running OR from behind changes.  Everything is linear in
+the blocks of the request.
+
+What is unknown: group 0 counts as full attention until it is described, and so does an entry
+that names no group; other groups do not count.  A pod that has described group 0 and has no
+full attention is judged by its windows alone.
+
+Sources: llm-d-kv-cache PR 650 for the scan and the fallbacks, vLLM's
+``HybridKVCacheCoordinator.find_longest_cache_hit`` for alignment, cap and EAGLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdconn.router.prefix.groups import GroupSpec, Needs
+from pdconn.router.prefix.index import POD_BITS, Index, Plane, Pod, Words, alignment
+
+DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8}
+UNKNOWN_WEIGHT = 1.0
+"""Of a block on a medium without a weight, and of one that a hit does not need."""
+
+_ALL = np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as its block hashes say it.
+
+    Attributes:
+        hashes: of its full blocks of ``hash_block_tokens`` tokens, in order.
+        num_tokens: of the whole prompt.
+        hash_block_tokens: the engines' ``hash_block_size``.
+    """
+
+    hashes: Sequence[int]
+    num_tokens: int
+    hash_block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What one pod could serve of a prompt.
+
+    Attributes:
+        blocks: leading blocks of ``hash_block_tokens`` tokens.
+        tokens: what the engine would report as cached: it computes the last token of a
+            prompt anyway, so a hit ends before it.
+        score: ``blocks``, each weighed by the best medium that holds it.
+    """
+
+    blocks: int
+    tokens: int
+    score: float
+
+
+NO_HIT = Hit(0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Pods that have described the same groups, so that one pass judges them all.
+
+    Attributes:
+        whole, tails: group index and spec of those that count: full attention, and others.
+        masks: for each word the bits of its pods.
+        align: hash blocks that every hit is a multiple of; None where some group's blocks
+            are not made of hash blocks, so that nothing can be said.
+        alone: whether the engine has one group, which EAGLE looks up within the cap.
+    """
+
+    whole: tuple[tuple[int, GroupSpec], ...]
+    tails: tuple[tuple[int, GroupSpec], ...]
+    masks: tuple[int, ...]
+    align: int | None
+    alone: bool
+
+    @property
+    def counted(self) -> tuple[tuple[int, GroupSpec], ...]:
+        """Every group that a hit depends on, full attention first."""
+        return self.whole + self.tails
+
+
+class Scorer:
+    """Scores prompts against an index.
+
+    Args:
+        index: what pods hold.
+        weights: by medium; media that it does not name weigh ``UNKNOWN_WEIGHT``.
+    """
+
+    def __init__(self, index: Index, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
+        self._index = index
+        self._weights = weights
+        self._families: tuple[Family, ...] = ()
+        self._known: tuple[int, int] | None = None
+
+    def score(self, prompt: Prompt) -> dict[str, Hit]:
+        """The hit of every pod of the index, in the order they were added."""
+        hits = dict.fromkeys(self._index.pods, NO_HIT)
+        if not prompt.hashes:
+            return hits
+        chain = _Chain(prompt, self._index.slots_of(prompt.hashes))
+        for family in self.families(prompt.hash_block_tokens):
+            for word, mask in enumerate(family.masks):
+                if mask and family.align is not None:
+                    hits.update(_Pass(self._index, self._weights, family, word, chain).hits())
+        return hits
+
+    def families(self, hash_block_tokens: int) -> tuple[Family, ...]:
+        """The pods of the index by what they have described of themselves."""
+        known = (self._index.version, hash_block_tokens)
+        if self._known != known:
+            self._families = tuple(_families(self._index, hash_block_tokens))
+            self._known = known
+        return self._families
+
+
+def groups_that_count(
+    pod: Pod, hash_block_tokens: int
+) -> tuple[list[tuple[int, GroupSpec]], list[tuple[int, GroupSpec]]]:
+    """A pod's groups that need the whole prefix, and those that need a part of it."""
+    described = sorted(pod.groups.items())
+    whole = [(group, spec) for group, spec in described if spec.needs is Needs.WHOLE]
+    nothing = (Needs.WHOLE, Needs.NOTHING)
+    tails = [(group, spec) for group, spec in described if spec.needs not in nothing]
+    if 0 not in pod.groups and (0 in pod.seen or not whole):
+        whole.insert(0, (0, GroupSpec("full_attention", None, hash_block_tokens)))
+    return whole, tails
+
+
+def _families(index: Index, hash_block_tokens: int) -> Iterator[Family]:
+    together: dict[object, tuple[Pod, list[int]]] = {}
+    for pod in index.pods.values():
+        whole, tails = groups_that_count(pod, hash_block_tokens)
+        key = (tuple(whole), tuple(tails), len(pod.groups))
+        _, masks = together.setdefault(key, (pod, [0] * index.num_words))
+        masks[pod.place // POD_BITS] |= 1 << pod.place % POD_BITS
+    for pod, masks in together.values():
+        whole, tails = groups_that_count(pod, hash_block_tokens)
+        specs = [spec for _, spec in whole + tails]
+        fits = all(spec.block_tokens % hash_block_tokens == 0 for spec in specs)
+        align = alignment(specs, hash_block_tokens) // hash_block_tokens if fits else None
+        alone = len(pod.groups.keys() | pod.seen) <= 1
+        yield Family(tuple(whole), tuple(tails), tuple(masks), align, alone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A prompt and the slots of its hashes."""
+
+    prompt: Prompt
+    slots: NDArray[np.intp]
+
+
+class _Pass:
+    """One prompt, one family, one word of pods."""
+
+    def __init__(
+        self, index: Index, weights: Mapping[str, float], family: Family, word: int, chain: _Chain
+    ) -> None:
+        assert family.align is not None
+        self._index = index
+        self._weights = weights
+        self._family = family
+        self._align = family.align
+        self._word = word
+        self._slots = chain.slots
+        self._num_tokens = chain.prompt.num_tokens
+        self._hash_block_tokens = chain.prompt.hash_block_tokens
+
+    def hits(self) -> Iterator[tuple[str, Hit]]:
+        """The hits of pods that have one."""
+        valid = self._valid_ends()
+        places, ends = _last_ends(valid)
+        if not places:
+            return
+        num_blocks = [end * self._align for end in ends]
+        num_tokens = self._believed(valid, places, ends)
+        scores = self._scores(places, num_blocks)
+        for i, place in enumerate(places):
+            name = self._index.name_at(self._word * POD_BITS + place)
+            assert name is not None
+            yield name, Hit(num_blocks[i], num_tokens[i], scores[i])
+
+    def _believed(self, valid: Words, places: list[int], ends: list[int]) -> list[int]:
+        """Tokens that the engine takes: it computes the last one anyway."""
+        tokens = self._align * self._hash_block_tokens
+        cap = max(0, self._num_tokens - 1) // tokens
+        if self._family.alone and self._family.counted[0][1].peeks:
+            cap = max(0, cap - 1)  # a lone group looks for the block behind below the cap too
+        if cap < len(valid):
+            capped = dict(zip(*_last_ends(valid[:cap]), strict=True))
+            ends = [capped.get(place, 0) for place in places]
+        return [end * tokens for end in ends]
+
+    # Ends
+
+    def _valid_ends(self) -> Words:
+        """Bit p of row j: for pod p a hit may end behind (j + 1) * align hash blocks."""
+        mask = self._family.masks[self._word] if self._family.counted else 0
+        valid = np.full(len(self._slots) // self._align, mask, np.uint64)
+        for group, spec in self._family.counted:
+            valid &= self._ends_of(group, spec, len(valid))
+        return valid
+
+    def _ends_of(self, group: int, spec: GroupSpec, num_ends: int) -> Words:
+        every = spec.block_tokens // self._hash_block_tokens
+        held = self._held(group, every, spec.needs is Needs.WHOLE)
+        if spec.needs is Needs.WHOLE:
+            ends = np.bitwise_and.accumulate(held)
+        elif spec.needs is Needs.CHUNK:
+            ends = _chunk_ends(held, spec)
+        else:
+            ends = _tail_ends(held, spec.tail_blocks)
+        step = self._align // every
+        if not spec.peeks:
+            return ends[step - 1 :: step][:num_ends]
+        behind = ends[step::step][:num_ends]
+        return np.append(behind, np.zeros(num_ends - len(behind), np.uint64))
+
+    def _held(self, group: int, every: int, with_unnamed: bool) -> Words:
+        """The group's blocks that each pod holds, on any medium."""
+        slots = self._slots[every - 1 :: every]
+        held = np.zeros(len(slots), np.uint64)
+        for plane in self._index.planes():
+            if plane[0] == group or (with_unnamed and plane[0] is None):
+                held |= self._index.held(plane, self._word, slots)
+        return held
+
+    # Weights
+
+    def _scores(self, places: list[int], num_blocks: list[int]) -> list[float]:
+        """Score of the pods at ``places``, whose hits are ``num_blocks`` long."""
+        levels = self._levels(max(num_blocks))
+        top, held = next(levels)
+        lower = np.bitwise_or.accumulate(~held)
+        scores = [top * blocks for blocks in num_blocks]
+        mixed = [
+            i
+            for i, (place, blocks) in enumerate(zip(places, num_blocks, strict=True))
+            if int(lower[blocks - 1]) >> place & 1
+        ]
+        if mixed:
+            inside = np.arange(max(num_blocks))[:, None] < [num_blocks[i] for i in mixed]
+            columns = [places[i] for i in mixed]
+            weighed = top * _count(held, columns, inside)
+            for weight, more in levels:
+                weighed += weight * _count(more & ~held, columns, inside)
+                held |= more
+            for i, score in zip(mixed, weighed.tolist(), strict=True):
+                scores[i] = score
+        return scores
+
+    def _levels(self, num_blocks: int) -> Iterator[tuple[float, Words]]:
+        """The blocks held at each weight, heaviest first; what nobody needs to hold is last."""
+        at: dict[float, list[Plane]] = {}
+        whole = [group for group, _ in self._family.whole]
+        for plane in self._index.planes():
+            if not whole or plane[0] is None or plane[0] in whole:
+                at.setdefault(self._weights.get(plane[1], UNKNOWN_WEIGHT), []).append(plane)
+        if not whole:
+            at.setdefault(UNKNOWN_WEIGHT, [])
+        for weight in sorted(at, reverse=True):
+            held = np.zeros(num_blocks, np.uint64)
+            for plane in at[weight]:
+                held |= self._spread(plane, num_blocks)
+            yield weight, held
+        if not whole:
+            yield UNKNOWN_WEIGHT, np.full(num_blocks, _ALL)
+
+    def _spread(self, plane: Plane, num_blocks: int) -> Words:
+        """The plane's blocks in hash blocks: each covers as many as it is long."""
+        group = plane[0]
+        specs = self._family.whole if group is None else self._family.counted
+        sizes = {spec.block_tokens for other, spec in specs if group in (None, other)}
+        held = np.zeros(num_blocks, np.uint64)
+        for block_tokens in sizes or {self._hash_block_tokens}:
+            every = block_tokens // self._hash_block_tokens
+            blocks = self._index.held(plane, self._word, self._slots[every - 1 :: every])
+            spread = np.repeat(blocks, every)[:num_blocks]
+            held[: len(spread)] |= spread
+        return held
+
+
+def _tail_ends(held: Words, need: int) -> Words:
+    """Where the last ``need`` blocks are held, or all from block 0.
+
+    A run of n blocks is one of a and, before it, one of b = n - a, so n is reached by
+    doubling.  What lies before block 0 counts as held.
+    """
+    if need == 0:
+        return np.full(len(held), _ALL)
+    run, length = held.copy(), 1
+    while length < need:
+        more = min(length, need - length)
+        run[more:] &= run[: max(0, len(run) - more)].copy()
+        length += more
+    return run
+
+
+def _chunk_ends(held: Words, spec: GroupSpec) -> Words:
+    """Where the blocks of the chunk that is begun are held; behind a whole chunk none is."""
+    assert spec.window is not None
+    size = spec.window // spec.block_tokens
+    chunks = np.append(held, np.zeros(-len(held) % size, np.uint64)).reshape(-1, size)
+    ends = np.bitwise_and.accumulate(chunks, axis=1)
+    ends[:, -1] = _ALL
+    return ends.reshape(-1)[: len(held)]
+
+
+def _last_ends(valid: Words) -> tuple[list[int], list[int]]:
+    """The pods with any valid end, and the number of rows up to the last one."""
+    if not valid.any():
+        return [], []
+    reaches = np.bitwise_or.accumulate(valid[::-1])[::-1]
+    rows = np.append(np.flatnonzero(reaches[1:] != reaches[:-1]), len(reaches) - 1)
+    bits = _bits(reaches[rows])
+    lengths = np.diff(rows, prepend=-1) @ bits.astype(np.intp)
+    places = np.flatnonzero(bits[0])
+    return places.tolist(), lengths[places].tolist()
+
+
+def _bits(words: Words) -> NDArray[np.uint8]:
+    """Words as rows of 64 zeros and ones, pod 0 first."""
+    octets = words.astype("<u8").view(np.uint8).reshape(len(words), 8)
+    return np.unpackbits(octets, axis=1, bitorder="little")
+
+
+def _count(held: Words, places: list[int], inside: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Of each pod at ``places`` the blocks held among its first ones."""
+    counted: NDArray[np.float64] = (_bits(held)[:, places] & inside).sum(axis=0, dtype=np.float64)
+    return counted

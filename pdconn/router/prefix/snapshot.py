@@ -1,0 +1,194 @@
+"""A routing decision in a file: what pods hold, and a request.  Version 1, JSON.
+
+::
+
+    {"version": 1,
+     "hash_block_tokens": 16,                    tokens that one hash of the request covers
+     "weights": {"gpu": 1.0, "cpu": 0.8},        by medium; others weigh 1.0; may be left out
+     "pods": {"a": {
+        "groups": {"0": {"kind": "full_attention", "window": null, "block_tokens": 16},
+                   "1": {"kind": "sliding_window", "window": 128, "block_tokens": 16,
+                         "eagle": false}},       "eagle" may be left out; a group too
+        "blocks": [{"group": 0, "medium": "gpu", "hashes": [1, 2, 3]},
+                   {"group": null, "medium": "cpu", "hashes": [1]}]}},
+     "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
+
+``kind`` is vLLM's ``kv_cache_spec_kind``.  A block of several hash blocks is stored under the
+hash of its last one, as vLLM does.  A hash that is listed twice is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from pdconn.router.prefix.events import UNNAMED
+from pdconn.router.prefix.explain import Cut, explain
+from pdconn.router.prefix.groups import KINDS, GroupSpec
+from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
+
+VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+GroupIndex = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+
+
+class BadSnapshot(ValueError):
+    """A snapshot makes no sense: names the field, what fits, what came."""
+
+    def __init__(self, field: str, expected: str, seen: object) -> None:
+        super().__init__(f"{field}: expected {expected}, saw {seen}")
+        self.field = field
+
+
+class Group(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A group as its pod has described it."""
+
+    kind: str
+    block_tokens: Count
+    window: Count | None = None
+    eagle: bool = False
+
+
+class Blocks(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Blocks of one group on one medium."""
+
+    group: GroupIndex | None
+    medium: str
+    hashes: list[int]
+
+
+class PodState(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What one pod holds."""
+
+    groups: dict[str, Group] = {}
+    blocks: list[Blocks] = []
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The request."""
+
+    hashes: list[int]
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Everything that a decision depends on."""
+
+    version: int
+    hash_block_tokens: Count
+    weights: dict[str, Weight] = msgspec.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    pods: dict[str, PodState]
+    request: Asked
+
+    def __post_init__(self) -> None:
+        for name, pod in self.pods.items():
+            for number, group in pod.groups.items():
+                self._check(f"pods.{name}.groups.{number}", number, group)
+
+    def _check(self, field: str, number: str, group: Group) -> None:
+        if not (number.isascii() and number.isdigit() and int(number) <= 4096):
+            raise BadSnapshot(field, "the index of a group, such as '0'", repr(number))
+        if group.kind not in KINDS:
+            raise BadSnapshot(f"{field}.kind", f"one of {', '.join(KINDS)}", repr(group.kind))
+        if group.block_tokens % self.hash_block_tokens:
+            expected = f"a multiple of hash_block_tokens ({self.hash_block_tokens})"
+            raise BadSnapshot(f"{field}.block_tokens", expected, group.block_tokens)
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """What a pod could serve, and what ended that."""
+
+    hit_blocks: int
+    hit_tokens: int
+    score: float
+    cut_by: Cut | None
+
+
+def read_snapshot(raw: bytes) -> Snapshot:
+    """A snapshot from JSON.
+
+    Raises:
+        BadSnapshot: it is not JSON, of another version, or a field makes no sense.
+    """
+    try:
+        version = msgspec.json.decode(raw, type=_Versioned).version
+        if version != VERSION:
+            raise BadSnapshot("version", str(VERSION), version)
+        return msgspec.json.decode(raw, type=Snapshot)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, BadSnapshot):
+            raise error.__cause__ from None
+        what, _, where = str(error).partition(" - at `$")
+        raise BadSnapshot(
+            where.strip("`.") or "snapshot", "version 1 of the format", what
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        seen = f"{len(raw)} bytes that are not ({error})"
+        raise BadSnapshot("snapshot", "JSON", seen) from error
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def index_of(snapshot: Snapshot) -> Index:
+    """The index of a snapshot's pods."""
+    index = Index()
+    for name, pod in snapshot.pods.items():
+        index.add(name)
+        for number, group in pod.groups.items():
+            spec = GroupSpec(group.kind, group.window, group.block_tokens, group.eagle)
+            index.learn(name, int(number), spec)
+        for blocks in pod.blocks:
+            index.store(name, blocks.group, blocks.medium.lower(), blocks.hashes)
+    return index
+
+
+def prompt_of(snapshot: Snapshot) -> Prompt:
+    """The request of a snapshot."""
+    asked = snapshot.request
+    return Prompt(asked.hashes, asked.num_tokens, snapshot.hash_block_tokens)
+
+
+def explain_snapshot(snapshot: Snapshot) -> dict[str, Explained]:
+    """Every pod's hit and what cut it, in the order of the file."""
+    weights = {medium.lower(): weight for medium, weight in snapshot.weights.items()}
+    return explain_all(index_of(snapshot), prompt_of(snapshot), weights)
+
+
+def explain_all(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> dict[str, Explained]:
+    """Every pod's hit and what cut it."""
+    hits = Scorer(index, weights).score(prompt)
+    return {name: explained(index, prompt, name, hit) for name, hit in hits.items()}
+
+
+def explained(index: Index, prompt: Prompt, name: str, hit: Hit) -> Explained:
+    """A hit for people."""
+    return Explained(hit.blocks, hit.tokens, hit.score, explain(index, prompt, name, hit))
+
+
+def take_snapshot(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> Snapshot:
+    """What the index holds of a prompt, as a snapshot that scores alike."""
+    hashes = list(prompt.hashes)
+    pods = {}
+    for name, pod in index.pods.items():
+        groups = {
+            str(number): Group(spec.kind, spec.block_tokens, spec.window, spec.eagle)
+            for number, spec in pod.groups.items()
+        }
+        held = dict.fromkeys(((group, UNNAMED) for group in sorted(pod.seen)), list[int]())
+        held |= index.held_by(name, hashes)
+        blocks = [Blocks(group, medium, there) for (group, medium), there in held.items()]
+        pods[name] = PodState(groups, blocks)
+    return Snapshot(
+        version=VERSION,
+        hash_block_tokens=prompt.hash_block_tokens,
+        weights=dict(weights),
+        pods=pods,
+        request=Asked(hashes, prompt.num_tokens),
+    )

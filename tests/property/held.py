@@ -1,0 +1,237 @@
+"""Pods, stores and evictions drawn at random, and a plain account of what is held.
+
+The account knows nothing of slots, planes or bits: it is a counter of
+(pod, group, medium, hash), and ``longest`` asks every length in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.score import Prompt
+
+MEDIA = ("gpu", "cpu", "disk")
+WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.75}
+
+FULL = ("full_attention", "mla_attention", "sink_full_attention")
+SLIDING = ("sliding_window", "sliding_window_mla")
+OTHER = ("chunked_local_attention", "mamba", "cross_attention", "unknown")
+
+Key = tuple[int | None, str, int]
+"""Group, medium, hash."""
+
+
+@dataclass
+class Held:
+    """One pod, as the plain account has it."""
+
+    described: dict[int, GroupSpec]
+    seen: set[int] = field(default_factory=set)
+    blocks: Counter[Key] = field(default_factory=Counter)
+
+    def has(self, group: int | None, block: int) -> bool:
+        return any(self.blocks[group, medium, block] > 0 for medium in MEDIA)
+
+
+@dataclass
+class World:
+    """An index, the account beside it, and a prompt."""
+
+    index: Index
+    account: dict[str, Held]
+    prompt: Prompt
+
+    def longest(self, name: str, last: int) -> int:
+        """The largest number of hash blocks that every group can serve, at most ``last``."""
+        return next(blocks for blocks in range(last, -1, -1) if self.serves(name, blocks))
+
+    def serves(self, name: str, blocks: int) -> bool:
+        """Whether generation could go on behind so many hash blocks."""
+        held, unit = self.account[name], self.prompt.hash_block_tokens
+        counted = self.counted(held)
+        if blocks == 0:
+            return True
+        if not counted:
+            return False
+        return all(self._can(held, group, spec, blocks * unit) for group, spec in counted)
+
+    def counted(self, held: Held) -> list[tuple[int, GroupSpec]]:
+        groups = [
+            (group, spec)
+            for group, spec in held.described.items()
+            if spec.kind in FULL
+            or spec.kind == "mamba"
+            or (spec.kind in SLIDING and spec.window is not None)
+            or (
+                spec.kind == "chunked_local_attention"
+                and spec.window is not None
+                and spec.window % spec.block_tokens == 0
+            )
+        ]
+        any_full = any(spec.kind in FULL for _, spec in groups)
+        if 0 not in held.described and (0 in held.seen or not any_full):
+            groups.append((0, GroupSpec(FULL[0], None, self.prompt.hash_block_tokens)))
+        return groups
+
+    def _can(self, held: Held, group: int, spec: GroupSpec, tokens: int) -> bool:
+        size = spec.block_tokens
+        if tokens % size:
+            return False
+        peek = 1 if spec.eagle and spec.kind in FULL + SLIDING else 0
+        end = tokens // size + peek
+        if spec.kind in FULL:
+            needed = range(end)
+        elif spec.kind == "mamba":
+            needed = range(end - 1, end)
+        elif spec.kind in SLIDING:
+            assert spec.window is not None
+            needed = range(max(0, end - math.ceil((spec.window - 1) / size) - peek), end)
+        else:
+            assert spec.window is not None
+            needed = range(tokens // spec.window * spec.window // size, end)
+        return all(self._block(held, group, spec, block) for block in needed)
+
+    def _block(self, held: Held, group: int, spec: GroupSpec, block: int) -> bool:
+        every = spec.block_tokens // self.prompt.hash_block_tokens
+        last = (block + 1) * every - 1
+        if last >= len(self.prompt.hashes):
+            return False
+        name = self.prompt.hashes[last]
+        return held.has(group, name) or (spec.kind in FULL and held.has(None, name))
+
+    def score(self, name: str, blocks: int) -> float:
+        """Each block of a hit weighed by the best medium that holds it."""
+        held = self.account[name]
+        full = [(group, spec) for group, spec in self.counted(held) if spec.kind in FULL]
+        return sum(self._weight(held, full, block) for block in range(blocks))
+
+    def _weight(self, held: Held, full: list[tuple[int, GroupSpec]], block: int) -> float:
+        found: list[float] = []
+        sizes = dict(full) if full else dict(self.counted(held))
+        groups: set[int | None] = {group for group, _ in full} or set(range(8))
+        for group, medium, _ in [key for key, times in held.blocks.items() if times > 0]:
+            if group not in groups and group is not None:
+                continue
+            specs = sizes.values() if group is None and full else [sizes.get(group)]  # type: ignore[arg-type]
+            for spec in specs:
+                every = 1
+                if spec is not None:
+                    every = spec.block_tokens // self.prompt.hash_block_tokens
+                last = (block // every + 1) * every - 1
+                there = last < len(self.prompt.hashes)
+                if there and held.blocks[group, medium, self.prompt.hashes[last]] > 0:
+                    found.append(WEIGHTS.get(medium, 1.0))
+        return max(found, default=1.0)
+
+    def believed(self, name: str) -> int:
+        """Tokens that an engine reports: at most all but one, on its alignment."""
+        held, unit = self.account[name], self.prompt.hash_block_tokens
+        last = max(0, self.prompt.num_tokens - 1) // unit
+        counted = self.counted(held)
+        if len(held.described.keys() | held.seen) <= 1 and counted:
+            (_, spec) = counted[0]
+            if spec.eagle and spec.kind in FULL + SLIDING:
+                # A lone group looks for the block behind below the cap too.
+                last = last // (spec.block_tokens // unit) * (spec.block_tokens // unit)
+                last -= spec.block_tokens // unit
+        return self.longest(name, max(0, min(last, len(self.prompt.hashes)))) * unit
+
+
+def draw(seed: int) -> World:
+    """A world: pods of some models, their stores and evictions in any order, a prompt."""
+    rng = Random(seed)
+    unit = rng.choice((4, 16))
+    num_blocks = rng.choice((0, 1, 2, 5, 13, 40))
+    hashes = [rng.randrange(2**64) for _ in range(num_blocks)]
+    num_tokens = num_blocks * unit + rng.choice((0, 0, 1, unit - 1))
+    world = World(Index(), {}, Prompt(hashes, num_tokens, unit))
+    models = [_groups(rng, unit) for _ in range(rng.choice((1, 1, 2)))]
+    for number in range(rng.choice((1, 2, 3, 3, 70))):
+        _add_pod(rng, world, f"pod{number}", rng.choice(models))
+    for _ in range(rng.choice((0, 1, 3))):
+        _step(rng, world, rng.choice(list(world.account)))
+    return world
+
+
+def _groups(rng: Random, unit: int) -> dict[int, GroupSpec]:
+    kinds = rng.choice(
+        (
+            FULL[:1] + SLIDING[:1],
+            FULL[:1] + SLIDING[:1] * 3,
+            FULL + SLIDING,
+            SLIDING,
+            SLIDING[:1],
+            FULL[:1],
+            FULL + SLIDING + OTHER,
+        )
+    )
+    mixed = rng.random() < 0.4
+    groups = {}
+    for group in range(rng.randint(1, 5)):
+        kind = rng.choice(kinds)
+        size = unit * (rng.choice((1, 2, 3, 4)) if mixed else 1)
+        window = None
+        if kind in SLIDING:
+            window = rng.choice((None, 1, 2, unit, unit + 1, 2 * unit, 5 * unit, 7 * unit + 1, 999))
+        elif kind == OTHER[0]:
+            window = rng.choice((None, size, 2 * size, 3 * size, size + 1))
+        groups[group] = GroupSpec(kind, window, size, eagle=rng.random() < 0.1)
+    return groups
+
+
+def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpec]) -> None:
+    described = {group: spec for group, spec in groups.items() if rng.random() < 0.9}
+    world.index.add(name)
+    world.account[name] = Held(dict(described), set(described))
+    for group, spec in described.items():
+        world.index.learn(name, group, spec)
+    keep = rng.choice((0.5, 0.9, 0.97, 1.0))
+    masked = rng.random() < 0.5
+    for group, spec in [*groups.items(), (None, GroupSpec(FULL[0], None, 4))]:
+        if group is None and rng.random() < 0.8:
+            continue
+        medium = rng.choice(MEDIA) if rng.random() < 0.3 else "gpu"
+        every = 1 if group is None else spec.block_tokens // world.prompt.hash_block_tokens
+        blocks = [block for block in world.prompt.hashes[every - 1 :: every] if rng.random() < keep]
+        if masked and group is not None and spec.kind in SLIDING:
+            cut = rng.randint(0, len(blocks))
+            blocks = blocks[max(0, cut - rng.randint(1, 8)) : cut]
+        _store(world, name, group, medium, blocks)
+
+
+def _step(rng: Random, world: World, name: str) -> None:
+    held = world.account[name]
+    kind = rng.random()
+    if kind < 0.1:
+        world.index.clear(name)
+        held.blocks.clear()
+        return
+    there = sorted(held.blocks.elements(), key=str)
+    some = rng.sample(there, rng.randint(0, len(there)))
+    for group, medium, block in some:
+        if kind < 0.4:
+            _store(world, name, group, medium, [block])
+        else:
+            _remove(world, name, group, medium, block)
+    if kind > 0.8:  # of what was never stored
+        world.index.remove(name, 0, "gpu", [2**63 + 5])
+
+
+def _store(world: World, name: str, group: int | None, medium: str, blocks: list[int]) -> None:
+    world.index.store(name, group, medium, blocks)
+    held = world.account[name]
+    held.blocks.update((group, medium, block) for block in blocks)
+    if group is not None:
+        held.seen.add(group)
+
+
+def _remove(world: World, name: str, group: int | None, medium: str, block: int) -> None:
+    world.index.remove(name, group, medium, [block])
+    held = world.account[name]
+    held.blocks[group, medium, block] -= 1

@@ -1,0 +1,152 @@
+"""A hit is the largest length that every group can serve: against asking every length.
+
+1000 worlds by default, as many as ``PDCONN_EXAMPLES`` says if that is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdconn.router.prefix import score as score_module
+from pdconn.router.prefix.explain import explain
+from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.score import Scorer
+from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
+from tests.property.held import WEIGHTS, World, draw
+from tests.property.scale import at_least
+
+NUM_WORLDS = at_least(1000)
+PARTS = 10
+
+
+def problems(seed: int) -> list[str]:
+    """Where the scorer and the account differ."""
+    world = draw(seed)
+    found = []
+    hits = Scorer(world.index, WEIGHTS).score(world.prompt)
+    assert list(hits) == list(world.account)
+    for name, hit in hits.items():
+        blocks = world.longest(name, len(world.prompt.hashes))
+        right = blocks, world.believed(name), pytest.approx(world.score(name, blocks))
+        if (hit.blocks, hit.tokens, hit.score) != right:
+            found.append(f"seed {seed}, {name}: {hit}, expected {right}")
+    return found
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_hit_is_the_largest_length_that_every_group_can_serve(part: int) -> None:
+    for seed in range(part, NUM_WORLDS, PARTS):
+        assert problems(seed) == []
+
+
+def test_the_worlds_are_not_all_alike() -> None:
+    """The law above is worth what is drawn for it."""
+    kinds = {"no hit": 0, "whole": 0, "cut": 0, "weighed": 0, "capped": 0, "two words": 0}
+    for seed in range(300):
+        world = draw(seed)
+        total = len(world.prompt.hashes)
+        hits = Scorer(world.index, WEIGHTS).score(world.prompt)
+        kinds["two words"] += len(hits) > 64
+        for hit in hits.values():
+            kinds["no hit"] += total > 0 and hit.blocks == 0
+            kinds["whole"] += 0 < hit.blocks == total
+            kinds["cut"] += 0 < hit.blocks < total
+            kinds["weighed"] += hit.score < hit.blocks
+            kinds["capped"] += hit.tokens < hit.blocks * world.prompt.hash_block_tokens
+    assert min(kinds.values()) >= 20, kinds
+
+
+def _every_end(held: score_module.Words, need: int) -> score_module.Words:
+    del need
+    return np.full(len(held), 2**64 - 1, np.uint64)
+
+
+def _one_block_less(held: score_module.Words, need: int) -> score_module.Words:
+    return TAIL_ENDS(held, max(1, need - 1))
+
+
+def _not_from_the_beginning(held: score_module.Words, need: int) -> score_module.Words:
+    ends = TAIL_ENDS(held, need)
+    ends[: need - 1] = 0
+    return ends
+
+
+TAIL_ENDS = score_module._tail_ends
+
+
+@pytest.mark.parametrize("wrong", [_every_end, _one_block_less, _not_from_the_beginning])
+def test_a_scorer_that_is_careless_with_windows_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., score_module.Words]
+) -> None:
+    monkeypatch.setattr(score_module, "_tail_ends", wrong)
+    assert any(problems(seed) for seed in range(100))
+
+
+def test_a_scorer_that_forgets_eagle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupSpec, "peeks", property(lambda spec: False))
+    assert any(problems(seed) for seed in range(200))
+
+
+def test_an_index_that_counts_no_duplicates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(index: Index, pod: object, key: object) -> None:
+        del index, pod, key
+
+    def store(index: Index, name: str, group: int | None, medium: str, hashes: list[int]) -> None:
+        STORE(index, name, group, medium, hashes)
+        index.pods[name].again.clear()
+
+    monkeypatch.setattr(Index, "_hold_once_less", forget)
+    monkeypatch.setattr(Index, "store", store)
+    assert any(problems(seed) for seed in range(300))
+
+
+STORE = Index.store
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_cut_a_hit_is_not_there(part: int) -> None:
+    """Whoever is told to have cut a hit lacks the block that is named."""
+    for seed in range(part, NUM_WORLDS // 5, PARTS):
+        _check_cuts(draw(seed))
+
+
+def _check_cuts(world: World) -> None:
+    for name, hit in Scorer(world.index, WEIGHTS).score(world.prompt).items():
+        cut = explain(world.index, world.prompt, name, hit)
+        if cut is None:
+            assert _could_not_be_longer(world, name, hit.blocks)
+        elif cut.group is not None:
+            held, spec = world.account[name], dict(world.counted(world.account[name]))[cut.group]
+            assert not world._block(held, cut.group, spec, cut.missing_block)
+            assert cut.missing_token == cut.missing_block * spec.block_tokens
+
+
+def _could_not_be_longer(world: World, name: str, blocks: int) -> bool:
+    """No length behind the hit is a multiple of every group's block."""
+    unit = world.prompt.hash_block_tokens
+    specs = [spec for _, spec in world.counted(world.account[name])]
+    return not any(
+        all(length * unit % spec.block_tokens == 0 for spec in specs)
+        for length in range(blocks + 1, len(world.prompt.hashes) + 1)
+    )
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_snapshot_scores_as_the_index_it_was_taken_of(part: int) -> None:
+    for seed in range(part, NUM_WORLDS // 5, PARTS):
+        _check_snapshot(draw(seed))
+
+
+def _check_snapshot(world: World) -> None:
+    snapshot = take_snapshot(world.index, world.prompt, WEIGHTS)
+    read = read_snapshot(msgspec.json.encode(snapshot))
+    hits = Scorer(world.index, WEIGHTS).score(world.prompt)
+    for name, told in explain_snapshot(read).items():
+        assert (told.hit_blocks, told.hit_tokens) == (hits[name].blocks, hits[name].tokens)
+        assert told.score == pytest.approx(hits[name].score)
+        assert told.cut_by == explain(world.index, world.prompt, name, hits[name])
