@@ -72,6 +72,18 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: Raw = Raw(b"null")
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Used(msgspec.Struct):
+    usage: _Usage | None = None
+
+
 def find_ticket(answer: bytes) -> Raw | None:
     """The ticket in prefill's JSON answer, or None where there is none.
 
@@ -83,6 +95,20 @@ def find_ticket(answer: bytes) -> Raw | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return None if is_empty(found) or kind_of(found) != "an object" else found
+
+
+def find_cached_tokens(answer: bytes) -> int | None:
+    """What an engine with ``--enable-prompt-tokens-details`` found in its prefix cache.
+
+    >>> find_cached_tokens(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}')
+    32
+    """
+    try:
+        usage = msgspec.json.decode(answer, type=_Used).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    details = None if usage is None else usage.prompt_tokens_details
+    return None if details is None else details.cached_tokens
 
 
 def _prefill_fields(request: GenerateRequest) -> dict[str, object]:

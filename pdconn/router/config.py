@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
-from pdconn.router.engines import engine_name
 from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.member import engine_name
+from pdconn.router.fleet.sources import Source, WatchedFile, parse_source
+from pdconn.router.policy import POLICIES, Policy, PrefixAware, Role
+from pdconn.router.prefix.hashing import BadScheme, HashScheme
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+
+_DNS = "dns+"
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """How a proxy runs.
 
-    ``prefill`` and ``decode`` are base URLs as ``engine_name`` writes them; an
-    engine may be in both.  Port 0 takes any free port.
+    ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs, with
+    where their events are, or DNS names; an engine may be in both, and in the file
+    ``fleet``.  Port 0 takes any free port.
 
     Raises:
         BadSetting: a value makes no sense; names its command-line option.
     """
 
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    fleet: str | None = None
+    policy: str = PrefixAware.name
+    alone_below: int = 256
+    hash_algorithm: str | None = None
+    hash_block_tokens: int | None = None
+    hash_seed: str | None = None
+    eagle_groups: tuple[int, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_mib: float = 64.0
@@ -32,23 +47,29 @@ class ProxyConfig:
     wait_s: float | None = None
 
     def __post_init__(self) -> None:
-        for field, engines in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if not engines:
-                raise BadSetting(field, "at least one URL", "none")
-            twice = next((name for name in engines if engines.count(name) > 1), None)
-            if twice is not None:
-                raise BadSetting(field, "each URL once", twice)
+        for option, words in (("--prefill", self.prefill), ("--decode", self.decode)):
+            if not words and self.fleet is None:
+                raise BadSetting(option, "at least one URL", "none")
+        self.sources()
+        self.scheme()
+        if self.policy not in POLICIES:
+            raise BadSetting("--policy", f"one of {', '.join(POLICIES)}", self.policy)
+        if self.alone_below < 0:
+            raise BadSetting("--alone-below", "tokens, at least 0", self.alone_below)
+        for medium, weight in self.weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise BadSetting("--weight", f"{medium}=NUMBER, at least 0", weight)
         if not 0 <= self.port <= 65535:
             raise BadSetting("--port", "a number from 0 to 65535", self.port)
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
-        for field, value, least in (
+        for option, value, least in (
             ("--connect-timeout", self.connect_timeout_s, 0.001),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
             ("--wait", self.wait_s or 0.0, 0.0),
         ):
             if not (math.isfinite(value) and value >= least):
-                raise BadSetting(field, f"seconds, at least {least:g}", value)
+                raise BadSetting(option, f"seconds, at least {least:g}", value)
 
     @property
     def max_body_nbytes(self) -> int:
@@ -57,9 +78,50 @@ class ProxyConfig:
 
     @classmethod
     def of(cls, prefill: Sequence[str], decode: Sequence[str], **settings: object) -> Self:
-        """From URLs as people write them."""
-        return cls(
-            prefill=tuple(engine_name("--prefill", url) for url in prefill),
-            decode=tuple(engine_name("--decode", url) for url in decode),
-            **settings,  # type: ignore[arg-type]
-        )
+        """From words as people write them."""
+        return cls(prefill=tuple(prefill), decode=tuple(decode), **settings)  # type: ignore[arg-type]
+
+    def sources(self) -> tuple[Source, ...]:
+        """Who tells which engines there are.
+
+        Raises:
+            BadSetting: a word makes no sense, or names an engine twice in one role.
+        """
+        sources: list[Source] = []
+        for option, role, words in (
+            ("--prefill", Role.PREFILL, self.prefill),
+            ("--decode", Role.DECODE, self.decode),
+        ):
+            sources += (parse_source(option, word, {role}) for word in words)
+            urls = [word.partition(",")[0].removeprefix(_DNS) for word in words]
+            names = [engine_name(option, url) for url in urls]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise BadSetting(option, "each URL once", twice)
+        if self.fleet is not None:
+            sources.append(WatchedFile(self.fleet))
+        return tuple(sources)
+
+    def scheme(self) -> HashScheme | None:
+        """How every engine hashes, or None to find out.
+
+        Raises:
+            BadSetting: one of the two that it takes is missing, or makes no sense.
+        """
+        if self.hash_algorithm is None and self.hash_block_tokens is None:
+            return None
+        if self.hash_algorithm is None:
+            raise BadSetting("--hash-algorithm", "a name beside --hash-block-tokens", None)
+        if self.hash_block_tokens is None:
+            raise BadSetting("--hash-block-tokens", "a number beside --hash-algorithm", None)
+        try:
+            return HashScheme(self.hash_algorithm, self.hash_block_tokens, self.hash_seed)
+        except BadScheme as error:
+            option = f"--hash-{error.field.replace('_', '-')}"
+            raise BadSetting(option, error.expected, error.seen) from error
+
+    def make_policy(self) -> Policy:
+        """The policy, new."""
+        if self.policy == PrefixAware.name:
+            return PrefixAware(self.alone_below)
+        return POLICIES[self.policy]()

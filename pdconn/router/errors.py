@@ -87,7 +87,7 @@ class NoEngineLeft(Refusal):
 
     def __init__(self, role: str, misses: tuple[Miss, ...]) -> None:
         seen = "; ".join(f"{miss.engine}: {miss.why}" for miss in misses)
-        super().__init__(f"no {role} engine answers: {seen}")
+        super().__init__(f"no {role} engine answers: {seen or 'none is known'}")
         self.role = role
         self.misses = misses
 

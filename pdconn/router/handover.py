@@ -12,20 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdconn.router.bodies import decode_body, find_ticket, prefill_body
+from multidict import CIMultiDict
+
+from pdconn.router.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
+from pdconn.router.decisions import Course
 from pdconn.router.engines import Engines
 from pdconn.router.errors import Miss, NoEngineLeft
 from pdconn.router.farewell import Abandoned, Errand, Farewells, Stage
 from pdconn.router.health import Health
 from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.policy import Policy, Role
+from pdconn.router.policy import Candidate, Role, Weighed
 from pdconn.router.requests import Direct, Exchange
+from pdconn.router.steering import Steering
 from pdconn.router.upstream import Answer, Lost, Unreached, Upstream
 
 log = logging.getLogger(__name__)
+
+RANK_HEADER = "X-data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class Handover:
 
     engines: Engines
     upstream: Upstream
-    policy: Policy
+    steering: Steering
     health: Health
     metrics: ProxyMetrics
     farewells: Farewells
@@ -59,58 +65,71 @@ class Handover:
     async def _run(self, errand: Errand) -> Answer:
         if not self.engines.live(Role.DECODE):  # prefill would lend to nobody
             raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE))
+        course = await self.steering.decide(errand.exchange)
         reason = errand.exchange.request.direct
+        if reason is None and course.decision.alone:
+            reason = Direct.PREFIX_HELD
         if reason is not None:
             self.metrics.went_direct(reason)
         else:
-            refusal = await self._prefill(errand)
+            refusal = await self._prefill(errand, course)
             if refusal is not None:
                 return refusal
         try:
-            return await self._decode(errand)
+            return await self._decode(errand, course)
         except (NoEngineLeft, Abandoned):
             self.farewells.give_back(errand)
             raise
 
-    async def _prefill(self, errand: Errand) -> Answer | None:
+    async def _prefill(self, errand: Errand, course: Course) -> Answer | None:
         """Get the errand its ticket; what it returns is prefill's refusal."""
         exchange = errand.exchange
         body = prefill_body(exchange.request)
-        headers = exchange.headers.copy()
-        headers["Accept-Encoding"] = "identity"  # this answer we read ourselves
         misses: list[Miss] = []
-        for engine in self._order(Role.PREFILL, exchange):
+        for candidate in self._candidates(Role.PREFILL, course.decision.prefill):
+            engine = candidate.engine
             _go_on(errand, Stage.PREFILL)
+            uncached = max(0, course.num_tokens - candidate.hit.tokens)
+            flight = self.steering.flights.take_off(engine, uncached)
             try:
+                headers = _headers(exchange, candidate)
+                headers["Accept-Encoding"] = "identity"  # this answer we read ourselves
                 answer = await self.upstream.post(
                     engine, exchange.request.route.path, body, headers
                 )
                 if answer.status != 200:
                     return answer
                 async with answer:
-                    errand.ticket = find_ticket(await answer.rest())
+                    whole = await answer.rest()
             except (Unreached, Lost) as error:
                 misses.append(self._skip(Role.PREFILL, engine, exchange, error))
                 continue
+            finally:
+                flight.land()
+            errand.ticket = find_ticket(whole)
             self.metrics.time_to_ticket.observe(time.perf_counter() - errand.since_s)
+            course.prefill, course.cached_tokens = engine, find_cached_tokens(whole)
+            self.steering.reported(course)
             if errand.ticket is None:
                 self._note_no_ticket(engine)
             return None
         raise NoEngineLeft(Role.PREFILL.value, self.engines.misses(Role.PREFILL, misses))
 
-    async def _decode(self, errand: Errand) -> Answer:
+    async def _decode(self, errand: Errand, course: Course) -> Answer:
         exchange = errand.exchange
         misses: list[Miss] = []
-        for engine in self._order(Role.DECODE, exchange):
+        for candidate in self._candidates(Role.DECODE, course.decision.decode):
+            engine = candidate.engine
             _go_on(errand, Stage.DECODE)
             try:
-                answer = await self._ask_decode(errand, engine)
+                answer = await self._ask_decode(errand, candidate)
             except (Unreached, Lost) as error:
                 misses.append(self._skip(Role.DECODE, engine, exchange, error))
                 if errand.ticket is not None and isinstance(error, Lost):
                     errand.ticket = None
                     self.metrics.went_direct(Direct.TICKET_SPENT)
                 continue
+            course.decode = engine
             self.metrics.decode_first_byte.observe(time.perf_counter() - errand.since_s)
             if answer.status >= 400:
                 # vLLM tells the lender of most requests that it refuses, though
@@ -119,15 +138,21 @@ class Handover:
             return answer
         raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE, misses))
 
-    async def _ask_decode(self, errand: Errand, engine: str) -> Answer:
+    async def _ask_decode(self, errand: Errand, candidate: Candidate) -> Answer:
         request = errand.exchange.request
-        answer = await self.upstream.post(
-            engine,
-            request.route.path,
-            decode_body(request, errand.ticket),
-            errand.exchange.headers,
-            errand.delivery,
-        )
+        flight = self.steering.flights.take_off(candidate.engine, 0)
+        try:
+            answer = await self.upstream.post(
+                candidate.engine,
+                request.route.path,
+                decode_body(request, errand.ticket),
+                _headers(errand.exchange, candidate),
+                errand.delivery,
+            )
+        except BaseException:
+            flight.land()
+            raise
+        answer.when_closed(flight.land)
         try:
             await answer.await_first()
         except BaseException:
@@ -135,8 +160,16 @@ class Handover:
             raise
         return answer
 
-    def _order(self, role: Role, exchange: Exchange) -> Sequence[str]:
-        return self.policy.order(role, self.engines.live(role), exchange.request)
+    def _candidates(self, role: Role, ordered: tuple[Weighed, ...]) -> Iterator[Candidate]:
+        """Those decided on that are still offered, then those that came up since."""
+        live = self.engines.live(role)
+        for one in ordered:
+            if one.candidate.engine in live:
+                yield one.candidate
+        known = {one.candidate.engine for one in ordered}
+        for engine in live:
+            if engine not in known:
+                yield Candidate(engine)
 
     def _skip(self, role: Role, engine: str, exchange: Exchange, error: Unreached | Lost) -> Miss:
         self.metrics.asked_in_vain(role, engine)
@@ -152,6 +185,14 @@ class Handover:
                 "prompts again. Is it running with --kv-transfer-config? (said once)",
                 engine,
             )
+
+
+def _headers(exchange: Exchange, candidate: Candidate) -> CIMultiDict[str]:
+    """The client's, and the data-parallel rank whose cache was looked at, if there are several."""
+    headers = exchange.headers.copy()
+    if candidate.rank is not None:
+        headers[RANK_HEADER] = str(candidate.rank)
+    return headers
 
 
 def _go_on(errand: Errand, stage: Stage) -> None:

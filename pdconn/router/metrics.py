@@ -1,8 +1,8 @@
 """What the proxy counts and times, for Prometheus.
 
 Each proxy has a registry of its own, so that two in one process (a test, a
-notebook) do not meet.  Label values come from enums and from the command line,
-never from a client: a client cannot grow the table.
+notebook) do not meet.  Label values come from enums and from the fleet, never
+from a client: a client cannot grow the table, and engines that go leave it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class ProxyMetrics:
     def __init__(self, engines: Engines) -> None:
         self.registry = CollectorRegistry()
         self._engines = engines
+        self._shown: set[tuple[str, str]] = set()
         self._requests = Counter(
             "pdconn_proxy_requests",
             "Requests by route and by how they ended",
@@ -72,6 +73,12 @@ class ProxyMetrics:
         self._up = Gauge(
             "pdconn_proxy_engine_up",
             "1 while an engine is believed to be up",
+            ["role", "engine"],
+            registry=self.registry,
+        )
+        self._draining = Gauge(
+            "pdconn_proxy_engine_draining",
+            "1 while an engine gets nothing new",
             ["role", "engine"],
             registry=self.registry,
         )
@@ -103,10 +110,19 @@ class ProxyMetrics:
             self._direct.labels(reason.value)
         for fate in TicketFate:
             self._tickets.labels(fate.value)
-        for role in Role:
-            for engine in self._engines.of(role):
-                self._retries.labels(role.value, engine)
-                self._up.labels(role.value, engine).set(1)
+        self.fleet_changed()
+
+    def fleet_changed(self) -> None:
+        """Show the engines of now; the counts of those that are gone go with them."""
+        shown = {(role.value, name) for role in Role for name in self._engines.of(role)}
+        for gone in self._shown - shown:
+            for family in (self._retries, self._up, self._draining):
+                family.remove(*gone)
+        for role, engine in shown:
+            self._retries.labels(role, engine)
+            self._up.labels(role, engine).set(self._engines.outage(engine) is None)
+            self._draining.labels(role, engine).set(self._engines.is_draining(engine))
+        self._shown = shown
 
     def request_ended(self, route: Route, outcome: Outcome) -> None:
         """Count a request by how it ended."""
@@ -117,8 +133,9 @@ class ProxyMetrics:
         self._direct.labels(reason.value).inc()
 
     def asked_in_vain(self, role: Role, engine: str) -> None:
-        """Count an engine that was tried and skipped."""
-        self._retries.labels(role.value, engine).inc()
+        """Count an engine that was tried and skipped, unless it is gone by now."""
+        if (role.value, engine) in self._shown:
+            self._retries.labels(role.value, engine).inc()
 
     def ticket_unused(self, fate: TicketFate) -> None:
         """Count a ticket that its request did not use."""

@@ -1,18 +1,42 @@
-"""Which engine serves a request.  Pure: it is given names and returns names.
+"""Which engines serve a request.  Pure: it is given what is known and returns an order.
 
-The proxy asks once per request and role, tries the engines in the order given,
-and asks nobody twice.  An engine that is known to be down is not offered.  A
-router that knows which engine holds which prefix replaces ``RoundRobin`` and
-nothing else.
+The router decides once per request, tries the engines of each role in the order given,
+and asks nobody twice.  An engine that is down or draining is not offered.
+
+``PrefixAware`` counts what each choice costs, in tokens that some engine has to compute
+before this request is done:
+
+    prefill   uncached(p) + queue(p)                      queue: tokens given to p and not done
+    decode    uncached(d) + TURN * requests(d)            a request in a batch slows the others
+    both      + tokens * pressure                         blocks run short, leases among them
+
+``uncached`` is what is left of the prompt behind the engine's hit.  Decode that holds a prefix
+and lacks no more than ``alone_below`` tokens computes them itself: a hand-over would cost more
+than it saves.
+Costs that differ by less than ``TIE`` tokens are equal; among those, a prompt goes where its
+beginning always goes (rendezvous hashing), so prompts that begin alike meet before any event
+tells where they lie, and routers that know of no other agree.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from hashlib import blake2b
+from typing import ClassVar, Protocol
 
-from pdconn.router.requests import GenerateRequest
+from pdconn.router.prefix.score import NO_HIT, Hit
+
+TURN = 64.0
+"""Tokens that a request in decode's batch or queue costs the next one."""
+TIE = 64.0
+"""Tokens that are not worth another engine."""
+PRESSURE_FROM = 0.8
+"""Share of an engine's blocks in use from which it is avoided."""
+PRESSURE = 4.0
+"""How often a prompt's tokens are added at a share of 1."""
 
 
 class Role(Enum):
@@ -22,29 +46,192 @@ class Role(Enum):
     DECODE = "decode"
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that could serve a request, and what is known of it.
+
+    Attributes:
+        engine: base URL.
+        hit: what its prefix cache could serve, of its best data-parallel rank.
+        rank: that rank; None where the engine has one only.
+        queued_tokens: prompt tokens that this router gave it to compute and that are not done.
+        num_requests: running and waiting there, as it says or as this router knows, if more.
+        kv_usage: share of its blocks in use, 0 to 1; lent blocks are in use.
+    """
+
+    engine: str
+    hit: Hit = NO_HIT
+    rank: int | None = None
+    queued_tokens: int = 0
+    num_requests: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request as a policy sees it.
+
+    Attributes:
+        num_tokens: of its prompt; an estimate where nobody has counted them.
+        beginning: what prompts that begin alike have in common.
+        can_hand_over: False for requests that decode has to serve alone anyway.
+    """
+
+    num_tokens: int
+    beginning: bytes = b""
+    can_hand_over: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A candidate and what choosing it costs, in tokens."""
+
+    candidate: Candidate
+    cost: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who is to be tried, best first, and why.
+
+    ``alone``: decode computes what it lacks itself; prefill is not asked.
+    """
+
+    prefill: tuple[Weighed, ...]
+    decode: tuple[Weighed, ...]
+    alone: bool = False
+    why: str = ""
+
+
 class Policy(Protocol):
-    """Orders the engines of a role for one request."""
+    """Orders the engines of both roles for one request."""
 
-    def order(self, role: Role, engines: Sequence[str], request: GenerateRequest) -> Sequence[str]:
-        """The engines to try, best first: a permutation of those given.
+    name: ClassVar[str]
+    looks_at_prompts: ClassVar[bool]
+    """Whether it wants to know what each engine holds of the prompt."""
 
-        ``engines`` are the names (base URLs) of those that are up, in the order
-        of the command line, and may be empty.
-        """
+    def decide(
+        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Decision:
+        """Every candidate of both roles, best first."""
         ...
 
 
+def _as_they_come(candidates: Sequence[Candidate], why: str) -> tuple[Weighed, ...]:
+    return tuple(Weighed(candidate, 0.0, why) for candidate in candidates)
+
+
+@dataclass(slots=True)
 class RoundRobin:
     """Each engine in turn, whatever the request is."""
 
-    def __init__(self) -> None:
-        self._turns = dict.fromkeys(Role, 0)
+    name: ClassVar[str] = "round-robin"
+    looks_at_prompts: ClassVar[bool] = False
+    _turns: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
 
-    def order(self, role: Role, engines: Sequence[str], request: GenerateRequest) -> Sequence[str]:
-        """The engines rotated by one more than last time."""
-        del request  # every request is alike to this policy
-        if not engines:
+    def decide(
+        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Decision:
+        """The candidates of each role, rotated by one more than last time."""
+        given = prefill if question.can_hand_over else ()
+        return Decision(self._turn(Role.PREFILL, given), self._turn(Role.DECODE, decode))
+
+    def _turn(self, role: Role, candidates: Sequence[Candidate]) -> tuple[Weighed, ...]:
+        if not candidates:
             return ()
-        first = self._turns[role] % len(engines)
+        first = self._turns[role] % len(candidates)
         self._turns[role] += 1
-        return (*engines[first:], *engines[:first])
+        return _as_they_come((*candidates[first:], *candidates[:first]), "its turn")
+
+
+@dataclass(slots=True)
+class Random:
+    """Any engine; what a router that knows nothing is compared with."""
+
+    rng: random.Random = field(default_factory=random.Random)
+    name: ClassVar[str] = "random"
+    looks_at_prompts: ClassVar[bool] = False
+
+    def decide(
+        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Decision:
+        """The candidates of each role, shuffled."""
+        given = prefill if question.can_hand_over else ()
+        return Decision(self._draw(given), self._draw(decode))
+
+    def _draw(self, candidates: Sequence[Candidate]) -> tuple[Weighed, ...]:
+        return _as_they_come(self.rng.sample(candidates, len(candidates)), "drawn")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAware:
+    """Where the prompt's prefix is, unless that costs more than it saves.
+
+    ``alone_below``: uncached tokens up to which decode that holds the others computes them.
+    """
+
+    alone_below: int = 256
+    name: ClassVar[str] = "prefix"
+    looks_at_prompts: ClassVar[bool] = True
+
+    def decide(
+        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Decision:
+        """The candidates of each role, cheapest first."""
+        decoding = self._order(question, [_decode_cost(question, one) for one in decode])
+        if not question.can_hand_over:
+            return Decision((), decoding, alone=True, why="decode has to serve it alone")
+        if decoding:
+            best = decoding[0].candidate
+            held, left = best.hit.tokens, _uncached(question, best)
+            if held and left <= self.alone_below:
+                why = f"{best.engine} holds {held} tokens and lacks {left}"
+                return Decision((), decoding, alone=True, why=why)
+        filling = self._order(question, [_prefill_cost(question, one) for one in prefill])
+        return Decision(filling, decoding, why="handed over")
+
+    def _order(self, question: Question, weighed: list[Weighed]) -> tuple[Weighed, ...]:
+        """Cheapest first; of those within a tie the one where such prompts always go.
+
+        The tie is with the cheapest that is left, so it does not add up along the list.
+        """
+        left = sorted(weighed, key=lambda one: one.cost)
+        ordered: list[Weighed] = []
+        while left:
+            ties = [one for one in left if one.cost < left[0].cost + TIE]
+            chosen = max(ties, key=lambda one: _affinity(question.beginning, one.candidate.engine))
+            ordered.append(chosen)
+            left.remove(chosen)
+        return tuple(ordered)
+
+
+def _uncached(question: Question, candidate: Candidate) -> int:
+    return max(0, question.num_tokens - candidate.hit.tokens)
+
+
+def _pressure(question: Question, candidate: Candidate) -> float:
+    over = max(0.0, candidate.kv_usage - PRESSURE_FROM) / (1 - PRESSURE_FROM)
+    return PRESSURE * over * question.num_tokens
+
+
+def _prefill_cost(question: Question, candidate: Candidate) -> Weighed:
+    uncached, pressure = _uncached(question, candidate), _pressure(question, candidate)
+    cost = uncached + candidate.queued_tokens + pressure
+    why = f"{uncached} uncached + {candidate.queued_tokens} queued + {pressure:.0f} pressure"
+    return Weighed(candidate, cost, why)
+
+
+def _decode_cost(question: Question, candidate: Candidate) -> Weighed:
+    uncached, pressure = _uncached(question, candidate), _pressure(question, candidate)
+    batch = TURN * candidate.num_requests
+    why = f"{uncached} uncached + {batch:.0f} in the batch + {pressure:.0f} pressure"
+    return Weighed(candidate, uncached + batch + pressure, why)
+
+
+def _affinity(beginning: bytes, engine: str) -> bytes:
+    return blake2b(engine.encode(), key=beginning[:64], digest_size=8).digest()
+
+
+POLICIES = {kind.name: kind for kind in (PrefixAware, RoundRobin, Random)}
+"""By the names of ``--policy``."""

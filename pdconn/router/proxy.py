@@ -7,11 +7,13 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from pdconn.router.board import Board
 from pdconn.router.errors import BadBody, BodyTooLarge, Miss, NoEngineLeft, NoSuchRoute, Refusal
 from pdconn.router.handover import Handover
 from pdconn.router.headers import keep_end_to_end
@@ -25,7 +27,17 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_SERVED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+_SERVED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/health",
+    "/metrics",
+    "/",
+    "/debug/state",
+    "/debug/route/ID",
+)
+_PAGE = Path(__file__).with_name("page.html")
 
 _ENDINGS = {Ending.ENGINE_DIED: Outcome.BROKEN_STREAM, Ending.CLIENT_LEFT: Outcome.CLIENT_LEFT}
 
@@ -33,8 +45,9 @@ _ENDINGS = {Ending.ENGINE_DIED: Outcome.BROKEN_STREAM, Ending.CLIENT_LEFT: Outco
 class Proxy:
     """Answers clients; everything it needs is given to it."""
 
-    def __init__(self, handover: Handover, max_body_nbytes: int) -> None:
+    def __init__(self, handover: Handover, board: Board, max_body_nbytes: int) -> None:
         self._handover = handover
+        self._board = board
         self._engines = handover.engines
         self._health = handover.health
         self._metrics = handover.metrics
@@ -52,6 +65,9 @@ class Proxy:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._report_health)
         app.router.add_get("/metrics", self._report_metrics)
+        app.router.add_get("/", self._page)
+        app.router.add_get("/debug/state", self._state)
+        app.router.add_get("/debug/route/{request_id}", self._route)
         return app
 
     async def drain(self, timeout_s: float) -> None:
@@ -136,17 +152,23 @@ class Proxy:
 
     async def _report_health(self, http: web.Request) -> web.StreamResponse:
         del http
-        reasons = await self._health.probe_all()
-        roles = {
-            role.value: [
-                {"engine": name, "up": reasons[name] is None, "why": reasons[name]}
-                for name in self._engines.of(role)
-            ]
-            for role in Role
-        }
-        well = all(any(engine["up"] for engine in engines) for engines in roles.values())
-        page = {"status": "ok" if well else "unavailable", **roles}
-        return web.json_response(body=msgspec.json.encode(page), status=200 if well else 503)
+        page = await self._health.page()
+        status = 200 if page["status"] == "ok" else 503
+        return web.json_response(body=msgspec.json.encode(page), status=status)
+
+    async def _page(self, http: web.Request) -> web.StreamResponse:
+        del http
+        return web.FileResponse(_PAGE, headers={"Cache-Control": "no-cache"})
+
+    async def _state(self, http: web.Request) -> web.StreamResponse:
+        del http
+        return web.json_response(body=self._board.state())
+
+    async def _route(self, http: web.Request) -> web.StreamResponse:
+        request_id = http.match_info["request_id"]
+        if http.query.get("snapshot"):
+            return web.json_response(body=self._board.snapshot(request_id))
+        return web.json_response(body=self._board.route(request_id))
 
     async def _report_metrics(self, http: web.Request) -> web.StreamResponse:
         del http

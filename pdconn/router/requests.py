@@ -56,6 +56,8 @@ class Direct(Enum):
     TRUNCATED_PROMPT = "truncated_prompt"
     #: Prefill answered without a ticket: it has no connector, or a foreign one.
     NO_TICKET = "no_ticket"
+    #: Decode lacks so little of the prompt that a hand-over would cost more.
+    PREFIX_HELD = "prefix_held"
     #: A decode engine died with the ticket in its hands, perhaps used up.
     TICKET_SPENT = "ticket_spent"
 

@@ -11,6 +11,7 @@ is listened on after it, so that a client that can connect will be served.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,17 +20,27 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from pdconn.router.board import Board
+from pdconn.router.caches import Caches
 from pdconn.router.config import ProxyConfig
 from pdconn.router.engines import Engines
 from pdconn.router.errors import CannotListen, EnginesMissing, Miss
 from pdconn.router.farewell import Farewells
+from pdconn.router.feeding import Feeding
+from pdconn.router.fleet.loads import LoadPoller
+from pdconn.router.fleet.sources import Members, Watch
 from pdconn.router.handover import Handover
 from pdconn.router.health import Health
 from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.policy import Policy, Role, RoundRobin
+from pdconn.router.policy import Policy, Role
 from pdconn.router.proxy import Proxy
 from pdconn.router.returns import Returns
+from pdconn.router.steering import Steering
+from pdconn.router.steering_metrics import SteeringMetrics
+from pdconn.router.tokens import Tokeniser
 from pdconn.router.upstream import Upstream
+
+log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 _PROBE_PAUSE_S = 0.5
@@ -75,29 +86,66 @@ async def running_proxy(
     """
     sock = _bind(config.host, config.port)
     try:
-        engines = Engines(config.prefill, config.decode)
-        metrics = ProxyMetrics(engines)
-        async with _services(config, engines, metrics, policy or RoundRobin()) as (proxy, health):
+        async with _services(config, policy or config.make_policy()) as services:
             if config.wait_s is not None:
-                await _wait_for_engines(engines, health, config.wait_s, on_ready)
-            async with _listening(proxy, sock, config):
-                yield Running(config, _url_of(config.host, sock), metrics)
+                await _wait_for_engines(services, config.wait_s, on_ready)
+            async with _listening(services.proxy, sock, config):
+                yield Running(config, _url_of(config.host, sock), services.metrics)
     finally:
         sock.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Services:
+    """What a proxy is made of, as far as this module needs it again."""
+
+    engines: Engines
+    health: Health
+    metrics: ProxyMetrics
+    proxy: Proxy
+
+
 @asynccontextmanager
-async def _services(
-    config: ProxyConfig, engines: Engines, metrics: ProxyMetrics, policy: Policy
-) -> AsyncIterator[tuple[Proxy, Health]]:
+async def _services(config: ProxyConfig, policy: Policy) -> AsyncIterator[_Services]:
+    engines = Engines((), ())
+    metrics = ProxyMetrics(engines)
     upstream = Upstream(config.connect_timeout_s)
     health = Health(engines, upstream, metrics)
     farewells = Farewells(Returns(engines, upstream, metrics))
-    handover = Handover(engines, upstream, policy, health, metrics, farewells)
+    caches = Caches(
+        scheme=config.scheme(),
+        seed=config.hash_seed,
+        weights=config.weights,
+        eagle_groups=frozenset(config.eagle_groups),
+    )
+    feeding = Feeding(caches)
+    loads = LoadPoller(engines, upstream)
+    steering = Steering(
+        engines,
+        policy,
+        caches,
+        Tokeniser(engines, upstream),
+        loads,
+        SteeringMetrics(metrics.registry, policy.name),
+    )
+    steering.metrics.watch(caches, feeding.statuses)
+    handover = Handover(engines, upstream, steering, health, metrics, farewells)
+    proxy = Proxy(handover, Board(steering, feeding.statuses), config.max_body_nbytes)
+
+    def fleet_changed(members: Members) -> None:
+        changes = engines.update(members)
+        if changes:
+            log.info("fleet %s", changes)
+        for follower in (health, metrics, loads, steering):
+            follower.fleet_changed()
+        feeding.fleet_changed(members)
+
     try:
-        yield Proxy(handover, config.max_body_nbytes), health
+        async with Watch(config.sources(), fleet_changed), loads:
+            yield _Services(engines, health, metrics, proxy)
     finally:
         await farewells.close(min(_FAREWELL_GRACE_S, config.drain_timeout_s))
+        await feeding.close()
         await health.close()
         await upstream.close()
 
@@ -152,9 +200,10 @@ def _url_of(host: str, sock: socket.socket) -> str:
 
 
 async def _wait_for_engines(
-    engines: Engines, health: Health, wait_s: float, on_ready: Callable[[EngineReady], None]
+    services: _Services, wait_s: float, on_ready: Callable[[EngineReady], None]
 ) -> None:
     """Until every engine answers, or time is up and some role has none."""
+    engines, health = services.engines, services.health
     started_s = time.monotonic()
     ready: set[str] = set()
     while True:
@@ -164,7 +213,7 @@ async def _wait_for_engines(
             if reasons[name] is None and name not in ready:
                 ready.add(name)
                 on_ready(EngineReady(name, waited_s, len(ready), len(engines.names)))
-        if len(ready) == len(engines.names):
+        if all(name in ready for name in engines.names if not engines.is_draining(name)):
             return
         if waited_s >= wait_s:
             break

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
 from typing import Self
@@ -60,6 +61,7 @@ class Answer:
         self.engine = engine
         self._response = response
         self._ahead: bytes | None = None
+        self._when_closed: Callable[[], object] = _nothing
 
     @property
     def status(self) -> int:
@@ -106,9 +108,15 @@ class Answer:
             self.close()
             raise Lost(_say(error)) from error
 
+    def when_closed(self, act: Callable[[], object]) -> None:
+        """Call ``act`` as soon as nobody holds the answer any more; only the last one given."""
+        self._when_closed = act
+
     def close(self) -> None:
         """Let go: back to the pool when read to the end, else closed."""
         self._response.close()
+        act, self._when_closed = self._when_closed, _nothing
+        act()
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,6 +199,10 @@ class Upstream:
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _note_begun(

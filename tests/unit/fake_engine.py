@@ -80,6 +80,10 @@ class FakeEngine:
         self.script: Script | None = None
         self.health_status = 200
         self.num_probes = 0
+        self.metrics_page: str | bytes = ""
+        self.metrics_status = 200
+        self.metrics_pause_s = 0.0
+        self.num_polls = 0
         self.lends = True
         self.checks_names = True
         self.admission_s = 0.0  # until it looks at a request
@@ -98,6 +102,7 @@ class FakeEngine:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/{kind:(chat/)?completions}", self._generate)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -114,6 +119,13 @@ class FakeEngine:
     async def _health(self, http: web.Request) -> web.Response:
         self.num_probes += 1
         return web.Response(status=self.health_status)
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        self.num_polls += 1
+        await asyncio.sleep(self.metrics_pause_s)
+        page = self.metrics_page
+        body = page.encode() if isinstance(page, str) else page
+        return web.Response(status=self.metrics_status, body=body, content_type="text/plain")
 
     async def _models(self, http: web.Request) -> web.Response:
         return web.Response(body=b'{"data": [ {"id" : "m"} ]}', content_type="application/json")
@@ -280,7 +292,8 @@ async def deployment(
             await engine.start()
             stack.push_async_callback(engine.stop)
         prefill, decode = engines[:num_prefill], engines[num_prefill:]
-        settings = {"port": 0, "drain_timeout_s": 1.0, **settings}
+        turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
+        settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **settings}
         config = ProxyConfig.of([e.url for e in prefill], [e.url for e in decode], **settings)
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         proxy = await stack.enter_async_context(running_proxy(config))  # goes before its client

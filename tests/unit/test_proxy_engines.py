@@ -5,24 +5,27 @@ import pytest
 from pdconn.router.config import ProxyConfig
 from pdconn.router.engines import Engines, engine_name
 from pdconn.router.errors import BadSetting, Miss
-from pdconn.router.policy import Role, RoundRobin
-from pdconn.router.requests import Route, parse_request
+from pdconn.router.policy import Candidate, Question, Role, RoundRobin
 
-REQUEST = parse_request(Route.COMPLETIONS, b'{"prompt": "x"}')
+QUESTION = Question(num_tokens=1)
 
 
 def test_engines_take_turns_and_the_others_follow():
     policy = RoundRobin()
-    names = ("a", "b", "c")
-    orders = [tuple(policy.order(Role.PREFILL, names, REQUEST)) for _ in range(4)]
-    assert orders == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b"), ("a", "b", "c")]
+    names = [Candidate(name) for name in "abc"]
+    decisions = [policy.decide(QUESTION, names, ()) for _ in range(4)]
+    assert [tried(one.prefill) for one in decisions] == ["abc", "bca", "cab", "abc"]
 
 
 def test_roles_take_turns_apart():
     policy = RoundRobin()
-    policy.order(Role.PREFILL, ("a", "b"), REQUEST)
-    assert policy.order(Role.DECODE, ("x", "y"), REQUEST) == ("x", "y")
-    assert policy.order(Role.DECODE, (), REQUEST) == ()
+    policy.decide(QUESTION, [Candidate("a"), Candidate("b")], ())
+    decision = policy.decide(QUESTION, (), [Candidate("x"), Candidate("y")])
+    assert (tried(decision.prefill), tried(decision.decode)) == ("", "xy")
+
+
+def tried(ordered):
+    return "".join(one.candidate.engine for one in ordered)
 
 
 def test_an_engine_that_is_down_is_not_offered_until_it_is_up():
@@ -115,4 +118,6 @@ def test_a_setting_without_sense_is_refused_with_its_option(settings, field):
 
 def test_one_engine_may_hold_both_roles():
     config = ProxyConfig.of(["http://a:1"], ["http://a:1/"])
-    assert config.prefill == config.decode == ("http://a:1",)
+    told = [member for source in config.sources() for member in source.engines]
+    assert [member.url for member in told] == ["http://a:1"] * 2
+    assert Engines.from_members(told).roles("http://a:1") == tuple(Role)

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.router.config import ProxyConfig
-from pdconn.router.policy import Role
+from pdconn.router.policy import RoundRobin, Weighed
 from pdconn.router.server import running_proxy
 from tests.unit.fake_engine import ANSWER, CHUNKS, TICKET, deployment, error, in_loop, leave, until
 
@@ -104,19 +104,22 @@ async def test_one_engine_can_hold_both_roles():
 
 @in_loop
 async def test_another_policy_chooses_instead_and_sees_the_request():
-    class LastFirst:
-        def order(self, role, engines, request):
-            asked.append((role, bytes(request.fields["prompt"])))
-            return tuple(reversed(engines))
+    class LastFirst(RoundRobin):
+        def decide(self, question, prefill, decode):
+            asked.append((question.num_tokens, [one.engine for one in decode]))
+            return super().decide(question, prefill, decode[::-1])
+
+        def _turn(self, role, candidates):
+            return tuple(Weighed(one, 0.0, "last first") for one in candidates)
 
     asked = []
     async with deployment(num_decode=2) as d:
         config = ProxyConfig.of([d.prefill[0].url], [e.url for e in d.decode], port=0)
         async with running_proxy(config, policy=LastFirst()) as proxy:
             for _ in range(2):
-                await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')
+                await d.send(proxy.url + "/v1/completions", b'{"prompt": "a long prompt"}')
         assert [len(e.seen) for e in d.decode] == [0, 2]
-        assert asked[:2] == [(Role.PREFILL, b'"x"'), (Role.DECODE, b'"x"')]
+        assert asked[0] == (len(b'"a long prompt"') // 4, [e.url for e in d.decode])
 
 
 @pytest.mark.parametrize(

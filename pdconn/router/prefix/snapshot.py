@@ -27,7 +27,7 @@ import msgspec
 from pdconn.router.prefix.events import UNNAMED
 from pdconn.router.prefix.explain import Cut, explain
 from pdconn.router.prefix.groups import KINDS, GroupSpec
-from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.index import Index, Plane
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 
 VERSION = 1
@@ -181,7 +181,7 @@ def take_snapshot(index: Index, prompt: Prompt, weights: Mapping[str, float]) ->
             str(number): Group(spec.kind, spec.block_tokens, spec.window, spec.eagle)
             for number, spec in pod.groups.items()
         }
-        held = dict.fromkeys(((group, UNNAMED) for group in sorted(pod.seen)), list[int]())
+        held: dict[Plane, list[int]] = {(group, UNNAMED): [] for group in sorted(pod.seen)}
         held |= index.held_by(name, hashes)
         blocks = [Blocks(group, medium, there) for (group, medium), there in held.items()]
         pods[name] = PodState(groups, blocks)

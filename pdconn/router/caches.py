@@ -1,0 +1,180 @@
+"""What the router knows of the engines' prefix caches: events in, hits of a prompt out.
+
+Each data-parallel rank of an engine is a pod of the index: rank 0 by the engine's name, the
+others by ``name#rank``.  How an engine hashes is found out from the first blocks that it
+stores with the tokens they hold, unless it was told; engines that hash differently are asked
+for different chains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdconn.router.feed.subscriber import Source, Status
+from pdconn.router.prefix.chains import Chains
+from pdconn.router.prefix.detect import detect
+from pdconn.router.prefix.events import Batch, Stored
+from pdconn.router.prefix.hashing import Extras, HashScheme
+from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS, NO_HIT, Hit, Prompt, Scorer
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_TOKENS = 4_000_000
+"""Tokens of recent prompts whose chains are extended instead of computed anew."""
+TRIES = 64
+"""Stored events of one pod that are tried to tell how it hashes, before that is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHit:
+    """An engine's best hit, and the rank that has it."""
+
+    hit: Hit = NO_HIT
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A prompt that was looked for.
+
+    Attributes:
+        prompts: its hashes for each way that engines hash.
+        pods: the hit of every pod.
+        best: of every engine.
+    """
+
+    prompts: Mapping[HashScheme, Prompt]
+    pods: Mapping[str, Hit]
+    best: Mapping[str, RankHit]
+
+
+@dataclass(slots=True)
+class Feed:
+    """One pod's events: where they come from, how it hashes, how they fare."""
+
+    source: Source
+    scheme: HashScheme | None
+    status: Status | None = None
+    tries: int = field(default=0)
+
+
+class Caches:
+    """An index that engines feed.
+
+    Args:
+        scheme: how every engine hashes; None to find out.
+        seed: ``PYTHONHASHSEED`` of the engines, where they have one.
+        weights: by medium.
+        eagle_groups: see ``Index``.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheme: HashScheme | None = None,
+        seed: str | None = None,
+        weights: Mapping[str, float] = DEFAULT_WEIGHTS,
+        eagle_groups: frozenset[int] = frozenset(),
+    ) -> None:
+        self.index = Index(eagle_groups=eagle_groups)
+        self.weights = weights
+        self.feeds: dict[str, Feed] = {}
+        self._scorer = Scorer(self.index, weights)
+        self._scheme = scheme
+        self._seed = seed
+        self._chains: dict[HashScheme, Chains] = {}
+
+    # A subscriber's sink
+
+    def apply(self, source: Source, batch: Batch) -> None:
+        """Believe what a pod's engine did."""
+        name = pod_name(source)
+        feed = self._feed(source)
+        for event in batch.events:
+            if feed.scheme is None and isinstance(event, Stored):
+                self._detect(name, feed, event)
+            self.index.apply(name, event)
+
+    def reset(self, source: Source, why: str) -> None:
+        """Forget what a pod held, and what it said of its groups: it may be another engine."""
+        name = pod_name(source)
+        log.info("forgetting the prefix cache pod=%s why=%r", name, why)
+        self.index.drop(name)
+        self.index.add(name)
+        feed = self._feed(source)
+        feed.scheme, feed.tries = self._scheme, 0
+
+    def state(self, source: Source, status: Status) -> None:
+        """How a pod's events fare."""
+        self._feed(source).status = status
+
+    def forget(self, source: Source) -> None:
+        """The engine has left the fleet."""
+        self.index.drop(pod_name(source))
+        self.feeds.pop(pod_name(source), None)
+
+    # Look-ups
+
+    def look_for(self, tokens: Sequence[int], extras: Extras) -> Looked:
+        """Where a prompt's prefix is."""
+        prompts: dict[HashScheme, Prompt] = {}
+        pods: dict[str, Hit] = {}
+        for scheme in dict.fromkeys(feed.scheme for feed in self.feeds.values()):
+            if scheme is None:
+                continue
+            chains = self._chains.get(scheme)
+            if chains is None:
+                chains = self._chains[scheme] = Chains(scheme, max_tokens=REMEMBERED_TOKENS)
+            prompt = Prompt(chains.of(tokens, extras), len(tokens), scheme.block_tokens)
+            prompts[scheme] = prompt
+            for name, hit in self._scorer.score(prompt).items():
+                if name in self.feeds and self.feeds[name].scheme == scheme:
+                    pods[name] = hit
+        return Looked(prompts, pods, self._best(pods))
+
+    def has_ranks(self, engine: str) -> bool:
+        """Whether an engine has more than one data-parallel rank."""
+        return f"{engine}#1" in self.feeds
+
+    def _best(self, pods: Mapping[str, Hit]) -> dict[str, RankHit]:
+        best: dict[str, RankHit] = {}
+        for name, hit in pods.items():
+            source = self.feeds[name].source
+            known = best.get(source.engine)
+            if known is None or (hit.tokens, hit.score) > (known.hit.tokens, known.hit.score):
+                best[source.engine] = RankHit(hit, source.rank)
+        return best
+
+    def _feed(self, source: Source) -> Feed:
+        name = pod_name(source)
+        feed = self.feeds.get(name)
+        if feed is None:
+            self.index.add(name)
+            feed = self.feeds[name] = Feed(source, self._scheme)
+        return feed
+
+    def _detect(self, name: str, feed: Feed, event: Stored) -> None:
+        begins = event.parent is None and event.token_ids is not None and event.lora is None
+        if feed.tries >= TRIES or not begins:
+            return
+        feed.scheme = detect(event, self._seed)
+        if feed.scheme is not None:
+            log.info("pod=%s hashes by %s", name, feed.scheme)
+            return
+        feed.tries += 1
+        if feed.tries == TRIES:
+            log.warning(
+                "pod=%s: no block of %d stores has the hash that any algorithm gives its "
+                "tokens; its prefix cache is ignored. Do the engines run with PYTHONHASHSEED "
+                "(--hash-seed), or with --prefix-caching-hash-algo xxhash? (said once)",
+                name,
+                TRIES,
+            )
+
+
+def pod_name(source: Source) -> str:
+    """The index's name of one rank of an engine."""
+    return source.engine if source.rank == 0 else f"{source.engine}#{source.rank}"

@@ -1,0 +1,108 @@
+"""The fleet as a TOML file, read strictly.
+
+::
+
+    [[engine]]
+    url = "http://10.0.0.1:8000"
+    roles = ["prefill"]
+    events = "tcp://{host}:5557"    # this and what follows may be left out
+    replay = "tcp://{host}:5657"
+    ranks = 2
+    draining = true
+
+An entry that is wrong makes the whole file wrong: half a fleet is worse than
+the fleet of before.  So does a file without an engine, which is what an editor
+leaves for a moment when it writes a file anew.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from typing import Any
+
+from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.member import BadMember, Member, engine_name, known_keys
+from pdconn.router.policy import Role
+
+_TABLE = "engine"
+_KINDS: dict[str, tuple[type, str]] = {
+    "url": (str, "a string"),
+    "roles": (list, "a list of roles"),
+    "events": (str, "a string"),
+    "replay": (str, "a string"),
+    "ranks": (int, "a whole number"),
+    "draining": (bool, "true or false"),
+}
+_ROLES = {role.value: role for role in Role}
+
+
+def read_fleet(path: str | os.PathLike[str]) -> tuple[Member, ...]:
+    """The engines of a file, in its order.
+
+    Raises:
+        BadSetting: the first thing that is wrong, as ``FILE: engine NUMBER: FIELD``.
+    """
+    where = os.fspath(path)
+    tables = _tables(where, _load(where))
+    first: dict[str, int] = {}
+    members = []
+    for number, table in enumerate(tables, start=1):
+        member = _member(f"{where}: {_TABLE} {number}", table)
+        if member.url in first:
+            field = f"{where}: {_TABLE} {number}: url"
+            raise BadSetting(field, f"a URL other than {_TABLE} {first[member.url]}'s", member.url)
+        first[member.url] = number
+        members.append(member)
+    return tuple(members)
+
+
+def _load(where: str) -> dict[str, Any]:
+    try:
+        with open(where, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise BadSetting(where, "a file to read", error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or absurdly deep
+        raise BadSetting(where, "TOML", str(error)) from error
+
+
+def _tables(where: str, page: dict[str, Any]) -> list[Any]:
+    for key in page:
+        if key != _TABLE:
+            raise BadSetting(where, f"nothing but [[{_TABLE}]] tables", key)
+    tables = page.get(_TABLE, [])
+    if not isinstance(tables, list):
+        raise BadSetting(where, f"[[{_TABLE}]], in double brackets", f"[{_TABLE}]")
+    if not tables:
+        raise BadSetting(where, f"at least one [[{_TABLE}]]", "none")
+    return tables
+
+
+def _member(where: str, table: object) -> Member:
+    if not isinstance(table, dict):
+        raise BadSetting(where, "a table", table)
+    for key, value in table.items():
+        if key not in _KINDS:
+            raise BadSetting(f"{where}: {key}", known_keys(key, _KINDS), key)
+        kind, expected = _KINDS[key]
+        if type(value) is not kind:  # isinstance would let true be a number
+            raise BadSetting(f"{where}: {key}", expected, value)
+    for key in ("url", "roles"):
+        if key not in table:
+            raise BadSetting(f"{where}: {key}", _KINDS[key][1], "nothing")
+    url = engine_name(f"{where}: url", table["url"])
+    roles = _roles(f"{where}: roles", table["roles"])
+    try:
+        return Member(**{**table, "url": url, "roles": roles})
+    except BadMember as error:
+        raise BadSetting(f"{where}: {error.field}", error.expected, error.seen) from error
+
+
+def _roles(field: str, names: list[Any]) -> frozenset[Role]:
+    for name in names:
+        if not isinstance(name, str) or name not in _ROLES:
+            raise BadSetting(field, f"any of {', '.join(_ROLES)}", name)
+        if names.count(name) > 1:
+            raise BadSetting(field, "each role once", name)
+    return frozenset(_ROLES[name] for name in names)

@@ -1,0 +1,293 @@
+"""Where the fleet is told from, and the watch that asks again and again.
+
+    static ──┐
+    file  ───┼── members ──► merged ──► other than before? ──► on_change
+    DNS   ───┘
+
+What is asked for may be broken at any moment: a file that is half written, a
+name server that restarts.  Engines do not go because somebody is unable to say
+that they are there; so a source that fails says again what it said last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Protocol, Self
+from urllib.parse import urlsplit
+
+from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.file import read_fleet
+from pdconn.router.fleet.member import Member, engine_name, merged, parse_member
+from pdconn.router.policy import Role
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+#: How long addresses outlive the last answer that held any.
+KEEP_S = 60.0
+_RESOLVE_TIMEOUT_S = 2.0
+_DNS = "dns+"
+
+Members = tuple[Member, ...]
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+
+
+class Source(Protocol):
+    """Something that knows engines."""
+
+    async def members(self) -> Members:
+        """The engines of now; asked by one at a time.
+
+        Raises:
+            BadSetting: on the first call only, as there is nothing older to say.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ask nothing any more."""
+        ...
+
+
+def parse_source(option: str, word: str, roles: Iterable[Role]) -> Source:
+    """What a word of the command line names: an engine, or all behind a DNS name.
+
+    Raises:
+        BadSetting: names the option.
+    """
+    if not word.startswith(_DNS):
+        return Static((parse_member(option, word, roles),))
+    if not word.startswith(f"{_DNS}http://"):  # certificates name hosts, not addresses
+        raise BadSetting(option, f"{_DNS}http://NAME:PORT", word)
+    return DnsName(parse_member(option, word.removeprefix(_DNS), roles))
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Engines that are known from the start."""
+
+    engines: Members
+
+    async def members(self) -> Members:
+        """Always the same."""
+        return self.engines
+
+    async def close(self) -> None:
+        """There is nothing to stop."""
+
+
+class WatchedFile:
+    """A fleet file, read when its stat says that it is another one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._good: Members | None = None
+        self._stamp: tuple[int, ...] | None = None
+
+    async def members(self) -> Members:
+        """Those of the last version that could be read; a thread waits for the disk."""
+        return await asyncio.to_thread(self._look)
+
+    async def close(self) -> None:
+        """There is nothing to stop."""
+
+    def _look(self) -> Members:
+        # Looked at before it is read: what is written in between is seen next time.
+        stamp = _stamp(self._path)
+        if self._good is not None and stamp == self._stamp:
+            return self._good
+        self._stamp = stamp
+        try:
+            self._good = read_fleet(self._path)
+        except BadSetting as error:
+            if self._good is None:
+                raise
+            log.error("fleet file not taken, the last good version stays: %s", error)  # noqa: TRY400
+        return self._good
+
+
+def _stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """Differs between versions; ctime tells what keeps its mtime (chmod, cp -p)."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino, stat.st_dev)
+
+
+async def resolve(name: str) -> Sequence[str]:
+    """Every A and AAAA address of a name, from the system's resolver."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class DnsName:
+    """One engine at each address of a name, all alike but for the address.
+
+    ``like`` is an engine with the name as its host.  An answer without addresses
+    counts as a failure: that is what a headless service says while its pods
+    restart.  After ``keep_s`` without a good answer the engines are given up.
+    """
+
+    def __init__(
+        self,
+        like: Member,
+        resolve: Resolve = resolve,
+        *,
+        keep_s: float = KEEP_S,
+        timeout_s: float = _RESOLVE_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._like = like
+        self._resolve = resolve
+        self._keep_s = keep_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._good: Members = ()
+        self._good_at_s = clock()
+        self._failing = False
+        self._asking: asyncio.Task[Sequence[str]] | None = None
+
+    async def members(self) -> Members:
+        """An engine per address, in the addresses' order: answers come shuffled."""
+        try:
+            addresses = await self._ask()
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
+            return self._last_good(getattr(error, "strerror", None) or str(error))
+        if not addresses:
+            return self._last_good("no address")
+        if self._failing:
+            log.info("dns answers again name=%s", self._like.host)
+        self._failing = False
+        self._good = tuple(self._at(address) for address in sorted(set(addresses)))
+        self._good_at_s = self._clock()
+        return self._good
+
+    async def close(self) -> None:
+        """Wait for no answer any more."""
+        asking, self._asking = self._asking, None
+        if asking is not None:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask(self) -> Sequence[str]:
+        """An answer, perhaps to the question of last time.
+
+        Resolving holds a thread that nobody can stop, of a few that all share:
+        while one question hangs, no other is asked.
+        """
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._question(), name="resolve")
+        done, _ = await asyncio.wait({self._asking}, timeout=self._timeout_s)
+        if not done:
+            raise TimeoutError(f"silent for {self._timeout_s:g} s")
+        asked, self._asking = self._asking, None
+        return asked.result()
+
+    async def _question(self) -> Sequence[str]:
+        return await self._resolve(self._like.host.strip("[]"))
+
+    def _last_good(self, why: str) -> Members:
+        if not self._failing:
+            self._failing = True
+            log.warning(
+                "dns fails name=%s why=%r engines=%d kept_s=%g",
+                self._like.host,
+                why,
+                len(self._good),
+                self._keep_s,
+            )
+        if self._good and self._clock() - self._good_at_s >= self._keep_s:
+            log.warning("dns engines given up name=%s why=%r", self._like.host, why)
+            self._good = ()
+        return self._good
+
+    def _at(self, address: str) -> Member:
+        parts = urlsplit(self._like.url)
+        host = f"[{address}]" if ":" in address else address
+        port = "" if parts.port is None else f":{parts.port}"
+        return replace(self._like, url=engine_name("dns", f"http://{host}{port}{parts.path}"))
+
+
+class Watch:
+    """Asks the sources time and again, and tells when the fleet is another one.
+
+    As a context manager it tells of the first fleet before its block runs.
+
+    >>> async with Watch(sources, engines.update):  # doctest: +SKIP
+    ...     await serve()
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        on_change: Callable[[Members], object],
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._sources = tuple(sources)
+        self._on_change = on_change
+        self._interval_s = interval_s
+        self._known: Members | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def refresh_now(self) -> Members:
+        """Ask every source; call ``on_change`` if the fleet is not that of before.
+
+        Raises:
+            BadSetting: what a source says on its first call.
+        """
+        async with self._one_at_a_time:
+            asked = (source.members() for source in self._sources)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            known: list[Member] = []
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+                known += answer
+            fleet = merged(known)
+            if fleet != self._known:
+                self._on_change(fleet)
+                self._known = fleet
+            return fleet
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await self.refresh_now()
+            except Exception:  # the outermost loop: a fleet nobody watches is worse
+                log.exception("watching the fleet failed; tried again in %g s", self._interval_s)
+
+    async def close(self) -> None:
+        """Stop asking."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for source in self._sources:
+            await source.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.refresh_now()
+        except BaseException:
+            await self.close()
+            raise
+        self._task = asyncio.create_task(self._run(), name="watch the fleet")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,87 @@
+"""How an engine hashes its blocks, found out from the first blocks that it says it stored.  Pure.
+
+An event carries the tokens and their hashes, so a scheme can be tried out.  Only blocks at the
+beginning of a prompt of plain text will do: of the others we do not know what came before, or
+what else went in.
+
+A group's blocks may be coarser than the hashed ones, as ``hash_block_size`` divides the blocks
+of every group; the hash of a coarse block is the last fine one in it (vLLM's
+``BlockHashListWithBlockSize``)::
+
+    hashed blocks   a   b   c   d         block_tokens / 2
+    the group's     └── b   └── d         block_tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+from numpy.typing import NDArray
+
+from pdconn.router.prefix.events import Stored
+from pdconn.router.prefix.hashing import (
+    ALGORITHMS,
+    BadPrompt,
+    HashScheme,
+    as_array,
+    chain,
+    external,
+)
+
+MOST_PARTS = 1024
+"""Hashed blocks in one of a group's, at most: bounds what an event can make us compute."""
+
+_TOKENS = msgspec.msgpack.Decoder(list[int])
+_NO_KEYS = msgspec.msgpack.Decoder(list[None] | None)
+
+
+def detect(stored: Stored, seed: str | None) -> HashScheme | None:
+    """The scheme that gives every block of an event the hash that the engine says.
+
+    Args:
+        stored: blocks at the beginning of a prompt, without adapter or extra keys.
+        seed: ``PYTHONHASHSEED`` of the engine; None where it has none, and then the algorithms
+            that are not cryptographic are not tried, since theirs was drawn at random.
+
+    Returns:
+        None where no scheme agrees, and for events that cannot tell: of other blocks, masked
+        (with fewer hashes than blocks), or without tokens.
+    """
+    tokens = _plain_tokens(stored)
+    if tokens is None:
+        return None
+    schemes = _candidates(stored.block_tokens, seed)
+    return next((scheme for scheme in schemes if _agrees(scheme, tokens, stored)), None)
+
+
+def _plain_tokens(stored: Stored) -> NDArray[np.int32] | None:
+    """Tokens of an event that can tell, else None."""
+    if stored.parent is not None or stored.lora is not None or stored.token_ids is None:
+        return None
+    try:
+        _NO_KEYS.decode(stored.extra_keys or Raw(b"\xc0"))
+        tokens = as_array(_TOKENS.decode(stored.token_ids))
+    except (msgspec.DecodeError, BadPrompt):
+        return None
+    whole = stored.block_tokens > 0 and len(tokens) == len(stored.hashes) * stored.block_tokens
+    return tokens if whole and stored.hashes else None
+
+
+def _candidates(block_tokens: int, seed: str | None) -> Iterator[HashScheme]:
+    """Coarsest first: an engine of one group, or of equal ones, hashes whole blocks."""
+    sizes = [block_tokens // n for n in range(1, MOST_PARTS + 1) if block_tokens % n == 0]
+    names = [name for name, row in ALGORITHMS.items() if seed is not None or not row.secret_root]
+    return (HashScheme(name, size, seed) for size in sizes for name in names)
+
+
+def _agrees(scheme: HashScheme, tokens: NDArray[np.int32], stored: Stored) -> bool:
+    """Whether all hashes are the scheme's.  The first block is tried alone: most fail there."""
+    per_block = stored.block_tokens // scheme.block_tokens
+    begun = chain(scheme, tokens[: stored.block_tokens])
+    if external(begun[-1]) != stored.hashes[0]:
+        return False
+    hashes = chain(scheme, tokens, known=begun)[per_block - 1 :: per_block]
+    return [external(full) for full in hashes] == stored.hashes

@@ -1,0 +1,324 @@
+"""The hashes that vLLM gives to the blocks of a prompt, computed from its tokens.  Pure.
+
+::
+
+    seed ─► root ─┐
+    tokens 0..15 ─┼─► hash 0 ─┐
+    extra keys 0 ─┘           ├─► hash 1 ─► …      hash n = H((hash n-1, tokens n, keys n))
+    tokens 16..31, keys 1  ───┘
+
+A hash stands for its block and all before it, so equal hashes mean equal prefixes.  Only full
+blocks have one.  What else makes a block's content goes in as extra keys: the adapter in every
+block, an image in each block that it touches, the salt in the first.
+
+Source: ``hash_block_tokens``, ``generate_block_hash_extra_keys`` and ``init_none_hash`` of
+vLLM's ``v1/core/kv_cache_utils.py``, and ``utils/hashing.py``; 0.32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import cbor2
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+DEFAULT_SEED = "vllm-none-hash"
+"""Seed of the cryptographic algorithms where the engines have no ``PYTHONHASHSEED``."""
+
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32]"
+Keys: TypeAlias = tuple[tuple[str | int, ...], ...] | None
+
+
+class BadInput(ValueError):
+    """What was given cannot be hashed: names the field, what fits, what came."""
+
+    def __init__(self, field: str, expected: str, seen: object) -> None:
+        super().__init__(f"{field}: expected {expected}, saw {seen!r}")
+        self.field, self.expected, self.seen = field, expected, seen
+
+
+class BadScheme(BadInput):
+    """No engine hashes like this, or we cannot know how it does."""
+
+
+class BadPrompt(BadInput):
+    """A request that no engine would hash."""
+
+
+def _sha256(message: bytes) -> bytes:
+    return hashlib.sha256(message).digest()
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _cbor(value: object) -> bytes:
+    return cbor2.dumps(value, canonical=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A row of ``ALGORITHMS``: how a value becomes bytes, and those a digest.
+
+    ``secret_root``: vLLM draws the root at random unless ``PYTHONHASHSEED`` is set, since
+    whoever knew it could make colliding prompts.
+    """
+
+    encode: Callable[[object], bytes]
+    digest: Callable[[bytes], bytes]
+    secret_root: bool
+
+
+ALGORITHMS = {
+    "sha256": Algorithm(_pickled, _sha256, secret_root=False),
+    "sha256_cbor": Algorithm(_cbor, _sha256, secret_root=False),
+    "xxhash": Algorithm(_pickled, xxhash.xxh3_128_digest, secret_root=True),
+    "xxhash_cbor": Algorithm(_cbor, xxhash.xxh3_128_digest, secret_root=True),
+}
+"""By the names of vLLM's ``--prefix-caching-hash-algo``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashScheme:
+    """How an engine hashes its blocks.
+
+    Attributes:
+        algorithm: a key of ``ALGORITHMS``.
+        block_tokens: tokens of one hashed block, vLLM's ``hash_block_size``.
+        seed: ``PYTHONHASHSEED`` of the engine; None where it has none.
+
+    Raises:
+        BadScheme: at once, when a field makes no sense; a seed must be known for an algorithm
+            that is not cryptographic.
+    """
+
+    algorithm: str
+    block_tokens: int
+    seed: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise BadScheme("algorithm", f"one of {', '.join(ALGORITHMS)}", self.algorithm)
+        if type(self.block_tokens) is not int or self.block_tokens < 1:
+            raise BadScheme("block_tokens", "an integer of at least 1", self.block_tokens)
+        if self.seed is None and self.steps.secret_root:
+            why = f"without it {self.algorithm} starts from a root that only the engine knows"
+            raise BadScheme("seed", f"PYTHONHASHSEED of the engines ({why})", self.seed)
+        if self.seed is not None and not isinstance(self.seed, str):
+            raise BadScheme("seed", "a string or None", self.seed)
+
+    @property
+    def steps(self) -> Algorithm:
+        """Its row of the table."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def root(self) -> bytes:
+        """What stands for the hash before the first block (vLLM's ``NONE_HASH``)."""
+        seed = DEFAULT_SEED if self.seed is None else self.seed
+        return self.steps.digest(self.steps.encode(seed))
+
+    @property
+    def hash_nbytes(self) -> int:
+        """Bytes of one full hash."""
+        return len(self.root)
+
+
+def _own(text: str) -> str:
+    """An equal string that is another object: pickle writes one it has seen as a reference,
+    and the strings of a request that reaches an engine have been decoded one by one."""
+    try:
+        return text.encode().decode()
+    except UnicodeEncodeError as error:
+        raise BadPrompt("extras", "text that can be encoded as UTF-8", text) from error
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, sound or film: vLLM's identifier of it, and its tokens' offset and number."""
+
+    identifier: str
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the first token behind it."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What is hashed beside the tokens of a request.
+
+    Attributes:
+        lora: name and path of the adapter; the path as the engine was given it.
+        cache_salt: the request's ``cache_salt``; an empty one is none, as in vLLM.
+        items: by offset.  They may overlap, as sound in a film does.
+
+    Raises:
+        BadPrompt: at once, for items out of order or text that is not Unicode.
+    """
+
+    lora: tuple[str, str] | None = None
+    cache_salt: str | None = None
+    items: tuple[MultimodalItem, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in (
+            *(self.lora or ()),
+            self.cache_salt or "",
+            *(i.identifier for i in self.items),
+        ):
+            _own(text)
+        if any(item.offset < 0 or item.length < 0 for item in self.items):
+            raise BadPrompt("items", "offsets and lengths of at least 0", self.items)
+        offsets = [item.offset for item in self.items]
+        if offsets != sorted(offsets):
+            raise BadPrompt("items", "an order by offset", offsets)
+
+
+NOTHING = Extras()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """Extra keys of each block of a prompt: ``special`` of some blocks, ``usual`` of all others."""
+
+    usual: Keys
+    special: dict[int, Keys]
+
+    def of(self, block: int) -> Keys:
+        """Extra keys of a block; None where it has none."""
+        return self.special.get(block, self.usual)
+
+
+def block_keys(extras: Extras, block_tokens: int, num_blocks: int) -> BlockKeys:
+    """Extra keys of the first ``num_blocks`` blocks, as vLLM tags them: LoRA, items, salt."""
+    usual = () if extras.lora is None else (("lora", *map(_own, extras.lora)),)
+    special: dict[int, tuple[tuple[str | int, ...], ...]] = {}
+    # vLLM walks blocks and items together.  An item that ends in a later block hides those behind
+    # it until then, and no item is looked at behind the last one's end.
+    reach = max((item.end for item in extras.items[-1:]), default=0)
+    reached = min(-(-reach // block_tokens), num_blocks)
+    at = 0
+    for item in extras.items:
+        begin, end = max(item.offset // block_tokens, at), -(-item.end // block_tokens)
+        identifier = _own(item.identifier)
+        for block in range(begin, min(end, reached)):
+            key = ("mm", identifier, item.offset - block * block_tokens)
+            special[block] = (*special.get(block, usual), key)
+        at = max(at, end - 1)
+    if extras.cache_salt:
+        special[0] = (*special.get(0, usual), ("cache_salt", _own(extras.cache_salt)))
+    return BlockKeys(usual or None, dict(special))
+
+
+def as_array(tokens: Tokens) -> NDArray[np.int32]:
+    """Tokens as a vector; the very same if it is one.
+
+    Raises:
+        BadPrompt: for anything but integers of 0 to 2**31 - 1.
+    """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
+        vector = tokens
+    else:
+        try:
+            vector = np.frombuffer(array("i", tokens), dtype=np.int32)
+        except (OverflowError, TypeError) as error:
+            raise BadPrompt("tokens", "integers of 0 to 2**31 - 1", str(error)) from error
+    if vector.size and vector.min() < 0:
+        raise BadPrompt("tokens", "integers of 0 to 2**31 - 1", int(vector.min()))
+    return vector
+
+
+def chain(
+    scheme: HashScheme, tokens: Tokens, extras: Extras = NOTHING, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Full hashes of every full block of a prompt.
+
+    Args:
+        scheme: how.
+        tokens: the whole prompt.
+        extras: of the whole prompt.
+        known: hashes of its first blocks, which are not computed again.
+
+    Raises:
+        BadPrompt: for tokens that no model has, or more hashes known than the prompt has blocks.
+    """
+    vector = as_array(tokens)
+    num_blocks = vector.size // scheme.block_tokens
+    if len(known) > num_blocks:
+        raise BadPrompt("known", f"at most {num_blocks} hashes, one per full block", len(known))
+    keys = block_keys(extras, scheme.block_tokens, num_blocks)
+    parent = known[-1] if known else scheme.root
+    return [*known, *extend(scheme, parent, vector, keys, len(known))]
+
+
+def extend(
+    scheme: HashScheme, parent: bytes, tokens: NDArray[np.int32], keys: BlockKeys, first: int
+) -> list[bytes]:
+    """Hashes of the full blocks from ``first`` on, behind one whose hash is ``parent``."""
+    tail = tokens[first * scheme.block_tokens :]
+    tail = tail[: tail.size - tail.size % scheme.block_tokens]
+    follow = _extend_cbor if scheme.steps.encode is _cbor else _extend_pickled
+    return follow(scheme, parent, tail, keys, first) if tail.size else []
+
+
+def external(full: bytes) -> int:
+    """What events carry of a full hash: its last 64 bits, as an unsigned integer."""
+    return int.from_bytes(full[-8:], "big")
+
+
+def _extend_pickled(
+    scheme: HashScheme, parent: bytes, tail: NDArray[np.int32], keys: BlockKeys, first: int
+) -> list[bytes]:
+    digest, hashes = scheme.steps.digest, []
+    flat = iter(tail.tolist())
+    blocks = zip(*[flat] * scheme.block_tokens, strict=True)
+    for number, block in enumerate(blocks, first):
+        parent = digest(_pickled((parent, block, keys.of(number))))
+        hashes.append(parent)
+    return hashes
+
+
+def _extend_cbor(
+    scheme: HashScheme, parent: bytes, tail: NDArray[np.int32], keys: BlockKeys, first: int
+) -> list[bytes]:
+    """The same bytes as of ``_cbor((parent, block, keys))``, from tokens encoded all at once.
+
+    A call of cbor2 per block would take three times as long as all the rest.
+    """
+    size, digest, hashes = scheme.block_tokens, scheme.steps.digest, []
+    before = b"\x83" + _cbor(parent)[: -len(parent)]
+    between = _cbor((0,) * size)[:-size]
+    usual, special = _cbor(keys.usual), keys.special
+    body, ends = _cbor_tokens(tail)
+    for number, (begin, end) in enumerate(pairwise([0, *ends[size - 1 :: size].tolist()]), first):
+        after = _cbor(special[number]) if number in special else usual
+        parent = digest(b"".join((before, parent, between, body[begin:end], after)))
+        hashes.append(parent)
+    return hashes
+
+
+def _cbor_tokens(tokens: NDArray[np.int32]) -> tuple[bytes, NDArray[np.int64]]:
+    """CBOR of each token one after the other, and where each one ends.
+
+    An integer below 24 is one byte; else a head byte says that 1, 2 or 4 bytes follow.
+    """
+    num_bytes = 1 + (tokens >= 24) + (tokens >= 2**8) + 2 * (tokens >= 2**16)
+    wide = np.zeros((tokens.size, 5), np.uint8)
+    wide[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
+    for column, length, head in ((3, 2, 0x18), (2, 3, 0x19), (0, 5, 0x1A)):
+        wide[num_bytes == length, column] = head
+    body = wide[np.arange(5) >= 5 - num_bytes[:, None]].tobytes()
+    return body, np.cumsum(num_bytes)

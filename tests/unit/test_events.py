@@ -1,0 +1,279 @@
+"""What vLLM encodes is what we read, and what nobody can read costs only itself."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdconn.router.prefix import events as wire
+from pdconn.router.prefix.events import (
+    UNNAMED,
+    BadBatch,
+    Batch,
+    Cleared,
+    Removed,
+    Stored,
+    decode_batch,
+)
+
+encode = msgspec.msgpack.encode
+BIG = (1 << 64) - 3
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [BIG, 7],
+    "parent_block_hash": 5,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": "poet",
+    "extra_keys": [["poet"], None],
+    "group_idx": 1,
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 128,
+}
+REMOVED = {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU", "group_idx": 0}
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def row(event: dict[str, Any]) -> list[Any]:
+    return list(event.values())
+
+
+def read(*events: Any) -> Batch:
+    return decode_batch(encode([1.5, events, 3]))
+
+
+def only(event: Any) -> Any:
+    batch = read(event)
+    assert batch.num_undecodable == 0
+    (decoded,) = batch.events
+    return decoded
+
+
+def plain(event: Any) -> Any:
+    """A stored event with its raw parts decoded, to be compared."""
+    if not isinstance(event, Stored):
+        return event
+    raws = (event.token_ids, event.extra_keys)
+    fields = {name: getattr(event, name) for name in Stored.__slots__}
+    fields["token_ids"], fields["extra_keys"] = (
+        None if raw is None else msgspec.msgpack.decode(raw) for raw in raws
+    )
+    return fields
+
+
+EXPECTED = {
+    "hashes": [BIG, 7],
+    "group": 1,
+    "medium": "gpu",
+    "block_tokens": 2,
+    "kind": "sliding_window",
+    "window": 128,
+    "parent": 5,
+    "token_ids": [1, 2, 3, 4],
+    "lora": "poet",
+    "extra_keys": [["poet"], None],
+}
+
+
+@pytest.mark.parametrize("form", [dict, row])
+def test_maps_and_rows_say_the_same(form: Any) -> None:
+    batch = read(*map(form, (STORED, REMOVED, CLEARED)))
+    assert (batch.ts, batch.rank, batch.num_undecodable) == (1.5, 3, 0)
+    assert plain(batch.events[0]) == EXPECTED
+    assert batch.events[1:] == [Removed([7], 0, "cpu"), Cleared()]
+
+
+@pytest.mark.parametrize("num_fields", range(5, len(STORED) + 1))
+def test_rows_may_end_where_their_vllm_ended(num_fields: int) -> None:
+    defaults = dict.fromkeys(EXPECTED) | {"medium": UNNAMED}
+    names = ["hashes", "parent", "token_ids", "block_tokens", None, "medium", "lora",
+             "extra_keys", "group", "kind", "window"]  # fmt: skip
+    sent = {name: EXPECTED[name] for name in names[: num_fields - 1] if name}
+    assert plain(only(row(STORED)[:num_fields])) == defaults | sent
+
+
+def test_a_removal_may_be_its_hashes_alone() -> None:
+    assert only(["BlockRemoved", [1]]) == Removed([1], None, UNNAMED)
+    assert only({"type": "BlockRemoved", "block_hashes": [1]}) == Removed([1], None, UNNAMED)
+
+
+def test_the_rank_may_be_left_out() -> None:
+    assert decode_batch(encode([1, []])) == Batch(1.0, [])
+
+
+def test_hashes_are_the_low_64_bits_whatever_they_came_as() -> None:
+    digest = bytes(range(32))
+    low = int.from_bytes(digest[-8:], "big")
+    assert only(row(REMOVED | {"block_hashes": [-1, digest, BIG]})).hashes == [
+        (1 << 64) - 1,
+        low,
+        BIG,
+    ]
+    assert only(STORED | {"parent_block_hash": digest}).parent == low
+    assert only(STORED | {"parent_block_hash": -2}).parent == (1 << 64) - 2
+
+
+def test_fields_of_the_future_are_passed_over() -> None:
+    assert only(REMOVED | {"new": {"deep": [1]}}) == Removed([7], 0, "cpu")
+    assert only([*row(STORED), "LOCAL", None, "session", "new"]).group == 1
+    assert decode_batch(encode([1.5, [], 0, "new"])).rank == 0
+
+
+BAD = [
+    {"type": "BlockMoved", "block_hashes": [1]},
+    ["BlockMoved", [1]],
+    {},
+    [],
+    7,
+    STORED | {"block_size": -16},
+    STORED | {"block_size": 0},
+    STORED | {"group_idx": -1},
+    STORED | {"group_idx": wire.MAX_GROUP + 1},
+    STORED | {"block_hashes": 7},
+    STORED | {"block_hashes": [1.5]},
+    STORED | {"block_hashes": [b"short"]},
+    STORED | {"token_ids": "tokens"},
+    STORED | {"extra_keys": 5},
+    STORED | {"medium": 1},
+    row(STORED)[:4],
+    row(REMOVED | {"group_idx": "0"}),
+    REMOVED | {"block_hashes": None},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("form", [dict, row])
+def test_a_bad_event_costs_itself_alone(bad: Any, form: Any) -> None:
+    batch = read(form(REMOVED), bad, form(STORED), bad)
+    assert batch.num_undecodable == 2
+    assert [plain(event) for event in batch.events] == [Removed([7], 0, "cpu"), EXPECTED]
+
+
+def test_the_check_of_bad_events_can_fail() -> None:
+    with pytest.raises(AssertionError):
+        test_a_bad_event_costs_itself_alone(REMOVED, dict)
+
+
+def test_text_that_is_not_utf8_costs_its_event_alone() -> None:
+    payload = encode([1.5, [REMOVED, REMOVED | {"medium": "QQQ"}], 0])
+    batch = decode_batch(payload.replace(b"QQQ", b"\xff\xff\xff"))
+    assert (batch.events, batch.num_undecodable) == ([Removed([7], 0, "cpu")], 1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", encode(7), encode([1.5]), encode(["now", []]), encode([1.5, {}]),
+     encode([1.5, [], "rank"]), encode([1.5, [REMOVED], 0])[:-1], b"\x92\x01\xdd\xff\xff\xff\xff",
+     b"\x92\x01" + b"\x91" * 100_000],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_batch_is_refused_with_both_values(payload: bytes) -> None:
+    with pytest.raises(BadBatch, match=r"expected .*, saw \S"):
+        decode_batch(payload)
+
+
+def test_oversized_payloads_are_refused_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    payload = encode([1.5, [REMOVED], 0])
+    monkeypatch.setattr(wire, "MAX_NBYTES", len(payload))
+    assert decode_batch(payload).events
+    monkeypatch.setattr(wire, "MAX_NBYTES", len(payload) - 1)
+    with pytest.raises(BadBatch, match=f"saw {len(payload)}"):
+        decode_batch(payload)
+
+
+def test_more_events_than_any_step_has_are_refused() -> None:
+    head = b"\x93\x01\xdd" + (wire.MAX_EVENTS + 1).to_bytes(4, "big")
+    with pytest.raises(BadBatch, match=str(wire.MAX_EVENTS)):
+        decode_batch(head + b"\x80" * (wire.MAX_EVENTS + 1) + b"\x00")
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.binary(max_size=40)
+    | st.text(max_size=8)
+    | st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"]),
+    lambda inner: (
+        st.lists(inner, max_size=6)
+        | st.dictionaries(st.sampled_from([*STORED]) | st.text(max_size=3), inner, max_size=6)
+    ),
+    max_leaves=20,
+)
+NEARLY = st.builds(
+    lambda event, field, value, form: form(event | {field: value}),
+    st.sampled_from([STORED, REMOVED]),
+    st.sampled_from([*STORED]),
+    JUNK,
+    st.sampled_from([dict, row]),
+)
+
+
+@given(st.binary(max_size=200) | JUNK.map(encode))
+def test_junk_raises_nothing_but_bad_batch(payload: bytes) -> None:
+    with suppress(BadBatch):
+        decode_batch(payload)
+
+
+@given(st.lists(JUNK | NEARLY, max_size=4), st.sampled_from([dict, row]), st.data())
+@example([{"type": "BlockStored"}], dict, None)
+def test_junk_never_costs_its_neighbours(junk: list[Any], form: Any, data: Any) -> None:
+    good = form(REMOVED | {"block_hashes": [BIG]})
+    batch = read(good, *junk, good)
+    mine = Removed([BIG], 0, "cpu")
+    assert batch.events[0] == mine == batch.events[-1]
+    assert len(batch.events) + batch.num_undecodable == len(junk) + 2
+    for event in batch.events:
+        hashes = [] if isinstance(event, Cleared) else event.hashes
+        assert all(0 <= one < 1 << 64 for one in hashes)
+
+
+# --- vLLM's own encoder -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    return pytest.importorskip("vllm.distributed.kv_events")
+
+
+def test_what_vllm_encodes_is_what_we_read(vllm: Any) -> None:
+    digest = bytes(range(32))
+    stored = vllm.BlockStored(
+        block_hashes=[BIG, 7],
+        parent_block_hash=5,
+        token_ids=[1, 2, 3, 4],
+        block_size=2,
+        lora_id=1,
+        medium=vllm.MEDIUM_GPU,
+        lora_name="poet",
+        extra_keys=[("poet",), None],
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=128,
+        locality="LOCAL",
+        session_id="s",
+    )
+    removed = vllm.BlockRemoved(block_hashes=[digest], medium=None)
+    events = [stored, removed, vllm.AllBlocksCleared()]
+    batch = decode_batch(encode(vllm.KVEventBatch(ts=2.5, events=events, data_parallel_rank=4)))
+    assert (batch.ts, batch.rank, batch.num_undecodable) == (2.5, 4, 0)
+    assert plain(batch.events[0]) == EXPECTED
+    low = int.from_bytes(digest[-8:], "big")
+    assert batch.events[1:] == [Removed([low], None, UNNAMED), Cleared()]
+
+
+def test_our_fields_are_vllms_in_vllms_order(vllm: Any) -> None:
+    for theirs, ours in ((vllm.BlockStored, wire._Stored), (vllm.BlockRemoved, wire._Removed)):
+        fields = ours.__struct_fields__
+        assert theirs.__struct_fields__[: len(fields)] == fields
