@@ -14,25 +14,57 @@ from importlib.util import find_spec
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
+from pdconn.router.policy import POLICIES, PrefixAware
+from pdconn.router.prefix.hashing import ALGORITHMS
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.server import EngineReady, Running, running_proxy
 
 _EPILOG = """\
 Each request is sent to a prefill engine first, for one token, and then with its
 ticket (kv_transfer_params) to a decode engine, whose answer reaches the client
-byte for byte. Engines of a role take turns. One that cannot be reached is
-skipped, and asked again by its /health after 1, 2, 4, 8, 15, 15, ... seconds.
+byte for byte. An engine that cannot be reached is skipped, and asked again by its
+/health after 1, 2, 4, 8, 15, 15, ... seconds.
+
+policies:
+  prefix       where the prompt's prefix is cached, weighed against load: uncached
+               tokens + tokens queued (prefill) or requests in the batch (decode) +
+               pressure on blocks. Prompts that begin alike go to the same engine, all
+               else being equal. Decode that holds a prefix and lacks little of the
+               rest serves the request alone (--alone-below)
+  round-robin  engines take turns
+  random       any engine
+
+What engines cache they tell themselves: start them with
+  --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config
+  '{"enable_kv_cache_events": true, "publisher": "zmq",
+    "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+and say where: URL,events=tcp://{host}:5557,replay=tcp://{host}:5657 ({host} is the
+URL's; ranks=N for N data-parallel ranks, whose ports count up). How they hash is
+found out from what they store. Windows count: a hit ends where every KV cache group
+has what it needs. Engines without events are chosen by load.
+
+engines at run time:
+  --fleet FILE       TOML, watched; tables [[engine]] with url, roles = ["prefill",
+                     "decode"] and, where wanted, events, replay, ranks, draining = true
+                     (finishes what it has, gets nothing new)
+  dns+http://NAME:PORT[,events=...]  in place of a URL: every address behind the name
 
 Served by decode alone, which computes the prompt itself, and counted by reason:
 several prompts in one body, n > 1, beam search, echo, prompt_logprobs,
-prompt_embeds, truncate_prompt_tokens.
+prompt_embeds, truncate_prompt_tokens, a prefix that decode holds.
 
 routes:
   POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+  GET  /                       a live page: engines, pods, hits, decisions and reasons
+  GET  /debug/state            the same as JSON
+  GET  /debug/route/ID         how the request with this X-Request-Id was routed, and why;
+                               ?snapshot=1: as a file for pdconn score
 
 examples:
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
-  pdconn proxy --prefill http://p0:8000 http://p1:8000 --decode http://d0:8000 \\
-      --host 0.0.0.0 --port 8000 --wait 300
+  pdconn proxy --prefill http://p0:8000,events=tcp://{host}:5557,replay=tcp://{host}:5657 \\
+      --decode http://d0:8000,events=tcp://{host}:5557 --host 0.0.0.0 --wait 300
+  pdconn proxy --fleet fleet.toml --policy prefix
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model": "m", "prompt": "Once upon a time", "max_tokens": 16}'
 
@@ -46,9 +78,11 @@ exit codes:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``pdconn proxy``."""
     parser.epilog = _EPILOG
-    urls = {"nargs": "+", "action": "extend", "required": True, "metavar": "URL"}
+    urls = {"nargs": "+", "action": "extend", "default": [], "metavar": "URL"}
     parser.add_argument("--prefill", help="engines that compute prompts", **urls)  # type: ignore[arg-type]
     parser.add_argument("--decode", help="engines that generate answers", **urls)  # type: ignore[arg-type]
+    parser.add_argument("--fleet", metavar="FILE", help="engines in a file that is watched")
+    _configure_policy(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument(
         "--port", type=int, default=8000, help="port to listen on; 0: any free one (%(default)s)"
@@ -89,6 +123,60 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _configure_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        default=PrefixAware.name,
+        choices=tuple(POLICIES),
+        help="who serves a request (%(default)s)",
+    )
+    parser.add_argument(
+        "--alone-below",
+        type=int,
+        default=256,
+        metavar="TOKENS",
+        help="decode that holds a prefix and lacks no more than this serves alone (%(default)s)",
+    )
+    parser.add_argument(
+        "--hash-algorithm",
+        choices=tuple(ALGORITHMS),
+        help="the engines' --prefix-caching-hash-algo (found out)",
+    )
+    parser.add_argument(
+        "--hash-block-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of one hashed block, beside --hash-algorithm (found out)",
+    )
+    parser.add_argument("--hash-seed", metavar="SEED", help="the engines' PYTHONHASHSEED (unset)")
+    parser.add_argument(
+        "--eagle-group",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="a KV cache group that an EAGLE or MTP drafter reads; may be repeated",
+    )
+    parser.add_argument(
+        "--weight",
+        type=_weight,
+        action="append",
+        default=[],
+        metavar="MEDIUM=W",
+        help="what a block on a medium is worth in the score (gpu=1 cpu=0.8, others 1)",
+    )
+
+
+def _weight(word: str) -> tuple[str, float]:
+    medium, found, weight = word.partition("=")
+    if not found or not medium:
+        raise argparse.ArgumentTypeError(f"expected MEDIUM=NUMBER, saw {word!r}")
+    try:
+        return medium.lower(), float(weight)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected MEDIUM=NUMBER, saw {word!r}") from error
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0, 1 or 2 as ``--help`` says."""
     logging.basicConfig(
@@ -100,6 +188,14 @@ def run(args: argparse.Namespace) -> int:
         config = ProxyConfig.of(
             args.prefill,
             args.decode,
+            fleet=args.fleet,
+            policy=args.policy,
+            alone_below=args.alone_below,
+            hash_algorithm=args.hash_algorithm,
+            hash_block_tokens=args.hash_block_tokens,
+            hash_seed=args.hash_seed,
+            eagle_groups=tuple(args.eagle_group),
+            weights={**DEFAULT_WEIGHTS, **dict(args.weight)},
             host=args.host,
             port=args.port,
             max_body_mib=args.max_body_mib,
@@ -139,8 +235,9 @@ class _Events:
 
     def waiting(self, config: ProxyConfig) -> None:
         engines = list(dict.fromkeys(config.prefill + config.decode))
+        engines += [] if config.fleet is None else [config.fleet]
         self.say(
-            f"waiting up to {config.wait_s:g} s for {len(engines)} engines",
+            f"waiting up to {config.wait_s:g} s for {', '.join(engines)}",
             "waiting",
             engines=engines,
             wait_s=config.wait_s,
@@ -155,14 +252,18 @@ class _Events:
         )
 
     def listening(self, proxy: Running) -> None:
-        prefill, decode = proxy.config.prefill, proxy.config.decode
+        config = proxy.config
+        fleet = "" if config.fleet is None else f"; both as {config.fleet} says"
         self.say(
-            f"pdconn proxy on {proxy.url}: prefill by {', '.join(prefill)}; "
-            f"decode by {', '.join(decode)}",
+            f"pdconn proxy on {proxy.url} ({config.policy}): "
+            f"prefill by {', '.join(config.prefill) or 'none'}; "
+            f"decode by {', '.join(config.decode) or 'none'}{fleet}",
             "listening",
             url=proxy.url,
-            prefill=prefill,
-            decode=decode,
+            policy=config.policy,
+            prefill=config.prefill,
+            decode=config.decode,
+            fleet=config.fleet,
         )
 
     def draining(self, config: ProxyConfig) -> None:

@@ -54,8 +54,7 @@ def test_version(capsys):
     [
         ([], "COMMAND"),
         (["prxy"], "prxy"),
-        (["proxy"], "--prefill"),
-        (["proxy", "--prefill", "http://a:1"], "--decode"),
+        (["proxy", "--policy", "best"], "--policy"),
         (["proxy", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", "x"], "--port"),
         (["proxy", "--prefill", "http://a:1", "--decode", "http://b:1", "--what"], "--what"),
     ],
@@ -70,6 +69,8 @@ def test_a_wrong_command_line_ends_with_2_and_says_what_is_wrong(words, said, ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([], "--prefill: expected at least one URL"),
+        (["--prefill", "http://a:1"], "--decode: expected at least one URL"),
         (["--prefill", "localhost:8100", "--decode", "http://b:1"], "--prefill: expected"),
         (["--prefill", "http://a:1", "--decode", "ftp://b:1"], "--decode: expected"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--port", "99999"], "--port"),
