@@ -133,3 +133,14 @@ def test_a_bad_snapshot_ends_with_2_and_names_the_field(
 def test_a_missing_file_ends_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["score", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.endswith("none.json: No such file or directory\n")
+
+
+def test_the_example_in_the_checkout_is_scored(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "snapshot.json"
+    assert main(["score", "--json", str(example)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    hits = {name: (pod["hit_tokens"], pod["score"]) for name, pod in told.items()}
+    # Blocks of 16: four, two behind which the window still has both its blocks, three at 0.8.
+    assert hits["warm"] == (64, 4.0)
+    assert hits["window-evicted"] == (32, 2.0)
+    assert hits["offloaded"] == (48, pytest.approx(2.4))

@@ -115,8 +115,9 @@ class Index:
 
     def add(self, name: str) -> Pod:
         """A pod that holds nothing yet, or the one that is known by this name."""
-        if name in self._pods:
-            return self._pods[name]
+        known = self._pods.get(name)
+        if known is not None:
+            return known
         place = self._places.index(None) if None in self._places else len(self._places)
         if place == len(self._places):
             self._places.append(None)
@@ -254,13 +255,18 @@ class Index:
     # Slots
 
     def _learn_from(self, name: str, event: Stored) -> None:
-        if event.group is None or event.kind is None:
+        group, kind = event.group, event.kind
+        if group is None or kind is None:
             return
-        known = self.add(name).groups.get(event.group)
-        # Part of a block is stored under a size of its own, which is not the group's.
-        block_tokens = max(event.block_tokens, 0 if known is None else known.block_tokens)
-        eagle = event.group in self.eagle_groups
-        self.learn(name, event.group, GroupSpec(event.kind, event.window, block_tokens, eagle))
+        known = self.add(name).groups.get(group)
+        block_tokens = event.block_tokens
+        if known is not None:
+            # Part of a block is stored under a size of its own, which is not the group's.
+            block_tokens = max(block_tokens, known.block_tokens)
+            if (kind, event.window, block_tokens) == (known.kind, known.window, known.block_tokens):
+                return
+        eagle = group in self.eagle_groups
+        self.learn(name, group, GroupSpec(kind, event.window, block_tokens, eagle))
 
     def _words_of(self, plane: Plane) -> list[Words]:
         words = self._planes.get(plane)
