@@ -15,9 +15,15 @@ from pdconn.lab.process import Process
 
 @contextmanager
 def running_proxy(
-    prefill: Sequence[str], decode: Sequence[str], directory: Path, port: int | None = None
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    directory: Path,
+    port: int | None = None,
+    args: Sequence[str] = (),
 ) -> Iterator[str]:
     """``pdconn proxy`` over these URLs; hands over its own.  Its log is ``proxy.log``.
+
+    ``args`` are further words of its command line.
 
     Raises:
         PortInUse, EngineDied, EngineStartTimeout: it is not left running then.
@@ -26,7 +32,7 @@ def running_proxy(
     if not is_free(port):
         raise PortInUse("proxy", LOCALHOST, port)
     command = [sys.executable, "-m", "pdconn.cli.main", "proxy", "--port", str(port)]
-    command += ["--prefill", *prefill, "--decode", *decode]
+    command += ["--prefill", *prefill, "--decode", *decode, *args]
     log = directory / "proxy.log"
     log.write_bytes(b"")
     process = Process("proxy", command, log.resolve())

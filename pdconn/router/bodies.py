@@ -13,6 +13,8 @@ The ticket is the connector's own matter: it is never looked into.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from msgspec import Raw
 
@@ -73,7 +75,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
 
 
 class _Usage(msgspec.Struct):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pdconn.router.feed.subscriber import Source, Status
 from pdconn.router.prefix.chains import Chains
-from pdconn.router.prefix.detect import detect
+from pdconn.router.prefix.detect import can_tell, detect
 from pdconn.router.prefix.events import Batch, Stored
 from pdconn.router.prefix.hashing import Extras, HashScheme
 from pdconn.router.prefix.index import Index
@@ -157,8 +157,7 @@ class Caches:
         return feed
 
     def _detect(self, name: str, feed: Feed, event: Stored) -> None:
-        begins = event.parent is None and event.token_ids is not None and event.lora is None
-        if feed.tries >= TRIES or not begins:
+        if feed.tries >= TRIES or not can_tell(event):
             return
         feed.scheme = detect(event, self._seed)
         if feed.scheme is not None:

@@ -18,7 +18,8 @@ from pdconn.router.fleet.member import Member
 
 log = logging.getLogger(__name__)
 
-_CLOSING = 1024
+_CLOSING = 1 << 20
+"""No bound: each is one that was listened to."""
 
 
 class Feeding:
@@ -27,7 +28,9 @@ class Feeding:
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._context = zmq.asyncio.Context()
+        self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)  # 1023 serve 250 ranks
         self._subscribers: dict[Source, Subscriber] = {}
+        self._ending: list[Source] = []
         self._closing = Background(limit=_CLOSING)
 
     def fleet_changed(self, members: Iterable[Member]) -> None:
@@ -35,17 +38,25 @@ class Feeding:
         wanted = [source for member in members for source in _sources(member)]
         for source in [known for known in self._subscribers if known not in wanted]:
             subscriber = self._subscribers.pop(source)
+            self._ending.append(source)
             self._closing.spawn(self._end(source, subscriber), f"stop listening to {source.engine}")
         for source in wanted:
             if source not in self._subscribers:
-                subscriber = Subscriber(source, self._caches, context=self._context)
-                self._subscribers[source] = subscriber
-                subscriber.start()
+                self._subscribers[source] = Subscriber(source, self._caches, context=self._context)
+                self._start(source)
 
     async def _end(self, source: Source, subscriber: Subscriber) -> None:
         await subscriber.close()
-        if not any(_same_pod(source, known) for known in self._subscribers):
-            self._caches.forget(source)
+        self._ending.remove(source)
+        self._caches.forget(source)
+        for known in self._subscribers:
+            if _same_pod(source, known):
+                self._start(known)
+
+    def _start(self, source: Source) -> None:
+        """Listen, but not while what this pod said at another address is still believed."""
+        if not any(_same_pod(source, other) for other in self._ending):
+            self._subscribers[source].start()
 
     def statuses(self) -> dict[str, Status]:
         """How each pod's events fare now."""

@@ -178,6 +178,7 @@ class Handover:
 
     def _note_no_ticket(self, engine: str) -> None:
         self.metrics.went_direct(Direct.NO_TICKET)
+        self._lend_nothing.intersection_update(self.engines.names)
         if engine not in self._lend_nothing:
             self._lend_nothing.add(engine)
             log.warning(

@@ -135,7 +135,8 @@ class RoundRobin:
     ) -> Decision:
         """The candidates of each role, rotated by one more than last time."""
         given = prefill if question.can_hand_over else ()
-        return Decision(self._turn(Role.PREFILL, given), self._turn(Role.DECODE, decode))
+        turns = self._turn(Role.PREFILL, given), self._turn(Role.DECODE, decode)
+        return Decision(*turns, alone=not question.can_hand_over)
 
     def _turn(self, role: Role, candidates: Sequence[Candidate]) -> tuple[Weighed, ...]:
         if not candidates:
@@ -158,7 +159,7 @@ class Random:
     ) -> Decision:
         """The candidates of each role, shuffled."""
         given = prefill if question.can_hand_over else ()
-        return Decision(self._draw(given), self._draw(decode))
+        return Decision(self._draw(given), self._draw(decode), alone=not question.can_hand_over)
 
     def _draw(self, candidates: Sequence[Candidate]) -> tuple[Weighed, ...]:
         return _as_they_come(self.rng.sample(candidates, len(candidates)), "drawn")
@@ -230,7 +231,8 @@ def _decode_cost(question: Question, candidate: Candidate) -> Weighed:
 
 
 def _affinity(beginning: bytes, engine: str) -> bytes:
-    return blake2b(engine.encode(), key=beginning[:64], digest_size=8).digest()
+    # A key takes 64 bytes, and those are the same for all who share a chat template.
+    return blake2b(engine.encode(), key=blake2b(beginning).digest(), digest_size=8).digest()
 
 
 POLICIES = {kind.name: kind for kind in (PrefixAware, RoundRobin, Random)}

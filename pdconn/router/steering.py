@@ -21,6 +21,7 @@ from pdconn.router.engines import Engines
 from pdconn.router.fleet.loads import Load, LoadPoller
 from pdconn.router.flights import Flights
 from pdconn.router.policy import Candidate, Policy, Question, Role
+from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.requests import Exchange
 from pdconn.router.steering_metrics import SteeringMetrics
@@ -51,6 +52,8 @@ class Steering:
     Attributes:
         trust: by engine the share of its predicted hits that it reported as found, lately;
             an engine whose events promise what it does not hold is believed that much less.
+        since: by engine when it came, in seconds since the epoch: what was decided before
+            says nothing of it.
     """
 
     engines: Engines
@@ -62,11 +65,12 @@ class Steering:
     flights: Flights = field(default_factory=Flights)
     decisions: Decisions = field(default_factory=Decisions)
     trust: dict[str, float] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
 
     async def decide(self, exchange: Exchange) -> Course:
         """Who is to be tried for a request."""
         began = time.perf_counter()
-        tokenised, unknown = None, None
+        tokenised, looked, unknown = None, None, None
         if not self.policy.looks_at_prompts:
             unknown = f"{self.policy.name} does not look at prompts"
         elif not self.caches.feeds:
@@ -74,11 +78,9 @@ class Steering:
         else:
             try:
                 tokenised = await self.tokeniser.tokenise(exchange)
-            except CannotTokenise as error:
+                looked = self.caches.look_for(tokenised.tokens, tokenised.extras)
+            except (CannotTokenise, BadInput) as error:
                 unknown = str(error)
-        looked = None
-        if tokenised is not None:
-            looked = self.caches.look_for(tokenised.tokens, tokenised.extras)
         question = _question(exchange, tokenised)
         loads = self.loads.fresh(LOAD_FOR_S)
         decision = self.policy.decide(
@@ -102,6 +104,8 @@ class Steering:
 
     def fleet_changed(self) -> None:
         """Forget engines that are gone."""
+        now = time.time()
+        self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
         for engine in [engine for engine in self.trust if engine not in self.engines]:
             del self.trust[engine]
 
@@ -130,7 +134,7 @@ class Steering:
         return Candidate(
             engine,
             self._believed(engine, best.hit),
-            best.rank if self.caches.has_ranks(engine) else None,
+            best.rank if best.hit.tokens and self.caches.has_ranks(engine) else None,
             self.flights.num_tokens(engine),
             max((load.running or 0) + (load.waiting or 0), self.flights.num_requests(engine)),
             load.kv_usage or 0.0,

@@ -25,10 +25,16 @@ from pdconn.router.prefix.hashing import BadInput, Extras
 from pdconn.router.requests import Exchange, GenerateRequest, Route, kind_of
 from pdconn.router.upstream import Lost, Unreached, Upstream
 
+MOST_TOKENS = 1 << 21
+"""Of a prompt that is looked for: hashing more holds up everybody."""
+MAX_NBYTES = 8 * MOST_TOKENS
+"""Of a list of token ids that is read."""
 TIMEOUT_S = 2.0
 """An engine that takes longer to tokenize than this is better asked to generate at once."""
 MODELS_FOR_S = 30.0
 """How long a list of adapters is believed."""
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _SHAPES_PROMPT = {
     Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
@@ -69,11 +75,11 @@ class _Models(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    type: str = "text"
+    type: str = "a part of unnamed type"
 
 
 class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None
+    content: str | list[_Part | str] | None = None
 
 
 class CannotTokenise(Exception):
@@ -97,12 +103,16 @@ class Tokeniser:
             CannotTokenise: they cannot be known here, or not in time.
         """
         request = exchange.request
+        if kind_of(request.fields.get(request.route.prompt) or Raw(b"null")) == "null":
+            raise CannotTokenise(f"it brings no {request.route.prompt}")
         headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
         if "Authorization" in exchange.headers:
             headers["Authorization"] = exchange.headers["Authorization"]
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 tokens = self._given(request) or await self._asked(request, headers)
+                if len(tokens) > MOST_TOKENS:
+                    raise CannotTokenise(f"more than {MOST_TOKENS} tokens: {len(tokens)}")
                 return Tokenised(tokens, await self._extras(request, headers))
         except TimeoutError as error:
             raise CannotTokenise(f"no engine tokenized it within {TIMEOUT_S:g} s") from error
@@ -111,11 +121,13 @@ class Tokeniser:
 
     def _given(self, request: GenerateRequest) -> list[int] | None:
         """Token ids that the body holds itself; an empty list is no prompt."""
-        prompt = request.fields.get("prompt")
-        if request.route is not Route.COMPLETIONS or prompt is None:
+        if request.route is not Route.COMPLETIONS:
             return None
+        prompt = request.fields["prompt"]
         if kind_of(prompt) != "a list":
             return None
+        if len(memoryview(prompt)) > MAX_NBYTES:
+            raise CannotTokenise(f"the prompt is a list of more than {MAX_NBYTES} bytes")
         try:
             return msgspec.json.decode(prompt, type=list[int])
         except msgspec.DecodeError:
@@ -137,7 +149,7 @@ class Tokeniser:
         raw = await self._ask("/tokenize", headers, msgspec.json.encode(fields))
         try:
             return msgspec.json.decode(raw, type=_Answer).tokens
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise CannotTokenise(f"/tokenize answers no tokens: {error}") from error
 
     async def _extras(self, request: GenerateRequest, headers: CIMultiDict[str]) -> Extras:
@@ -150,12 +162,13 @@ class Tokeniser:
         """Paths of adapters by name; asked for anew now and then."""
         now = asyncio.get_running_loop().time()
         if now >= self._adapters_until:
-            self._adapters_until = now + MODELS_FOR_S
+            self._adapters_until = now + TIMEOUT_S  # until the answer is here, or again if none is
             try:
                 listed = await self._ask("/v1/models", headers)
                 models = msgspec.json.decode(listed, type=_Models)
-            except (msgspec.DecodeError, CannotTokenise, Unreached, Lost):
+            except (*_UNREADABLE, CannotTokenise, Unreached, Lost):
                 return self._adapters
+            self._adapters_until = now + MODELS_FOR_S
             self._adapters = {
                 model.id: model.root for model in models.data if model.parent and model.root
             }
@@ -172,23 +185,27 @@ class Tokeniser:
         else:
             answer = await self._upstream.post(engine, path, body, headers)
         async with answer:
-            raw = await answer.rest()
+            raw = bytearray()
+            while piece := await answer.next():
+                raw += piece
+                if len(raw) > MAX_NBYTES:
+                    raise CannotTokenise(f"{engine}{path} says more than {MAX_NBYTES} bytes")
         if answer.status != 200:
             raise CannotTokenise(f"{engine}{path} says {answer.status}")
-        return raw
+        return bytes(raw)
 
 
 def _refuse_media(messages: Raw) -> None:
     """Nobody but the engine knows where an image is put, and by what name it is hashed."""
     try:
-        parts = msgspec.json.decode(messages, type=list[_Message])
-    except msgspec.DecodeError as error:
+        parsed = msgspec.json.decode(messages, type=list[_Message])
+    except _UNREADABLE as error:
         raise CannotTokenise(f"messages: {error}") from error
-    for message in parts:
-        if isinstance(message.content, list):
-            other = next((part.type for part in message.content if part.type != "text"), None)
-            if other is not None:
-                raise CannotTokenise(f"it holds more than text: {other}")
+    for message in parsed:
+        parts = message.content if isinstance(message.content, list) else []
+        other = next((p.type for p in parts if isinstance(p, _Part) and p.type != "text"), None)
+        if other is not None:
+            raise CannotTokenise(f"it holds more than text: {other}")
 
 
 def _text(value: Raw | None) -> str | None:
@@ -196,5 +213,5 @@ def _text(value: Raw | None) -> str | None:
         return None
     try:
         return msgspec.json.decode(value, type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return None

@@ -17,7 +17,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import web
@@ -67,6 +67,9 @@ class Leases:
         return TICKET % name
 
 
+#: The tokens of a prompt, or an answer of its own.
+Tokenize: TypeAlias = "Callable[[Seen], list[int] | web.Response]"
+
 Script = Callable[["FakeEngine", Seen, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -84,6 +87,12 @@ class FakeEngine:
         self.metrics_status = 200
         self.metrics_pause_s = 0.0
         self.num_polls = 0
+        self.tokenize: Tokenize | None = None
+        self.tokenized: list[Seen] = []
+        self.tokenizes = asyncio.Event()  # while cleared it answers no /tokenize
+        self.tokenizes.set()
+        self.models: list[dict[str, Any]] | None = None
+        self.cached_tokens: Any = None  # what prefill reports, if it does
         self.lends = True
         self.checks_names = True
         self.admission_s = 0.0  # until it looks at a request
@@ -104,6 +113,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -128,7 +138,21 @@ class FakeEngine:
         return web.Response(status=self.metrics_status, body=body, content_type="text/plain")
 
     async def _models(self, http: web.Request) -> web.Response:
-        return web.Response(body=b'{"data": [ {"id" : "m"} ]}', content_type="application/json")
+        body = b'{"data": [ {"id" : "m"} ]}'
+        if self.models is not None:
+            body = json.dumps({"data": self.models}).encode()
+        return web.Response(body=body, content_type="application/json")
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        seen = Seen(http.path, CIMultiDict(http.headers), await http.read())
+        self.tokenized.append(seen)
+        await self.tokenizes.wait()
+        if self.tokenize is None:
+            return error(404, "Not Found")
+        tokens = self.tokenize(seen)
+        if isinstance(tokens, web.Response):
+            return tokens
+        return web.json_response({"count": len(tokens), "max_model_len": 1, "tokens": tokens})
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         request_id = http.headers.get("X-Request-Id", "")
@@ -167,7 +191,12 @@ class FakeEngine:
 
     def prefill_answer(self) -> web.Response:
         ticket = self.leases.grant() if self.lends else "null"
-        text = f'{{"id": "x", "choices": [{{"text": "a"}}], "kv_transfer_params": {ticket}}}'
+        usage = ""
+        if self.cached_tokens is not None:
+            details = json.dumps({"cached_tokens": self.cached_tokens})
+            usage = f'"usage": {{"prompt_tokens_details": {details}}}, '
+        choices = '"choices": [{"text": "a"}]'
+        text = f'{{"id": "x", {choices}, {usage}"kv_transfer_params": {ticket}}}'
         return web.Response(text=text, content_type="application/json")
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
@@ -282,9 +311,15 @@ async def until(true: Callable[[], object], within_s: float = 15.0) -> None:
 
 @asynccontextmanager
 async def deployment(
-    num_prefill: int = 1, num_decode: int = 1, **settings: Any
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    word: Callable[[FakeEngine], str] = lambda engine: engine.url,
+    **settings: Any,
 ) -> AsyncIterator[Deployment]:
-    """Engines, a proxy over them and a client, all gone at the end."""
+    """Engines, a proxy over them and a client, all gone at the end.
+
+    ``word`` is what the proxy is told of an engine.
+    """
     leases = Leases()
     engines = [FakeEngine(leases) for _ in range(num_prefill + num_decode)]
     async with contextlib.AsyncExitStack() as stack:
@@ -294,7 +329,7 @@ async def deployment(
         prefill, decode = engines[:num_prefill], engines[num_prefill:]
         turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
         settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **settings}
-        config = ProxyConfig.of([e.url for e in prefill], [e.url for e in decode], **settings)
+        config = ProxyConfig.of([word(e) for e in prefill], [word(e) for e in decode], **settings)
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         proxy = await stack.enter_async_context(running_proxy(config))  # goes before its client
         yield Deployment(prefill, decode, leases, proxy, client)

@@ -57,6 +57,11 @@ def detect(stored: Stored, seed: str | None) -> HashScheme | None:
     return next((scheme for scheme in schemes if _agrees(scheme, tokens, stored)), None)
 
 
+def can_tell(stored: Stored) -> bool:
+    """Whether an event's hashes depend on nothing but the tokens that it carries."""
+    return _plain_tokens(stored) is not None
+
+
 def _plain_tokens(stored: Stored) -> NDArray[np.int32] | None:
     """Tokens of an event that can tell, else None."""
     if stored.parent is not None or stored.lora is not None or stored.token_ids is None:

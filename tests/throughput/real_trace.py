@@ -1,0 +1,232 @@
+"""Conversations over one real prefill and one real decode engine, policy by policy.
+
+    python -m tests.throughput.real_trace --json real_trace.json
+
+Real vLLM on this machine, real NIXL, the router as its users start it.  Every conversation
+begins with a system prompt that others share and grows turn by turn; each policy gets the
+same trace with other tokens, so that none finds what another has left.  Cached tokens are
+what the engines' own counters say.  Every answer is compared with that of one engine alone.
+
+With one engine a role there is nothing to choose but whether to hand over at all, and that
+is what is measured: a turn whose prefix decode holds already needs no prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pdconn.lab.client import Client, Timed
+from pdconn.lab.compare import compare
+from pdconn.lab.engine import Engine, running
+from pdconn.lab.model import write_model
+from pdconn.lab.ports import LOCALHOST, free_ports
+from pdconn.lab.proxy import running_proxy
+from pdconn.lab.spec import EngineSpec
+from pdconn.lab.table import table
+
+BLOCK = 32
+VOCABULARY = 1990
+ANSWER_TOKENS = 24
+LONGEST = 2000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy's trace."""
+
+    policy: str
+    requests: int
+    prompt_tokens: int
+    alone: int
+    prefill_computed: int
+    decode_computed: int
+    cached_share: float
+    ttft_ms: float
+    ttft_p95_ms: float
+    wrong: int
+
+
+def conversations(count: int, turns: int, shift: int) -> Iterator[list[int]]:
+    """Prompts in the order they are asked: each turn of all conversations in turn.
+
+    What an engine would answer is replaced by drawn tokens, so that every policy is asked
+    the same, but for a ``shift`` of every token.
+    """
+    rng = random.Random(7)
+
+    def words(num_tokens: int) -> list[int]:
+        return [10 + (rng.randrange(VOCABULARY) + shift) % VOCABULARY for _ in range(num_tokens)]
+
+    systems = [words(400) for _ in range(2)]
+    histories = [[*rng.choice(systems), *words(rng.randint(20, 80))] for _ in range(count)]
+    for _ in range(turns):
+        for history in histories:
+            yield history[:LONGEST]
+            history.extend(words(ANSWER_TOKENS + rng.randint(10, 120)))
+
+
+@contextmanager
+def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]]]:
+    """Alone, prefill and decode, and the words that name the last two to a router."""
+    model = write_model(directory)
+    ports = free_ports(8)
+    told = []
+
+    def spec(name: str, port: int, role: str | None, events: int, replay: int) -> EngineSpec:
+        publishing = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events}",
+            "replay_endpoint": f"tcp://*:{replay}",
+        }
+        transfer = {
+            "kv_connector": "PdConnector",
+            "kv_connector_module_path": "pdconn.vllm",
+            "kv_role": role,
+        }
+        extra = ("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publishing))
+        told.append(
+            f"http://{LOCALHOST}:{port},events=tcp://{{host}}:{events},replay=tcp://{{host}}:{replay}"
+        )
+        return EngineSpec(
+            name=name,
+            model=model,
+            port=port,
+            side_channel_port=ports[7] if role == "kv_producer" else None,
+            kv_transfer_config=transfer if role else None,
+            one_process=True,
+            prefix_caching=role is not None,
+            num_blocks=600,
+            block_tokens=BLOCK,
+            max_model_len=LONGEST + ANSWER_TOKENS + BLOCK,
+            args=extra if role else (),
+        )
+
+    specs = [
+        spec("alone", ports[0], None, 1, 2),
+        spec("prefill", ports[1], "kv_producer", ports[2], ports[3]),
+        spec("decode", ports[4], "kv_consumer", ports[5], ports[6]),
+    ]
+    with running(specs, directory, cache=directory / "cache") as (alone, prefill, decode):
+        yield alone, prefill, decode, told[1:]
+
+
+def run(
+    policy: str, prompts: Sequence[list[int]], fleet: tuple[Engine, Engine, Engine, list[str]]
+) -> Row:
+    """Ask a trace through the router, then the engine alone."""
+    alone, prefill, decode, told = fleet
+    before = [_counts(engine) for engine in (prefill, decode)]
+    answers: list[Timed] = []
+    directory = prefill.log.parent
+    with running_proxy([told[0]], [told[1]], directory, args=("--policy", policy)) as url:
+        client = Client(url)
+        for number, prompt in enumerate(prompts):
+            answers.append(client.stream(prompt, ANSWER_TOKENS))
+            _say(f"{policy}: {number + 1} of {len(prompts)}")
+            time.sleep(0.05)
+        held = _labelled(client.get("/metrics"), 'pdconn_proxy_direct_total{reason="prefix_held"}')
+    computed = []
+    for engine, was in zip((prefill, decode), before, strict=True):
+        now = _counts(engine)
+        computed.append(int(now[0] - was[0] - (now[1] - was[1])))
+    total = sum(map(len, prompts))
+    firsts = sorted(answer.first_token_s * 1000 for answer in answers)
+    single = Client(alone.url)
+    wrong = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        wrong += compare(single.complete(prompt, ANSWER_TOKENS, top=1), answer.answer) is not None
+    return Row(
+        policy,
+        len(prompts),
+        total,
+        int(held),
+        computed[0],
+        computed[1],
+        1 - sum(computed) / total,
+        statistics.median(firsts),
+        firsts[int(len(firsts) * 0.95)],
+        wrong,
+    )
+
+
+def _counts(engine: Engine) -> tuple[float, float]:
+    """Tokens looked up in the prefix cache, and found there or at the other engine."""
+    metrics = Client(engine.url).metrics()
+    found = metrics.get("vllm:prefix_cache_hits_total", 0.0)
+    found += metrics.get("vllm:external_prefix_cache_hits_total", 0.0)
+    return metrics.get("vllm:prefix_cache_queries_total", 0.0), found
+
+
+def _labelled(page: str, name: str) -> float:
+    return next(
+        (float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0
+    )
+
+
+def _say(text: str) -> None:
+    print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table; 1 when any answer is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--policies", nargs="+", default=["round-robin", "prefix"])
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as directory, engines(Path(directory)) as fleet:
+        rows = [
+            run(policy, list(conversations(args.conversations, args.turns, number)), fleet)
+            for number, policy in enumerate(args.policies)
+        ]
+    print(file=sys.stderr)
+    print(
+        table(
+            [
+                "policy",
+                "requests",
+                "prompt\ntokens",
+                "by decode\nalone",
+                "computed by\nprefill",
+                "computed by\ndecode",
+                "cached\nshare",
+                "TTFT ms\nmedian",
+                "TTFT ms\np95",
+                "wrong",
+            ],
+            [
+                [
+                    row.policy,
+                    str(row.requests),
+                    str(row.prompt_tokens),
+                    str(row.alone),
+                    str(row.prefill_computed),
+                    str(row.decode_computed),
+                    f"{row.cached_share:.3f}",
+                    f"{row.ttft_ms:.0f}",
+                    f"{row.ttft_p95_ms:.0f}",
+                    str(row.wrong),
+                ]
+                for row in rows
+            ],
+        )
+    )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
