@@ -118,13 +118,16 @@ class Caches:
 
     # Look-ups
 
+    @property
+    def schemes(self) -> list[HashScheme]:
+        """The ways that engines hash, as far as they are known."""
+        return list({feed.scheme: None for feed in self.feeds.values() if feed.scheme is not None})
+
     def look_for(self, tokens: Sequence[int], extras: Extras) -> Looked:
         """Where a prompt's prefix is."""
         prompts: dict[HashScheme, Prompt] = {}
         pods: dict[str, Hit] = {}
-        for scheme in dict.fromkeys(feed.scheme for feed in self.feeds.values()):
-            if scheme is None:
-                continue
+        for scheme in self.schemes:
             chains = self._chains.get(scheme)
             if chains is None:
                 chains = self._chains[scheme] = Chains(scheme, max_tokens=REMEMBERED_TOKENS)

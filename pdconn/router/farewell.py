@@ -110,16 +110,25 @@ class Farewells:
         errand.abandoned = True
         if not self._running.spawn(self._see_off(errand, task), "see off"):
             task.cancel()
+            task.add_done_callback(_close)
 
     async def _see_off(self, errand: Errand, task: asyncio.Task[Answer]) -> None:
         try:
             async with asyncio.timeout(errand.patience_s()):
                 answer = await task
         except TimeoutError:
-            # It has cancelled the task, and that closed the engine's connection.
+            # It has cancelled the task, and that closed the engine's connection, unless
+            # the answer came in the same moment.
+            task.add_done_callback(_close)
             if not errand.delivery.begun:
                 self.give_back(errand)
         except (Abandoned, NoEngineLeft):
             pass
         else:
             answer.close()
+
+
+def _close(task: asyncio.Task[Answer]) -> None:
+    """Nobody will read the answer, if there is one."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()

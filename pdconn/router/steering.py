@@ -26,11 +26,14 @@ from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.requests import Exchange
 from pdconn.router.steering_metrics import SteeringMetrics
 from pdconn.router.tokens import CannotTokenise, Tokenised, Tokeniser
+from pdconn.router.usage import Usage
 
 log = logging.getLogger(__name__)
 
 BYTES_A_TOKEN = 4
 """Of a body whose tokens nobody has counted."""
+MOST_GUESSED = 32_768
+"""Tokens that a body is taken for at most: one with pictures is long and its prompt is not."""
 BEGINNING_TOKENS = 256
 """Prompts that agree in these go to the same engine, all else being equal."""
 LOAD_FOR_S = 5.0
@@ -66,6 +69,7 @@ class Steering:
     decisions: Decisions = field(default_factory=Decisions)
     trust: dict[str, float] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
+    usage: Usage = field(default_factory=Usage)
 
     async def decide(self, exchange: Exchange) -> Course:
         """Who is to be tried for a request."""
@@ -106,6 +110,7 @@ class Steering:
         """Forget engines that are gone."""
         now = time.time()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
+        self.usage.keep(self.engines.names)
         for engine in [engine for engine in self.trust if engine not in self.engines]:
             del self.trust[engine]
 
@@ -131,13 +136,17 @@ class Steering:
         best = None if looked is None else looked.best.get(engine)
         best = best or RankHit(NO_HIT)
         load = loads.get(engine) or Load()
+        busy = (load.running or 0) + (load.waiting or 0)
+        num_requests = max(busy, self.flights.num_requests(engine))
         return Candidate(
             engine,
             self._believed(engine, best.hit),
             best.rank if best.hit.tokens and self.caches.has_ranks(engine) else None,
             self.flights.num_tokens(engine),
-            max((load.running or 0) + (load.waiting or 0), self.flights.num_requests(engine)),
-            load.kv_usage or 0.0,
+            num_requests,
+            self.usage.believed(
+                engine, load.kv_usage or 0.0, idle=num_requests == 0, now=time.monotonic()
+            ),
         )
 
 
@@ -146,6 +155,7 @@ def _question(exchange: Exchange, tokenised: Tokenised | None) -> Question:
     can_hand_over = request.direct is None
     if tokenised is None:
         prompt = bytes(request.fields.get(request.route.prompt) or b"")
-        return Question(len(prompt) // BYTES_A_TOKEN, prompt[:BEGINNING_TOKENS], can_hand_over)
+        guess = min(len(prompt) // BYTES_A_TOKEN, MOST_GUESSED)
+        return Question(guess, prompt[:BEGINNING_TOKENS], can_hand_over)
     beginning = repr((tokenised.tokens[:BEGINNING_TOKENS], tokenised.extras)).encode()
     return Question(len(tokenised.tokens), beginning, can_hand_over)

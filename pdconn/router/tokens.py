@@ -25,7 +25,7 @@ from pdconn.router.prefix.hashing import BadInput, Extras
 from pdconn.router.requests import Exchange, GenerateRequest, Route, kind_of
 from pdconn.router.upstream import Lost, Unreached, Upstream
 
-MOST_TOKENS = 1 << 21
+MOST_TOKENS = 1 << 20
 """Of a prompt that is looked for: hashing more holds up everybody."""
 MAX_NBYTES = 8 * MOST_TOKENS
 """Of a list of token ids that is read."""

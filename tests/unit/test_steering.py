@@ -21,6 +21,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.router import farewell, server, tokens
+from pdconn.router import feeding as feeding_module
 from pdconn.router.caches import Caches
 from pdconn.router.decisions import Course
 from pdconn.router.feeding import Feeding
@@ -800,6 +801,40 @@ async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_onl
             assert f.steering.caches.feeds[engine.url].source.events.endswith(str(ports[0]))
         finally:
             await moved.publisher.die()
+
+
+@in_loop
+async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten(monkeypatch):
+    class Slow:
+        def __init__(self, source, sink, context):
+            self.port = source.events[-1]
+
+        def start(self):
+            said.append(f"start {self.port}")
+
+        async def close(self):
+            await may_close.wait()
+            said.append(f"closed {self.port}")
+
+    class Forgetful(Caches):
+        def forget(self, source):
+            said.append(f"forgot {source.events[-1]}")
+
+    said: list[str] = []
+    may_close = asyncio.Event()
+    monkeypatch.setattr(feeding_module, "Subscriber", Slow)
+    feeding = Feeding(Forgetful())
+    other = Member("http://q:1", frozenset({Role.PREFILL}), "tcp://h:9")
+    for port in (1, 2, 1, 3):
+        feeding.fleet_changed(
+            [Member("http://p:1", frozenset({Role.PREFILL}), f"tcp://h:{port}"), other]
+        )
+    assert said == ["start 1", "start 9"]
+    may_close.set()
+    await until(lambda: "start 3" in said)
+    assert said[2:].index("start 3") > max(i for i, one in enumerate(said[2:]) if "forgot" in one)
+    assert [one for one in said if "start" in one] == ["start 1", "start 9", "start 3"]
+    await feeding.close()
 
 
 @in_loop
