@@ -75,12 +75,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(scored: dict[str, Explained]) -> str:
-    width = max((len(name) for name in scored), default=3)
+    named = {_printable(name): pod for name, pod in scored.items()}
+    width = max((len(name) for name in named), default=3)
     lines = [f"{'pod':<{width}}  hit_blocks  hit_tokens     score  cut_by"]
-    for name, pod in sorted(scored.items(), key=lambda item: -item[1].score):
+    for name, pod in sorted(named.items(), key=lambda item: -item[1].score):
         numbers = f"{pod.hit_blocks:>10}  {pod.hit_tokens:>10}  {pod.score:>8g}"
         lines.append(f"{name:<{width}}  {numbers}  {_cut(pod)}")
     return "\n".join(lines)
+
+
+def _printable(name: str) -> str:
+    """A name that neither colours a terminal nor begins a line."""
+    return name if name.isprintable() else ascii(name)
 
 
 def _cut(pod: Explained) -> str:

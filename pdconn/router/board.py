@@ -131,8 +131,8 @@ class Board:
             raise NoPrompt(course.unknown or "no engine has told how it hashes")
         caches = self.steering.caches
         snapshots = [
-            take_snapshot(caches.index, prompt, caches.weights)
-            for prompt in course.looked.prompts.values()
+            take_snapshot(caches.index, prompt, caches.weights, caches.pods_by(scheme))
+            for scheme, prompt in course.looked.prompts.items()
         ]
         first: Snapshot = snapshots[0]
         return msgspec.json.encode(first)
@@ -167,7 +167,7 @@ class Board:
             for role, engine in served:
                 if engine is None or course.looked is None or course.at < since.get(engine, 0.0):
                     continue
-                best = course.looked.best.get(engine)
+                best = course.looked.best(engine)
                 pod = None if best is None else pods.get((engine, best.rank))
                 if best is not None and pod is not None:
                     tallies[pod, role].add(1, course.num_tokens, best.hit.tokens)
@@ -232,7 +232,7 @@ def _brief(course: Course) -> dict[str, object]:
 
 def _hit_tokens(course: Course, engine: str | None) -> int | None:
     """What was predicted of an engine; None where nobody knew what it holds."""
-    known = course.looked is not None and engine in course.looked.best
+    known = course.looked is not None and engine in course.looked.ranks
     return course.hit_tokens(engine) if known else None
 
 

@@ -30,7 +30,7 @@ TRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class RankHit:
-    """An engine's best hit, and the rank that has it."""
+    """A data-parallel rank of an engine, and its hit."""
 
     hit: Hit = NO_HIT
     rank: int = 0
@@ -43,12 +43,17 @@ class Looked:
     Attributes:
         prompts: its hashes for each way that engines hash.
         pods: the hit of every pod.
-        best: of every engine.
+        ranks: of every engine its ranks, best hit first.
     """
 
     prompts: Mapping[HashScheme, Prompt]
     pods: Mapping[str, Hit]
-    best: Mapping[str, RankHit]
+    ranks: Mapping[str, tuple[RankHit, ...]]
+
+    def best(self, engine: str | None) -> RankHit | None:
+        """An engine's best hit; None where nothing is known of it."""
+        ranks = self.ranks.get(engine or "")
+        return ranks[0] if ranks else None
 
 
 @dataclass(slots=True)
@@ -86,6 +91,7 @@ class Caches:
         self._scheme = scheme
         self._seed = seed
         self._chains: dict[HashScheme, Chains] = {}
+        self._shared = 0
 
     # A subscriber's sink
 
@@ -97,6 +103,8 @@ class Caches:
             if feed.scheme is None and isinstance(event, Stored):
                 self._detect(name, feed, event)
             self.index.apply(name, event)
+        if self.index.version != self._shared:
+            self._share_groups()
 
     def reset(self, source: Source, why: str) -> None:
         """Forget what a pod held, and what it said of its groups: it may be another engine."""
@@ -106,6 +114,7 @@ class Caches:
         self.index.add(name)
         feed = self._feed(source)
         feed.scheme, feed.tries = self._scheme, 0
+        self._forget_chains()
 
     def state(self, source: Source, status: Status) -> None:
         """How a pod's events fare."""
@@ -115,6 +124,12 @@ class Caches:
         """The engine has left the fleet."""
         self.index.drop(pod_name(source))
         self.feeds.pop(pod_name(source), None)
+        self._forget_chains()
+
+    def _forget_chains(self) -> None:
+        """Of schemes that nobody hashes by any more."""
+        known = self.schemes
+        self._chains = {scheme: one for scheme, one in self._chains.items() if scheme in known}
 
     # Look-ups
 
@@ -122,6 +137,10 @@ class Caches:
     def schemes(self) -> list[HashScheme]:
         """The ways that engines hash, as far as they are known."""
         return list({feed.scheme: None for feed in self.feeds.values() if feed.scheme is not None})
+
+    def pods_by(self, scheme: HashScheme) -> list[str]:
+        """The pods that hash by a scheme."""
+        return [name for name, feed in self.feeds.items() if feed.scheme == scheme]
 
     def look_for(self, tokens: Sequence[int], extras: Extras) -> Looked:
         """Where a prompt's prefix is."""
@@ -136,20 +155,17 @@ class Caches:
             for name, hit in self._scorer.score(prompt).items():
                 if name in self.feeds and self.feeds[name].scheme == scheme:
                     pods[name] = hit
-        return Looked(prompts, pods, self._best(pods))
+        return Looked(prompts, pods, self._ranks(pods))
 
-    def has_ranks(self, engine: str) -> bool:
-        """Whether an engine has more than one data-parallel rank."""
-        return f"{engine}#1" in self.feeds
-
-    def _best(self, pods: Mapping[str, Hit]) -> dict[str, RankHit]:
-        best: dict[str, RankHit] = {}
+    def _ranks(self, pods: Mapping[str, Hit]) -> dict[str, tuple[RankHit, ...]]:
+        ranks: dict[str, list[RankHit]] = {}
         for name, hit in pods.items():
             source = self.feeds[name].source
-            known = best.get(source.engine)
-            if known is None or (hit.tokens, hit.score) > (known.hit.tokens, known.hit.score):
-                best[source.engine] = RankHit(hit, source.rank)
-        return best
+            ranks.setdefault(source.engine, []).append(RankHit(hit, source.rank))
+        return {
+            engine: tuple(sorted(found, key=lambda one: (-one.hit.tokens, -one.hit.score)))
+            for engine, found in ranks.items()
+        }
 
     def _feed(self, source: Source) -> Feed:
         name = pod_name(source)
@@ -158,6 +174,22 @@ class Caches:
             self.index.add(name)
             feed = self.feeds[name] = Feed(source, self._scheme)
         return feed
+
+    def _share_groups(self) -> None:
+        """Let pods that hash alike know the groups of each other's model.
+
+        An engine that has only pulled prompts may have spoken of full attention alone, and
+        would be thought to have no windows.  Pods whose descriptions differ share nothing.
+        """
+        for scheme in self.schemes:
+            names = self.pods_by(scheme)
+            told = max((self.index.pods[name].groups for name in names), key=len)
+            for name in names:
+                known = self.index.pods[name].groups
+                if known.items() <= told.items():
+                    for group in told.keys() - known.keys():
+                        self.index.learn(name, group, told[group])
+        self._shared = self.index.version
 
     def _detect(self, name: str, feed: Feed, event: Stored) -> None:
         if feed.tries >= TRIES or not can_tell(event):

@@ -49,9 +49,8 @@ class Course:
 
     def hit_tokens(self, engine: str | None) -> int:
         """What was predicted of an engine's prefix cache."""
-        if self.looked is None or engine is None or engine not in self.looked.best:
-            return 0
-        return self.looked.best[engine].hit.tokens
+        best = None if self.looked is None else self.looked.best(engine)
+        return 0 if best is None else best.hit.tokens
 
 
 @dataclass(slots=True)

@@ -12,16 +12,15 @@ from collections import Counter
 class Flight:
     """One request at one engine; landing twice does no harm."""
 
-    def __init__(self, flights: Flights, engine: str, num_tokens: int) -> None:
+    def __init__(self, flights: Flights, engine: str, num_tokens: int, rank: int | None) -> None:
         self._flights: Flights | None = flights
-        self._engine = engine
-        self._num_tokens = num_tokens
+        self._what = engine, num_tokens, rank
 
     def land(self) -> None:
         """The engine is done with it."""
         flights, self._flights = self._flights, None
         if flights is not None:
-            flights.end(self._engine, self._num_tokens)
+            flights.end(*self._what)
 
 
 class Flights:
@@ -30,19 +29,33 @@ class Flights:
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._ranks: Counter[tuple[str, int]] = Counter()
 
-    def take_off(self, engine: str, num_tokens: int) -> Flight:
-        """A request goes to ``engine``, which has ``num_tokens`` of its prompt to compute."""
+    def take_off(self, engine: str, num_tokens: int, rank: int | None = None) -> Flight:
+        """A request goes to ``engine``, which has ``num_tokens`` of its prompt to compute.
+
+        ``rank``: the data-parallel rank that it names, if it names one.
+        """
         self._requests[engine] += 1
         self._tokens[engine] += num_tokens
-        return Flight(self, engine, num_tokens)
+        if rank is not None:
+            self._ranks[engine, rank] += 1
+        return Flight(self, engine, num_tokens, rank)
 
-    def end(self, engine: str, num_tokens: int) -> None:
+    def end(self, engine: str, num_tokens: int, rank: int | None = None) -> None:
         """What took off has landed."""
         self._requests[engine] -= 1
         self._tokens[engine] -= num_tokens
         if not self._requests[engine]:
             del self._requests[engine], self._tokens[engine]
+        if rank is not None:
+            self._ranks[engine, rank] -= 1
+            if not self._ranks[engine, rank]:
+                del self._ranks[engine, rank]
+
+    def at_rank(self, engine: str, rank: int) -> int:
+        """Requests that name a rank of an engine and are with it."""
+        return self._ranks[engine, rank]
 
     def num_requests(self, engine: str) -> int:
         """Requests that are with an engine."""

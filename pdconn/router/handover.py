@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
@@ -24,7 +24,7 @@ from pdconn.router.errors import Miss, NoEngineLeft
 from pdconn.router.farewell import Abandoned, Errand, Farewells, Stage
 from pdconn.router.health import Health
 from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.policy import Candidate, Role, Weighed
+from pdconn.router.policy import Candidate, Role
 from pdconn.router.requests import Direct, Exchange
 from pdconn.router.steering import Steering
 from pdconn.router.upstream import Answer, Lost, Unreached, Upstream
@@ -65,10 +65,14 @@ class Handover:
     async def _run(self, errand: Errand) -> Answer:
         if not self.engines.live(Role.DECODE):  # prefill would lend to nobody
             raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE))
-        course = await self.steering.decide(errand.exchange)
         reason = errand.exchange.request.direct
-        if reason is None and course.decision.alone:
-            reason = Direct.PREFIX_HELD
+        course = await self.steering.decide(errand.exchange)
+        while reason is None and course.decision.alone:
+            answer = await self._by_holder(errand, course)
+            if answer is not None:
+                return answer
+            # Whoever held the prefix is gone; the others would compute all of it alone.
+            course = await self.steering.decide(errand.exchange)
         if reason is not None:
             self.metrics.went_direct(reason)
         else:
@@ -76,21 +80,34 @@ class Handover:
             if refusal is not None:
                 return refusal
         try:
-            return await self._decode(errand, course)
+            return await self._decode(errand, course, self._candidates(Role.DECODE, course))
         except (NoEngineLeft, Abandoned):
             self.farewells.give_back(errand)
             raise
+
+    async def _by_holder(self, errand: Errand, course: Course) -> Answer | None:
+        """The answer of the decode engine that holds the prefix; None if it is gone."""
+        try:
+            answer = await self._decode(
+                errand, course, (one.candidate for one in course.decision.decode[:1])
+            )
+        except NoEngineLeft:
+            if not self.engines.live(Role.DECODE):
+                raise
+            return None
+        self.metrics.went_direct(Direct.PREFIX_HELD)
+        return answer
 
     async def _prefill(self, errand: Errand, course: Course) -> Answer | None:
         """Get the errand its ticket; what it returns is prefill's refusal."""
         exchange = errand.exchange
         body = prefill_body(exchange.request)
         misses: list[Miss] = []
-        for candidate in self._candidates(Role.PREFILL, course.decision.prefill):
+        for candidate in self._candidates(Role.PREFILL, course):
             engine = candidate.engine
             _go_on(errand, Stage.PREFILL)
             uncached = max(0, course.num_tokens - candidate.hit.tokens)
-            flight = self.steering.flights.take_off(engine, uncached)
+            flight = self.steering.flights.take_off(engine, uncached, candidate.rank)
             try:
                 headers = _headers(exchange, candidate)
                 headers["Accept-Encoding"] = "identity"  # this answer we read ourselves
@@ -115,10 +132,12 @@ class Handover:
             return None
         raise NoEngineLeft(Role.PREFILL.value, self.engines.misses(Role.PREFILL, misses))
 
-    async def _decode(self, errand: Errand, course: Course) -> Answer:
+    async def _decode(
+        self, errand: Errand, course: Course, candidates: Iterable[Candidate]
+    ) -> Answer:
         exchange = errand.exchange
         misses: list[Miss] = []
-        for candidate in self._candidates(Role.DECODE, course.decision.decode):
+        for candidate in candidates:
             engine = candidate.engine
             _go_on(errand, Stage.DECODE)
             try:
@@ -140,7 +159,7 @@ class Handover:
 
     async def _ask_decode(self, errand: Errand, candidate: Candidate) -> Answer:
         request = errand.exchange.request
-        flight = self.steering.flights.take_off(candidate.engine, 0)
+        flight = self.steering.flights.take_off(candidate.engine, 0, candidate.rank)
         try:
             answer = await self.upstream.post(
                 candidate.engine,
@@ -160,9 +179,11 @@ class Handover:
             raise
         return answer
 
-    def _candidates(self, role: Role, ordered: tuple[Weighed, ...]) -> Iterator[Candidate]:
+    def _candidates(self, role: Role, course: Course) -> Iterator[Candidate]:
         """Those decided on that are still offered, then those that came up since."""
         live = self.engines.live(role)
+        decision = course.decision
+        ordered = decision.prefill if role is Role.PREFILL else decision.decode
         for one in ordered:
             if one.candidate.engine in live:
                 yield one.candidate

@@ -4,15 +4,20 @@ The router decides once per request, tries the engines of each role in the order
 and asks nobody twice.  An engine that is down or draining is not offered.
 
 ``PrefixAware`` counts what each choice costs, in tokens that some engine has to compute
-before this request is done:
+before this request is done, and takes the cheapest::
 
-    prefill   uncached(p) + queue(p)                      queue: tokens given to p and not done
-    decode    uncached(d) + TURN * requests(d)            a request in a batch slows the others
-    both      + tokens * pressure                         blocks run short, leases among them
+    prefill p            left(p) + queue(p) + OTHERS * others(p) + pressure(p)
+    decode d, handed     the cheapest prefill + PULL * left(d) + TURN * requests(d) + pressure(d)
+    decode d, alone                                    left(d) + TURN * requests(d) + pressure(d)
 
-``uncached`` is what is left of the prompt behind the engine's hit.  Decode that holds a prefix
-and lacks no more than ``alone_below`` tokens computes them itself: a hand-over would cost more
-than it saves.
+    left      what is left of the prompt behind the engine's hit, which counts less on a slower
+              medium (the hit's score beside its blocks)
+    queue     tokens that this router gave it to compute and that are not done
+    others    requests there that this router did not send
+    requests  running and waiting: a request in a batch slows the others
+    pressure  blocks run short, lent ones among them: up to PRESSURE prompts
+
+Decode may serve alone where it holds a prefix and lacks no more than ``alone_below`` tokens.
 Costs that differ by less than ``TIE`` tokens are equal; among those, a prompt goes where its
 beginning always goes (rendezvous hashing), so prompts that begin alike meet before any event
 tells where they lie, and routers that know of no other agree.
@@ -31,6 +36,10 @@ from pdconn.router.prefix.score import NO_HIT, Hit
 
 TURN = 64.0
 """Tokens that a request in decode's batch or queue costs the next one."""
+PULL = 0.125
+"""What pulling a token costs beside computing it."""
+OTHERS = 512.0
+"""Tokens of a prompt that somebody else gave to prefill."""
 TIE = 64.0
 """Tokens that are not worth another engine."""
 PRESSURE_FROM = 0.8
@@ -56,6 +65,7 @@ class Candidate:
         rank: that rank; None where the engine has one only.
         queued_tokens: prompt tokens that this router gave it to compute and that are not done.
         num_requests: running and waiting there, as it says or as this router knows, if more.
+        num_others: of those, requests that this router did not send.
         kv_usage: share of its blocks in use, 0 to 1; lent blocks are in use.
     """
 
@@ -64,6 +74,7 @@ class Candidate:
     rank: int | None = None
     queued_tokens: int = 0
     num_requests: int = 0
+    num_others: int = 0
     kv_usage: float = 0.0
 
 
@@ -180,17 +191,30 @@ class PrefixAware:
         self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Decision:
         """The candidates of each role, cheapest first."""
-        decoding = self._order(question, [_decode_cost(question, one) for one in decode])
         if not question.can_hand_over:
+            decoding = self._order(question, [_alone_cost(question, one) for one in decode])
             return Decision((), decoding, alone=True, why="decode has to serve it alone")
-        if decoding:
-            best = decoding[0].candidate
-            held, left = best.hit.tokens, _uncached(question, best)
-            if held and left <= self.alone_below:
-                why = f"{best.engine} holds {held} tokens and lacks {left}"
-                return Decision((), decoding, alone=True, why=why)
         filling = self._order(question, [_prefill_cost(question, one) for one in prefill])
+        before = filling[0].cost if filling else 0.0
+        decoding = self._order(
+            question,
+            [
+                _alone_cost(question, one)
+                if self._may_serve_alone(question, one)
+                else _handed_cost(question, one, before)
+                for one in decode
+            ],
+        )
+        if decoding and self._may_serve_alone(question, decoding[0].candidate):
+            best = decoding[0].candidate
+            left = question.num_tokens - best.hit.tokens
+            why = f"{best.engine} holds {best.hit.tokens} tokens and lacks {left}"
+            return Decision(filling, decoding, alone=True, why=why)
         return Decision(filling, decoding, why="handed over")
+
+    def _may_serve_alone(self, question: Question, candidate: Candidate) -> bool:
+        held = candidate.hit.tokens
+        return held > 0 and question.num_tokens - held <= self.alone_below
 
     def _order(self, question: Question, weighed: list[Weighed]) -> tuple[Weighed, ...]:
         """Cheapest first; of those within a tie the one where such prompts always go.
@@ -207,8 +231,11 @@ class PrefixAware:
         return tuple(ordered)
 
 
-def _uncached(question: Question, candidate: Candidate) -> int:
-    return max(0, question.num_tokens - candidate.hit.tokens)
+def _left(question: Question, candidate: Candidate) -> float:
+    """Tokens of the prompt that are left, those on a slower medium in part."""
+    hit = candidate.hit
+    worth = hit.score / hit.blocks if hit.blocks else 1.0
+    return max(0.0, question.num_tokens - worth * hit.tokens)
 
 
 def _pressure(question: Question, candidate: Candidate) -> float:
@@ -216,18 +243,38 @@ def _pressure(question: Question, candidate: Candidate) -> float:
     return PRESSURE * over * question.num_tokens
 
 
+def _sum(candidate: Candidate, parts: dict[str, float]) -> Weighed:
+    why = " + ".join(f"{tokens:.0f} {what}" for what, tokens in parts.items())
+    return Weighed(candidate, sum(parts.values()), why)
+
+
 def _prefill_cost(question: Question, candidate: Candidate) -> Weighed:
-    uncached, pressure = _uncached(question, candidate), _pressure(question, candidate)
-    cost = uncached + candidate.queued_tokens + pressure
-    why = f"{uncached} uncached + {candidate.queued_tokens} queued + {pressure:.0f} pressure"
-    return Weighed(candidate, cost, why)
+    parts = {
+        "uncached": _left(question, candidate),
+        "queued": candidate.queued_tokens,
+        "of others": OTHERS * candidate.num_others,
+        "pressure": _pressure(question, candidate),
+    }
+    return _sum(candidate, parts)
 
 
-def _decode_cost(question: Question, candidate: Candidate) -> Weighed:
-    uncached, pressure = _uncached(question, candidate), _pressure(question, candidate)
-    batch = TURN * candidate.num_requests
-    why = f"{uncached} uncached + {batch:.0f} in the batch + {pressure:.0f} pressure"
-    return Weighed(candidate, uncached + batch + pressure, why)
+def _handed_cost(question: Question, candidate: Candidate, before: float) -> Weighed:
+    parts = {
+        "at prefill": before,
+        "pulled": PULL * _left(question, candidate),
+        "in the batch": TURN * candidate.num_requests,
+        "pressure": _pressure(question, candidate),
+    }
+    return _sum(candidate, parts)
+
+
+def _alone_cost(question: Question, candidate: Candidate) -> Weighed:
+    parts = {
+        "uncached": _left(question, candidate),
+        "in the batch": TURN * candidate.num_requests,
+        "pressure": _pressure(question, candidate),
+    }
+    return _sum(candidate, parts)
 
 
 def _affinity(beginning: bytes, engine: str) -> bytes:

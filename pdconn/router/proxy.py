@@ -74,7 +74,7 @@ class Proxy:
         app.router.add_get("/metrics", self._report_metrics)
         app.router.add_get("/", self._page)
         app.router.add_get("/debug/state", self._state)
-        app.router.add_get("/debug/route/{request_id}", self._route)
+        app.router.add_get("/debug/route/{request_id:.+}", self._route)
         return app
 
     async def drain(self, timeout_s: float) -> None:

@@ -121,14 +121,14 @@ def parse_request(route: Route, raw: bytes) -> GenerateRequest:
     return GenerateRequest(route=route, raw=raw, fields=fields, direct=direct)
 
 
-def _split(raw: bytes) -> dict[str, Raw]:
+def _split(raw: bytes, field: str = "body") -> dict[str, Raw]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Raw])
     except msgspec.ValidationError as error:
-        raise BadBody("body", "a JSON object", str(error)) from error
+        raise BadBody(field, "a JSON object", str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         seen = f"{len(raw)} bytes that are not JSON ({error})"
-        raise BadBody("body", "a JSON object", seen) from error
+        raise BadBody(field, "a JSON object", seen) from error
 
 
 def _refuse_named_memory(fields: Fields) -> None:
@@ -138,7 +138,7 @@ def _refuse_named_memory(fields: Fields) -> None:
             _refuse(name, fields[name])
     extra = fields.get("vllm_xargs")
     if extra is not None and kind_of(extra) == "an object":
-        inner = msgspec.json.decode(extra, type=dict[str, Raw])
+        inner = _split(bytes(extra), "vllm_xargs")
         for name in _NAMES_MEMORY:
             if name in inner:
                 _refuse(f"vllm_xargs.{name}", inner[name])

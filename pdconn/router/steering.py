@@ -20,7 +20,7 @@ from pdconn.router.decisions import Course, Decisions
 from pdconn.router.engines import Engines
 from pdconn.router.fleet.loads import Load, LoadPoller
 from pdconn.router.flights import Flights
-from pdconn.router.policy import Candidate, Policy, Question, Role
+from pdconn.router.policy import TIE, TURN, Candidate, Policy, Question, Role
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.requests import Exchange
@@ -34,6 +34,8 @@ BYTES_A_TOKEN = 4
 """Of a body whose tokens nobody has counted."""
 MOST_GUESSED = 32_768
 """Tokens that a body is taken for at most: one with pictures is long and its prompt is not."""
+MAX_REASON = 200
+"""Characters of why a prompt is not known: what clients send may be in it."""
 BEGINNING_TOKENS = 256
 """Prompts that agree in these go to the same engine, all else being equal."""
 LOAD_FOR_S = 5.0
@@ -84,7 +86,7 @@ class Steering:
                 tokenised = await self.tokeniser.tokenise(exchange)
                 looked = self.caches.look_for(tokenised.tokens, tokenised.extras)
             except (CannotTokenise, BadInput) as error:
-                unknown = str(error)
+                unknown = str(error)[:MAX_REASON]
         question = _question(exchange, tokenised)
         loads = self.loads.fresh(LOAD_FOR_S)
         decision = self.policy.decide(
@@ -133,21 +135,36 @@ class Steering:
     def _candidate(
         self, engine: str, looked: Looked | None, loads: Mapping[str, Load]
     ) -> Candidate:
-        best = None if looked is None else looked.best.get(engine)
-        best = best or RankHit(NO_HIT)
+        ranks = () if looked is None else looked.ranks.get(engine, ())
+        hit, rank = self._best_rank(engine, ranks)
         load = loads.get(engine) or Load()
         busy = (load.running or 0) + (load.waiting or 0)
-        num_requests = max(busy, self.flights.num_requests(engine))
+        ours = self.flights.num_requests(engine)
+        usage = load.kv_usage or 0.0
         return Candidate(
             engine,
-            self._believed(engine, best.hit),
-            best.rank if best.hit.tokens and self.caches.has_ranks(engine) else None,
+            self._believed(engine, hit),
+            rank,
             self.flights.num_tokens(engine),
-            num_requests,
-            self.usage.believed(
-                engine, load.kv_usage or 0.0, idle=num_requests == 0, now=time.monotonic()
-            ),
+            max(busy, ours),
+            max(0, busy - ours),
+            self.usage.hear(engine, usage, idle=max(busy, ours) == 0, now=time.monotonic()),
         )
+
+    def _best_rank(self, engine: str, ranks: tuple[RankHit, ...]) -> tuple[Hit, int | None]:
+        """A hit of an engine, and the rank to name for it.
+
+        A rank is named only where that gains something: the engine knows better than we do
+        which of its ranks has time.
+        """
+        if not ranks:
+            return NO_HIT, None
+        best = max(
+            ranks,
+            key=lambda one: one.hit.tokens - TURN * self.flights.at_rank(engine, one.rank),
+        )
+        gained = best.hit.tokens - ranks[-1].hit.tokens
+        return best.hit, best.rank if len(ranks) > 1 and gained >= TIE else None
 
 
 def _question(exchange: Exchange, tokenised: Tokenised | None) -> Question:

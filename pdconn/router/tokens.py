@@ -31,6 +31,8 @@ MAX_NBYTES = 8 * MOST_TOKENS
 """Of a list of token ids that is read."""
 TIMEOUT_S = 2.0
 """An engine that takes longer to tokenize than this is better asked to generate at once."""
+MAX_SALT = 1024
+"""Of a ``cache_salt`` that is hashed: remembered chains keep it."""
 MODELS_FOR_S = 30.0
 """How long a list of adapters is believed."""
 
@@ -154,6 +156,8 @@ class Tokeniser:
 
     async def _extras(self, request: GenerateRequest, headers: CIMultiDict[str]) -> Extras:
         salt, model = _text(request.fields.get("cache_salt")), _text(request.fields.get("model"))
+        if salt is not None and len(salt) > MAX_SALT:
+            raise CannotTokenise(f"its cache_salt is longer than {MAX_SALT} characters")
         path = None if model is None else (await self._known_adapters(headers)).get(model)
         lora = None if model is None or path is None else (model, path)
         return Extras(lora=lora, cache_salt=salt)
@@ -205,7 +209,7 @@ def _refuse_media(messages: Raw) -> None:
         parts = message.content if isinstance(message.content, list) else []
         other = next((p.type for p in parts if isinstance(p, _Part) and p.type != "text"), None)
         if other is not None:
-            raise CannotTokenise(f"it holds more than text: {other}")
+            raise CannotTokenise(f"it holds more than text: {other[:40]}")
 
 
 def _text(value: Raw | None) -> str | None:

@@ -19,8 +19,8 @@ class Usage:
 
     _said: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def believed(self, engine: str, share: float, *, idle: bool, now: float) -> float:
-        """The share of an engine's blocks in use, 0 to 1, as far as it can be known."""
+    def hear(self, engine: str, share: float, *, idle: bool, now: float) -> float:
+        """Note what an engine says; returns the share of its blocks in use, as far as known."""
         if not idle:
             self._said.pop(engine, None)
             return share

@@ -143,7 +143,7 @@ def test_a_snapshot_scores_as_the_index_it_was_taken_of(part: int) -> None:
 
 
 def _check_snapshot(world: World) -> None:
-    snapshot = take_snapshot(world.index, world.prompt, WEIGHTS)
+    snapshot = take_snapshot(world.index, world.prompt, WEIGHTS, world.account)
     read = read_snapshot(msgspec.json.encode(snapshot))
     hits = Scorer(world.index, WEIGHTS).score(world.prompt)
     for name, told in explain_snapshot(read).items():

@@ -168,7 +168,8 @@ class SimCache:
 
     def hit(self, request: Request) -> int:
         """Tokens that the cache would serve now.  Changes nothing."""
-        return self.manager.get_computed_blocks(request)[1]
+        found: int = self.manager.get_computed_blocks(request)[1]
+        return found
 
     def admit(self, request: Request, *, transferred: bool = False) -> int | None:
         """Take what is cached and the first blocks of the rest; the tokens found.
@@ -176,6 +177,7 @@ class SimCache:
         ``transferred``: the rest comes from elsewhere and need not be computed.  None where
         there is no room now.
         """
+        found: int
         blocks, found, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         beyond = request.num_tokens - found if transferred else 0
         fresh = 0 if transferred else min(self.shape.chunk_tokens, request.num_tokens - found)
@@ -206,7 +208,7 @@ class SimCache:
 
     def is_computed(self, request: Request) -> bool:
         """Whether the next token can be sampled."""
-        return request.num_computed_tokens >= request.num_tokens
+        return bool(request.num_computed_tokens >= request.num_tokens)
 
     def finish(self, request: Request) -> None:
         """Its blocks may go, last ones first."""
@@ -220,7 +222,7 @@ class SimCache:
 
     def clear(self) -> bool:
         """Forget everything; False while a request holds blocks."""
-        return self.manager.reset_prefix_cache()
+        return bool(self.manager.reset_prefix_cache())
 
     def take_batch(self, now_s: float) -> KVEventBatch | None:
         """What has changed since the last time."""

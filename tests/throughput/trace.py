@@ -79,7 +79,7 @@ class Row:
         computed_share: the same, of all prompts' tokens.
         agreement: of requests, where the hit that the router had predicted is what prefill
             reported, or decode that served alone; None for policies that predict nothing.
-        off_tokens: the mean difference.
+        off_tokens, predicted_tokens: the mean difference, and the mean hit.
     """
 
     policy: str
@@ -90,6 +90,7 @@ class Row:
     computed_share: float
     agreement: float | None
     off_tokens: float | None
+    predicted_tokens: float | None
     ttft_ms: float
     ttft_p95_ms: float
     preempted: int
@@ -147,17 +148,19 @@ class Client:
                     cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
             request_id = response.headers["X-Request-Id"]
         assert len(tokens) == answer, f"{request_id}: {len(tokens)} of {answer} tokens"
-        await self._note(request_id, ttft_s, cached)
+        await self._note(request_id, len(prompt), ttft_s, cached)
         return tokens
 
-    async def _note(self, request_id: str, ttft_s: float, cached: int | None) -> None:
+    async def _note(
+        self, request_id: str, num_tokens: int, ttft_s: float, cached: int | None
+    ) -> None:
         async with self._session.get(f"{self._url}/debug/route/{request_id}") as response:
             course: dict[str, Any] = await response.json()
         alone = bool(course["alone"])
         side = "decode" if alone else "prefill"
         reported = cached if alone else course["cached_tokens"]
         predicted = course[f"{side}_hit_tokens"] or 0  # null: nobody has told how it hashes
-        self.asked.append(Asked(ttft_s, course["num_tokens"], alone, predicted, reported))
+        self.asked.append(Asked(ttft_s, num_tokens, alone, predicted, reported))
 
 
 async def run(policy: str, trace: Sequence[Conversation], num_blocks: int) -> Row:
@@ -213,6 +216,7 @@ def _row(policy: str, asked: Sequence[Asked], engines: Sequence[SimEngine]) -> R
         computed_share=computed / sum(one.num_tokens for one in asked),
         agreement=off.count(0) / len(off) if off else None,
         off_tokens=statistics.fmean(off) if off else None,
+        predicted_tokens=statistics.fmean(one.predicted for one in judged) if judged else None,
         ttft_ms=1000 * statistics.median(waits),
         ttft_p95_ms=1000 * waits[int(0.95 * len(waits))],
         preempted=_sum(every, "preempted"),

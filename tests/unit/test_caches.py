@@ -153,20 +153,20 @@ def test_an_engines_best_rank_is_named():
     tell(caches, stored(PROMPT[:16]), source=source("b", 0))
     looked = caches.look_for([*PROMPT, 1], NOTHING)
     assert set(looked.pods) == {"a", "a#1", "a#2", "b"}
-    assert {e: (best.rank, best.hit.tokens) for e, best in looked.best.items()} == {
+    assert {e: (ranks[0].rank, ranks[0].hit.tokens) for e, ranks in looked.ranks.items()} == {
         "a": (1, 64),
         "b": (0, 16),
     }
-    assert (caches.has_ranks("a"), caches.has_ranks("b")) == (True, False)
+    assert [len(looked.ranks[engine]) for engine in "ab"] == [3, 1]
     tell(caches, Removed(stored(PROMPT[:64]).hashes, 0, "gpu"), source=source("a", 1))
-    assert caches.look_for([*PROMPT, 1], NOTHING).best["a"].rank == 2
+    assert caches.look_for([*PROMPT, 1], NOTHING).best("a").rank == 2
 
 
 def test_a_heavier_medium_decides_between_equal_hits():
     caches = Caches(weights={"gpu": 1.0, "cpu": 0.5})
     tell(caches, stored(medium="cpu"), source=source("a", 0))
     tell(caches, stored(medium="gpu"), source=source("a", 1))
-    assert caches.look_for([*PROMPT, 1], NOTHING).best["a"].rank == 1
+    assert caches.look_for([*PROMPT, 1], NOTHING).best("a").rank == 1
 
 
 def test_salt_and_adapter_make_other_prompts():
@@ -183,8 +183,8 @@ def test_salt_and_adapter_make_other_prompts():
 def test_a_prompt_shorter_than_a_block_is_looked_for_and_not_found():
     caches = Caches()
     tell(caches, stored())
-    assert caches.look_for([], NOTHING).best == caches.look_for(PROMPT[:15], NOTHING).best
-    assert caches.look_for(PROMPT[:15], NOTHING).best == {"a": RankHit()}
+    assert caches.look_for([], NOTHING).ranks == caches.look_for(PROMPT[:15], NOTHING).ranks
+    assert caches.look_for(PROMPT[:15], NOTHING).ranks == {"a": (RankHit(),)}
 
 
 # --- Draining -----------------------------------------------------------------------------

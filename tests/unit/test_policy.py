@@ -14,6 +14,7 @@ from pdconn.router.policy import (
     POLICIES,
     PRESSURE,
     PRESSURE_FROM,
+    PULL,
     TIE,
     TURN,
     Candidate,
@@ -42,7 +43,8 @@ def names(decision: Decision) -> tuple[list[str], list[str]]:
 def first(question: Question, *candidates: Candidate, decode: bool = False) -> str:
     """Who is asked first of these, as prefill or as decode."""
     if decode:
-        return PrefixAware().decide(question, [], candidates).decode[0].candidate.engine
+        prefill = [Candidate("p")]
+        return PrefixAware().decide(question, prefill, candidates).decode[0].candidate.engine
     return PrefixAware().decide(question, candidates, []).prefill[0].candidate.engine
 
 
@@ -72,7 +74,7 @@ def test_every_candidate_is_listed_exactly_once(
     decision = policy.decide(question, prefill, decode)
     listed = [one.candidate for one in decision.prefill]
     assert Counter(one.candidate for one in decision.decode) == Counter(decode)
-    assert Counter(listed) == Counter(() if decision.alone else prefill)
+    assert Counter(listed) == Counter(prefill if question.can_hand_over else ())
 
 
 @given(policies, questions, candidates, candidates)
@@ -115,7 +117,9 @@ def test_nobody_is_asked_before_somebody_who_is_cheaper_by_a_tie(
 @given(st.integers(0, 511), st.integers(0, 511), st.booleans())
 def test_a_longer_hit_wins_where_all_else_is_equal(one: int, other: int, decode: bool) -> None:
     held = [16 * one, 16 * other]
-    if abs(held[0] - held[1]) < TIE:
+    handed = max(held) == 0 or LONG.num_tokens - max(held) > PrefixAware().alone_below
+    saved = abs(held[0] - held[1]) * (PULL if decode and handed else 1)
+    if saved < TIE:
         return
     two = [
         Candidate(name, hit(n), queued_tokens=500, num_requests=2)
@@ -132,19 +136,35 @@ def test_queued_tokens_beat_a_hit_exactly_where_the_formula_says() -> None:
     for queue in (4096 + 64, 100_000):
         assert first(LONG, Candidate("a", hit(4096), queued_tokens=queue), b) == "b"
     (_, dearer) = PrefixAware().decide(LONG, [Candidate("a", hit(4096)), b], []).prefill
-    assert (dearer.cost, dearer.why) == (8192, "8192 uncached + 0 queued + 0 pressure")
+    assert (dearer.cost, dearer.why) == (8192, "8192 uncached + 0 queued + 0 of others + 0 pressure")
 
 
 def test_a_full_batch_beats_decodes_hit_exactly_where_the_formula_says() -> None:
-    """A holds 4096 of 8192; each request costs 64 tokens, so 64 of them are worth its hit."""
+    """A need not pull 4096 of 8192, an eighth of computing them; a request costs 64 tokens."""
     b = Candidate("b")
-    for requests in (0, 63):
+    for requests in (0, 7):
         busy = Candidate("a", hit(4096), num_requests=requests)
         assert first(LONG, busy, b, decode=True) == "a"
-    for requests in (65, 1000):
+    for requests in (9, 1000):
         busy = Candidate("a", hit(4096), num_requests=requests)
         assert first(LONG, busy, b, decode=True) == "b"
-    assert TURN == 64
+    assert (TURN, PULL) == (64, 0.125)
+
+
+def test_prompts_of_others_beat_a_hit_exactly_where_the_formula_says() -> None:
+    """A holds 4096 of 8192; somebody else's prompt counts 512, so eight are worth its hit."""
+    b = Candidate("b")
+    for others in (0, 7):
+        assert first(LONG, Candidate("a", hit(4096), num_others=others), b) == "a"
+    for others in (9, 500):
+        assert first(LONG, Candidate("a", hit(4096), num_others=others), b) == "b"
+
+
+def test_a_hit_on_a_slower_medium_is_worth_less() -> None:
+    """4096 tokens at 0.5 are worth 2048 on the fast one: more is better, equal is a tie."""
+    slow = Candidate("slow", Hit(256, 4096, 128.0))
+    assert first(LONG, slow, Candidate("fast", hit(2048 + 64))) == "fast"
+    assert first(LONG, slow, Candidate("fast", hit(2048 - 64))) == "slow"
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -224,7 +244,7 @@ def test_decode_alone_exactly_where_it_holds_something_and_lacks_little(
     decode = [Candidate("d", hit(held))]
     decision = PrefixAware(alone_below).decide(Question(num_tokens), map_all(NAMES), decode)
     assert decision.alone == (held > 0 and num_tokens - held <= alone_below)
-    assert bool(decision.prefill) != decision.alone
+    assert len(decision.prefill) == len(NAMES)  # should the holder be gone when it is asked
 
 
 @pytest.mark.parametrize(("held", "alone"), [(0, False), (16, True), (700, False), (768, True)])

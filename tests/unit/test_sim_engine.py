@@ -7,18 +7,22 @@ would find, and so is a router that has read their events and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import aiohttp
 import pytest
 
+from pdconn.router.config import ProxyConfig
 from pdconn.router.prefix.events import Removed, Stored, decode_batch
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Prompt, Scorer
+from pdconn.router.server import running_proxy
 from tests.property.scale import at_least
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
@@ -26,6 +30,7 @@ pytest.importorskip("vllm.v1.core.kv_cache_manager")
 NUM_REQUESTS = 120
 NUM_SEEDS = at_least(1000) // 1000
 PODS = ("a", "b")
+KINDS = ("hits", "misses", "parts", "stores", "removals")
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +227,6 @@ class World:
             self.hear()
 
 
-KINDS = ("hits", "misses", "parts", "stores", "removals")
-
-
 def world(
     sim: Any, keywords: dict[str, Any], seed: int = 0, index_kind: type[Index] = Index
 ) -> World:
@@ -285,3 +287,51 @@ def test_who_misses_batches_is_wrong(sim: Any) -> None:
     drawn = world(sim, shapes()["full, window"])
     deaf = Deaf(sim, drawn.shape, random.Random(0))
     assert list(deaf.differences())
+
+
+# --- on sockets ---------------------------------------------------------------------------
+
+
+async def ask(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> dict[str, Any]:
+    """A request to the router, and what it tells of it."""
+    body = {"model": "sim", "prompt": prompt, "max_tokens": 3}
+    async with client.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        request_id = response.headers["X-Request-Id"]
+        assert (await response.json())["usage"]["prompt_tokens"] == len(prompt)
+    async with client.get(f"{url}/debug/route/{request_id}") as response:
+        told: dict[str, Any] = await response.json()
+        return told
+
+
+async def states(client: aiohttp.ClientSession, url: str) -> set[str]:
+    async with client.get(f"{url}/debug/state") as response:
+        return {pod["state"] for pod in (await response.json())["pods"]}
+
+
+def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
+    shape = sim.CacheShape((sim.GroupShape(16), sim.GroupShape(16, 40)), 200, retention=0)
+    prompt = list(range(995))  # its window begins where a block does, so decode has all of it
+
+    async def scene() -> None:
+        async with sim.sim_engines(3, shape) as (p, q, d), aiohttp.ClientSession() as client:
+            config = ProxyConfig.of([p.word, q.word], [d.word], port=0, alone_below=8)
+            async with running_proxy(config) as proxy:
+                while await states(client, proxy.url) != {"live"}:
+                    await asyncio.sleep(0.02)
+                cold = await ask(client, proxy.url, prompt)
+                warm = await ask(client, proxy.url, prompt + list(range(300)))
+                again = await ask(client, proxy.url, prompt)
+            assert cold["cached_tokens"] == 0
+            assert warm["prefill"] == cold["prefill"]
+            assert warm["cached_tokens"] == warm["prefill_hit_tokens"] == 992
+            assert again["alone"]
+            assert again["decode_hit_tokens"] == 992
+            assert p.counts.requests + q.counts.requests == 2
+            assert p.counts.computed + q.counts.computed == 995 + 303
+            assert (d.counts.alone, d.counts.computed) == (1, 3)
+            assert len(d.leases) == 0
+            idle = [engine.cache.manager.usage for engine in (p, q, d)]
+            assert idle == [pytest.approx(0, abs=0.01)] * 3
+
+    asyncio.run(scene())

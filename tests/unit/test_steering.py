@@ -291,10 +291,10 @@ async def test_what_decode_has_to_serve_alone_is_counted_so_by_every_policy(poli
 async def test_decode_too_is_chosen_by_what_it_holds():
     async with fleet(num_decode=3, alone_below=0) as f:
         for number, engine in enumerate(f.decode, start=1):
-            await f.pod(engine).store(other_prompt(number))
+            await f.pod(engine).store(other_prompt(number) * 20)
         await f.heard()
         for number, engine in enumerate(f.decode, start=1):
-            assert (await f.ask([*other_prompt(number), 7])).decode == engine.url
+            assert (await f.ask([*other_prompt(number) * 20, 7])).decode == engine.url
         assert f.leases.granted == 3
 
 

@@ -216,8 +216,6 @@ class Subscriber:
 
     async def _answered(self, answers: list[list[bytes]], line: _Line) -> None:
         asked = line.replay
-        if answers:
-            line.heard()
         for frames in answers:
             if line.replay is not asked:
                 return  # of a question that nobody asks any more
@@ -230,6 +228,7 @@ class Subscriber:
             if item is None:
                 self._malformed += 1
             else:
+                line.heard()  # junk does not keep a replay going
                 await self._perform(self._tracker.replayed(item), line)
         if line.silent and line.replay is asked and not answers:
             log.warning("kv events: no replay from %s", self._name)
@@ -245,7 +244,7 @@ class Subscriber:
         except BadBatch as error:
             self._malformed += 1
             log.debug("kv events: unreadable batch from %s: %s", self._name, error)
-        return Numbered(number, xxh3_64_intdigest(payload), batch)
+        return Numbered(number, xxh3_64_intdigest(payload), batch, len(payload))
 
     async def _perform(self, effects: tuple[Effect, ...], line: _Line) -> None:
         for effect in effects:

@@ -58,8 +58,9 @@ from enum import Enum
 
 from pdconn.router.prefix.events import Batch, Cleared
 
-#: Live batches that wait for a replay: some minutes of a busy engine.
+#: Live batches that wait for a replay: some minutes of a busy engine; and their bytes.
 HELD_LIMIT = 10_000
+HELD_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,44 @@ class Numbered:
         seq: its number, from 0.
         mark: digest of its bytes: tells two batches of one number apart.
         batch: None where the bytes could not be read.
+        nbytes: how many they were.
     """
 
     seq: int
     mark: int
     batch: Batch | None
+    nbytes: int = 0
+
+
+class _Held:
+    """Live batches that wait, bounded in number and bytes: the oldest go first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: deque[Numbered] = deque()
+        self._nbytes = 0
+
+    def append(self, item: Numbered) -> None:
+        self._items.append(item)
+        self._nbytes += item.nbytes
+        while len(self._items) > self._limit or self._nbytes > HELD_NBYTES:
+            self.popleft()
+
+    def popleft(self) -> Numbered:
+        item = self._items.popleft()
+        self._nbytes -= item.nbytes
+        return item
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._nbytes = 0
+
+    @property
+    def first(self) -> Numbered:
+        return self._items[0]
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
 
 
 class Why(Enum):
@@ -160,7 +194,7 @@ class Tracker:
         self._tip: _Tip | None = None  # the last batch taken since the last Reset
         self._heard: _Tip | None = None  # the last live one since the connection was made
         self._replay: _Replay | None = None
-        self._held: deque[Numbered] = deque(maxlen=held_limit)
+        self._held = _Held(held_limit)
 
     @property
     def state(self) -> State:
@@ -277,7 +311,7 @@ class Tracker:
         """Take what has waited, or ask for what is missing before it."""
         effects: Effects = ()
         while self._held:
-            item = self._held[0]
+            item = self._held.first
             if item.seq > self._next:
                 if self._next != replay.wanted or not replay.for_held:
                     self.gaps += self._tip is not None

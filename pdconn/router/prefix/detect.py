@@ -34,6 +34,10 @@ from pdconn.router.prefix.hashing import (
 MOST_PARTS = 1024
 """Hashed blocks in one of a group's, at most: bounds what an event can make us compute."""
 
+MOST_BLOCK_TOKENS = 8192
+MOST_NBYTES = 1 << 20
+"""Of a block, and of the tokens of an event that is tried: both take their time."""
+
 _TOKENS = msgspec.msgpack.Decoder(list[int])
 _NO_KEYS = msgspec.msgpack.Decoder(list[None] | None)
 
@@ -65,6 +69,8 @@ def can_tell(stored: Stored) -> bool:
 def _plain_tokens(stored: Stored) -> NDArray[np.int32] | None:
     """Tokens of an event that can tell, else None."""
     if stored.parent is not None or stored.lora is not None or stored.token_ids is None:
+        return None
+    if stored.block_tokens > MOST_BLOCK_TOKENS or len(memoryview(stored.token_ids)) > MOST_NBYTES:
         return None
     try:
         _NO_KEYS.decode(stored.extra_keys or Raw(b"\xc0"))

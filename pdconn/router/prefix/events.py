@@ -30,7 +30,7 @@ MAX_NBYTES = 64 << 20
 MAX_EVENTS = 1_000_000
 """Of a batch; blocks of an event are not more either."""
 
-MAX_GROUP = 4096
+MAX_GROUP = 127
 """The highest index of a KV cache group that is believed."""
 
 MAX_BLOCK_TOKENS = 1 << 24

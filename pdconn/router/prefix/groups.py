@@ -65,9 +65,9 @@ class GroupSpec:
     def needs(self) -> Needs:
         """Which of its blocks a hit needs."""
         needs = KINDS.get(self.kind, Needs.NOTHING)
-        if needs is Needs.WINDOW and self.window is None:
+        if needs is Needs.WINDOW and not self.window:
             return Needs.NOTHING
-        if needs is Needs.CHUNK and (self.window is None or self.window % self.block_tokens):
+        if needs is Needs.CHUNK and (not self.window or self.window % self.block_tokens):
             return Needs.NOTHING
         return needs
 

@@ -12,16 +12,18 @@ A block hash names a whole prefix and is the same in every group and engine, so 
 64 pods share a word, so a look-up of a request's chain costs one dictionary access per
 block and one gather per plane, whatever the number of pods.
 
-Bounded: a pod holds at most ``max_blocks`` blocks; what it says beyond that is counted and
-not believed, which can only make a hit look shorter.  Cost: about 200 bytes for a hash,
-whoever holds it, and 8 bytes more for each plane and 64 pods (``tests/throughput/routing.py``
-measures it).  A block that an engine holds twice is stored twice and removed twice; the
-second is counted, so that the first removal does not hide it.
+Bounded: a pod holds at most ``max_blocks`` blocks, and all pods together speak of at most
+``MAX_PLANES`` planes; what is said beyond that is counted and not believed, which can only
+make a hit look shorter.  A plane that nobody holds a block of is gone.  Cost: about 160 bytes
+for a hash, whoever holds it, of which 8 are for each plane and 64 pods
+(``tests/throughput/routing.py`` measures it).  A block that an engine holds twice is stored
+twice and removed twice; the second is counted, so that the first removal does not hide it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -39,6 +41,8 @@ Plane = tuple[int | None, str]
 POD_BITS = 64
 """Pods that share a machine word."""
 _FIRST_SLOTS = 1024
+MAX_PLANES = 256
+"""Pairs of group and medium, of all pods together."""
 NOBODY = 0
 """The slot of a hash that no pod holds."""
 
@@ -88,6 +92,7 @@ class Index:
         self._hashes: list[int | None] = [None]
         self._holders: list[int] = [0]
         self._planes: dict[Plane, list[Words]] = {}
+        self._in_plane: Counter[Plane] = Counter()
         self._capacity = _FIRST_SLOTS
         self.version = 0
         """Changes with pods and their groups, not with blocks."""
@@ -163,7 +168,11 @@ class Index:
             pod.seen.add(group)
             self.version += 1
         plane = (group, medium)
-        word = self._words_of(plane)[pod.place // POD_BITS].data
+        words = self._words_of(plane)
+        if words is None:
+            pod.refused += sum(1 for _ in hashes)
+            return
+        word = words[pod.place // POD_BITS].data
         bit = 1 << pod.place % POD_BITS
         slots, holders = self._slots, self._holders
         room = self._max_blocks - pod.num_blocks
@@ -189,6 +198,7 @@ class Index:
                 holders[slot] += 1
                 stored += 1
         pod.num_blocks += stored
+        self._count(plane, stored)
 
     def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
         """A pod has given up these blocks, each once."""
@@ -200,6 +210,7 @@ class Index:
             return
         word = words[pod.place // POD_BITS].data
         bit = 1 << pod.place % POD_BITS
+        before = pod.num_blocks
         for block in hashes:
             slot = self._slots.get(block, NOBODY)
             held = word[slot]
@@ -212,16 +223,22 @@ class Index:
             word[slot] = held ^ bit
             pod.num_blocks -= 1
             self._let_go(slot)
+        del word  # a view keeps its plane
+        self._count(plane, pod.num_blocks - before)
 
     def clear(self, name: str) -> None:
         """A pod holds nothing any more; what it said of its groups stays true."""
         pod = self.add(name)
+        if not pod.num_blocks:
+            return
         number, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
-        for words in self._planes.values():
+        for plane, words in list(self._planes.items()):
             word = words[number]
-            for slot in np.flatnonzero(word & bit).tolist():
+            held = np.flatnonzero(word & bit).tolist()
+            for slot in held:
                 self._let_go(slot)
             word &= ~bit
+            self._count(plane, -len(held))
         pod.again.clear()
         pod.num_blocks = 0
 
@@ -268,12 +285,19 @@ class Index:
         eagle = group in self.eagle_groups
         self.learn(name, group, GroupSpec(kind, event.window, block_tokens, eagle))
 
-    def _words_of(self, plane: Plane) -> list[Words]:
+    def _words_of(self, plane: Plane) -> list[Words] | None:
+        """The words of a plane, new where it is; None where there are too many planes."""
         words = self._planes.get(plane)
-        if words is None:
+        if words is None and len(self._planes) < MAX_PLANES:
             words = [np.zeros(self._capacity, np.uint64) for _ in range(self.num_words)]
             self._planes[plane] = words
         return words
+
+    def _count(self, plane: Plane, more: int) -> None:
+        """So many more blocks are held in a plane; one without any is given up."""
+        self._in_plane[plane] += more
+        if not self._in_plane[plane]:
+            del self._in_plane[plane], self._planes[plane]
 
     def _take_slot(self, block: int) -> int:
         if self._free:

@@ -19,7 +19,8 @@ hash of its last one, as vLLM does.  A hash that is listed twice is held twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 import msgspec
@@ -91,7 +92,9 @@ class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
                 self._check(f"pods.{name}.groups.{number}", number, group)
 
     def _check(self, field: str, number: str, group: Group) -> None:
-        if not (number.isascii() and number.isdigit() and int(number) <= 4096):
+        if not (number.isascii() and number.isdigit() and len(number) <= 4) or (
+            str(int(number)) != number
+        ):
             raise BadSnapshot(field, "the index of a group, such as '0'", repr(number))
         if group.kind not in KINDS:
             raise BadSnapshot(f"{field}.kind", f"one of {', '.join(KINDS)}", repr(group.kind))
@@ -138,7 +141,7 @@ class _Versioned(msgspec.Struct):
 
 def index_of(snapshot: Snapshot) -> Index:
     """The index of a snapshot's pods."""
-    index = Index()
+    index = Index(max_blocks=sys.maxsize)  # a file is as long as it is
     for name, pod in snapshot.pods.items():
         index.add(name)
         for number, group in pod.groups.items():
@@ -172,14 +175,18 @@ def explained(index: Index, prompt: Prompt, name: str, hit: Hit) -> Explained:
     return Explained(hit.blocks, hit.tokens, hit.score, explain(index, prompt, name, hit))
 
 
-def take_snapshot(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> Snapshot:
-    """What the index holds of a prompt, as a snapshot that scores alike."""
+def take_snapshot(
+    index: Index, prompt: Prompt, weights: Mapping[str, float], names: Collection[str]
+) -> Snapshot:
+    """What these pods hold of a prompt, as a snapshot that scores alike."""
     hashes = list(prompt.hashes)
     pods = {}
-    for name, pod in index.pods.items():
+    for name in names:
+        pod = index.pods[name]
         groups = {
-            str(number): Group(spec.kind, spec.block_tokens, spec.window, spec.eagle)
+            str(number): Group(_kind(spec), spec.block_tokens, spec.window or None, spec.eagle)
             for number, spec in pod.groups.items()
+            if spec.block_tokens % prompt.hash_block_tokens == 0
         }
         held: dict[Plane, list[int]] = {(group, UNNAMED): [] for group in sorted(pod.seen)}
         held |= index.held_by(name, hashes)
@@ -192,3 +199,8 @@ def take_snapshot(index: Index, prompt: Prompt, weights: Mapping[str, float]) ->
         pods=pods,
         request=Asked(hashes, prompt.num_tokens),
     )
+
+
+def _kind(spec: GroupSpec) -> str:
+    """A kind of the format; what a newer engine may have counts for nothing here."""
+    return spec.kind if spec.kind in KINDS else "unknown"
