@@ -320,6 +320,8 @@ def _chunk_ends(held: Words, spec: GroupSpec) -> Words:
     """Where the blocks of the chunk that is begun are held; behind a whole chunk none is."""
     assert spec.window is not None
     size = spec.window // spec.block_tokens
+    if size > len(held):
+        return np.bitwise_and.accumulate(held)
     chunks = np.append(held, np.zeros(-len(held) % size, np.uint64)).reshape(-1, size)
     ends = np.bitwise_and.accumulate(chunks, axis=1)
     ends[:, -1] = _ALL
