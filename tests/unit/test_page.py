@@ -396,7 +396,9 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_nobody_who_left(t
         assert f"40 – {made.decode.url} 32 hit alone" in alone
         assert "handed over" in strange
         assert f"100 {made.prefill.url} 64 hit {made.decode.url} 32 hit handed over" in long
-        assert long.split(" handed over ")[1].startswith("prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled")
+        assert long.split(" handed over ")[1].startswith(
+            "prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled"
+        )
         assert 'href="debug/route/the-long-one"' in dom
         assert '<p id="lost" role="alert" hidden' in dom
 

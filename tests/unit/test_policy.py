@@ -136,7 +136,10 @@ def test_queued_tokens_beat_a_hit_exactly_where_the_formula_says() -> None:
     for queue in (4096 + 64, 100_000):
         assert first(LONG, Candidate("a", hit(4096), queued_tokens=queue), b) == "b"
     (_, dearer) = PrefixAware().decide(LONG, [Candidate("a", hit(4096)), b], []).prefill
-    assert (dearer.cost, dearer.why) == (8192, "8192 uncached + 0 queued + 0 of others + 0 pressure")
+    assert (dearer.cost, dearer.why) == (
+        8192,
+        "8192 uncached + 0 queued + 0 of others + 0 pressure",
+    )
 
 
 def test_a_full_batch_beats_decodes_hit_exactly_where_the_formula_says() -> None:
