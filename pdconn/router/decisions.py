@@ -47,6 +47,17 @@ class Course:
         prompts = () if self.looked is None else self.looked.prompts.values()
         return sum(len(prompt.hashes) for prompt in prompts)
 
+    def promised_tokens(self) -> int:
+        """What prefill should have found cached; 0 where it chose among ranks that differ."""
+        ranks = () if self.looked is None else self.looked.ranks.get(self.prefill or "", ())
+        named = [
+            one.candidate.rank
+            for one in self.decision.prefill
+            if one.candidate.engine == self.prefill
+        ]
+        asked = [rank for rank in ranks if len(ranks) == 1 or rank.rank in named]
+        return asked[0].hit.tokens if asked else 0
+
     def hit_tokens(self, engine: str | None) -> int:
         """What was predicted of an engine's prefix cache."""
         best = None if self.looked is None else self.looked.best(engine)

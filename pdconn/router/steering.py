@@ -1,8 +1,8 @@
 """Deciding for one request: its tokens, where its prefix is, how busy everybody is.
 
-    request ──► tokens ──► hashes ──► hits ─┐
-                    engines' metrics ──► loads ─┼──► policy ──► who to try
-                       what we sent ──► flights ─┘
+    request ──► tokens ──► hashes ──► hits ──┐
+                engines' metrics ──► loads ──┼──► policy ──► who to try
+                  what we sent ──► flights ──┘
 
 A policy that does not look at prompts is given names and loads at once.  Nothing here
 refuses a request: what cannot be found out about its prompt is routed without it.
@@ -40,8 +40,6 @@ BEGINNING_TOKENS = 256
 """Prompts that agree in these go to the same engine, all else being equal."""
 LOAD_FOR_S = 5.0
 """How long an engine's word about its load is believed."""
-
-
 TRUSTED_FROM = 0.9
 """An engine whose cache holds this share of what it said is believed as if it were all."""
 TRUST_STEP = 0.2
@@ -119,7 +117,7 @@ class Steering:
     def reported(self, course: Course) -> None:
         """Prefill has said what its cache held of a prompt."""
         self.metrics.reported(course)
-        engine, promised = course.prefill, course.hit_tokens(course.prefill)
+        engine, promised = course.prefill, course.promised_tokens()
         if engine is None or course.cached_tokens is None or promised < JUDGED_FROM:
             return
         kept = min(1.0, course.cached_tokens / promised)

@@ -17,10 +17,10 @@ from pdconn.router.decisions import Course, Decisions
 from pdconn.router.feed.subscriber import Source, Status
 from pdconn.router.feed.tracker import State
 from pdconn.router.flights import Flights
-from pdconn.router.policy import Decision
+from pdconn.router.policy import Candidate, Decision, Weighed
 from pdconn.router.prefix.events import Batch, Cleared, Event, Removed, Stored
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
-from pdconn.router.prefix.score import Prompt
+from pdconn.router.prefix.score import Hit, Prompt
 
 CBOR = HashScheme("sha256_cbor", 16)
 PICKLE = HashScheme("sha256", 32)
@@ -310,3 +310,20 @@ def test_flights_hold_what_took_off_and_has_not_landed(steps):
     assert len(flights) == 0
     assert not flights._requests
     assert not flights._tokens
+
+
+def test_prefill_is_held_to_the_rank_that_it_was_asked_for():
+    """Asked for none, an engine of several chooses one that may hold less."""
+    ranks = {
+        "a": (RankHit(Hit(4, 64, 4.0), 2), RankHit(Hit(0, 0, 0.0), 0)),
+        "b": (RankHit(Hit(1, 16, 1.0)),),
+    }
+
+    def promised(engine: str, rank: int | None) -> int:
+        asked = (Weighed(Candidate(engine, rank=rank), 0.0, ""),)
+        course = Course("id", 0.0, "prefix", 80, Decision(asked, ()), Looked({}, {}, ranks))
+        course.prefill = engine
+        return course.promised_tokens()
+
+    assert [promised("a", 2), promised("a", 0), promised("a", None)] == [64, 0, 0]
+    assert [promised("b", None), promised("c", None)] == [16, 0]
