@@ -67,7 +67,7 @@ class Handover:
             raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE))
         reason = errand.exchange.request.direct
         course = await self.steering.decide(errand.exchange)
-        while reason is None and course.decision.alone:
+        while reason is None and course.decision.alone and course.decision.decode:
             answer = await self._by_holder(errand, course)
             if answer is not None:
                 return answer

@@ -203,7 +203,7 @@ def _complete(engine: Engine, tokens: list[int], salt: str | None, num_tokens: i
 
 
 def _hit(looked: Looked, engine: str) -> int:
-    best = looked.best.get(engine)
+    best = looked.best(engine)
     return 0 if best is None else best.hit.tokens
 
 
@@ -251,9 +251,12 @@ def test_a_router_that_knows_full_attention_only_is_wrong(answers: Answers) -> N
     assert any(one.by_full_attention > one.cached for one in answers.asked)
 
 
-def test_how_engines_hash_and_what_groups_they_have_is_found_out(answers: Answers) -> None:
-    schemes = [scheme and scheme.algorithm for scheme in answers.schemes.values()]
-    assert schemes == list(ALGORITHMS)
+def test_how_engines_hash_and_what_groups_they_have_is_found_out(
+    told: list[Told], answers: Answers
+) -> None:
+    schemes = [answers.schemes[one.engine.url] for one in told]
+    assert [scheme and scheme.algorithm for scheme in schemes] == list(ALGORITHMS)
+    assert len(answers.pods) == len(told)
     for pod in answers.pods.values():
         kinds = [spec.kind for spec in pod.groups.values()]
         assert kinds.count("full_attention") == 1
