@@ -1,6 +1,6 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
-#   make test     everything, unit to real vLLM (17 minutes on two cores)
+#   make test     everything, unit to real vLLM (19 minutes on two cores)
 #   make check    format, lint, types, direction of imports
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    handover beside vLLM's in-tree connector
