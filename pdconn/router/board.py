@@ -22,7 +22,7 @@ from pdconn.router.fleet.loads import Load
 from pdconn.router.policy import Role, Weighed
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
-from pdconn.router.prefix.snapshot import Explained, Snapshot, explained, take_snapshot
+from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
 from pdconn.router.steering import LOAD_FOR_S, Steering
 
 SHOWN = 50
@@ -122,6 +122,8 @@ class Board:
     def snapshot(self, request_id: str) -> bytes:
         """What pods hold of a request's prompt now, as ``pdconn score`` reads it.
 
+        Where engines hash in several ways, those that do as the first one told.
+
         Raises:
             NoSuchDecision: it is not remembered.
             NoPrompt: its prompt was not looked for.
@@ -130,12 +132,9 @@ class Board:
         if course.looked is None or not course.looked.prompts:
             raise NoPrompt(course.unknown or "no engine has told how it hashes")
         caches = self.steering.caches
-        snapshots = [
-            take_snapshot(caches.index, prompt, caches.weights, caches.pods_by(scheme))
-            for scheme, prompt in course.looked.prompts.items()
-        ]
-        first: Snapshot = snapshots[0]
-        return msgspec.json.encode(first)
+        scheme, prompt = next(iter(course.looked.prompts.items()))
+        pods = caches.pods_by(scheme)
+        return msgspec.json.encode(take_snapshot(caches.index, prompt, caches.weights, pods))
 
     def _course(self, request_id: str) -> Course:
         course = self.steering.decisions.get(request_id)

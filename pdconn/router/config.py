@@ -9,12 +9,10 @@ from typing import Self
 
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import engine_name
-from pdconn.router.fleet.sources import Source, WatchedFile, parse_source
+from pdconn.router.fleet.sources import DNS, Source, WatchedFile, parse_source
 from pdconn.router.policy import POLICIES, Policy, PrefixAware, Role
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
-
-_DNS = "dns+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class ProxyConfig:
             ("--decode", Role.DECODE, self.decode),
         ):
             sources += (parse_source(option, word, {role}) for word in words)
-            urls = [word.partition(",")[0].removeprefix(_DNS) for word in words]
+            urls = [word.partition(",")[0].removeprefix(DNS) for word in words]
             names = [engine_name(option, url) for url in urls]
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:

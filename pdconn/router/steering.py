@@ -169,8 +169,8 @@ def _question(exchange: Exchange, tokenised: Tokenised | None) -> Question:
     request = exchange.request
     can_hand_over = request.direct is None
     if tokenised is None:
-        prompt = bytes(request.fields.get(request.route.prompt) or b"")
+        prompt = memoryview(request.fields.get(request.route.prompt) or b"")
         guess = min(len(prompt) // BYTES_A_TOKEN, MOST_GUESSED)
-        return Question(guess, prompt[:BEGINNING_TOKENS], can_hand_over)
+        return Question(guess, bytes(prompt[:BEGINNING_TOKENS]), can_hand_over)
     beginning = repr((tokenised.tokens[:BEGINNING_TOKENS], tokenised.extras)).encode()
     return Question(len(tokenised.tokens), beginning, can_hand_over)

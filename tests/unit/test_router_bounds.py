@@ -19,8 +19,8 @@ from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot
 from pdconn.router.requests import Direct
 from pdconn.router.tokens import MAX_SALT
 from tests.unit.fake_engine import ANSWER, in_loop
+from tests.unit.routed import fleet, other_prompt
 from tests.unit.test_caches import CBOR, PICKLE, PROMPT, Caches, held, source, stored, tell
-from tests.unit.test_steering import fleet, other_prompt
 
 KINDS = ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "fuzzy")
 

@@ -33,7 +33,7 @@ INTERVAL_S = 2.0
 #: How long addresses outlive the last answer that held any.
 KEEP_S = 60.0
 _RESOLVE_TIMEOUT_S = 2.0
-_DNS = "dns+"
+DNS = "dns+"
 
 Members = tuple[Member, ...]
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
@@ -61,11 +61,11 @@ def parse_source(option: str, word: str, roles: Iterable[Role]) -> Source:
     Raises:
         BadSetting: names the option.
     """
-    if not word.startswith(_DNS):
+    if not word.startswith(DNS):
         return Static((parse_member(option, word, roles),))
-    if not word.startswith(f"{_DNS}http://"):  # certificates name hosts, not addresses
-        raise BadSetting(option, f"{_DNS}http://NAME:PORT", word)
-    return DnsName(parse_member(option, word.removeprefix(_DNS), roles))
+    if not word.startswith(f"{DNS}http://"):  # certificates name hosts, not addresses
+        raise BadSetting(option, f"{DNS}http://NAME:PORT", word)
+    return DnsName(parse_member(option, word.removeprefix(DNS), roles))
 
 
 @dataclass(frozen=True, slots=True)
