@@ -22,24 +22,32 @@ _TRIES_PER_PORT = 1000
 _given: set[int] = set()
 
 
-def free_ports(count: int, host: str = LOCALHOST, source: random.Random | None = None) -> list[int]:
+def free_ports(
+    count: int,
+    host: str = LOCALHOST,
+    source: random.Random | None = None,
+    *,
+    in_a_row: bool = False,
+) -> list[int]:
     """``count`` ports that nobody listens on now and that were not given out before.
 
-    Another program may still come to listen on one; ``is_free`` tells.
+    ``in_a_row``: each the next of the one before, as the ranks of one engine take
+    them. A server that listens on every address wants ``host`` "0.0.0.0". Another
+    program may still come to listen on one; ``is_free`` tells.
     """
     source = source or random.SystemRandom()
-    highest = _lowest_ephemeral() - 1
+    length = count if in_a_row else 1
+    highest = _lowest_ephemeral() - length
     found: list[int] = []
     for _ in range(count * _TRIES_PER_PORT):
+        first = source.randint(_LOWEST, highest)
+        row = range(first, first + length)
+        if _given.isdisjoint(row) and all(is_free(port, host) for port in row):
+            _given.update(row)
+            found.extend(row)
         if len(found) == count:
-            break
-        port = source.randint(_LOWEST, highest)
-        if port not in _given and is_free(port, host):
-            _given.add(port)
-            found.append(port)
-    if len(found) < count:
-        raise OSError(f"no {count} free ports on {host} from {_LOWEST} to {highest}")
-    return found
+            return found
+    raise OSError(f"no {count} free ports on {host} from {_LOWEST} to {highest}")
 
 
 def is_free(port: int, host: str = LOCALHOST) -> bool:

@@ -342,7 +342,7 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         sockets = open_sockets()
         asyncio.run(_leaving_nothing(test(*args, **kwargs)))
-        assert open_sockets() == sockets
+        assert not open_sockets() - sockets
 
     return run
 
@@ -354,10 +354,10 @@ async def _leaving_nothing(test: Awaitable[None]) -> None:
     assert not left, f"tasks left behind: {left}"
 
 
-def open_sockets() -> int:
-    """How many sockets this process holds."""
-    targets = []
+def open_sockets() -> set[str]:
+    """The sockets that this process holds, each by a name no other will have."""
+    targets = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum(target.startswith("socket:") for target in targets)
+            targets.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {target for target in targets if target.startswith("socket:")}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdconn.lab.ports import free_ports
 from pdconn.router import server
 from pdconn.router.decisions import Course
 from pdconn.router.policy import PrefixAware
@@ -35,18 +34,6 @@ ASKED = [*PROMPT, 7]  # an engine computes the last token of a prompt, whatever 
 
 def other_prompt(number: int) -> list[int]:
     return list(range(10_000 * number, 10_000 * number + 320))
-
-
-def free_ports(num_ranks: int) -> list[int]:
-    """Ports in a row: events of each rank, then its replays."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            begin = first.getsockname()[1]
-            for port in range(begin + 1, begin + 2 * num_ranks):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return list(range(begin, begin + 2 * num_ranks))
 
 
 @dataclass
@@ -149,7 +136,8 @@ async def fleet(
         mine = ranks if next(order) < num_prefill else 1
         if not publish:
             return engine.url
-        ports = free_ports(mine)
+        # Events of each rank, then its replays.
+        ports = free_ports(2 * mine, in_a_row=True)
         for rank in range(mine):
             name = engine.url if rank == 0 else f"{engine.url}#{rank}"
             pair = ports[rank], ports[mine + rank]

@@ -35,7 +35,7 @@ from pdconn.router.config import ProxyConfig
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.router.server import Running, running_proxy
 from tests.unit.fake_engine import FakeEngine, Leases, Reply, deployment, in_loop
-from tests.unit.test_subscriber import Publisher, free_ports
+from tests.unit.test_subscriber import Publisher, two_ports
 
 BLOCK = 16
 SCHEME = HashScheme("sha256_cbor", BLOCK)
@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(self, leases: Leases) -> None:
         self.http = FakeEngine(leases)
-        self.ports = free_ports()
+        self.ports = two_ports()
         self.events = Publisher(self.ports)
 
     @property

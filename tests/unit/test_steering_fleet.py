@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdconn.lab.ports import free_ports
 from pdconn.router import feeding as feeding_module
 from pdconn.router import server
 from pdconn.router.caches import Caches
@@ -29,7 +30,6 @@ from tests.unit.routed import (
     Fleet,
     Pod,
     fleet,
-    free_ports,
     other_prompt,
     spied,
 )
@@ -147,7 +147,7 @@ async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_onl
         await f.heard()
         index = f.steering.caches.index
         assert index.num_hashes == 40
-        ports = tuple(free_ports(1))
+        ports = tuple(free_ports(2))
         moved = Pod(engine.url, ports, Publisher(ports))
         try:
             await moved.store(PROMPT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pdconn.lab.ports import free_ports
 from pdconn.router.errors import BadSetting
 from pdconn.router.feed.subscriber import Source, Status, Subscriber
 from pdconn.router.feed.tracker import State, Why
@@ -24,11 +24,10 @@ PATIENCE_S = 20.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+def two_ports() -> tuple[int, int]:
+    """For events and their replay; vLLM's publisher listens on every address."""
+    events, replay = free_ports(2, "0.0.0.0")
+    return events, replay
 
 
 def source(ports: tuple[int, int]) -> Source:
@@ -155,7 +154,7 @@ class Rig:
     """A publisher and a subscriber that is up to date with it."""
 
     def __init__(self) -> None:
-        self.ports = free_ports()
+        self.ports = two_ports()
         self.publisher = Publisher(self.ports)
         self.sink = Recorder()
         self.subscriber = Subscriber(
@@ -308,7 +307,7 @@ def test_an_event_that_cannot_be_read_is_counted() -> None:
 
 def test_without_replay_a_late_joiner_is_incomplete_and_an_early_one_is_not() -> None:
     async def test(first: int, expected: State) -> None:
-        ports = free_ports()
+        ports = two_ports()
         publisher, sink = Publisher(ports), Recorder()
         for block in range(first):
             await publisher.store(block)
@@ -352,11 +351,11 @@ def test_a_sink_that_fails_is_logged_and_nothing_stays_open(
 
 def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:
     async def test() -> None:
-        never = Subscriber(source(free_ports()), Recorder())
+        never = Subscriber(source(two_ports()), Recorder())
         await never.close()
         never.start()
         await never.close()
-        deaf = Subscriber(source(free_ports()), Recorder())
+        deaf = Subscriber(source(two_ports()), Recorder())
         deaf.start()
         deaf.start()
         await asyncio.sleep(0)
@@ -371,7 +370,7 @@ def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:
 def test_subscribers_may_share_a_context() -> None:
     async def test() -> None:
         context = zmq.asyncio.Context()
-        ports, sinks = free_ports(), [Recorder(), Recorder()]
+        ports, sinks = two_ports(), [Recorder(), Recorder()]
         publisher = Publisher(ports)
         await publisher.store(1)
         both = [Subscriber(source(ports), sink, context=context) for sink in sinks]
@@ -409,7 +408,7 @@ def vllm() -> Any:
 
 
 def test_vllms_publisher_is_followed_from_the_start_and_across_a_gap(vllm: Any) -> None:
-    ports = free_ports()
+    ports = two_ports()
     events, replay = (f"tcp://*:{port}" for port in ports)
     publisher = vllm.ZmqEventPublisher(0, events, replay, topic="kv")
 
