@@ -1,7 +1,8 @@
 """The reader: a thread that owns the transport of a decode rank.
 
 Posting a read may copy the whole of it before it returns, so it happens here:
-neither the engine nor the thread that renews claims ever waits for a copy.
+neither the engine nor the thread that renews claims ever waits for a copy.  Long
+reads are posted in slices, so that short ones get their turn (``runtime.lanes``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.reader import Expected
 from pdconn.protocol.proof import Answer
 from pdconn.runtime.clock import steady
+from pdconn.runtime.lanes import SLICE_NBYTES, Lane, Whole
 from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
 from transport.address import named_in
 from transport.errors import BadAddress
@@ -113,6 +115,7 @@ class Reading:
     Args:
         transport: closed by :meth:`close`.
         deliver: gets the answers; must not block.
+        slice_nbytes: longer reads are posted in parts of this many bytes.
     """
 
     def __init__(
@@ -120,21 +123,34 @@ class Reading:
         transport: Transport,
         deliver: Callable[[News], None],
         clock: Callable[[], float] = steady,
+        slice_nbytes: int = SLICE_NBYTES,
     ) -> None:
         self._transport = transport
         self._deliver = deliver
         self._clock = clock
-        self._reads: dict[ReadId, object] = {}
+        self._slice_nbytes = slice_nbytes
+        self._lanes: dict[PeerId, Lane] = {}
+        self._flights: dict[ReadId, tuple[Whole, Spans]] = {}
         self._users: Counter[PeerId] = Counter()
         self._addresses: dict[PeerId, bytes] = {}
         self._memory = AnyMemory()
 
     def __len__(self) -> int:
-        """Reads that can still write."""
-        return len(self._reads)
+        """Reads, or slices of them, that can still write."""
+        return len(self._flights)
+
+    @property
+    def tags(self) -> set[object]:
+        """Whose reads are not over, posted or not."""
+        return {whole.tag for lane in self._lanes.values() for whole in lane}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a slice of some read waits to be posted, and may be."""
+        return any(lane.is_ready for lane in self._lanes.values())
 
     def do(self, job: Job) -> None:
-        """Carry out a job; a read may copy all of it before this returns."""
+        """Carry out a job.  A read is only queued: :meth:`post` begins it."""
         if isinstance(job, Connect):
             self._connect(job)
         elif isinstance(job, Sum):
@@ -147,17 +163,41 @@ class Reading:
                 self._addresses.pop(job.peer, None)
                 self._transport.disconnect(job.peer)
         else:
-            self._read(job)
+            lane = self._lanes.setdefault(job.peer, Lane(self._slice_nbytes))
+            lane.add(job.tag, job.peer, job.spans)
+
+    def post(self) -> bool:
+        """Post one slice, the peers taking turns; False if none may be.  May copy all of it."""
+        peer = next((peer for peer, lane in self._lanes.items() if lane.is_ready), None)
+        if peer is None:
+            return False
+        lane = self._lanes[peer] = self._lanes.pop(peer)  # last in line from now on
+        whole, spans = lane.next()
+        try:
+            read = self._transport.read(peer, spans)
+        except TransportError as error:
+            self._ended(whole, spans, Settled(_NOTHING, error))
+        else:
+            self._flights[read] = whole, spans
+        return True
 
     def poll(self) -> bool:
-        """Deliver the reads that have settled; whether there were any."""
+        """Deliver the reads that have settled; whether anything of any read has."""
         ended = False
-        for read in list(self._reads):
+        for read in list(self._flights):
             settled = self._transport.poll(read)
             if settled is not None:
-                self._deliver(ReadSettled(self._reads.pop(read), settled, self._clock()))
+                self._ended(*self._flights.pop(read), settled)
                 ended = True
         return ended
+
+    def _ended(self, whole: Whole, spans: Spans, settled: Settled) -> None:
+        lane = self._lanes[whole.peer]
+        lane.settled(whole, spans, settled)
+        if whole.is_over:
+            self._deliver(ReadSettled(whole.tag, whole.settled(), self._clock()))
+        if not len(lane):
+            del self._lanes[whole.peer]
 
     def close(self) -> None:
         """Close the transport, if nothing can write any more."""
@@ -196,14 +236,6 @@ class Reading:
         if self._users[peer] > 0 and self._addresses[peer] != address:
             raise BadAddress(f"{peer} is in use under another address")
 
-    def _read(self, job: Read) -> None:
-        try:
-            read = self._transport.read(job.peer, job.spans)
-        except TransportError as error:
-            self._deliver(ReadSettled(job.tag, Settled(_NOTHING, error), self._clock()))
-        else:
-            self._reads[read] = job.tag
-
 
 class ReaderThread:
     """Runs jobs in order and hands their answers to ``deliver``, on this thread.
@@ -211,6 +243,7 @@ class ReaderThread:
     Args:
         transport: owned from now on, and closed by :meth:`close`.
         deliver: must not block; also hears of an error of our own.
+        slice_nbytes: as of :class:`Reading`.
     """
 
     def __init__(
@@ -218,8 +251,9 @@ class ReaderThread:
         transport: Transport,
         deliver: Callable[[News | ReaderStopped], None],
         clock: Callable[[], float] = steady,
+        slice_nbytes: int = SLICE_NBYTES,
     ) -> None:
-        self._reading = Reading(transport, deliver, clock)
+        self._reading = Reading(transport, deliver, clock, slice_nbytes)
         self._deliver = deliver
         self._clock = clock
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -247,10 +281,9 @@ class ReaderThread:
     def _work(self) -> None:
         stop_by: float | None = None
         idle_polls = 0
-        while stop_by is None or (len(self._reading) and self._clock() < stop_by):
-            pause = _pause_after(idle_polls)
+        while stop_by is None or (self._is_busy and self._clock() < stop_by):
             try:
-                job = self._jobs.get(timeout=pause) if len(self._reading) else self._jobs.get()
+                job = self._next_job(idle_polls)
             except queue.Empty:
                 idle_polls += 1
             else:
@@ -259,8 +292,27 @@ class ReaderThread:
                     stop_by = self._clock() + DRAIN_S
                 else:
                     self._reading.do(job)
-            if self._reading.poll():
+                    if isinstance(job, Read):
+                        continue  # whoever asks now may go before what waits to be posted
+            posted = self._reading.post()
+            if self._reading.poll() or posted:
                 idle_polls = 0
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._reading.is_ready or len(self._reading) > 0
+
+    def _next_job(self, idle_polls: int) -> Job | None:
+        """A job, None to stop; waits as long as nothing else is to be done.
+
+        Raises:
+            queue.Empty: there is no job, and reads to see to.
+        """
+        if self._reading.is_ready:
+            return self._jobs.get_nowait()
+        if len(self._reading):
+            return self._jobs.get(timeout=_pause_after(idle_polls))
+        return self._jobs.get()
 
 
 def _pause_after(idle_polls: int) -> float:

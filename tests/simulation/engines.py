@@ -27,6 +27,8 @@ from tests.simulation.world import Wire, World, connect
 from transport.memory import MemoryTransport
 
 POOL = 24
+SLICE_NBYTES = 200
+"""So short that long reads are posted in two parts, cut inside of a block."""
 PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
 TRAITS = {"model": "simulated"}
 
@@ -188,7 +190,7 @@ class DecodeRank:
         self.transport.register(self.memory.references.memories())
         self.log = ReaderLog()
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
-        self.reading = Reading(self.transport, self._answer, world.clock)
+        self.reading = Reading(self.transport, self._answer, world.clock, SLICE_NBYTES)
         verify = list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE, verify=verify)
         self._alarm = Clockwork(world)
@@ -244,7 +246,8 @@ class DecodeRank:
         self._when_awake(self._poll)
 
     def _poll(self) -> None:
-        self.reading.poll()
+        while self.reading.post() | self.reading.poll():
+            pass
 
     def _answer(self, answer: News) -> None:
         if isinstance(answer, ReadSettled):

@@ -117,7 +117,7 @@ class Laws:
         listed = [(peer, request) for peer in peers for request in peer.pulls]
         self._subset(pulls._entries, decode.requests, f"{name} has pulls of no request")
         self._subset(pulls._by_pull.values(), entries, f"{name} awaits answers to no pull")
-        self._subset(rank.reading._reads.values(), entries, f"{name} has reads of no pull")
+        self._subset(rank.reading.tags, entries, f"{name} has reads of no pull")
         self._subset(listed, uses, f"{name} has peers with pulls that are none")
         self._subset(over, used, f"{name} has peers that are over")
 
