@@ -17,6 +17,7 @@ from pdconn.forecast.model import ModelShape
 from pdconn.forecast.picture import draw
 from pdconn.forecast.report import to_json
 from pdconn.forecast.shapes import SHAPES, built_in
+from pdconn.forecast.tables import IDS
 from pdconn.lab.table import table
 from pdconn.planning.errors import PlanningError
 
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--descriptor-us", type=float, help="microseconds per run (the link's)")
     parser.add_argument(
-        "--ids", choices=("random", "contiguous"), default="random",
+        "--ids", choices=IDS, default="random",
         help="how the blocks of a request lie (%(default)s)",
     )  # fmt: skip
     parser.add_argument(

@@ -1,23 +1,33 @@
-"""Block tables of one request on an engine that does not exist.
+"""Block tables of requests on an engine that does not exist.
 
 Real caches are fragmented: block ids of a request are scattered over the pool, and
 neighbours in the sequence are seldom neighbours in memory.  That is the default; ids in
-ascending order are what an empty engine gives its first request.
+ascending order are what an empty engine gives its first request, and runs are what one
+gets when whole requests of others were freed in between::
+
+    random      17  3 40  9 22 ...
+    runs        16 17 18 ... 23 | 40 41 ... 47 | 8 9 ...
+    contiguous   1  2  3  4  5 ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdconn.forecast.grouping import Group
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 
-Ids = Literal["random", "contiguous"]
+Ids = Literal["random", "runs", "contiguous"]
+IDS: tuple[Ids, ...] = get_args(Ids)
+
+RUN_BLOCKS = 8
+"""Neighbours in a run of ``runs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +43,35 @@ def block_tables(groups: Sequence[Group], until: int, ids: Ids, seed: int) -> Ta
 
     The pool is twice what the request needs.  Id 0 is vLLM's null block and never used.
     """
+    return tables_of_requests(groups, until, ids, seed, 1)[0]
+
+
+def tables_of_requests(
+    groups: Sequence[Group], until: int, ids: Ids, seed: int, requests: int
+) -> list[Tables]:
+    """As ``block_tables``, for ``requests`` requests that share a pool and no block."""
     spans = [_span(group, until) for group in groups]
-    needed = sum(count for _, count in spans)
-    pool = np.arange(1, 2 * needed + 1, dtype=np.int64)
-    if ids == "random":
-        np.random.default_rng(seed).shuffle(pool)
-    lists, used = [], 0
-    for first, count in spans:
-        lists.append(BlockList(first, tuple(pool[used : used + count].tolist())))
-        used += count
-    return Tables(2 * needed + 1, tuple(lists))
+    needed = requests * sum(count for _, count in spans)
+    num_blocks, pool = _pool(needed, ids, seed)
+    made, used = [], 0
+    for _ in range(requests):
+        lists = []
+        for first, count in spans:
+            lists.append(BlockList(first, tuple(pool[used : used + count].tolist())))
+            used += count
+        made.append(Tables(num_blocks, tuple(lists)))
+    return made
+
+
+def _pool(needed: int, ids: Ids, seed: int) -> tuple[int, NDArray[np.int64]]:
+    """Blocks of a pool with room for twice ``needed``, and its ids in the order they are given."""
+    length = RUN_BLOCKS if ids == "runs" else 1
+    pool = np.arange(1, -(-2 * needed // length) * length + 1, dtype=np.int64)
+    if ids != "contiguous":
+        runs = pool.reshape(-1, length)
+        np.random.default_rng(seed).shuffle(runs)
+        pool = runs.ravel()
+    return len(pool) + 1, pool
 
 
 def _span(group: Group, until: int) -> tuple[int, int]:

@@ -1,0 +1,121 @@
+"""Memory like an engine's, backed by pages of a chosen size, and what it should hold.
+
+A lender's arena holds a pattern in which no two words are alike, within an arena and
+between the arenas of different seeds.  A reader can compute any part of it, so that what
+arrived can be checked without a second way to fetch it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdconn.bench.errors import BenchError
+from transport import Memory, Spans
+from transport.hugepages import HUGE_PAGE_BYTES
+
+_WORD = 8
+_CHUNK_WORDS = 1 << 20
+_CHECKED_RUNS = 4096
+
+
+class Arena:
+    """``nbytes`` bytes that begin at a multiple of 2 MiB, every page of them touched.
+
+    Raises:
+        BenchError: there is not so much memory.
+    """
+
+    def __init__(self, nbytes: int, *, huge_pages: bool) -> None:
+        whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            # Private: the kernel gives no huge pages to anonymous memory that is shared.
+            self._map = mmap.mmap(-1, whole + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
+        except OSError as error:
+            raise BenchError(f"no {whole:,} bytes of memory: {error}") from error
+        self._map.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+        held = ctypes.c_char.from_buffer(self._map)
+        start = ctypes.addressof(held)
+        del held  # a map with a view on it cannot be closed
+        skip = -start % HUGE_PAGE_BYTES
+        self.memory = Memory(start + skip, nbytes)
+        self._words: NDArray[np.uint64] | None = np.frombuffer(
+            self._map, np.uint64, whole // _WORD, skip
+        )
+        self.blank()
+
+    def blank(self) -> None:
+        """Set every byte to 0xEE, which no pattern is likely to hold."""
+        assert self._words is not None
+        self._words[:] = np.uint64(0xEEEEEEEEEEEEEEEE)
+
+    def fill(self, seed: int) -> None:
+        """Write the pattern of ``seed``."""
+        assert self._words is not None
+        for first in range(0, len(self._words), _CHUNK_WORDS):
+            part = self._words[first : first + _CHUNK_WORDS]
+            part[:] = _pattern(seed, first, len(part))
+
+    def wrong_bytes(self, spans: Spans, source: Memory, seed: int) -> int:
+        """Bytes of ``spans`` here that are not those of the arena of ``seed`` at ``source``.
+
+        Of more than 4096 runs, as many are looked at, spread evenly.
+        """
+        step = -(-len(spans) // _CHECKED_RUNS) or 1
+        return sum(
+            self._wrong_in(int(local), int(remote) - source.base, int(nbytes), seed)
+            for local, remote, nbytes in zip(
+                spans.local[::step], spans.remote[::step], spans.nbytes[::step], strict=True
+            )
+        )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._words = None
+        self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wrong_in(self, local: int, offset: int, nbytes: int, seed: int) -> int:
+        assert self._words is not None
+        first = offset // _WORD
+        last = -(-(offset + nbytes) // _WORD)
+        expected = _pattern(seed, first, last - first).view(np.uint8)[offset - first * _WORD :]
+        at = local - self.memory.base
+        seen = self._words.view(np.uint8)[at : at + nbytes]
+        return int((seen != expected[:nbytes]).sum())
+
+
+def copy(target: Memory, source: Memory, nbytes: int) -> None:
+    """One memcpy of ``nbytes`` bytes, without holding Python's lock."""
+    ctypes.memmove(target.base, source.base, nbytes)
+
+
+def _pattern(seed: int, first: int, count: int) -> NDArray[np.uint64]:
+    """Words ``first`` to ``first + count`` of the pattern of ``seed``.
+
+    SplitMix64 of the words' numbers (Steele, Lea and Flood, OOPSLA 2014): each bit of a
+    number turns half the bits of its word, so that bytes differ and not words only.
+    """
+    words = np.arange(first, first + count, dtype=np.uint64)
+    words += np.uint64((seed + 1) << 40)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= words >> np.uint64(shift)
+        words *= np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    return words

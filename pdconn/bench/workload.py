@@ -1,0 +1,117 @@
+"""What is pulled: one decode rank's share of prompts that a prefill engine computed.
+
+Two engine shapes describe memory that does not exist; :func:`placed` puts a description
+where memory really is.  Both sides of a benchmark compute all of this from the same few
+numbers, so that only those travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pdconn.bench.errors import BadCase
+from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.tables import IDS, Ids, Tables, tables_of_requests
+from pdconn.planning.plan import Need, Pairing
+from registration.references import KVCacheReferences
+from transport import Memory
+
+LAYERED = "LBHNC"
+MAX_REQUESTS = 1024
+MAX_PROMPT_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``requests`` prompts of ``prompt_tokens`` tokens, pulled by decode rank ``rank``.
+
+    ``ids`` says how block ids lie in both caches; they are drawn with ``seed``.
+
+    Raises:
+        BadCase: a value that cannot be.
+    """
+
+    prefill: EngineShape
+    decode: EngineShape
+    prompt_tokens: int
+    ids: Ids = "random"
+    requests: int = 1
+    rank: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, value, low, high in (
+            ("prompt", self.prompt_tokens, 2, MAX_PROMPT_TOKENS),
+            ("concurrency", self.requests, 1, MAX_REQUESTS),
+            ("rank", self.rank, 0, self.decode.ranks - 1),
+        ):
+            if not low <= value <= high:
+                raise BadCase(field, f"{low} to {high}", value)
+        if self.ids not in IDS:
+            raise BadCase("ids", ", ".join(IDS), self.ids)
+
+    @property
+    def until(self) -> int:
+        """Tokens that are pulled: decode recomputes the last one."""
+        return self.prompt_tokens - 1
+
+    @cached_property
+    def lent(self) -> list[Tables]:
+        """The lender's blocks of each request."""
+        return self._tables(self.prefill, self.seed)
+
+    @cached_property
+    def taken(self) -> list[Tables]:
+        """The blocks of each request that are read into."""
+        return self._tables(self.decode, self.seed + 1)
+
+    def needs(self) -> list[Need]:
+        """What each request wants; nothing of it is held."""
+        return [Need(0, self.until, tables.lists) for tables in self.taken]
+
+    def ours(self) -> KVCacheReferences:
+        """Memory of the decode rank, nowhere in particular."""
+        return self.decode.references(self.taken[0].num_blocks)[self.rank]
+
+    def theirs(self) -> list[KVCacheReferences]:
+        """Memory of every prefill rank, nowhere in particular."""
+        return self.prefill.references(self.lent[0].num_blocks)
+
+    def pairing(self, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences]) -> Pairing:
+        """What every pull of this workload is planned from, once memory has a place."""
+        return Pairing.of(ours, theirs, self.rank % self.decode.tp)
+
+    def sources(self) -> tuple[int, ...]:
+        """Prefill ranks that the decode rank reads from."""
+        return self.pairing(self.ours(), self.theirs()).ranks
+
+    def layered(self) -> Workload:
+        """The same with a tensor per layer, where pages are of one size; else as it is."""
+        try:
+            return replace(
+                self,
+                prefill=replace(self.prefill, layout=LAYERED),
+                decode=replace(self.decode, layout=LAYERED),
+            )
+        except ShapeError:
+            return self
+
+    def _tables(self, engine: EngineShape, seed: int) -> list[Tables]:
+        return tables_of_requests(engine.groups, self.until, self.ids, seed, self.requests)
+
+
+def extent(references: KVCacheReferences) -> int:
+    """Bytes of the one allocation that an engine shape's rank describes."""
+    [memory] = references.memories()
+    return memory.nbytes
+
+
+def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:
+    """The same description of the allocation at ``memory``."""
+    if extent(references) > memory.nbytes:
+        raise BadCase("memory", f"{extent(references)} bytes", memory.nbytes)
+    tensors = tuple(replace(t, base=memory.base) for t in references.tensors)
+    return replace(references, tensors=tensors)

@@ -1,0 +1,204 @@
+"""``pdconn bench transfer``: the options, the cases they make, and the order of things."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from pdconn.bench.errors import BadCase, BenchError
+from pdconn.bench.lender import MAX_BYTES, Afar, Beside, listen
+from pdconn.bench.manifest import manifest
+from pdconn.bench.paths import PATHS
+from pdconn.bench.report import CaseResult, render, to_json
+from pdconn.bench.rig import Rig
+from pdconn.bench.rounds import take_rounds
+from pdconn.bench.workload import Workload
+from pdconn.forecast.engine import EngineShape, parse_engine
+from pdconn.forecast.errors import ForecastError, ShapeError
+from pdconn.forecast.model import ModelShape
+from pdconn.forecast.shapes import built_in
+from pdconn.forecast.tables import IDS
+from pdconn.planning.errors import PlanningError
+from transport import TransportError
+
+_EPILOG = """\
+Every case is measured beside three lines in the same run: one READ of as many bytes in
+one piece (raw), the same blocks layer by layer (layered), and a memcpy.  What arrives is
+compared with what was lent before and after.  Several values of an option, separated by
+commas, make a case each.
+
+An engine is written as tp=4,pp=1,layout=BHLNC,block=16, as for pdconn plan; --layout and
+--block set both engines.
+
+examples:
+  pdconn bench transfer
+  pdconn bench transfer --model gpt-oss-20b --prompt 32768 --path shm-huge,tcp
+  pdconn bench transfer --block 2,8,32 --layout BLHNC,LBHNC --ids random,contiguous --plot out.png
+  pdconn bench transfer --prefill tp=4,layout=BHLNC --decode tp=8,layout=BHLNC --rank 3
+  pdconn bench transfer --concurrency 32 --prompt 512
+
+  on the host that lends:      pdconn bench transfer --serve 10.0.0.1:7777
+  on the host that measures:   pdconn bench transfer --remote 10.0.0.1:7777 --path auto
+
+exit codes:
+  0  measured, and every byte was right
+  1  a read failed, or brought wrong bytes
+  2  options that make no case
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.epilog = _EPILOG
+    paths = "; ".join(f"{path.name}: {path.words}" for path in PATHS.values())
+    add = parser.add_argument
+    add("--model", default="llama-3.1-8b", metavar="NAME", help="a built-in shape (%(default)s)")
+    add("--prefill", default="", metavar="ENGINE", help="who lends, e.g. tp=4")
+    add("--decode", default="", metavar="ENGINE", help="who pulls, e.g. tp=2")
+    add("--rank", type=int, default=0, help="the decode rank that pulls (%(default)s)")
+    add("--layout", default="", metavar="L,...", help="memory orders, e.g. BLHNC,LBHNC")
+    add("--block", default="", metavar="N,...", help="tokens per block")
+    add("--prompt", default="2048", metavar="N,...", help="tokens (%(default)s)")
+    add("--ids", default="random", metavar="ORDER,...", help=f"of block ids: {', '.join(IDS)}")
+    add("--concurrency", default="1", metavar="N,...", help="pulls at once (%(default)s)")
+    add("--path", default="shm-huge", metavar="PATH,...", help=f"{paths} (%(default)s)")
+    add("--rounds", type=int, default=9, help="turns of each line (%(default)s)")
+    add("--seed", type=int, default=0, help="of block ids and of the order of turns")
+    add("--json", metavar="FILE", help="write all of it to FILE, - for standard output")
+    add("--plot", type=Path, metavar="FILE", help="draw throughput against block size")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--remote", metavar="HOST:PORT", help="read from a lender on another host")
+    other.add_argument("--serve", metavar="HOST:PORT", help="be that lender, until interrupted")
+    add("--max-gib", type=float, default=MAX_BYTES / (1 << 30), help="that --serve may lend")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, or measure every case and report."""
+    try:
+        if args.serve:
+            return _serve(args)
+        cases = _cases(args)
+    except (BadCase, ForecastError, PlanningError, OSError) as error:
+        print(f"pdconn bench transfer: {error}", file=sys.stderr)
+        return 2
+    try:
+        results = _measured(args, cases)
+        document = json.dumps(to_json(results, manifest()), indent=1)
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(document + "\n")
+        if args.plot:
+            from pdconn.bench.plot import draw
+
+            draw(results, args.plot)
+    except (BenchError, TransportError, OSError) as error:
+        print(f"pdconn bench transfer: {error}", file=sys.stderr)
+        return 1
+    if args.json == "-":
+        print(document)
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    host, port = _address(args.serve)
+    with contextlib.suppress(KeyboardInterrupt):
+        listen(host, port, int(args.max_gib * (1 << 30)), lambda words: print(words, flush=True))
+    return 0
+
+
+def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -> list[CaseResult]:
+    lender = Afar(*_address(args.remote)) if args.remote else Beside()
+    rng = random.Random(args.seed)
+    results = []
+    try:
+        for number, (path, workload) in enumerate(cases, 1):
+            progress = _Progress(f"case {number} of {len(cases)}")
+            with Rig(workload, PATHS[path], lender.talk) as rig:
+                lines = take_rounds(rig, args.rounds, rng, progress.say)
+                result = CaseResult(workload, path, tuple(lines), rig.facts())
+            progress.clear()
+            results.append(result)
+            if args.json != "-":
+                print(render(result), end="\n\n", flush=True)
+    finally:
+        lender.close()
+    return results
+
+
+def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
+    if args.rounds < 1:
+        raise BadCase("rounds", "at least 1", args.rounds)
+    if args.plot and find_spec("matplotlib") is None:
+        raise BadCase("plot", "matplotlib to be installed (pdconn[demo])", "no matplotlib")
+    model = built_in(args.model)
+    for path in _listed(args.path):
+        if path not in PATHS:
+            raise BadCase("path", ", ".join(PATHS), path)
+    made = []
+    for path, layout, block, ids, prompt, requests in itertools.product(
+        _listed(args.path),
+        _listed(args.layout) or [""],
+        _listed(args.block) or [""],
+        _listed(args.ids),
+        _numbers("prompt", args.prompt),
+        _numbers("concurrency", args.concurrency),
+    ):
+        prefill, decode = (
+            _engine(option, text, layout, block, model)
+            for option, text in (("--prefill", args.prefill), ("--decode", args.decode))
+        )
+        workload = Workload(prefill, decode, prompt, ids, requests, args.rank, args.seed)  # type: ignore[arg-type]
+        workload.sources()  # refuses two engines that cannot exchange KV
+        made.append((path, workload))
+    return made
+
+
+def _engine(option: str, text: str, layout: str, block: str, model: ModelShape) -> EngineShape:
+    parts = [text, layout and f"layout={layout}", block and f"block={block}"]
+    try:
+        return parse_engine(",".join(filter(None, parts)), model)
+    except ShapeError as error:
+        raise error.of(option) from error
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(field: str, text: str) -> list[int]:
+    words = _listed(text)
+    if not words or not all(word.isascii() and word.isdigit() for word in words):
+        raise BadCase(field, "whole numbers, separated by commas", text or "nothing")
+    return [int(word) for word in words]
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) < 1 << 16):
+        raise BadCase("address", "HOST:PORT", text)
+    return host.strip("[]"), int(port)
+
+
+class _Progress:
+    """One line of a terminal, rewritten; nothing where there is no terminal."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def say(self, words: str) -> None:
+        """Show what is being done."""
+        if self._shown:
+            print(f"\r\033[K{self._where}: {words}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Give the line back."""
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
