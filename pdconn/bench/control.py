@@ -31,12 +31,16 @@ _CHUNK = 1 << 18
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """Lend ``num_blocks`` blocks of each rank in ``ranks``, over the path of that name."""
+    """Lend ``num_blocks`` blocks of each rank in ``ranks``, over the path of that name.
+
+    ``mooncake``: lend them through Mooncake's transfer engine, too.
+    """
 
     engine: EngineShape
     num_blocks: int
     ranks: tuple[int, ...]
     path: str
+    mooncake: bool = False
 
 
 class Lent(msgspec.Struct, frozen=True):
@@ -49,10 +53,14 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """What :class:`Open` asked for; ``facts`` describe the lender's transport and machine."""
+    """What :class:`Open` asked for; ``facts`` describe the lender's transport and machine.
+
+    ``mooncake`` is where Mooncake's engine is reached, empty without one.
+    """
 
     lent: tuple[Lent, ...]
     facts: dict[str, str]
+    mooncake: str = ""
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):

@@ -32,6 +32,7 @@ from pdconn.bench.control import (
 )
 from pdconn.bench.errors import BadCase, BenchError, LenderFailed
 from pdconn.bench.manifest import machine
+from pdconn.bench.mooncake import Mooncake
 from pdconn.bench.paths import PATHS
 from pdconn.bench.workload import extent
 from transport import TransportError
@@ -70,6 +71,9 @@ class Lending:
         if needed > max_nbytes:
             raise BadCase("bytes to lend", f"at most {max_nbytes:,}", f"{needed:,}")
         lent, facts = [], machine()
+        rival = Mooncake() if asked.mooncake else None
+        if rival is not None:
+            self._stack.callback(rival.close)
         for rank in asked.ranks:
             arena = Arena(extent(described[rank]), huge_pages=path.huge_pages)
             self._stack.enter_context(arena)
@@ -79,7 +83,9 @@ class Lending:
             address = transport.address()
             lent.append(Lent(rank, arena.memory.base, arena.memory.nbytes, address))
             facts |= transport.describe()
-        return Opened(tuple(lent), facts)
+            if rival is not None:
+                rival.register(arena.memory)
+        return Opened(tuple(lent), facts, "" if rival is None else rival.address)
 
 
 def lend(talk: Talk[ToLender], max_nbytes: int = MAX_BYTES) -> None:

@@ -9,6 +9,7 @@
     raw       one READ of as many bytes in one piece per rank, polled as suits the path:
               what it can do
     memcpy    one memcpy of as many bytes within this process: what the memory can do
+    mooncake  the runs of pdconn, read by Mooncake's transfer engine over TCP
     alone     as pdconn, but one request while nobody else pulls
 
 ``raw`` and ``memcpy`` know nothing of blocks.
@@ -36,6 +37,7 @@ class Line(StrEnum):
     RAW = "raw"
     MEMCPY = "memcpy"
     ALONE = "alone"
+    MOONCAKE = "mooncake"
 
 
 ReadsByRank = tuple[tuple[int, Spans], ...]

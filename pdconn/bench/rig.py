@@ -14,6 +14,7 @@ from pdconn.bench.arena import Arena, copy
 from pdconn.bench.control import Ask, FromLender, Open, Opened, Refused, Shut, Talk, Used
 from pdconn.bench.errors import BenchError, LenderFailed, WrongBytes
 from pdconn.bench.lines import LayerByLayer, Line, ReadsByRank, raw_reads
+from pdconn.bench.mooncake import Mooncake
 from pdconn.bench.paths import Path
 from pdconn.bench.workload import Workload, extent, placed
 from pdconn.planning.plan import Need, Pairing
@@ -77,8 +78,11 @@ class Rig:
         BenchError: there is not so much memory.
     """
 
-    def __init__(self, workload: Workload, path: Path, talk: Talk[FromLender]) -> None:
+    def __init__(
+        self, workload: Workload, path: Path, talk: Talk[FromLender], *, mooncake: bool = False
+    ) -> None:
         self.workload = workload
+        self._with_mooncake = mooncake
         self.path = path
         self._talk = talk
         self._stack = ExitStack()
@@ -110,13 +114,18 @@ class Rig:
         )
 
     def check(self) -> None:
-        """Pull once and compare what came with what the lender holds.
+        """Pull once and compare what came with what the lender holds; Mooncake likewise.
 
         Raises:
             WrongBytes: some of it is something else.
         """
-        self._arena.blank()
-        self.measure(Line.PDCONN)
+        for line in (Line.PDCONN, Line.MOONCAKE):
+            if line in self._turns:
+                self._arena.blank()
+                self.measure(line)
+                self._compare()
+
+    def _compare(self) -> None:
         for request, reads in enumerate(self._planned):
             for rank, spans in reads:
                 wrong = self._arena.wrong_bytes(spans, self._remote[rank], seed=rank)
@@ -157,6 +166,7 @@ class Rig:
                 workload.lent[0].num_blocks,
                 workload.sources(),
                 self.path.name,
+                self._with_mooncake,
             )
         )
         self._stack.callback(self._shut)
@@ -178,6 +188,8 @@ class Rig:
             self._stack.callback(self._transport.close if reader is None else reader.close)
         self._reader = reader
         self._lender_facts = opened.facts
+        self._mooncake = self._open_mooncake() if opened.mooncake else None
+        self._mooncake_address = opened.mooncake
         self._plan()
 
     def _plan(self) -> None:
@@ -204,6 +216,8 @@ class Rig:
             Line.RAW: lambda: self._read_bare(Line.RAW, self._raw, pause_s),
             Line.MEMCPY: self._copy,
         }
+        if self._mooncake is not None:
+            self._turns[Line.MOONCAKE] = self._read_mooncake
         if workload.requests > 1:
             self._turns[Line.ALONE] = lambda: self._pull(Line.ALONE, 1)
 
@@ -276,6 +290,22 @@ class Rig:
             if steady() - began > PATIENCE_S:
                 raise BenchError(f"a read did not end within {PATIENCE_S} s")
         return self._sampled(line, tally, began, 0.0)
+
+    def _open_mooncake(self) -> Mooncake:
+        rival = Mooncake()
+        self._stack.callback(rival.close)
+        rival.register(self._arena.memory)
+        return rival
+
+    def _read_mooncake(self) -> Sample:
+        assert self._mooncake is not None
+        nbytes, runs, began = 0, 0, steady()
+        for reads in self._planned:
+            for _, spans in reads:
+                self._mooncake.read(self._mooncake_address, spans)
+                nbytes += spans.total_bytes
+                runs += len(spans)
+        return Sample(Line.MOONCAKE, nbytes, runs, steady() - began)
 
     def _copy(self) -> Sample:
         total = sum(spans.total_bytes for reads in self._planned for _, spans in reads)

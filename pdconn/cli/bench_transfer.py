@@ -70,6 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ids", default="random", metavar="ORDER,...", help=f"of block ids: {', '.join(IDS)}")
     add("--concurrency", default="1", metavar="N,...", help="pulls at once (%(default)s)")
     add("--path", default="shm-huge", metavar="PATH,...", help=f"{paths} (%(default)s)")
+    add("--mooncake", action="store_true", help="read with Mooncake's transfer engine, too")
     add("--rounds", type=int, default=9, help="turns of each line (%(default)s)")
     add("--seed", type=int, default=0, help="of block ids and of the order of turns")
     add("--json", metavar="FILE", help="write all of it to FILE, - for standard output")
@@ -120,7 +121,7 @@ def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -
     try:
         for number, (path, workload) in enumerate(cases, 1):
             progress = _Progress(f"case {number} of {len(cases)}")
-            with Rig(workload, PATHS[path], lender.talk) as rig:
+            with Rig(workload, PATHS[path], lender.talk, mooncake=args.mooncake) as rig:
                 lines = take_rounds(rig, args.rounds, rng, progress.say)
                 result = CaseResult(workload, path, tuple(lines), rig.facts())
             progress.clear()

@@ -7,7 +7,9 @@ import socket
 
 from pdconn.runtime.layers import ChannelLost, Guard, Layers, Unauthenticated
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 15
+"""Asked of a socket at once; Python allocates as much first, and beyond 128 KiB that means
+new pages from the system for every frame."""
 
 
 class Channel:

@@ -3,13 +3,15 @@
 A backend that copies while it posts (shared memory) holds the reader's thread until it
 is done, and one that does not (TCP, RDMA) serves what was posted first.  Either way a
 short pull would wait for every long one that came before it.  So a read is cut into
-slices, no more than a window of bytes is in flight, and ``lifecycle.turns`` says whose
-slice is next.  A read whose slice failed has no further slice posted.
+slices, no more than two of them are in flight, and ``lifecycle.turns`` says whose slice
+is next.  A read whose slice failed has no further slice posted.
+
+Each slice costs half a millisecond of our own, whatever the link; how long others wait
+for it depends on the link.  So slices are as long as the link takes ``SLICE_S`` for.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,27 +19,75 @@ import numpy as np
 
 from pdconn.lifecycle.turns import Turns
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
+from transport.types import U64
 
-SLICE_NBYTES = 64 << 20
-"""A slice costs about half a millisecond of our own, and takes a slow link (CMA with
-4 KiB pages, TCP on loopback) some fifteen."""
+SLICE_S = 0.05
+
+FIRST_NBYTES = 64 << 20
+LEAST_NBYTES = 16 << 20
+MOST_NBYTES = 1 << 30
+
+
+class Pace:
+    """How many bytes a slice may have, learnt from the slices before it.
+
+    Args:
+        nbytes: of the first one; also the least of one that something is learnt from.
+        least: of any.
+    """
+
+    def __init__(self, nbytes: int = FIRST_NBYTES, least: int = LEAST_NBYTES) -> None:
+        self.slice_nbytes = nbytes
+        self._least = least
+
+    def learn(self, stats: ReadStats) -> None:
+        """A slice took so long.  Short ones tell of latencies and not of the link."""
+        seconds = max(stats.post_s, stats.transfer_s)
+        if stats.nbytes >= self._least and seconds > 0:
+            wanted = int(stats.nbytes / seconds * SLICE_S)
+            self.slice_nbytes = min(max(wanted, self._least), MOST_NBYTES)
 
 
 @dataclass(slots=True, eq=False)
 class Whole:
-    """A read as it was asked for; ``tag`` is whose it is."""
+    """A read as it was asked for; ``tag`` is whose it is.
+
+    ``ends`` are the running sums of its runs' bytes, ``posted`` the bytes that were
+    posted so far.
+    """
 
     tag: object
     peer: PeerId
-    slices: deque[Spans]
+    spans: Spans
+    ends: U64
+    total: int
+    posted: int = 0
+    begun: bool = False
     in_flight: int = 0
     stats: list[ReadStats] = field(default_factory=list)
     error: TransportError | None = None
 
+    @classmethod
+    def of(cls, tag: object, peer: PeerId, spans: Spans) -> Whole:
+        """Nothing of it is posted yet."""
+        ends = np.cumsum(spans.nbytes)
+        return cls(tag, peer, spans, ends, int(ends[-1]) if len(ends) else 0)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a slice of it is still to be posted; an empty read has one, too."""
+        return self.error is None and (self.posted < self.total or not self.begun)
+
     @property
     def is_over(self) -> bool:
         """Whether nothing of it can be written any more, nor will be posted."""
-        return not self.in_flight and not self.slices
+        return not self.in_flight and not self.has_more
+
+    def cut(self, nbytes: int) -> Spans:
+        """The next ``nbytes`` bytes, or what is left of them."""
+        start, self.begun = self.posted, True
+        self.posted = min(self.total, start + nbytes)
+        return _between(self.spans, self.ends, start, self.posted)
 
     def settled(self) -> Settled:
         """How the whole of it ended."""
@@ -50,18 +100,17 @@ class Lane:
     Two slices' bytes may be in flight: while one settles the other is under way.
     """
 
-    def __init__(self, slice_nbytes: int) -> None:
-        self._slice_nbytes = slice_nbytes
-        self._window_nbytes = 2 * slice_nbytes
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
         self._turns: Turns[Whole] = Turns()
         self._open: dict[Whole, None] = {}
         self._in_flight_nbytes = 0
 
     def add(self, tag: object, peer: PeerId, spans: Spans) -> None:
         """Queue a read."""
-        whole = Whole(tag, peer, deque(slices(spans, self._slice_nbytes)))
+        whole = Whole.of(tag, peer, spans)
         self._open[whole] = None
-        self._turns.add(whole, spans.total_bytes)
+        self._turns.add(whole, whole.total)
 
     def __iter__(self) -> Iterator[Whole]:
         """Reads that are not over, oldest first."""
@@ -74,17 +123,19 @@ class Lane:
     @property
     def is_ready(self) -> bool:
         """Whether a slice may be posted now."""
-        return self._first() is not None and self._in_flight_nbytes < self._window_nbytes
+        window = 2 * self._pace.slice_nbytes
+        return self._first() is not None and self._in_flight_nbytes < window
 
     def next(self) -> tuple[Whole, Spans]:
         """The slice to post now; only while the lane is ready."""
         whole = self._first()
         assert whole is not None
-        spans = whole.slices.popleft()
+        spans = whole.cut(self._pace.slice_nbytes)
+        nbytes = spans.total_bytes
         whole.in_flight += 1
-        self._in_flight_nbytes += spans.total_bytes
-        self._turns.served(spans.total_bytes)
-        if not whole.slices:
+        self._in_flight_nbytes += nbytes
+        self._turns.served(nbytes)
+        if not whole.has_more:
             self._turns.done()
         return whole, spans
 
@@ -93,41 +144,36 @@ class Lane:
         whole.in_flight -= 1
         self._in_flight_nbytes -= spans.total_bytes
         whole.stats.append(settled.stats)
-        if settled.error is not None:
+        if settled.error is None:
+            self._pace.learn(settled.stats)
+        else:
             whole.error = whole.error or settled.error
-            whole.slices.clear()
         if whole.is_over:
             del self._open[whole]
 
     def _first(self) -> Whole | None:
         """Whose turn it is, of those that did not fail while they waited for it."""
-        while (whole := self._turns.first()) is not None and not whole.slices:
+        while (whole := self._turns.first()) is not None and not whole.has_more:
             self._turns.done()
         return whole
 
 
-def slices(spans: Spans, nbytes: int) -> Iterator[Spans]:
-    """``spans`` in parts of ``nbytes`` bytes each, in their order; the last may be shorter.
-
-    A run that crosses from one part into the next is cut in two.
-    """
-    total = spans.total_bytes
-    if total <= nbytes:
-        yield spans
-        return
-    starts = np.cumsum(spans.nbytes) - spans.nbytes
-    cuts = np.arange(0, total, nbytes, dtype=np.uint64)
-    at = np.union1d(starts, cuts)
-    run = np.searchsorted(starts, at, side="right") - 1
-    within = at - starts[run]
-    local, remote = spans.local[run] + within, spans.remote[run] + within
-    lengths = np.diff(at, append=np.uint64(total))
-    firsts = np.searchsorted(at, cuts)
-    for first, end in zip(firsts, [*firsts[1:], len(at)], strict=True):
-        part = slice(first, end)
-        yield Spans(
-            local[part], remote[part], lengths[part], spans.local_device, spans.remote_device
-        )
+def _between(spans: Spans, ends: U64, start: int, end: int) -> Spans:
+    """Bytes ``[start, end)`` of ``spans``; a run that crosses either bound is cut in two."""
+    if (start, end) == (0, int(ends[-1]) if len(ends) else 0):
+        return spans
+    first = int(np.searchsorted(ends, np.uint64(start), side="right"))
+    last = int(np.searchsorted(ends, np.uint64(end), side="left"))
+    part = slice(first, last + 1)
+    local, remote, nbytes = (
+        column[part].copy() for column in (spans.local, spans.remote, spans.nbytes)
+    )
+    nbytes[-1] -= ends[last] - np.uint64(end)
+    skipped = np.uint64(start) - (ends[first] - spans.nbytes[first])
+    local[0] += skipped
+    remote[0] += skipped
+    nbytes[0] -= skipped
+    return Spans(local, remote, nbytes, spans.local_device, spans.remote_device)
 
 
 def _joined(parts: list[ReadStats]) -> ReadStats:

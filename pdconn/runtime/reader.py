@@ -18,7 +18,7 @@ from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.reader import Expected
 from pdconn.protocol.proof import Answer
 from pdconn.runtime.clock import steady
-from pdconn.runtime.lanes import SLICE_NBYTES, Lane, Whole
+from pdconn.runtime.lanes import Lane, Pace, Whole
 from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
 from transport.address import named_in
 from transport.errors import BadAddress
@@ -115,7 +115,7 @@ class Reading:
     Args:
         transport: closed by :meth:`close`.
         deliver: gets the answers; must not block.
-        slice_nbytes: longer reads are posted in parts of this many bytes.
+        pace: how long the parts are that reads are posted in.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class Reading:
         transport: Transport,
         deliver: Callable[[News], None],
         clock: Callable[[], float] = steady,
-        slice_nbytes: int = SLICE_NBYTES,
+        pace: Pace | None = None,
     ) -> None:
         self._transport = transport
         self._deliver = deliver
         self._clock = clock
-        self._slice_nbytes = slice_nbytes
+        self._pace = pace or Pace()
         self._lanes: dict[PeerId, Lane] = {}
         self._flights: dict[ReadId, tuple[Whole, Spans]] = {}
         self._users: Counter[PeerId] = Counter()
@@ -163,7 +163,7 @@ class Reading:
                 self._addresses.pop(job.peer, None)
                 self._transport.disconnect(job.peer)
         else:
-            lane = self._lanes.setdefault(job.peer, Lane(self._slice_nbytes))
+            lane = self._lanes.setdefault(job.peer, Lane(self._pace))
             lane.add(job.tag, job.peer, job.spans)
 
     def post(self) -> bool:
@@ -243,7 +243,7 @@ class ReaderThread:
     Args:
         transport: owned from now on, and closed by :meth:`close`.
         deliver: must not block; also hears of an error of our own.
-        slice_nbytes: as of :class:`Reading`.
+        pace: as of :class:`Reading`.
     """
 
     def __init__(
@@ -251,9 +251,9 @@ class ReaderThread:
         transport: Transport,
         deliver: Callable[[News | ReaderStopped], None],
         clock: Callable[[], float] = steady,
-        slice_nbytes: int = SLICE_NBYTES,
+        pace: Pace | None = None,
     ) -> None:
-        self._reading = Reading(transport, deliver, clock, slice_nbytes)
+        self._reading = Reading(transport, deliver, clock, pace)
         self._deliver = deliver
         self._clock = clock
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -15,6 +15,7 @@ from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.runtime.channel import ChannelLost
 from pdconn.runtime.desk import Desk, Visitor
+from pdconn.runtime.lanes import Pace
 from pdconn.runtime.peers import Peer
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
@@ -190,7 +191,7 @@ class DecodeRank:
         self.transport.register(self.memory.references.memories())
         self.log = ReaderLog()
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
-        self.reading = Reading(self.transport, self._answer, world.clock, SLICE_NBYTES)
+        self.reading = Reading(self.transport, self._answer, world.clock, Pace(SLICE_NBYTES))
         verify = list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE, verify=verify)
         self._alarm = Clockwork(world)

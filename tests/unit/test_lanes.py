@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.runtime.lanes import Lane, slices
+from pdconn.runtime.lanes import MOST_NBYTES, SLICE_S, Lane, Pace, Whole
 from pdconn.runtime.reader import News, Read, ReaderThread, Reading, ReadSettled
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.faults import Failing, Held
@@ -38,11 +38,18 @@ def copied(parts: list[Spans]) -> dict[int, int]:
 # Cutting
 
 
+def in_parts(spans: Spans, nbytes: int) -> list[Spans]:
+    whole, parts = Whole.of("r", PeerId("p"), spans), []
+    while whole.has_more:
+        parts.append(whole.cut(nbytes))
+    return parts
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 50))
 def test_slices_copy_the_same_bytes_and_none_is_too_long(lengths: list[int], nbytes: int) -> None:
     runs = [(1000 * i + 7, 5000 - 100 * i, length) for i, length in enumerate(lengths)]
     whole = spans_of(*runs)
-    parts = list(slices(whole, nbytes))
+    parts = in_parts(whole, nbytes)
     assert copied(parts) == copied([whole])
     assert all(part.total_bytes == nbytes for part in parts[:-1])
     assert 0 < parts[-1].total_bytes <= nbytes
@@ -50,14 +57,41 @@ def test_slices_copy_the_same_bytes_and_none_is_too_long(lengths: list[int], nby
 
 def test_a_short_read_is_not_touched() -> None:
     whole = spans_of((10, 20, 30))
-    assert list(slices(whole, 30)) == [whole]
+    assert in_parts(whole, 30) == [whole]
+
+
+# How long slices are
+
+
+def taken(nbytes: int, seconds: float) -> ReadStats:
+    return ReadStats(nbytes, 1, 0.0, seconds)
+
+
+def test_slices_are_as_long_as_the_link_takes_a_slices_time_for() -> None:
+    pace = Pace()
+    pace.learn(taken(64 << 20, 0.016))
+    assert pace.slice_nbytes == int((64 << 20) / 0.016 * SLICE_S)
+    pace.learn(taken(64 << 20, 0.1))
+    assert pace.slice_nbytes == int((64 << 20) / 0.1 * SLICE_S)
+
+
+def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
+    pace = Pace()
+    first = pace.slice_nbytes
+    pace.learn(taken(4096, 1.0))
+    pace.learn(taken(64 << 20, 0.0))
+    assert pace.slice_nbytes == first
+    pace.learn(taken(64 << 20, 100.0))
+    assert pace.slice_nbytes == 16 << 20
+    pace.learn(taken(64 << 20, 1e-6))
+    assert pace.slice_nbytes == MOST_NBYTES
 
 
 # Lanes
 
 
 def test_no_more_than_two_slices_are_in_flight() -> None:
-    lane = Lane(SLICE)
+    lane = Lane(Pace(SLICE))
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     begun = [lane.next(), lane.next()]
     assert not lane.is_ready
@@ -67,7 +101,7 @@ def test_no_more_than_two_slices_are_in_flight() -> None:
 
 
 def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
-    lane = Lane(SLICE)
+    lane = Lane(Pace(SLICE))
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     first = lane.next()
     lane.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
@@ -90,7 +124,7 @@ class Rig:
             transport.register([Memory(room.ctypes.data, room.nbytes)])
         self.peer = self.reader.connect(self.lender.address())
         self.told: list[ReadSettled] = []
-        self.reading = Reading(self.reader, self._hear, slice_nbytes=SLICE)
+        self.reading = Reading(self.reader, self._hear, pace=Pace(SLICE))
 
     def _hear(self, news: News) -> None:
         assert isinstance(news, ReadSettled)
@@ -203,7 +237,7 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
         told.append(news.tag)
         over.release()
 
-    thread = ReaderThread(rig.reader, hear, slice_nbytes=SLICE)
+    thread = ReaderThread(rig.reader, hear, pace=Pace(SLICE))
     try:
         where, there = rig.ours.ctypes.data, rig.theirs.ctypes.data
         thread.post(Read("long", rig.peer, spans_of((where, there, 20 * SLICE))))

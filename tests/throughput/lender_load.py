@@ -1,0 +1,322 @@
+"""What serving 64 readers costs a prefill engine: the lender's thread, and its scheduler.
+
+    python -m tests.throughput.lender_load --json lender.json
+
+A real lender lends to 64 simulated readers, each on a connection of its own from another
+process.  A thousand times a second a request is lent, claimed, renewed and done, each
+message in a frame of its own.  Beside it a *scheduler* takes steps: half a millisecond of
+plain Python, the most sensitive thing to a thread that holds the interpreter's lock, then
+a rest.  Phases with and without readers take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import itertools
+import json
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from pdconn.lab.ports import LOCALHOST
+from pdconn.protocol.framing import Frames, frame
+from pdconn.protocol.messages import (
+    PROTOCOL_VERSION,
+    Claim,
+    Done,
+    FromReader,
+    Granted,
+    Hello,
+    RankGeometry,
+    Reader,
+    Refused,
+    Renew,
+    Welcome,
+)
+from pdconn.runtime.lender import Lender
+from tests.pair import TRAITS, Cache
+
+READERS = 64
+TTL_S = 30.0
+LEAD_S = 0.05
+"""From lending to the claim, from the claim to the renewal, from that to the end."""
+
+AHEAD_S = 0.5
+"""Of the claims: how long before them requests are lent."""
+
+STEP_S = 0.005
+_LOOPS = 6000
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase: seconds of the lender's thread per second, and the scheduler's steps."""
+
+    per_s: float
+    lender_cpu: float
+    step_p50_ms: float
+    step_p99_ms: float
+
+
+def digest(number: int) -> bytes:
+    """What stands for the ticket of request ``number``."""
+    return number.to_bytes(16, "big")
+
+
+# The readers' process
+
+
+class Crowd:
+    """Simulated readers on one thread: each says what is due, and hears every answer."""
+
+    def __init__(self, port: int, readers: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._socks = [self._greeted(port, number) for number in range(readers)]
+        self._seq = itertools.count(1)
+        self.heard = {"granted": 0, "refused": 0}
+
+    def _greeted(self, port: int, number: int) -> socket.socket:
+        sock = socket.create_connection((LOCALHOST, port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._say(sock, Hello(PROTOCOL_VERSION, f"d{number}", "boot"))
+        frames = Frames(1 << 24)
+        while not frames.feed(sock.recv(1 << 18)):
+            pass
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, frames)
+        return sock
+
+    def run(self, first: int, rate: float, seconds: float) -> int:
+        """Claim, renew and end requests from ``first`` on; how many there were."""
+        count = int(rate * seconds)
+        began = time.monotonic() + LEAD_S
+        due = [(began + n / rate, n, "claim") for n in range(count)]
+        while due:
+            wait = due[0][0] - time.monotonic()
+            for key, _ in self._selector.select(max(0.0, wait)):
+                self._hear(key)
+            while due and due[0][0] <= time.monotonic():
+                at, number, what = heapq.heappop(due)
+                self._do(first + number, what)
+                if what != "done":
+                    then = "renew" if what == "claim" else "done"
+                    heapq.heappush(due, (at + LEAD_S, number, then))
+        give_up = time.monotonic() + 5
+        while sum(self.heard.values()) < 2 * count and time.monotonic() < give_up:
+            for key, _ in self._selector.select(0.1):
+                self._hear(key)
+        return count
+
+    def _do(self, number: int, what: str) -> None:
+        sock, request = self._socks[number % len(self._socks)], f"r{number}"
+        reader = Reader(f"p{number}", 0, 1)
+        if what == "claim":
+            self._say(sock, Claim(next(self._seq), request, reader, digest(number)))
+        elif what == "renew":
+            self._say(sock, Renew(next(self._seq), request, reader))
+        else:
+            self._say(sock, Done(request, reader, digest(number), True))
+
+    @staticmethod
+    def _say(sock: socket.socket, message: FromReader | Hello) -> None:
+        sock.sendall(frame(msgspec.msgpack.encode([message])))
+
+    def _hear(self, key: selectors.SelectorKey) -> None:
+        for body in key.data.feed(key.fileobj.recv(1 << 18)):  # type: ignore[union-attr]
+            for message in msgspec.msgpack.decode(body, type=list[Granted | Refused]):
+                self.heard["granted" if isinstance(message, Granted) else "refused"] += 1
+
+
+def crowd(port: int) -> None:
+    """Do what is asked on standard input, line by line."""
+    readers = Crowd(port, READERS)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        first, rate, seconds = line.split()
+        readers.heard = {"granted": 0, "refused": 0}
+        count = readers.run(int(first), float(rate), float(seconds))
+        print(json.dumps({"count": count, **readers.heard}), flush=True)
+
+
+# The lender's process
+
+
+def step() -> float:
+    """Seconds that the scheduler's own work took."""
+    began = time.perf_counter()
+    total = 0
+    for number in range(_LOOPS):
+        total += number & 3
+    return time.perf_counter() - began
+
+
+class Scheduler:
+    """Takes steps, lends and collects, as a prefill engine's scheduler does."""
+
+    def __init__(self, lender: Lender) -> None:
+        self._lender = lender
+        self.lent = 0
+        self.freed = 0
+
+    def lend_until(self, number: int) -> None:
+        """Lend every request before ``number``."""
+        for each in range(self.lent, number):
+            self._lender.lend(f"r{each}", digest(each), TTL_S)
+        self.lent = max(self.lent, number)
+
+    def run(self, rate: float, seconds: float) -> list[float]:
+        """Take steps for so long, lending well before readers claim; what each took."""
+        first, began, took = self.lent, time.monotonic(), []
+        while (now := time.monotonic() - began) < seconds:
+            self.lend_until(first + int(min(now, seconds) * rate))
+            self.collect()
+            took.append(step())
+            time.sleep(max(0.0, STEP_S - took[-1]))
+        self.lend_until(first + int(seconds * rate))
+        return took
+
+    def collect(self) -> None:
+        """What is free again; every lease must have been read."""
+        for freed in self._lender.collect():
+            if freed.why != "read":
+                raise RuntimeError(f"{freed.request}: expected to be read, {freed.why}")
+            self.freed += 1
+
+    def drain(self) -> None:
+        """Wait until nothing is lent any more."""
+        give_up = time.monotonic() + 10
+        while self.freed < self.lent:
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"{self.lent - self.freed} leases are left")
+            time.sleep(0.01)
+            self.collect()
+
+
+@contextlib.contextmanager
+def readers_of(lender: Lender) -> Iterator[subprocess.Popen[str]]:
+    """The crowd, in a process of its own."""
+    command = [sys.executable, "-m", "tests.throughput.lender_load", "--crowd", str(lender.port)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        yield child
+        child.stdin.close()
+
+
+def measure(rate: float, seconds: float, rounds: int) -> list[Phase]:
+    """Phases without and with readers, ``rounds`` of each."""
+    cache = Cache("BHLNC", filled=False)
+    rank = RankGeometry(0, 0, b"nowhere", cache.references)
+    lender = Lender(Welcome.of("prefill", "boot", TRAITS, (rank,)), LOCALHOST, 0)
+    phases = []
+    try:
+        clock = _cpu_clock("pdconn-lender")
+        scheduler = Scheduler(lender)
+        with readers_of(lender) as child:
+            for number in range(2 * rounds):
+                per_s = rate if number % 2 else 0.0
+                first = scheduler.lent
+                scheduler.lend_until(first + int(AHEAD_S * per_s))
+                before, began = time.clock_gettime(clock), time.monotonic()
+                if per_s:
+                    _ask(child, first, per_s, seconds + AHEAD_S)
+                took = scheduler.run(per_s, seconds)
+                spent = time.clock_gettime(clock) - before
+                elapsed = time.monotonic() - began
+                if per_s:
+                    _answered(child)
+                    scheduler.drain()
+                phases.append(_phase(per_s, spent / elapsed, took))
+    finally:
+        lender.close()
+    return phases
+
+
+def _ask(child: subprocess.Popen[str], first: int, rate: float, seconds: float) -> None:
+    assert child.stdin is not None
+    child.stdin.write(f"{first} {rate} {seconds}\n")
+    child.stdin.flush()
+
+
+def _answered(child: subprocess.Popen[str]) -> None:
+    """Wait for the crowd; everything must have been granted."""
+    assert child.stdout is not None
+    said = json.loads(child.stdout.readline())
+    if (said["granted"], said["refused"]) != (2 * said["count"], 0):
+        raise RuntimeError(f"expected every claim and renewal granted, got {said}")
+
+
+def _cpu_clock(name: str) -> int:
+    [thread] = [t for t in threading.enumerate() if t.name == name]
+    assert thread.ident is not None
+    return time.pthread_getcpuclockid(thread.ident)
+
+
+def _phase(per_s: float, cpu: float, took: Sequence[float]) -> Phase:
+    ordered = sorted(1e3 * each for each in took)
+    return Phase(per_s, cpu, statistics.median(ordered), ordered[int(0.99 * len(ordered))])
+
+
+def summary(phases: Sequence[Phase]) -> dict[str, float]:
+    """Medians over the phases with readers, and their steps over those without."""
+
+    def median(field: str, loaded: bool) -> float:
+        return statistics.median(getattr(p, field) for p in phases if (p.per_s > 0) is loaded)
+
+    return {
+        "lender_cpu": median("lender_cpu", True),
+        "lender_cpu_idle": median("lender_cpu", False),
+        "step_p50_ratio": median("step_p50_ms", True) / median("step_p50_ms", False),
+        "step_p99_ratio": median("step_p99_ms", True) / median("step_p99_ms", False),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--rate", type=float, default=1000.0, help="requests a second (%(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a phase (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="phases of each kind (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write all measurements")
+    parser.add_argument("--crowd", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.crowd is not None:
+        crowd(options.crowd)
+        return 0
+    phases = measure(options.rate, options.seconds, options.rounds)
+    for phase in phases:
+        what = f"{phase.per_s:6.0f}/s" if phase.per_s else "no readers"
+        print(
+            f"{what:>10}: lender {100 * phase.lender_cpu:5.1f} % of a core, "
+            f"steps {phase.step_p50_ms:.3f} ms (p99 {phase.step_p99_ms:.3f})"
+        )
+    found = summary(phases)
+    print(
+        f"{READERS} readers, {options.rate:.0f} claims, renewals and dones a second each: "
+        f"{100 * found['lender_cpu']:.1f} % of a core; the scheduler's steps take "
+        f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f})"
+    )
+    if options.json is not None:
+        document = {"summary": found, "phases": [asdict(phase) for phase in phases]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Where the time of one pull goes, stage by stage, over real sockets and real NIXL.
+
+    python -m tests.throughput.waterfall --json waterfall.json
+
+A lender in one process lends the blocks of a long prompt of a hybrid model, a puller in
+another claims and reads them.  The stages, from the engine's first word of a request to
+its last::
+
+    claim     first word -> lease granted       (the peer was greeted before)
+    plan      blocks are there -> runs known
+    read      the backend's own account of moving the bytes
+    rest      handing over between threads, preparing the read, noticing its end
+    report    received -> the engine has collected it
+    free      -> the lender's engine has its blocks back
+
+``claim`` and ``plan`` .. ``report`` follow each other; ``free`` runs beside ``report``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pdconn.bench.arena import Arena
+from pdconn.bench.paths import PATHS
+from pdconn.bench.workload import Workload, extent, placed
+from pdconn.forecast.engine import parse_engine
+from pdconn.forecast.shapes import built_in
+from pdconn.lab.ports import LOCALHOST
+from pdconn.lab.table import table
+from pdconn.protocol.messages import RankGeometry, Welcome
+from pdconn.protocol.ticket import Ticket
+from pdconn.runtime.lender import Lender
+from pdconn.runtime.puller import Puller
+from pdconn.runtime.rank import Rank
+
+TRAITS = {"model": "waterfall"}
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """One pull; seconds.  ``all_s`` is from the first word to the collected report."""
+
+    claim_s: float
+    plan_s: float
+    read_s: float
+    rest_s: float
+    report_s: float
+    free_s: float
+    all_s: float
+    nbytes: int
+    descriptors: int
+
+    @property
+    def overhead_s(self) -> float:
+        """Everything but the read, the lender's freeing included."""
+        return self.all_s - self.read_s + max(0.0, self.free_s - self.report_s)
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    model = built_in(options.model)
+    engine = parse_engine(f"layout={options.layout},block={options.block}", model)
+    return Workload(engine, engine, options.prompt, options.ids)
+
+
+def ticket_of(workload: Workload, port: int, request: str) -> Ticket:
+    lists = workload.lent[0].lists
+    return Ticket(
+        "prefill", "boot", request, LOCALHOST, port, workload.prompt_tokens, "prompt", lists
+    )
+
+
+# The lender's process
+
+
+def lend(options: argparse.Namespace) -> None:
+    """Lend each request named on standard input; say when it is lent and when it is free."""
+    workload, path = workload_of(options), PATHS[options.path]
+    [described] = workload.theirs()
+    with (
+        Arena(extent(described), huge_pages=path.huge_pages) as arena,
+        path.open("waterfall-prefill") as transport,
+    ):
+        transport.register([arena.memory])
+        rank = RankGeometry(0, 0, transport.address(), placed(described, arena.memory))
+        lender = Lender(Welcome.of("prefill", "boot", TRAITS, (rank,)), LOCALHOST, 0)
+        print(lender.port, flush=True)
+        for line in sys.stdin:
+            request = line.strip()
+            ticket = ticket_of(workload, lender.port, request)
+            lender.lend(request, ticket.digest(), PATIENCE_S)
+            print(request, flush=True)
+            while not (freed := lender.collect()):
+                time.sleep(0.0001)
+            print(json.dumps([freed[0].why, time.monotonic()]), flush=True)
+        lender.close()
+
+
+# The puller's process
+
+
+def measure(options: argparse.Namespace) -> list[Waterfall]:
+    """Pull ``options.times`` times, after two that are not counted."""
+    workload, path = workload_of(options), PATHS[options.path]
+    command = [sys.executable, "-m", "tests.throughput.waterfall", "--lend"]
+    for name in ("model", "layout", "block", "prompt", "ids", "path"):
+        command += [f"--{name}", str(getattr(options, name))]
+    ours = workload.ours()
+    with (
+        Arena(extent(ours), huge_pages=path.huge_pages) as arena,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child,
+    ):
+        assert child.stdout is not None
+        assert child.stdin is not None
+        port = int(child.stdout.readline())
+        transport = path.open("waterfall-decode")
+        transport.register([arena.memory])
+        me = Rank("decode", 0, 1, 0, placed(ours, arena.memory), TRAITS)
+        puller = Puller(me, transport)
+        try:
+            taken = [
+                _pull(workload, puller, port, child, f"r{n}") for n in range(options.times + 2)
+            ]
+        finally:
+            puller.close()
+            child.stdin.close()
+    return taken[2:]
+
+
+def _pull(
+    workload: Workload, puller: Puller, port: int, child: subprocess.Popen[str], request: str
+) -> Waterfall:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(request + "\n")
+    child.stdin.flush()
+    assert child.stdout.readline().strip() == request
+    ticket, [need] = ticket_of(workload, port, request), workload.needs()
+    began = time.monotonic()
+    puller.hold(request, f"here/{request}", ticket)
+    puller.pull(request, need)
+    while not (outcome := puller.collect()).records:
+        if outcome.failed or time.monotonic() - began > PATIENCE_S:
+            raise RuntimeError(f"not pulled: {outcome.failed}")
+        puller.wait(0.05)
+    ended = time.monotonic()
+    why, freed = json.loads(child.stdout.readline())
+    if why != "read":
+        raise RuntimeError(f"the lease ended otherwise: {why}")
+    [record] = outcome.records
+    read = max(record.post_s, record.transfer_s)
+    counted = max(record.claim_s, 0.0) + record.plan_s + read
+    received = began + record.total_s
+    return Waterfall(
+        record.claim_s,
+        record.plan_s,
+        read,
+        record.total_s - counted,
+        ended - received,
+        freed - received,
+        ended - began,
+        record.moved.full + record.moved.window,
+        record.num_descriptors,
+    )
+
+
+def render(taken: Sequence[Waterfall]) -> str:
+    """Medians as a table with bars."""
+    stages = ("claim_s", "plan_s", "read_s", "rest_s", "report_s", "free_s")
+    medians = {name: statistics.median(getattr(each, name) for each in taken) for name in stages}
+    small = max(value for name, value in medians.items() if name != "read_s")
+    rows = []
+    for name, value in medians.items():
+        worst = max(getattr(each, name) for each in taken)
+        bar = "..." if name == "read_s" else "#" * max(1, round(30 * value / small))
+        rows.append([name.removesuffix("_s"), f"{1e3 * value:.3f}", f"{1e3 * worst:.3f}", bar])
+    return table(["stage", "median\nms", "worst\nms", ""], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--model", default="gpt-oss-20b", help="a built-in shape (%(default)s)")
+    add("--layout", default="BLHNC", help="memory order of both engines (%(default)s)")
+    add("--block", type=int, default=16, help="tokens per block (%(default)s)")
+    add("--prompt", type=int, default=32_768, help="tokens (%(default)s)")
+    add("--ids", default="random", help="order of block ids (%(default)s)")
+    add("--path", default="shm-huge", help=f"one of {', '.join(PATHS)} (%(default)s)")
+    add("--times", type=int, default=15, help="pulls (%(default)s)")
+    add("--json", type=Path, help="where to write all measurements")
+    add("--lend", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.lend:
+        lend(options)
+        return 0
+    taken = measure(options)
+    print(render(taken))
+    overhead = statistics.median(each.overhead_s for each in taken)
+    first = taken[0]
+    print(
+        f"{options.prompt:,} tokens, {first.nbytes / 1e6:,.1f} MB in {first.descriptors:,} "
+        f"descriptors: all but the read takes {1e3 * overhead:.2f} ms"
+    )
+    if options.json is not None:
+        document = {"overhead_s": overhead, "pulls": [asdict(each) for each in taken]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
