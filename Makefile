@@ -4,6 +4,7 @@
 #   make check    format, lint, types, direction of imports
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    handover beside vLLM's in-tree connector
+#   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make format, clean
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench clean
+.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench multinode clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,10 +39,10 @@ test: test-fast test-vllm
 
 # Most of these wait for peers that are late on purpose, so three fit on two cores.
 test-fast: venv
-	$(BIN)/python -m pytest -m "not engine" -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not multinode" -n 3 --dist worksteal $(ARGS)
 
 test-vllm: venv
-	$(BIN)/python -m pytest -m engine $(ARGS)
+	$(BIN)/python -m pytest -m "engine and not multinode" $(ARGS)
 
 check: venv
 	$(BIN)/ruff check .
@@ -67,6 +68,10 @@ soak: venv
 
 bench: venv
 	$(BIN)/python -m tests.throughput.handover $(ARGS)
+
+multinode: venv
+	$(BIN)/python -m pytest tests/multinode $(ARGS)
+	$(BIN)/python -m tests.multinode.demo
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

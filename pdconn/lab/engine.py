@@ -75,7 +75,8 @@ class Engine:
         Raises:
             PortInUse: before anything is started.
         """
-        for port in (self.spec.port, self.spec.side_channel_port):
+        here = not self.spec.within
+        for port in (self.spec.port, self.spec.side_channel_port) if here else ():
             if port is not None and not is_free(port, self.spec.host):
                 raise PortInUse(self.spec.name, self.spec.host, port)
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,8 @@ class EngineSpec:
         device: ``gpu`` leaves memory, cores and number format to vLLM.
         env: further environment variables; they win over all others.
         args: further command line arguments.
+        within: words in front of the command line that run it elsewhere on this machine,
+            such as ``ip netns exec NAME``; whether its ports are free there is not looked at.
     """
 
     name: str
@@ -74,6 +76,7 @@ class EngineSpec:
     device: Literal["cpu", "gpu"] = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cpus is not None and len(self.cpus) != self.tensor_parallel:
@@ -87,7 +90,7 @@ class EngineSpec:
 
     def command(self) -> list[str]:
         """The command line, to be run with this interpreter."""
-        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        words = [*self.within, sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for option, value in self._options().items():
             words += [f"--{option}", str(value)]
         for option, on in self._switches().items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
@@ -30,6 +31,11 @@ from pdconn.router.headers import OF_THE_ANSWER, keep_end_to_end
 #: vLLM's server closes a connection that idles for 5 s.  Ours must go first, or
 #: a request is now and then written into a connection that is just closing.
 _KEEPALIVE_S = 4.0
+
+#: How long an engine may be silent as a host, not as a server: what the network swallowed
+#: is given up, and so is waiting for a machine that is gone without a word.
+_SILENT_S = 15
+_ASK_AFTER_S, _ASK_EVERY_S = 6, 3
 
 #: aiohttp writes bytes in one piece and warns above 1 MiB; a file in pieces.
 _ONE_PIECE_NBYTES = 1 << 20
@@ -139,7 +145,9 @@ class Upstream:
         # An answer may take minutes to begin and hours to end, so only the
         # connecting is timed.  No limit per host: the engines queue, not we.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_watchful_socket
+            ),
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s
             ),
@@ -199,6 +207,24 @@ class Upstream:
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
+
+
+def _watchful_socket(
+    address: tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, object],
+) -> socket.socket:
+    """A socket whose kernel notices that the other host is gone, whoever waits for whom."""
+    made = socket.socket(address[0], address[1], address[2])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    asks = (_SILENT_S - _ASK_AFTER_S) // _ASK_EVERY_S
+    for option, value in (
+        ("TCP_KEEPIDLE", _ASK_AFTER_S),
+        ("TCP_KEEPINTVL", _ASK_EVERY_S),
+        ("TCP_KEEPCNT", asks),
+        ("TCP_USER_TIMEOUT", 1000 * _SILENT_S),  # what was sent and never confirmed
+    ):
+        if hasattr(socket, option):  # Linux has all four
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
 
 
 def _nothing() -> None:

@@ -39,6 +39,11 @@ def test_an_engine_without_connector_is_told_of_none() -> None:
     assert "--enable-prefix-caching" in command
 
 
+def test_an_engine_elsewhere_is_the_same_behind_the_words_that_lead_there() -> None:
+    there = ("ip", "netns", "exec", "p1")
+    assert _spec(within=there).command() == [*there, *_spec().command()]
+
+
 def test_a_gpu_keeps_vllms_own_choices() -> None:
     spec = _spec(device="gpu")
     assert not {"--kv-cache-memory-bytes", "--dtype", "--enforce-eager"} & set(spec.command())

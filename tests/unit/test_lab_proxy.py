@@ -1,0 +1,43 @@
+"""The lab's proxy listens where it is told, and is gone with its block."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pdconn.lab.client import Client
+from pdconn.lab.errors import EngineDied, PortInUse
+from pdconn.lab.ports import free_ports, is_free
+from pdconn.lab.proxy import running_proxy
+
+_OTHER = "127.0.0.2"
+_NOBODY = ["http://127.0.0.1:1"]
+
+
+def test_it_is_waited_for_at_its_address(tmp_path: Path) -> None:
+    (port,) = free_ports(1, _OTHER)
+    with running_proxy(_NOBODY, _NOBODY, tmp_path, port, host=_OTHER) as url:
+        assert url == f"http://{_OTHER}:{port}"
+        assert "pdconn_proxy_inflight" in Client(url).get("/metrics")
+    assert is_free(port, _OTHER)
+
+
+def test_words_in_front_of_its_command_are_run(tmp_path: Path) -> None:
+    there = ("env", "PDCONN_TRIED=1")
+    with running_proxy(_NOBODY, _NOBODY, tmp_path, within=there) as url:
+        assert Client(url).get("/metrics")
+    nowhere = running_proxy(_NOBODY, _NOBODY, tmp_path, within=("false",))
+    with pytest.raises(EngineDied), nowhere:
+        pytest.fail("it must not be handed over")
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server((_OTHER, 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(PortInUse, match=f"port {port} on {_OTHER}"),
+            running_proxy(_NOBODY, _NOBODY, tmp_path, port, host=_OTHER),
+        ):
+            pytest.fail("it must not be handed over")
