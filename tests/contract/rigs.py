@@ -134,7 +134,7 @@ class Lender:
 
 def _await_state(pid: int, state: str) -> None:
     """Wait until the kernel reports ``state``: a signal takes effect a little later."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
         assert time.monotonic() < deadline, f"process {pid} did not reach state {state}"
         time.sleep(0.001)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -75,7 +76,7 @@ class TestNixlOverTcp(_WithLender, TransportContract):
         transfer.release()  # as if that ended it
         rig.check((0, 0, 64))
         self.lender.resume()
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 20.0
         expected = Arena.blank().bytes
         expected[GUARD_BYTES : GUARD_BYTES + 64] = pattern(64)
         while (rig.arena.bytes == expected).all() and time.monotonic() < deadline:
@@ -141,10 +142,14 @@ class TestNixlOnOneHost(_WithLender, TransportContract):
 
 def test_an_idle_agent_rests_and_without_a_delay_it_spins() -> None:
     with NixlTransport("idle"):
-        assert _cpu_share(1.5) < 0.03
+        assert min(_cpu_share(0.5) for _ in range(3)) < 0.03  # of rounds: others live here too
     spinning = Agent(load_library(), "spin", {"UCX": {}}, progress_delay_us=0, telemetry=True)
-    assert _cpu_share(1.0) > 0.06  # the measurement can fail
-    spinning.close()
+    try:
+        shares = [_cpu_share(0.5) for _ in range(6)]
+    finally:
+        spinning.close()
+    assert statistics.median(shares) > 0.03  # the measurement can fail
+    assert max(shares) > 0.06
 
 
 def _cpu_share(seconds: float) -> float:

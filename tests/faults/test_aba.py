@@ -53,23 +53,39 @@ class Prefilling(Protocol):
         """Lend request ``number``, or None when there is no room yet."""
 
 
-def serve(prefill: Prefilling, decode: Decode, count: int, seconds: float = 60.0) -> None:
+Enough = Callable[[Decode], object]
+"""Whether the trap has closed as often as a test needs."""
+
+
+def serve(prefill: Prefilling, decode: Decode, count: int, enough: Enough) -> None:
     """Hand over ``count`` requests, as many at once as there is room for.
 
     Prefill computes others as long as decode is not through, so blocks are always reused.
+    Where the machine is so busy that leases ran out before they were claimed, what was
+    read may not be ``enough``: then more are handed over, eight times as many at most.
     """
-    number, give_up = 0, time.monotonic() + seconds
-    while number < count or decode.num_open:
+    number = _serve(prefill, decode, 0, count)
+    for _ in range(28):
+        if enough(decode):
+            return
+        number = _serve(prefill, decode, number, count // 4)
+
+
+def _serve(prefill: Prefilling, decode: Decode, number: int, count: int) -> int:
+    """Hand over ``count`` requests from ``number`` on; the next number that is nobody's."""
+    end, give_up = number + count, time.monotonic() + 120.0
+    while number < end or decode.num_open:
         assert time.monotonic() < give_up, f"{decode.num_open} are open, {number} were asked"
-        while number >= count or decode.has_room:
+        while number >= end or decode.has_room:
             ticket = prefill.compute(number)
             if ticket is None:
                 break
-            if number < count:
+            if number < end:
                 decode.pull(number, ticket)
             number += 1
         decode.collect()
         time.sleep(0.001)
+    return number
 
 
 def trap(
@@ -80,6 +96,7 @@ def trap(
     lossy: bool = True,
     pool: int = 24,
     network: MemoryNetwork | None = None,
+    enough: Enough = lambda _: True,
 ) -> Decode:
     """``count`` requests over the in-process transport."""
     network = network or MemoryNetwork()
@@ -93,7 +110,7 @@ def trap(
             through = lambda _host, _port: (relay.host, relay.port)  # noqa: E731
         decode = Decode(late, pool=3 * count, patience=PATIENCE, through=through)
         stack.enter_context(decode)
-        serve(prefill, decode, count)
+        serve(prefill, decode, count, enough)
         assert prefill.ended["aborted"] == 0
         assert decode.puller.num_open == 0
         print(f"{told(decode)}; leases {dict(prefill.ended)}")
@@ -109,8 +126,8 @@ def told(decode: Decode) -> str:
 
 
 def test_500_reads_of_reused_blocks_give_no_wrong_token() -> None:
-    decode = trap(500)
-    assert len(decode.tokens) == 500
+    decode = trap(500, enough=lambda decode: len(decode.spoiled) > 400)
+    assert len(decode.tokens) >= 500
     assert decode.wrong == []
     assert len(decode.spoiled) > 400, "the trap did not close: blocks were not reused under reads"
     assert decode.spoiled <= set(decode.rejected)
@@ -118,15 +135,19 @@ def test_500_reads_of_reused_blocks_give_no_wrong_token() -> None:
 
 def test_without_the_deadline_the_same_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     without_deadline(monkeypatch)
-    decode = trap(120)
-    assert len(decode.wrong) > 60
+    assert len(trap(120, enough=lambda decode: len(decode.wrong) > 60).wrong) > 60
 
 
 def test_reads_that_land_about_the_deadline_are_believed_or_not_and_never_wrong() -> None:
     """Some land in time, some under a lease that is just over, some on reused blocks."""
     rng = Random(11)
     network = MemoryNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
-    decode = trap(300, faults=ReadFaults(), network=network)
+    decode = trap(
+        300,
+        faults=ReadFaults(),
+        network=network,
+        enough=lambda decode: decode.received and decode.spoiled,
+    )
     assert decode.wrong == []
     assert decode.received
     assert decode.spoiled
@@ -136,7 +157,8 @@ def test_about_the_deadline_too_it_is_the_check_that_saves(monkeypatch: pytest.M
     without_deadline(monkeypatch)
     rng = Random(11)
     network = MemoryNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
-    assert trap(150, faults=ReadFaults(), network=network).wrong
+    enough: Enough = lambda decode: decode.wrong  # noqa: E731
+    assert trap(150, faults=ReadFaults(), network=network, enough=enough).wrong
 
 
 def test_240_undisturbed_requests_raise_no_false_alarm() -> None:
@@ -148,9 +170,12 @@ def test_240_undisturbed_requests_raise_no_false_alarm() -> None:
 
 
 def test_240_late_reads_whose_renewals_arrive_raise_no_false_alarm() -> None:
-    """What is rejected above is rejected for the lost renewals, not for being late."""
-    late = ReadFaults(delay=1.0, delay_s=2.0)
-    decode = trap(240, faults=late, ttl_s=1.2, lossy=False, pool=720)
+    """What is rejected above is rejected for the lost renewals, not for being late.
+
+    A busy machine may stand still for two seconds of a lease.
+    """
+    late = ReadFaults(delay=1.0, delay_s=6.0)
+    decode = trap(240, faults=late, ttl_s=3.6, lossy=False, pool=720)
     assert decode.wrong == []
     assert len(decode.received) == 240
 
@@ -166,7 +191,14 @@ class TestNixlOverTcp:
     """The same with real agents, prefill in a process of its own."""
 
     def trap(
-        self, prefill: PrefillProcess, count: int, faults: ReadFaults, ttl_s: float, lossy: bool
+        self,
+        prefill: PrefillProcess,
+        count: int,
+        faults: ReadFaults,
+        ttl_s: float,
+        lossy: bool,
+        *,
+        enough: Enough = lambda _: True,
     ) -> Decode:
         from transport.nixl import NixlTransport
 
@@ -181,12 +213,13 @@ class TestNixlOverTcp:
                 through = lambda _host, _port: (relay.host, relay.port)  # noqa: E731
             decode = Decode(late, pool=3 * count, patience=PATIENCE, through=through)
             stack.enter_context(decode)
-            serve(prefill, decode, count)
+            serve(prefill, decode, count, enough)
             print(told(decode))
         return decode
 
     def test_48_reads_of_reused_blocks_give_no_wrong_token(self, prefill: PrefillProcess) -> None:
-        decode = self.trap(prefill, 48, LATE, LEASE_S, lossy=True)
+        enough: Enough = lambda decode: len(decode.spoiled) > 24  # noqa: E731
+        decode = self.trap(prefill, 48, LATE, LEASE_S, lossy=True, enough=enough)
         assert decode.wrong == []
         assert len(decode.spoiled) > 24
 
@@ -194,7 +227,8 @@ class TestNixlOverTcp:
         self, prefill: PrefillProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         without_deadline(monkeypatch)
-        assert len(self.trap(prefill, 24, LATE, LEASE_S, lossy=True).wrong) > 12
+        enough: Enough = lambda decode: len(decode.wrong) > 12  # noqa: E731
+        assert len(self.trap(prefill, 24, LATE, LEASE_S, lossy=True, enough=enough).wrong) > 12
 
     def test_48_undisturbed_requests_raise_no_false_alarm(self, prefill: PrefillProcess) -> None:
         decode = self.trap(prefill, 48, ReadFaults(), 5.0, lossy=False)

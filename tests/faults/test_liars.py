@@ -110,7 +110,8 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
     """
     network = MemoryNetwork()
     with ExitStack() as stack:
-        prefill = stack.enter_context(Prefill(MemoryTransport(network, "prefill"), pool=3000))
+        lending = MemoryTransport(network, "prefill")
+        prefill = stack.enter_context(Prefill(lending, pool=3000, ttl_s=20.0))
         relay = stack.enter_context(closing(LyingRelay(prefill.lender.port, lie)))
 
         def through(host: str, port: int) -> tuple[str, int]:
@@ -119,7 +120,7 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
         decode = Decode(
             MemoryTransport(network, "decode"),
             pool=AT_ONCE * PER_REQUEST + 3,
-            patience=Patience(claim_s=0.8, drain_s=0.3),
+            patience=Patience(claim_s=2.5, drain_s=0.3),
             through=through,
         )
         stack.enter_context(decode)
@@ -132,7 +133,7 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
                 liar = f"127.0.1.{number // 2 % 250 + 1}"
                 decode.pull(number, ticket if number % 2 else replace(ticket, host=liar))
             before = prefill.cache.rows.copy()
-            give_up = time.monotonic() + 20.0
+            give_up = time.monotonic() + 60.0
             while decode.num_open:
                 assert time.monotonic() < give_up, f"{decode.num_open} pulls are not reported"
                 decode.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import select
 import socket
 import ssl
 import time
@@ -33,6 +34,7 @@ from tests.guards import (
 
 WELCOME = b"welcome: addresses and geometry"
 HELLO = b"hello: who calls"
+PATIENCE_S = 20.0
 
 
 class Worlds:
@@ -127,7 +129,7 @@ def test_bytes_may_come_one_by_one(security: Security) -> None:
         lender = Channel(lender_end, 1 << 20, guard=security.for_lender())
         reader.send(HELLO)
         heard: list[bytes] = []
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + PATIENCE_S
         while not heard:
             assert time.monotonic() < give_up
             reader.flush()
@@ -140,6 +142,18 @@ def test_bytes_may_come_one_by_one(security: Security) -> None:
                 heard += channel.receive()
         assert heard == [HELLO]
         assert not lender.is_midway
+
+
+def await_bytes(source: socket.socket) -> None:
+    """What was sent over the loopback device is there soon, and not always at once."""
+    assert select.select([source], [], [], PATIENCE_S)[0], "nothing arrives"
+
+
+def await_end(source: socket.socket) -> None:
+    """Until the end of the stream is there, behind what may not be read yet."""
+    poll = select.poll()
+    poll.register(source, select.POLLRDHUP)
+    assert poll.poll(PATIENCE_S * 1000), "the stream does not end"
 
 
 def arrived(source: socket.socket) -> bytes:
@@ -219,9 +233,9 @@ class Stranger:
     """A raw socket on a lender's doorstep, that sees every byte the lender sends."""
 
     def __init__(self, security: Security) -> None:
-        self.socket, accepted = sockets()
+        self.socket, self.accepted = sockets()
         self.socket.setblocking(False)
-        self.lender = Channel(accepted, 1 << 20, guard=security.for_lender())
+        self.lender = Channel(self.accepted, 1 << 20, guard=security.for_lender())
         self.seen = b""
 
     def __enter__(self) -> Stranger:
@@ -235,9 +249,17 @@ class Stranger:
         """Say it and let the lender answer; return the messages that it heard."""
         self.socket.sendall(data)
         self.lender.flush()
+        if data:
+            await_bytes(self.accepted)
         bodies = self.lender.receive()
         self.seen += arrived(self.socket)
         return bodies
+
+    def hear(self) -> bytes:
+        """All that the lender has sent, once there is more of it."""
+        await_bytes(self.socket)
+        self.seen += arrived(self.socket)
+        return self.seen
 
 
 def test_a_lender_sends_no_byte_of_a_message_before_the_reader_has_proven_itself() -> None:
@@ -245,13 +267,14 @@ def test_a_lender_sends_no_byte_of_a_message_before_the_reader_has_proven_itself
         stranger.lender.send(WELCOME)
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
         stranger.say(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(stranger.seen)
+        [challenge] = Frames(1 << 20).feed(stranger.seen or stranger.hear())
         assert len(stranger.seen) < 64
         assert WELCOME not in stranger.seen
         assert stranger.lender.is_midway
         [proof] = reader.feed(challenge)[1]
         with pytest.raises(Unauthenticated):
             stranger.say(frame(flipped(proof, 200)))
+        time.sleep(0.05)
         assert WELCOME not in stranger.seen + arrived(stranger.socket)
 
 
@@ -261,13 +284,16 @@ def test_the_welcome_is_seen_once_the_reader_has_proven_itself_or_none_need_to()
         stranger.lender.send(WELCOME)
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
         stranger.say(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(stranger.seen)
+        [challenge] = Frames(1 << 20).feed(stranger.seen or stranger.hear())
         stranger.say(frame(reader.feed(challenge)[1][0]))
+        give_up = time.monotonic() + PATIENCE_S
+        while WELCOME not in stranger.seen and time.monotonic() < give_up:
+            stranger.hear()
         assert WELCOME in stranger.seen
     with Stranger(OPEN) as stranger:
         stranger.lender.send(WELCOME)
         stranger.say(b"")
-        assert WELCOME in arrived(stranger.socket) + stranger.seen
+        assert WELCOME in stranger.seen or WELCOME in stranger.hear()
 
 
 def test_tls_hides_what_a_secret_alone_does_not(worlds: Worlds) -> None:
@@ -289,11 +315,11 @@ class Relay:
 
     def __init__(self, security: Security, change: Callable[[bytes], bytes] | None = None) -> None:
         self.sockets = (*sockets(), *sockets())
-        reader, self._a, self._b, lender = self.sockets
+        reader, self._a, self._b, self._there = self.sockets
         for end in (self._a, self._b):
             end.setblocking(False)
         self.reader = Channel(reader, 1 << 20, guard=security.for_reader("localhost"))
-        self.lender = Channel(lender, 1 << 20, guard=security.for_lender())
+        self.lender = Channel(self._there, 1 << 20, guard=security.for_lender())
         self.passed = {"there": bytearray(), "back": bytearray()}
         self.change = change
         self.heard: list[bytes] = []
@@ -302,7 +328,10 @@ class Relay:
         self.reader.flush()
         data = arrived(self._a)
         self.passed["there"] += data
-        self._b.sendall(self.change(data) if self.change and data else data)
+        changed = self.change(data) if self.change and data else data
+        self._b.sendall(changed)
+        if changed:
+            await_bytes(self._there)
         self.heard += self.lender.receive()
         self.lender.flush()
         back = arrived(self._b)
@@ -311,11 +340,16 @@ class Relay:
         self.reader.receive()
 
     def until_heard(self, count: int) -> None:
-        for _ in range(2000):
-            if len(self.heard) >= count:
-                return
+        give_up = time.monotonic() + PATIENCE_S
+        while len(self.heard) < count:
+            assert time.monotonic() < give_up, f"heard {self.heard}"
             self.turn()
-        raise AssertionError(f"heard {self.heard}")
+
+    def turn_once_said(self) -> None:
+        """A turn in which something that the reader has said passes."""
+        self.reader.flush()
+        await_bytes(self._a)
+        self.turn()
 
 
 @contextmanager
@@ -359,7 +393,7 @@ def test_nothing_changed_on_the_way_is_ever_heard(guarded: Security, how: str) -
         relay.reader.send(b"one")
         relay.reader.send(b"two")
         if how == "left out":
-            relay.turn()
+            relay.turn_once_said()
             relay.change = None
             relay.reader.send(b"six")
         with pytest.raises(Unauthenticated, match="altered, replayed or misplaced"):
@@ -428,7 +462,7 @@ def test_a_frame_of_which_the_last_byte_is_missing_is_midway(security: Security)
         assert not relay.lender.is_midway
         relay.change = lambda data: data[:-1]
         relay.reader.send(b"one")
-        relay.turn()
+        relay.turn_once_said()
         assert relay.heard == [HELLO]
         assert relay.lender.is_midway
 
@@ -449,6 +483,7 @@ def test_a_lender_that_leaves_before_it_answers_is_asked_what_it_wanted() -> Non
         reader.send(HELLO)
         accepted.recv(100)
         accepted.close()
+        await_end(dialled)
         with pytest.raises(Unauthenticated, match="does it demand a secret or TLS"):
             reader.receive()
 
@@ -461,6 +496,7 @@ def test_a_plain_peer_that_leaves_after_it_spoke_is_only_gone() -> None:
         accepted.recv(100)
         accepted.sendall(frame(WELCOME))
         accepted.close()
+        await_end(dialled)
         assert reader.receive() == [WELCOME]
         with pytest.raises(ChannelLost, match=r"^closed by the peer$") as lost:
             reader.receive()

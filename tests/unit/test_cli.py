@@ -18,7 +18,7 @@ PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
 
 def pdconn(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*PDCONN, *words], capture_output=True, text=True, timeout=20, check=False
+        [*PDCONN, *words], capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -31,7 +31,7 @@ def test_help_is_enough_to_begin_and_imports_nothing_heavy():
         "print('heavy', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert "exit 0" in done.stdout
     assert "heavy []" in done.stdout
@@ -128,5 +128,5 @@ def test_a_signal_ends_the_proxy_with_0(number, waiting):
         time.sleep(0.1 if waiting else 0)
         os.kill(process.pid, number)
         rest = process.stdout.read()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
     assert waiting or json.loads(rest)["event"] == "draining"

@@ -83,7 +83,7 @@ def test_a_stranger_cannot_be_down():
 
 @asynccontextmanager
 async def health_of(engines: Engines):
-    upstream, metrics = Upstream(1.0), ProxyMetrics(engines)
+    upstream, metrics = Upstream(20.0), ProxyMetrics(engines)
     health = Health(engines, upstream, metrics)
     try:
         yield health, metrics
@@ -125,6 +125,7 @@ async def test_an_engine_that_went_is_not_probed(told, monkeypatch):
                 await asyncio.sleep(0.01)
                 assert not probing()
             await until(lambda: not probing())  # in time, even if nobody said so
+            await asyncio.sleep(0.02)  # one may be on its way
             num_probes = fake.num_probes
             await asyncio.sleep(0.05)
             assert fake.num_probes == num_probes
@@ -146,8 +147,7 @@ async def test_an_engine_that_came_back_is_probed_by_one_task(monkeypatch):
                 assert engines.outage(fake.url) is None
             health.report_down(fake.url, "refused", "r")
             assert len(probing()) == 6  # nobody was told of the changes
-            await asyncio.sleep(0.1)
-            assert len(probing()) == 1
+            await until(lambda: len(probing()) == 1)
             assert engines.outage(fake.url).num_failures <= 3
 
 

@@ -31,15 +31,18 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-S", "-c", code]
 
 
-def _is_alive(pid: int) -> bool:
+def _state(pid: int) -> str:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in "ZX"
+        return "X"
 
 
-def _wait_until(true: object, timeout_s: float = 10.0) -> None:
+def _is_alive(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def _wait_until(true: object, timeout_s: float = 30.0) -> None:
     assert callable(true)
     give_up = time.monotonic() + timeout_s
     while not true():
@@ -84,7 +87,7 @@ def test_what_ignores_the_request_is_killed_after_its_grace(tmp_path: Path) -> N
         _said(log)
         ended = process.end()
     assert ended.exit_code == -signal.SIGKILL
-    assert 0.3 <= ended.seconds < 5
+    assert 0.3 <= ended.seconds < 10  # which it has where nothing is said
     assert not _is_alive(process.pid)
 
 
@@ -102,7 +105,7 @@ def test_a_paused_process_stands_still_until_resumed(tmp_path: Path) -> None:
     with Process("server", _python(count), log) as process:
         _said(log)
         process.pause()
-        time.sleep(0.1)
+        _wait_until(lambda: _state(process.pid) == "T")  # a signal takes effect a little later
         still = log.stat().st_size
         time.sleep(0.2)
         assert log.stat().st_size == still
@@ -113,7 +116,7 @@ def test_a_paused_process_stands_still_until_resumed(tmp_path: Path) -> None:
 def test_grandchildren_outside_the_group_are_found_and_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with Process("server", _python(_WITH_GRANDCHILD + "\ninput()"), log) as process:
-        _wait_until(process.ended, timeout_s=20)  # it has no input, so it ends at once
+        _wait_until(process.ended)  # it has no input, so it ends at once
         ended = process.ended()
     grandchild = int(log.read_text().split()[0])
     assert ended is not None

@@ -64,9 +64,14 @@ def pool() -> Pool:
 
 
 @pytest.fixture
-def lending(pool: Pool) -> Iterator[Lending]:
+def lease_s() -> float:
+    return 2.5
+
+
+@pytest.fixture
+def lending(pool: Pool, lease_s: float) -> Iterator[Lending]:
     [port] = free_ports(1)
-    settings = read_settings({"kv_lease_duration": 0.5}, "127.0.0.1", port, 0)
+    settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
     made = Lending(settings, "p", "boot", (1, 1))
     made.bind(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
@@ -75,7 +80,7 @@ def lending(pool: Pool) -> Iterator[Lending]:
     made.close()
 
 
-def settle(lending: Lending, pool: Pool, seconds: float = 5.0) -> None:
+def settle(lending: Lending, pool: Pool, seconds: float = 20.0) -> None:
     give_up = time.monotonic() + seconds
     while pool.pinned() and time.monotonic() < give_up:
         lending.unpin_freed()
@@ -92,8 +97,9 @@ def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Poo
     assert pool.freed == [7, 4, 3]
 
 
+@pytest.mark.parametrize("lease_s", [60.0])
 def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
-    lending: Lending, pool: Pool
+    lending: Lending, pool: Pool, lease_s: float
 ) -> None:
     params = lending.lend(request("r"), ([3],))
     assert params is not None
@@ -104,7 +110,7 @@ def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
         reader.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", ticket.incarnation), done])))
         settle(lending, pool)
     assert pool.freed == [3]
-    assert time.monotonic() - began < 0.45
+    assert time.monotonic() - began < lease_s / 2
 
 
 def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: Pool) -> None:

@@ -5,7 +5,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -95,6 +95,7 @@ def test_a_page_that_is_too_long_is_read_up_to_a_whole_line(monkeypatch):
     assert parse_metrics(text) == Load()
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -113,10 +114,10 @@ def test_any_text_has_a_load(text):
 
 
 def test_hostile_lines_take_no_time():
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     for junk in ("{}" * 500_000, "} " * 500_000, " " * 1_000_000, '{"' * 500_000):
         parse_metrics("vllm:num_requests_running" + junk)
-    assert time.perf_counter() - started_s < 5
+    assert time.thread_time() - started_s < 5
 
 
 # Polling
@@ -132,7 +133,7 @@ class Clock:
 @asynccontextmanager
 async def polled(number: int, **settings):
     fakes = [FakeEngine(Leases()) for _ in range(number)]
-    upstream = Upstream(1.0)
+    upstream = Upstream(20.0)
     try:
         for fake in fakes:
             await fake.start()
@@ -168,28 +169,28 @@ async def test_loads_are_polled_by_themselves_until_the_end():
     async with polled(1, interval_s=0.01) as (fakes, _, poller):
         async with poller:
             await until(lambda: fakes[0].num_polls >= 3)
+        await asyncio.sleep(0.05)  # one may be on its way
         num_polls = fakes[0].num_polls
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
         assert fakes[0].num_polls == num_polls
 
 
 @in_loop
 async def test_a_slow_engine_delays_nobody_and_is_not_asked_twice():
-    async with polled(2, interval_s=0.01, timeout_s=5.0) as (fakes, _, poller):
+    async with polled(2, interval_s=0.01, timeout_s=60.0) as (fakes, _, poller):
         slow, quick = fakes
-        slow.metrics_pause_s = 2.0
+        slow.metrics_pause_s = 60.0
         async with poller:
-            async with asyncio.timeout(1.5):
-                await until(lambda: quick.num_polls >= 5)
+            await until(lambda: quick.num_polls >= 5)
             assert running(poller) == [1]
             assert slow.num_polls == 1
 
 
 @in_loop
 async def test_an_engine_that_is_silent_has_its_time():
-    async with polled(2, timeout_s=0.1) as (fakes, _, poller):
-        fakes[0].metrics_pause_s = 5.0
-        async with asyncio.timeout(2.0):
+    async with polled(2, timeout_s=2.5) as (fakes, _, poller):
+        fakes[0].metrics_pause_s = 60.0
+        async with asyncio.timeout(30.0):
             await poller.poll_now()
         assert running(poller) == [1]
 

@@ -70,11 +70,11 @@ def test_our_own_sums_may_take_longer_than_a_lender_may(monkeypatch: pytest.Monk
     made = Expected.ours
 
     def slow(self: Expected, *memory: Any) -> Any:
-        time.sleep(0.8)
+        time.sleep(3.5)
         return made(self, *memory)
 
     monkeypatch.setattr(Expected, "ours", slow)
-    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=0.4) as pair:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=2.5) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
 
@@ -83,11 +83,11 @@ def test_our_own_transport_may_take_longer_to_connect(monkeypatch: pytest.Monkey
     connect = MemoryTransport.connect
 
     def slow(self: MemoryTransport, address: bytes) -> Any:
-        time.sleep(0.8)
+        time.sleep(3.5)
         return connect(self, address)
 
     monkeypatch.setattr(MemoryTransport, "connect", slow)
-    with Pair(claim_timeout_s=0.4) as pair:
+    with Pair(claim_timeout_s=2.5) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
 
@@ -162,7 +162,7 @@ def test_a_refusal_does_not_give_the_digest_away() -> None:
 
 
 def test_who_waits_for_checksums_hears_that_the_lease_has_ended() -> None:
-    with Pair(their_verify=Verify.ALWAYS, ttl_s=0.5) as pair, Guest(pair.lender.port) as guest:
+    with Pair(their_verify=Verify.ALWAYS, ttl_s=3.0) as pair, Guest(pair.lender.port) as guest:
         ticket = pair.lend_blocks("r", BLOCKS)
         guest.claim("r", ticket.digest(), "here/1")
         reader = Reader("here/1", 0, 1)
@@ -178,16 +178,16 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
 
     def late(self: Desk, visitor: Any, messages: list[Any], now: float) -> None:
         if any(isinstance(message, Claim) for message in messages):
-            time.sleep(0.8)
+            time.sleep(3.5)
         hear(self, visitor, messages, now)
 
-    with Pair(claim_timeout_s=0.3, ttl_s=60.0) as pair:
+    with Pair(claim_timeout_s=2.5, ttl_s=60.0) as pair:
         assert serves(pair, "before")
         assert pair.freed() == "read"
         monkeypatch.setattr(Desk, "hear", late)
         pair.pull("d", pair.lend("r"))
         assert "no answer to the claim" in str(pair.outcome_of("d"))
-        assert pair.freed(seconds=10.0) == "read"
+        assert pair.freed(seconds=20.0) == "read"
 
 
 # Names of peers

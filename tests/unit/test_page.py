@@ -121,7 +121,7 @@ class Fleet:
             assert reply.status == 200, await reply.text()
 
     async def state_with(self, true: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(20):
             while not true(state := await self.state()):
                 await asyncio.sleep(0.02)
         return state
@@ -282,7 +282,7 @@ async def test_nobody_learns_the_seed_of_the_hashes():
         async with (
             running_proxy(ProxyConfig.of([words], [engine.url], port=0, **how)) as router,
             aiohttp.ClientSession() as client,
-            asyncio.timeout(10),
+            asyncio.timeout(20),
         ):
             text = "[]"
             while '"xxhash"' not in text:  # until the pod is known

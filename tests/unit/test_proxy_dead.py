@@ -16,7 +16,6 @@ from tests.unit.fake_engine import (
     ANSWER,
     CHUNKS,
     deployment,
-    die_in_stream,
     error,
     in_loop,
     reset,
@@ -144,8 +143,11 @@ async def test_tickets_on_their_way_back_are_bounded_in_number(monkeypatch):
     monkeypatch.setattr(returns, "_LIMIT", 2)
     async with deployment() as d:
         await d.decode[0].stop()
-        d.prefill[0].admission_s = 0.2  # all five hold a ticket before one sees decode gone
-        await asyncio.gather(*(d.complete() for _ in range(5)))
+        d.prefill[0].door.clear()  # all five hold a ticket before one sees decode gone
+        asking = asyncio.gather(*(d.complete() for _ in range(5)))
+        await until(lambda: len(d.prefill[0].seen) == 5)
+        d.prefill[0].door.set()
+        await asking
         assert d.metric("unused_tickets_total", fate="too_many") == 3
 
 
@@ -161,17 +163,19 @@ async def test_prefill_lends_nothing_while_decode_is_known_to_be_gone():
 @pytest.mark.parametrize("announced", [False, True])
 @in_loop
 async def test_a_stream_that_breaks_does_not_look_whole(announced, caplog):
+    said = b"".join(CHUNKS[:2])
+    got, whole = b"", False
+
     async def short(engine, seen, http):
-        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        response = web.StreamResponse(headers={"Content-Length": "1000"} if announced else {})
         await response.prepare(http)
-        await response.write(b"".join(CHUNKS[:2]))
-        await asyncio.sleep(0.02)
+        await response.write(said)
+        await until(lambda: len(got) >= len(said))
         http.transport.abort()
         return response
 
     async with deployment() as d:
-        d.decode[0].script = short if announced else die_in_stream
-        got, whole = b"", False
+        d.decode[0].script = short
         with contextlib.suppress(aiohttp.ClientPayloadError):
             async with d.client.post(
                 d.url("/v1/completions"), json={"prompt": "x", "stream": True}
@@ -180,7 +184,7 @@ async def test_a_stream_that_breaks_does_not_look_whole(announced, caplog):
                     got += chunk
                 whole = True
         assert not whole
-        assert got == b"".join(CHUNKS[:2])  # all that came, and no more
+        assert got == said  # all that came, and no more
         assert d.outcome("broken_stream") == 1
         assert any("stream broken" in r.getMessage() for r in caplog.records)
         assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 0
@@ -240,7 +244,7 @@ async def test_an_engine_that_does_not_connect_in_time_is_skipped_ticket_and_all
     url = f"https://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
     async with silent, deployment() as d:
         p, alive = d.prefill[0], d.decode[0]
-        config = ProxyConfig.of([p.url], [url, alive.url], port=0, connect_timeout_s=0.2)
+        config = ProxyConfig.of([p.url], [url, alive.url], port=0, connect_timeout_s=2.0)
         async with running_proxy(config) as proxy:
             reply = await d.send(proxy.url + "/v1/completions", b'{"prompt": "x"}')
             assert (reply.status, reply.body) == (200, ANSWER)
@@ -252,10 +256,10 @@ async def test_an_engine_that_is_busy_is_not_down():
     """An answer may take as long as it takes."""
 
     async def slow(engine, seen, http):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.5)
         return error(429, "busy")
 
-    async with deployment(connect_timeout_s=0.1) as d:
+    async with deployment(connect_timeout_s=2.0) as d:
         d.decode[0].script = slow
         assert (await d.complete()).status == 429
         assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 1

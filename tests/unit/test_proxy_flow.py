@@ -44,12 +44,24 @@ async def test_prefill_and_decode_see_the_same_request_id():
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @in_loop
 async def test_a_stream_reaches_the_client_byte_for_byte(path):
+    chunks: list[bytes] = []
+
+    async def one_at_a_time(engine, seen, http):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Own": "1"})
+        await response.prepare(http)
+        for number, chunk in enumerate(CHUNKS):
+            await response.write(chunk)
+            await until(lambda number=number: len(chunks) > number)
+        await response.write_eof()
+        return response
+
     async with deployment() as d:
-        d.decode[0].chunk_pause_s = 0.02
+        d.decode[0].script = one_at_a_time
         async with d.client.post(
             d.url(path), json={"prompt": "x", "messages": [], "stream": True}
         ) as response:
-            chunks = [chunk async for chunk, _ in response.content.iter_chunks() if chunk]
+            async for chunk, _ in response.content.iter_chunks():
+                chunks += [chunk] if chunk else []
         assert tuple(chunks) == CHUNKS  # as they came: not joined, not split
         assert response.headers["Content-Type"] == "text/event-stream"
         assert response.headers["X-Own"] == "1"
@@ -218,9 +230,12 @@ async def test_a_slow_reader_slows_the_engine_and_fills_no_memory():
 
         d.decode[0].script = flood
         writer = await d.open(stream=True)
-        await asyncio.sleep(0.3)  # nobody reads
-        before = sent
-        await asyncio.sleep(0.2)
-        assert before == sent < 4000 * 16384
+        before, at_rest = 0, 0
+        async with asyncio.timeout(20):
+            while at_rest < 10:  # nobody reads, so it comes to rest
+                await asyncio.sleep(0.03)
+                at_rest = at_rest + 1 if sent == before > 0 else 0
+                before = sent
+        assert sent < 4000 * 16384
         await leave(writer)
         await until(lambda: d.decode[0].aborted)

@@ -25,12 +25,13 @@ async def test_leaving_while_prefill_computes_for_long_aborts_it(monkeypatch):
 
 
 @in_loop
-async def test_leaving_while_the_ticket_is_on_its_way_gives_it_back():
+async def test_leaving_while_the_ticket_is_on_its_way_gives_it_back(monkeypatch):
     async def lend_and_dawdle(engine, seen, http):
         answer = engine.prefill_answer()  # the blocks are lent from here on
         await go_on.wait()
         return answer
 
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
     go_on = asyncio.Event()
     async with deployment() as d:
         d.prefill[0].script = lend_and_dawdle
@@ -69,15 +70,16 @@ async def test_closing_prefill_at_once_would_lose_the_ticket(monkeypatch):
 async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_names, monkeypatch):
     """The first decode engine is gone, and connecting to it takes its time."""
     post = Upstream.post
-    connecting = asyncio.Event()
+    connecting, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(self, engine, *rest):
         if engine == gone.url:
             connecting.set()
-            await asyncio.sleep(0.2)
+            await go_on.wait()
         return await post(self, engine, *rest)
 
     monkeypatch.setattr(Upstream, "post", slow)
+    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
     async with deployment(num_decode=2) as d:
         gone, alive = d.decode
         alive.checks_names = checks_names
@@ -85,6 +87,8 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
         client = await d.open(max_tokens=9, stream=True)
         await connecting.wait()
         await leave(client)
+        await until(lambda: d.outcome("client_left") == 1)
+        go_on.set()
         await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
         assert not d.leases.held
         (asked,) = alive.seen  # only to give back: never the client's own request

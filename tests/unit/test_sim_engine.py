@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -304,9 +306,29 @@ async def ask(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> dic
         return told
 
 
-async def states(client: aiohttp.ClientSession, url: str) -> set[str]:
-    async with client.get(f"{url}/debug/state") as response:
-        return {pod["state"] for pod in (await response.json())["pods"]}
+async def heard(client: aiohttp.ClientSession, url: str, published: Counter[str]) -> None:
+    """The router knows every pod, and all that engines have published."""
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get(f"{url}/debug/state") as response:
+                states = {pod["state"] for pod in (await response.json())["pods"]}
+            async with client.get(f"{url}/metrics") as response:
+                page = await response.text()
+            events = re.findall(r'^pdconn_router_pod_events_total{pod="(.*)"} (.*)$', page, re.M)
+            if states == {"live"} and {n: float(c) for n, c in events if float(c)} == published:
+                return
+            await asyncio.sleep(0.02)
+
+
+def counting(engine: Any, published: Counter[str]) -> None:
+    """Count the events that an engine publishes from now on."""
+    publish = engine._publisher.publish
+
+    def counted(batch: Any) -> None:
+        published[engine.url] += len(batch.events)
+        publish(batch)
+
+    engine._publisher.publish = counted
 
 
 def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
@@ -315,12 +337,16 @@ def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
 
     async def scene() -> None:
         async with sim.sim_engines(3, shape) as (p, q, d), aiohttp.ClientSession() as client:
+            published = Counter[str]()
+            for engine in (p, q, d):
+                counting(engine, published)
             config = ProxyConfig.of([p.word, q.word], [d.word], port=0, alone_below=8)
             async with running_proxy(config) as proxy:
-                while await states(client, proxy.url) != {"live"}:
-                    await asyncio.sleep(0.02)
+                await heard(client, proxy.url, published)
                 cold = await ask(client, proxy.url, prompt)
+                await heard(client, proxy.url, published)
                 warm = await ask(client, proxy.url, prompt + list(range(300)))
+                await heard(client, proxy.url, published)
                 again = await ask(client, proxy.url, prompt)
             assert cold["cached_tokens"] == 0
             assert warm["prefill"] == cold["prefill"]

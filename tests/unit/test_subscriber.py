@@ -153,18 +153,18 @@ class Publisher:
 class Rig:
     """A publisher and a subscriber that is up to date with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, replay_silence_s: float) -> None:
         self.ports = two_ports()
         self.publisher = Publisher(self.ports)
         self.sink = Recorder()
         self.subscriber = Subscriber(
-            source(self.ports), self.sink, now=lambda: 100.0, replay_silence_s=0.3
+            source(self.ports), self.sink, now=lambda: 100.0, replay_silence_s=replay_silence_s
         )
 
 
 @asynccontextmanager
-async def rig() -> Any:
-    made = Rig()
+async def rig(replay_silence_s: float = PATIENCE_S) -> Any:
+    made = Rig(replay_silence_s)
     try:
         await made.publisher.store(1, 2)  # before anybody listens
         made.subscriber.start()
@@ -206,7 +206,7 @@ def test_a_lost_batch_is_replayed() -> None:
 
 def test_a_gap_that_nobody_fills_costs_all_and_is_called_incomplete() -> None:
     async def test() -> None:
-        async with rig() as made:
+        async with rig(replay_silence_s=2.5) as made:
             made.publisher.answers = False
             await made.publisher.remove(1, lost=True)
             await made.publisher.store(3)

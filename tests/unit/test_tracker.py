@@ -182,6 +182,7 @@ def test_what_is_known_is_true_and_whole_when_it_is_called_so(
     law(lambda: Tracker(held), steps, memory)
 
 
+@settings(deadline=None)
 @given(STEPS)
 def test_an_engine_that_remembers_all_and_is_readable_is_always_known_whole(
     steps: list[tuple[Any, ...]],

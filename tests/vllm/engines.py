@@ -153,9 +153,14 @@ class PdPair:
         """Whether checksums are compared."""
         return self.configuration.verify != "off"
 
-    def log(self) -> str:
-        """Everything that decode has logged."""
-        return self.decode_engine.log.read_text()
+    def has_said(self, text: str, seconds: float = 20.0) -> bool:
+        """Whether decode has logged ``text``, which it may do a little after it answered."""
+        give_up = time.monotonic() + seconds
+        while text not in self.decode_engine.log.read_text():
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.05)
+        return True
 
     @contextmanager
     def proxy(self) -> Iterator[str]:

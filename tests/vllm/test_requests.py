@@ -103,7 +103,7 @@ def test_a_wrong_ticket_fails_its_request_and_no_other(
     with pytest.raises(RequestRefused) as caught:
         pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=spoil(ticket))
     assert caught.value.status == 500
-    assert said in pair.log()
+    assert pair.has_said(said)
     other = prompt_of(3)
     assert compare(expected[other], through(pair, other)) is None
 
@@ -118,7 +118,7 @@ def test_a_wrong_ticket_is_recomputed_when_the_policy_says_so(
     ticket = dict(prefill_only(pair.prefill, prompt) or {})
     answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=spoil(ticket))
     assert compare(expected[prompt], answer) is None
-    assert said in pair.log()
+    assert pair.has_said(said)
 
 
 @FAILING
@@ -129,7 +129,7 @@ def test_a_consumed_ticket_is_refused(pair: PdPair) -> None:
     # Another prompt's worth of cache between them would hide nothing: the salt does.
     with pytest.raises(RequestRefused):
         pair.decode.complete(prompt, 1, kv_transfer_params=ticket, cache_salt="other")
-    assert "refused, consumed" in pair.log()
+    assert pair.has_said("refused, consumed")
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_clients_that_leave_strand_nothing(quiet: PdPair, expected: Expected) ->
             leave(Client(url), tuple(reversed(prompt_of(number + 5))), wait_s)
         # The proxy lets decode learn of a request before it closes it.
         time.sleep(3)
-        assert quiet.lent_after_one_more() == 0.0
+        assert quiet.lent_after_one_more(seconds=LEASE_S - 6) == 0.0
     other = prompt_of(0)
     assert compare(expected[other], through(quiet, other)) is None
 
@@ -222,8 +222,11 @@ def test_who_does_not_know_the_secret_is_told_nothing(pair: PdPair, model: Path)
             describe(spec.host, spec.side_channel_port, security=security)
     known = Security(load_secret(str(secret_beside(model))))
     assert describe(spec.host, spec.side_channel_port, security=known).traits
-    pair.prefill.complete((5, 6, 7), 1)  # counts are told with a step
-    assert pair.prefill.metrics()["pdconn:unauthenticated_total"] - before == 2
+    give_up, told = time.monotonic() + 20.0, 0.0
+    while told < 2 and time.monotonic() < give_up:
+        pair.prefill.complete((5, 6, 7), 1)  # counts are told with a step
+        told = pair.prefill.metrics().get("pdconn:unauthenticated_total", 0.0) - before
+    assert told == 2
 
 
 @FAILING

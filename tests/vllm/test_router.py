@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from pdconn.lab.client import Client
 from pdconn.lab.engine import Engine, running
@@ -34,8 +36,7 @@ BLOCK = 32
 NUM_BLOCKS = 100
 LONGEST = 700
 NUM_REQUESTS = 120
-QUIET_S = 0.15
-"""After an answer, silence for so long means that all its events are here."""
+END = (-1).to_bytes(8, "big", signed=True)
 ALGORITHMS = ("sha256", "sha256_cbor")
 
 
@@ -162,7 +163,7 @@ async def ask_all(told: list[Told]) -> Answers:
                     cached,
                 )
             )
-            await _quiet(feeding)
+            await _all_heard(feeding, one)
         return Answers(
             asked,
             {name: feed.scheme for name, feed in caches.feeds.items()},
@@ -176,17 +177,42 @@ async def _heard(feeding: Feeding, told: list[Told]) -> None:
     """Until each engine's events are listened to; a first prompt shows how it hashes."""
     for one in told:
         await asyncio.to_thread(_complete, one.engine, list(range(10, 110)), None, 1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not all(status.batches for status in feeding.statuses().values()):
             await asyncio.sleep(0.05)
-    await _quiet(feeding)
+    for one in told:
+        await _all_heard(feeding, one)
 
 
-async def _quiet(feeding: Feeding) -> None:
-    before = None
-    while before != (now := [status.batches for status in feeding.statuses().values()]):
-        before = now
-        await asyncio.sleep(QUIET_S)
+async def _all_heard(feeding: Feeding, one: Told) -> None:
+    """Until all that an engine had to tell when it answered is here."""
+
+    def heard() -> int:
+        return feeding.statuses()[one.engine.url].batches
+
+    async with asyncio.timeout(60):
+        published = await _published(one, heard())
+        while heard() < published:
+            await asyncio.sleep(0.01)
+
+
+async def _published(one: Told, known: int) -> int:
+    """How many batches an engine has published, of which so many are known.
+
+    vLLM's publisher answers one question and sends one batch in turn, so once a second
+    question brings nothing new there is no batch left that waits to be sent.
+    """
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.connect(one.member.replay)
+        alike = 0
+        while alike < 2:
+            before = known
+            await asking.send_multipart((b"", known.to_bytes(8, "big")))
+            while (number := (await asking.recv_multipart())[2]) != END:
+                known = int.from_bytes(number, "big") + 1
+            alike = alike + 1 if known == before else 1
+        return known
 
 
 def _complete(engine: Engine, tokens: list[int], salt: str | None, num_tokens: int) -> int:
