@@ -18,8 +18,9 @@ from pdconn.bench.control import AT_LENDER, AT_READER, Ask, Open, Opened, Refuse
 from pdconn.bench.errors import LenderFailed, WrongBytes
 from pdconn.bench.lender import Beside, lend
 from pdconn.bench.lines import Line
+from pdconn.bench.moves import Sample
 from pdconn.bench.paths import PATHS
-from pdconn.bench.rig import Rig, Sample
+from pdconn.bench.rig import Rig
 from pdconn.bench.rounds import percentile, take_rounds
 from pdconn.bench.workload import Workload
 from pdconn.cli.main import main
