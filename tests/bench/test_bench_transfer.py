@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def test_what_cannot_be_lent_is_refused_and_the_lender_goes_on(
 ) -> None:
     answer = opened(talk, **settings)
     assert isinstance(answer, Refused)
-    assert __import__("re").search(why, answer.why), answer.why
+    assert re.search(why, answer.why), answer.why
     assert isinstance(opened(talk), Opened)
 
 
