@@ -10,6 +10,9 @@ Each oddity that the code below answers to was measured on NIXL 1.5.1:
   gives None, float indices are rounded.  ``Spans`` is checked already and the
   arrays are built here, from columns, always uint64 and C-contiguous.
 * The telemetry of a READ in flight is rubbish, not an error.
+* Preparing both sides and then the READ takes three times as long as all at once
+  (0.34 against 0.12 ms for 2057 runs; 0.08 if the sides were kept), but tells
+  whose run lies outside registered memory.  So it is done only to find that out.
 * Loading damaged metadata of a known agent makes NIXL forget that agent, which
   is why addresses carry a checksum.
 
@@ -143,6 +146,18 @@ class Agent:
             PeerLost: NIXL dropped the peer by itself.
             BackendFailure: anything else.
         """
+        try:
+            ours = self._listed(spans.local, spans.nbytes, spans.local_device)
+            theirs = self._listed(spans.remote, spans.nbytes, spans.remote_device)
+            request = self._raw.initialize_xfer("READ", ours, theirs, peer, backends=self._backends)
+        except self._errors:
+            return self._prepare_by_steps(peer, spans)
+        handles = ExitStack()
+        handles.callback(self._release, request)
+        return Transfer(peer, request, handles)
+
+    def _prepare_by_steps(self, peer: str, spans: Spans) -> Transfer:
+        """As :meth:`prepare`, so that an error tells which side it is about."""
         indices = np.arange(len(spans), dtype=np.int32)
         handles = ExitStack()
         try:
@@ -207,9 +222,11 @@ class Agent:
                 f"nixl cannot start {backend} with {options}: {error}"
             ) from error
 
+    def _listed(self, addresses: U64, nbytes: U64, device: Device) -> Any:
+        return self._raw.get_xfer_descs(_rows(addresses, nbytes, device), _SEGMENTS[device.kind])
+
     def _side(self, agent: str, addresses: U64, nbytes: U64, device: Device) -> Any:
-        rows = np.empty((len(addresses), 3), dtype=np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device.index
+        rows = _rows(addresses, nbytes, device)
         return self._raw.prep_xfer_dlist(agent, rows, _SEGMENTS[device.kind], self._backends)
 
     def _release(self, handle: Any) -> None:
@@ -231,6 +248,13 @@ def _bare_agent(library: Library, name: str, progress_delay_us: int, telemetry: 
     config.syncMode = library.bindings.NIXL_THREAD_SYNC_STRICT
     raw.agent = library.bindings.nixlAgent(name, config)
     return raw
+
+
+def _rows(addresses: U64, nbytes: U64, device: Device) -> U64:
+    """Shape (n, 3): address, bytes, device; as NIXL wants its descriptors."""
+    rows = np.empty((len(addresses), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device.index
+    return rows
 
 
 def _progress(state: str) -> Progress:

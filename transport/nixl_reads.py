@@ -56,6 +56,7 @@ class _Flight:
     read: ReadId
     peer: Peer
     spans: Spans
+    nbytes: int
     transfer: Transfer
     began: float
     post_s: float = 0.0
@@ -96,8 +97,9 @@ class Reads:
         if transfer is None:
             self._settled[read] = Settled(ReadStats(0, 0, 0.0, 0.0))
             return read
+        nbytes = spans.total_bytes  # before the copy leaves every cache cold
         peer.reads.add(read)
-        self._flights[read] = flight = _Flight(read, peer, spans, transfer, began)
+        self._flights[read] = flight = _Flight(read, peer, spans, nbytes, transfer, began)
         self._post(flight)
         return read
 
@@ -169,9 +171,10 @@ class Reads:
 
     def _end(self, flight: _Flight, error: TransportError | None) -> None:
         elapsed = self._clock() - flight.began
-        stats = _stats(flight.spans, flight.post_s, elapsed)
         if error is None and (seen := self._agent.telemetry(flight.transfer)):
-            stats = ReadStats(stats.nbytes, seen.num_descriptors, seen.post_s, seen.transfer_s)
+            stats = ReadStats(flight.nbytes, seen.num_descriptors, seen.post_s, seen.transfer_s)
+        else:
+            stats = _stats(flight.spans, flight.post_s, elapsed)
         flight.peer.lost |= isinstance(error, PeerLost)
         if flight.doomed:
             error = PeerLost(f"{flight.peer.id} was disconnected while this read was in flight")

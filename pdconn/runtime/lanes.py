@@ -83,15 +83,25 @@ class Whole:
         """Whether nothing of it can be written any more, nor will be posted."""
         return not self.in_flight and not self.has_more
 
-    def cut(self, nbytes: int) -> Spans:
+    def cut(self, nbytes: int) -> Slice:
         """The next ``nbytes`` bytes, or what is left of them."""
         start, self.begun = self.posted, True
         self.posted = min(self.total, start + nbytes)
-        return _between(self.spans, self.ends, start, self.posted)
+        spans = _between(self.spans, self.ends, start, self.posted)
+        return Slice(self, spans, self.posted - start)
 
     def settled(self) -> Settled:
         """How the whole of it ended."""
         return Settled(_joined(self.stats), self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a read, to be posted in one piece."""
+
+    whole: Whole
+    spans: Spans
+    nbytes: int
 
 
 class Lane:
@@ -126,23 +136,23 @@ class Lane:
         window = 2 * self._pace.slice_nbytes
         return self._first() is not None and self._in_flight_nbytes < window
 
-    def next(self) -> tuple[Whole, Spans]:
+    def next(self) -> Slice:
         """The slice to post now; only while the lane is ready."""
         whole = self._first()
         assert whole is not None
-        spans = whole.cut(self._pace.slice_nbytes)
-        nbytes = spans.total_bytes
+        part = whole.cut(self._pace.slice_nbytes)
         whole.in_flight += 1
-        self._in_flight_nbytes += nbytes
-        self._turns.served(nbytes)
+        self._in_flight_nbytes += part.nbytes
+        self._turns.served(part.nbytes)
         if not whole.has_more:
             self._turns.done()
-        return whole, spans
+        return part
 
-    def settled(self, whole: Whole, spans: Spans, settled: Settled) -> None:
+    def settled(self, part: Slice, settled: Settled) -> None:
         """A slice can write nothing any more."""
+        whole = part.whole
         whole.in_flight -= 1
-        self._in_flight_nbytes -= spans.total_bytes
+        self._in_flight_nbytes -= part.nbytes
         whole.stats.append(settled.stats)
         if settled.error is None:
             self._pace.learn(settled.stats)

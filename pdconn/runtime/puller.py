@@ -185,9 +185,7 @@ class Puller:
 
     def _turn(self) -> None:
         pulls = self._pulls
-        deadline = pulls.next_deadline()
-        patience = None if deadline is None else max(0.0, deadline - self._clock())
-        for key, events in self._selector.select(patience):
+        for key, events in self._selector.select(self._patience()):
             if key.data is None:
                 continue
             if events & selectors.EVENT_READ:
@@ -197,9 +195,19 @@ class Puller:
         for item in self._mailbox.take():
             self._obey(item)
         pulls.tick(self._clock())
+        if pulls.outbox:
+            self._news.set()  # before the lenders hear of it: the engine may be waiting
         pulls.connections.flush_all()
+        if pulls.has_unplanned:
+            pulls.plan_one()
         if pulls.outbox:
             self._news.set()
+
+    def _patience(self) -> float | None:
+        if self._pulls.has_unplanned:
+            return 0.0
+        deadline = self._pulls.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._clock())
 
     def _obey(self, item: _Post) -> None:
         if isinstance(item, _Hold):

@@ -25,7 +25,7 @@ from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience, Pull, PullState
 from pdconn.planning.errors import PlanningError
-from pdconn.planning.plan import Need
+from pdconn.planning.plan import Need, Plan
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import (
     Claim,
@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 class _Entry:
     """A request in work: its machine, whose it is, and what is in flight for it.
 
-    ``digest`` is the ticket's; ``alarm`` is when it will be ticked, or sooner.
+    ``digest`` is the ticket's; ``plan`` may be why there is none; ``alarm`` is when it
+    will be ticked, or sooner.
     """
 
     request: str
@@ -64,6 +65,7 @@ class _Entry:
     peer: Peer
     measured: Measured
     need: Need | None = None
+    plan: Plan | str | None = None
     proof: Proof | None = None
     reading: int = 0
     error: str | None = None
@@ -105,6 +107,7 @@ class Pulls:
         self._entries: dict[str, _Entry] = {}
         self._by_pull: dict[str, _Entry] = {}
         self._alarms: list[tuple[float, str]] = []
+        self._unplanned: deque[_Entry] = deque()
         self.connections = Connections(me.engine_id, me.pair, post, dialer, self)
         self.outbox: deque[Report] = deque()
         self.counts: Counter[str] = Counter()
@@ -145,6 +148,7 @@ class Pulls:
             self.outbox.append(FailedPull(request, "nothing is held for this request"))
             return
         entry.need, entry.measured.asked = need, self._clock()
+        self._unplanned.append(entry)
         self._do(entry, entry.machine.want(self._clock()))
 
     def cancel(self, request: str) -> None:
@@ -153,6 +157,20 @@ class Pulls:
         if entry is not None:
             self._do(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
+
+    @property
+    def has_unplanned(self) -> bool:
+        """Whether :meth:`plan_one` has something to do."""
+        return bool(self._unplanned)
+
+    def plan_one(self) -> None:
+        """Plan a pull whose claim is on its way: call it when nothing else is to be done.
+
+        One whose lender has not greeted us yet comes back here once it has.
+        """
+        entry = self._unplanned.popleft()
+        if entry.machine.state is PullState.CLAIMING and entry.plan is None:
+            self._plan(entry)
 
     # What time and the reader say
 
@@ -214,6 +232,8 @@ class Pulls:
         except TicketError as error:
             self._do(entry, entry.machine.fail(str(error), self._clock()))
             return
+        if entry.need is not None:
+            self._unplanned.append(entry)
         self._do(entry, entry.machine.greeted(self._clock()))
 
     def _settled(self, answer: ReadSettled) -> None:
@@ -314,22 +334,30 @@ class Pulls:
         if not entry.peer.is_closed:
             entry.peer.outgoing.append(message)
 
-    def _read(self, entry: _Entry) -> None:
+    def _plan(self, entry: _Entry) -> None:
         pairing, need = entry.peer.pairing, entry.need
         assert pairing is not None
         assert need is not None
         began = self._clock()
         try:
-            plan = pairing.plan(need, entry.ticket.blocks)
+            plan = entry.plan = pairing.plan(need, entry.ticket.blocks)
         except (PlanningError, TransportError) as error:
+            entry.plan = f"{type(error).__name__}: {error}"
+        else:
+            entry.measured.planned(plan.moved, began, self._clock())
+
+    def _read(self, entry: _Entry) -> None:
+        if entry.plan is None:
+            self._plan(entry)
+        if not isinstance(entry.plan, Plan):
             # No read is in flight, so the failure is settled as soon as it is known.
-            self._do(entry, entry.machine.settled(f"{type(error).__name__}: {error}", began))
+            self._do(entry, entry.machine.settled(entry.plan, self._clock()))
             return
-        entry.measured.planned(plan.moved, self._clock() - began)
-        entry.reading = len(plan.reads)
-        for rank, spans in plan.reads:
+        reads, entry.plan = entry.plan.reads, None
+        entry.reading = len(reads)
+        for rank, spans in reads:
             self._post(Read(entry, entry.peer.ranks[rank], spans))
-        if not plan.reads:
+        if not reads:
             self._do(entry, entry.machine.settled(None, self._clock()))
 
     def _ask_proof(self, entry: _Entry) -> None:

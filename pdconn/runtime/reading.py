@@ -22,8 +22,8 @@ from pdconn.runtime.jobs import (
     Sum,
     Summed,
 )
-from pdconn.runtime.lanes import Lane, Pace, Whole
-from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
+from pdconn.runtime.lanes import Lane, Pace, Slice
+from transport import PeerId, ReadId, ReadStats, Settled, Transport, TransportError
 from transport.address import named_in
 from transport.errors import BadAddress
 
@@ -53,7 +53,7 @@ class Reading:
         self._clock = clock
         self._pace = pace or Pace()
         self._lanes: dict[PeerId, Lane] = {}
-        self._flights: dict[ReadId, tuple[Whole, Spans]] = {}
+        self._flights: dict[ReadId, Slice] = {}
         self._users: Counter[PeerId] = Counter()
         self._addresses: dict[PeerId, bytes] = {}
         self._memory = AnyMemory()
@@ -95,13 +95,13 @@ class Reading:
         if peer is None:
             return False
         lane = self._lanes[peer] = self._lanes.pop(peer)  # last in line from now on
-        whole, spans = lane.next()
+        part = lane.next()
         try:
-            read = self._transport.read(peer, spans)
+            read = self._transport.read(peer, part.spans)
         except TransportError as error:
-            self._ended(whole, spans, Settled(_NOTHING, error))
+            self._ended(part, Settled(_NOTHING, error))
         else:
-            self._flights[read] = whole, spans
+            self._flights[read] = part
         return True
 
     def poll(self) -> bool:
@@ -110,13 +110,14 @@ class Reading:
         for read in list(self._flights):
             settled = self._transport.poll(read)
             if settled is not None:
-                self._ended(*self._flights.pop(read), settled)
+                self._ended(self._flights.pop(read), settled)
                 ended = True
         return ended
 
-    def _ended(self, whole: Whole, spans: Spans, settled: Settled) -> None:
+    def _ended(self, part: Slice, settled: Settled) -> None:
+        whole = part.whole
         lane = self._lanes[whole.peer]
-        lane.settled(whole, spans, settled)
+        lane.settled(part, settled)
         if whole.is_over:
             self._deliver(ReadSettled(whole.tag, whole.settled(), self._clock()))
         if not len(lane):

@@ -14,8 +14,9 @@ class PullRecord:
     """One rank's pull, once it was received.  Times in seconds.
 
     ``claim_s`` runs from first hearing of the request to the granted claim,
-    ``plan_s`` is the planning, ``post_s`` and ``transfer_s`` are the slowest of its
-    reads, ``total_s`` runs from the engine's wish to the report.
+    ``plan_s`` is the planning, ``plan_wait_s`` what of it came after the claim was
+    granted, ``post_s`` and ``transfer_s`` are the slowest of its reads, ``total_s``
+    runs from the engine's wish to the report.
     """
 
     request: str
@@ -23,6 +24,7 @@ class PullRecord:
     num_descriptors: int
     claim_s: float
     plan_s: float
+    plan_wait_s: float
     post_s: float
     transfer_s: float
     total_s: float
@@ -36,14 +38,15 @@ class Measured:
     asked: float = 0.0
     granted: float = 0.0
     plan_s: float = 0.0
+    plan_began: float = 0.0
     moved: Moved = field(default_factory=Moved)
     num_descriptors: int = 0
     post_s: float = 0.0
     transfer_s: float = 0.0
 
-    def planned(self, moved: Moved, plan_s: float) -> None:
-        """The plan was made in ``plan_s`` seconds."""
-        self.moved, self.plan_s = moved, plan_s
+    def planned(self, moved: Moved, began: float, ended: float) -> None:
+        """The plan was made from ``began`` to ``ended``."""
+        self.moved, self.plan_began, self.plan_s = moved, began, ended - began
 
     def add(self, stats: ReadStats) -> None:
         """One of the reads settled."""
@@ -59,6 +62,7 @@ class Measured:
             self.num_descriptors,
             self.granted - self.held,
             self.plan_s,
+            self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
             self.post_s,
             self.transfer_s,
             now - self.asked,

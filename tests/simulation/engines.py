@@ -211,6 +211,8 @@ class DecodeRank:
     def _turn(self) -> None:
         self.pulls.tick(self.world.now)
         self.pulls.connections.flush_all()
+        while self.pulls.has_unplanned:
+            self.pulls.plan_one()
         self._alarm.set(self.pulls.next_deadline(), self.turn)
         outcome = Outcome.of(self.pulls.outbox)
         if outcome.records or outcome.failed or outcome.released:

@@ -7,7 +7,7 @@ another claims and reads them.  The stages, from the engine's first word of a re
 its last::
 
     claim     first word -> lease granted       (the peer was greeted before)
-    plan      blocks are there -> runs known
+    plan      runs known, as far as it took longer than the claim
     read      the backend's own account of moving the bytes
     rest      handing over between threads, preparing the read, noticing its end
     report    received -> the engine has collected it
@@ -159,11 +159,11 @@ def _pull(
         raise RuntimeError(f"the lease ended otherwise: {why}")
     [record] = outcome.records
     read = max(record.post_s, record.transfer_s)
-    counted = max(record.claim_s, 0.0) + record.plan_s + read
+    counted = max(record.claim_s, 0.0) + record.plan_wait_s + read
     received = began + record.total_s
     return Waterfall(
         record.claim_s,
-        record.plan_s,
+        record.plan_wait_s,
         read,
         record.total_s - counted,
         ended - received,

@@ -43,7 +43,9 @@ def copied(parts: list[Spans]) -> dict[int, int]:
 def in_parts(spans: Spans, nbytes: int) -> list[Spans]:
     whole, parts = Whole.of("r", PeerId("p"), spans), []
     while whole.has_more:
-        parts.append(whole.cut(nbytes))
+        part = whole.cut(nbytes)
+        assert part.nbytes == part.spans.total_bytes
+        parts.append(part.spans)
     return parts
 
 
@@ -97,7 +99,7 @@ def test_no_more_than_two_slices_are_in_flight() -> None:
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     begun = [lane.next(), lane.next()]
     assert not lane.is_ready
-    lane.settled(*begun[0], _done(begun[0][1]))
+    lane.settled(begun[0], _done(begun[0].spans))
     assert lane.is_ready
     assert len(lane) == 1
 
@@ -107,7 +109,7 @@ def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     first = lane.next()
     lane.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
-    assert (first[0].tag, lane.next()[0].tag) == ("long", "short")
+    assert (first.whole.tag, lane.next().whole.tag) == ("long", "short")
 
 
 # The reader over real bytes
