@@ -8,12 +8,14 @@ again; decode ranks greet, claim, renew and report over TCP::
     decode ranks ◄── frames ──────────────────┘
 
 The mailbox is emptied after a socket was read and before what it said is heeded, so a
-lease is in the book before a claim for it can be.
+lease is in the book before a claim for it can be.  A lease does not wake the thread
+unless it would sleep longer than the lease lasts.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import selectors
 import socket
@@ -107,6 +109,7 @@ class Lender:
         self._door: Door[Visitor] = Door(_half_of_our_files())
         self._wires: dict[Visitor, Wire] = {}
         self._accept_from: float | None = None
+        self._sleeps_until = 0.0
         self._silent_until = 0.0
         self._unsaid = 0
         self._selector = selectors.DefaultSelector()
@@ -122,7 +125,9 @@ class Lender:
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         """What a ticket with digest ``ticket`` names stays as it is until collected as freed."""
-        self._mailbox.post(_Lend(request, ticket, ttl_s))
+        self._mailbox.leave(_Lend(request, ticket, ttl_s))
+        if self._sleeps_until > self._clock() + ttl_s:
+            self._mailbox.wake()
 
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
         """Rank ``rank`` has summed what ``request`` lends, for readers that want proof."""
@@ -174,14 +179,16 @@ class Lender:
 
     def _turn(self) -> None:
         ready = self._selector.select(self._patience())
-        self._heed_engine()
         touched = []
         for key, _ in ready:
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.data is not None:
+            if key.data is not None:
                 self._serve(key.data)
                 touched.append(key.data)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._mailbox.hush()
+        self._heed_engine()
         self._desk.tick(self._clock())
         self._desk.work()
         for visitor in [*touched, *self._desk.take_told()]:
@@ -193,11 +200,12 @@ class Lender:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _patience(self) -> float | None:
-        if self._desk.has_work:
-            return 0.0
         times = (self._desk.next_deadline(), self._door.next_deadline(), self._accept_from)
-        due = [at for at in times if at is not None]
-        return max(0.0, min(due) - self._clock()) if due else None
+        due = min((at for at in times if at is not None), default=math.inf)
+        self._sleeps_until = due  # before the mailbox is looked at: see ``runtime.mailbox``
+        if self._mailbox or self._desk.has_work:
+            return 0.0
+        return None if due == math.inf else max(0.0, due - self._clock())
 
     def _heed_engine(self) -> None:
         for item in self._mailbox.take():
@@ -249,11 +257,12 @@ class Lender:
         try:
             bodies = wire.receive()
             self._heed_engine()
+            now = self._clock()
             for body in bodies:
-                self._desk.hear(visitor, decode_from_reader(body), self._clock())
+                self._desk.hear(visitor, decode_from_reader(body), now)
                 # A frame is progress, unless its sender does not read what it gets.
                 loiters = wire.has_unsent or not visitor.greeted
-                self._door.observe(visitor, loiters, self._clock())
+                self._door.observe(visitor, loiters, now)
         except Unauthenticated as error:
             self._desk.counts["unauthenticated"] += 1
             self._warn("side channel: %s is turned away: %s", visitor.name, error)

@@ -1,7 +1,13 @@
 """A queue between an engine's thread and one of ours.
 
-Posting never blocks: it appends and, if the owner may be asleep in ``select``,
-writes one byte to a socket pair that the owner selects on.
+Posting never blocks: it appends and writes one byte to a socket pair that the owner
+selects on.  What can wait until the owner wakes anyway is left without the byte; the
+owner looks once more before it goes to sleep::
+
+    poster   leave an item   ──►  is the owner's sleep too long?  ──►  wake
+    owner    say how long it will sleep  ──►  is there an item?  ──►  select
+
+Whichever comes second sees the other.
 """
 
 from __future__ import annotations
@@ -28,17 +34,28 @@ class Mailbox(Generic[T]):
         self._items.append(item)
         self.wake()
 
+    def leave(self, item: T) -> None:
+        """Add ``item`` without waking the owner."""
+        self._items.append(item)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._items)
+
     def wake(self) -> None:
         """Make ``select`` return.  A full or closed pipe means it will, or need not."""
         with contextlib.suppress(OSError):
             self._poke.send(b"\0")
 
-    def take(self) -> list[T]:
-        """Everything posted so far, in order.  Only the owner calls this."""
+    def hush(self) -> None:
+        """Take in what woke the owner: call it when the socket is readable, before ``take``."""
         with contextlib.suppress(BlockingIOError):
             while len(self.socket.recv(4096)) == 4096:
                 pass
-        items = []
+
+    def take(self) -> list[T]:
+        """Everything posted so far, in order.  Only the owner calls this."""
+        items: list[T] = []
         with contextlib.suppress(IndexError):
             while True:
                 items.append(self._items.popleft())

@@ -187,6 +187,7 @@ class Puller:
         pulls = self._pulls
         for key, events in self._selector.select(self._patience()):
             if key.data is None:
+                self._mailbox.hush()
                 continue
             if events & selectors.EVENT_READ:
                 pulls.connections.serve(key.data)

@@ -1,0 +1,96 @@
+"""Waking a thread of ours: as seldom as may be, and never too late."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from pdconn.protocol.ticket import BlockList
+from pdconn.runtime.mailbox import Mailbox
+from tests.pair import Pair
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox[str]]:
+    made: Mailbox[str] = Mailbox()
+    yield made
+    made.close()
+
+
+def is_woken(mailbox: Mailbox[str]) -> bool:
+    return bool(select.select([mailbox.socket], [], [], 0)[0])
+
+
+def test_what_is_posted_wakes_and_what_is_left_does_not(mailbox: Mailbox[str]) -> None:
+    mailbox.leave("one")
+    assert mailbox
+    assert not is_woken(mailbox)
+    mailbox.post("two")
+    assert is_woken(mailbox)
+    assert mailbox.take() == ["one", "two"]
+    assert not mailbox
+
+
+def test_taking_leaves_the_bell_and_hushing_leaves_the_items(mailbox: Mailbox[str]) -> None:
+    for item in ("one", "two"):
+        mailbox.post(item)
+    mailbox.hush()
+    assert not is_woken(mailbox)
+    assert mailbox.take() == ["one", "two"]
+    mailbox.post("three")
+    assert mailbox.take() == ["three"]
+    assert is_woken(mailbox)
+
+
+def test_hushing_takes_in_any_number_of_bells(mailbox: Mailbox[str]) -> None:
+    for _ in range(10_000):
+        mailbox.post("again")
+    mailbox.hush()
+    assert not is_woken(mailbox)
+    mailbox.hush()
+
+
+class Woken:
+    """Counts how often a lender's thread is woken."""
+
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        wake = Mailbox.wake
+
+        def counted(mailbox: Mailbox[object]) -> None:
+            self.times += 1
+            wake(mailbox)
+
+        patch.setattr(Mailbox, "wake", counted)
+        self._pair = pair
+        self._lent = 0
+
+    def by_lending(self, ttl_s: float) -> bool:
+        """Whether lending something for so long wakes the thread."""
+        before, self._lent = self.times, self._lent + 1
+        self._pair.lender.lend(f"r{self._lent}", b"x" * 16, ttl_s)
+        return self.times > before
+
+
+def test_only_a_lease_that_ends_before_the_others_wakes_the_lender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pair() as pair:
+        woken = Woken(pair, monkeypatch)
+        assert woken.by_lending(60.0)  # it slept until somebody would come
+        pair.wait(lambda: not woken.by_lending(61.0), 20.0)  # once it knows of the first
+        assert woken.by_lending(0.05)
+        assert pair.freed(20.0) == "expired"
+
+
+def test_a_lease_that_woke_nobody_can_be_claimed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(ttl_s=90.0) as pair:
+        woken = Woken(pair, monkeypatch)
+        pair.wait(lambda: not woken.by_lending(60.0), 20.0)
+        before = woken.times
+        ticket = pair.lend_blocks("quiet", (BlockList(0, (3, 4, 5)),))
+        assert woken.times == before
+        pair.pull("d", ticket)
+        assert pair.outcome_of("d") is None
