@@ -134,6 +134,8 @@ def test_markers_that_make_no_sense_are_refused_by_line(text: str, message: str)
 
 def test_a_result_reads_as_it_was_written() -> None:
     assert loads("one", record().dumps()) == record()
+    kept = loads("one", record(exact=[1.23456789e-5, 1234567]).dumps()).result("all")["exact"]
+    assert kept.value == [1.23457e-5, 1234567], "but for digits that nobody reads"
 
 
 @pytest.mark.parametrize(
