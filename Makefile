@@ -3,7 +3,7 @@
 #   make test     everything, unit to real vLLM (19 minutes on two cores)
 #   make check    format, lint, types, direction of imports
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
-#   make bench    measure all that README.md shows, and write its tables (ARGS="--run NAME ..." for some)
+#   make bench    measure all that README.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make format, clean
 .DEFAULT_GOAL := help
