@@ -313,7 +313,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f})"
     )
     if options.json is not None:
-        document = {"summary": found, "phases": [asdict(phase) for phase in phases]}
+        document = {
+            "readers": READERS,
+            "rate": options.rate,
+            "summary": found,
+            "phases": [asdict(phase) for phase in phases],
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

@@ -203,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(["", "runs", *heads, "bytes\na run", "bound", ""], lines))
     if options.json is not None:
         document = {
+            "caches": CACHES,
             "rows": [asdict(row) for row in rows],
             "memory": [asdict(row) for row in memory],
         }

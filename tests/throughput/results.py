@@ -88,6 +88,7 @@ class Results:
                 "median_s": self.median(name, length),
                 "failed": self.failed.get((name, length), 0),
                 "worst_s": self.worst(name, length),
+                "prefill_median_s": statistics.median(self.prefill[name, length]),
                 "first_s": self.first[name, length],
                 "prefill_s": self.prefill[name, length],
                 "between_tokens_s": self.between[name, length],

@@ -174,16 +174,31 @@ def _pull(
     )
 
 
-def render(taken: Sequence[Waterfall]) -> str:
+@dataclass(frozen=True)
+class Stage:
+    """One stage over all pulls; seconds."""
+
+    stage: str
+    median_s: float
+    worst_s: float
+
+
+def stages(taken: Sequence[Waterfall]) -> list[Stage]:
+    """Every stage, in the order in which they come."""
+    found = []
+    for name in ("claim", "plan", "read", "rest", "report", "free"):
+        seconds = [getattr(each, f"{name}_s") for each in taken]
+        found.append(Stage(name, statistics.median(seconds), max(seconds)))
+    return found
+
+
+def render(found: Sequence[Stage]) -> str:
     """Medians as a table with bars."""
-    stages = ("claim_s", "plan_s", "read_s", "rest_s", "report_s", "free_s")
-    medians = {name: statistics.median(getattr(each, name) for each in taken) for name in stages}
-    small = max(value for name, value in medians.items() if name != "read_s")
+    small = max(one.median_s for one in found if one.stage != "read")
     rows = []
-    for name, value in medians.items():
-        worst = max(getattr(each, name) for each in taken)
-        bar = "..." if name == "read_s" else "#" * max(1, round(30 * value / small))
-        rows.append([name.removesuffix("_s"), f"{1e3 * value:.3f}", f"{1e3 * worst:.3f}", bar])
+    for one in found:
+        bar = "..." if one.stage == "read" else "#" * max(1, round(30 * one.median_s / small))
+        rows.append([one.stage, f"{1e3 * one.median_s:.3f}", f"{1e3 * one.worst_s:.3f}", bar])
     return table(["stage", "median\nms", "worst\nms", ""], rows)
 
 
@@ -205,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lend(options)
         return 0
     taken = measure(options)
-    print(render(taken))
+    print(render(stages(taken)))
     overhead = statistics.median(each.overhead_s for each in taken)
     first = taken[0]
     print(
@@ -213,7 +228,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"descriptors: all but the read takes {1e3 * overhead:.2f} ms"
     )
     if options.json is not None:
-        document = {"overhead_s": overhead, "pulls": [asdict(each) for each in taken]}
+        names = ("model", "layout", "block", "prompt", "ids", "path")
+        document = {
+            "settings": {name: getattr(options, name) for name in names},
+            "nbytes": first.nbytes,
+            "descriptors": first.descriptors,
+            "overhead_s": overhead,
+            "stages": [asdict(one) for one in stages(taken)],
+            "pulls": [asdict(each) for each in taken],
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

@@ -1,0 +1,78 @@
+"""A pull of random blocks keeps up with one READ: two processes, real NIXL, ratios of one run.
+
+The cache is cross-layer, so a block of all layers is one piece, and so small that layer by layer
+its pieces are 8 KiB.  How fast the machine is does not matter, nor who else uses it: every round
+takes all lines in turn, and what counts is the median of the rounds' ratios.  A disturbed run is
+taken again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from pdconn.bench.lender import Beside
+from pdconn.bench.lines import Line
+from pdconn.bench.paths import PATHS
+from pdconn.bench.rig import Rig
+from pdconn.bench.rounds import LineResult, take_rounds
+from pdconn.bench.workload import Workload
+from pdconn.forecast.engine import parse_engine
+from pdconn.forecast.shapes import built_in
+
+MODEL = built_in("llama-3.1-8b")
+TRIES = 3
+OF_RAW = 0.5
+
+
+@pytest.fixture(scope="module")
+def beside() -> Iterator[Beside]:
+    lender = Beside()
+    yield lender
+    lender.close()
+
+
+def measured(
+    beside: Beside, path: str, prefill: str, decode: str, tokens: int
+) -> dict[Line, LineResult]:
+    engines = [parse_engine(words, MODEL) for words in (prefill, decode)]
+    with Rig(Workload(*engines, tokens), PATHS[path], beside.talk) as rig:
+        return {one.line: one for one in take_rounds(rig, 5, random.Random(1), lambda _: None)}
+
+
+def is_slow(lines: dict[Line, LineResult]) -> list[str]:
+    """What a pull does not keep up with."""
+    ours, layered = lines[Line.PDCONN].of_raw, lines[Line.LAYERED].of_raw
+    assert ours is not None
+    assert layered is not None
+    found = []
+    if ours < OF_RAW:
+        found.append(f"{ours:.2f} of one READ's throughput")
+    if ours <= layered:
+        found.append(f"{ours:.2f} of it, layer by layer {layered:.2f}")
+    return found
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_random_blocks_keep_up_with_one_read_and_beat_layer_by_layer(
+    beside: Beside, path: str
+) -> None:
+    small = "layout=BLHNC,block=2"
+    seen = []
+    for _ in range(TRIES):
+        lines = measured(beside, path, small, small, 256)
+        assert lines[Line.PDCONN].runs <= 256 // 2 < lines[Line.LAYERED].runs
+        seen.append(is_slow(lines))
+        if not seen[-1]:
+            return
+    pytest.fail(f"in each of {TRIES} runs: {seen}")
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_a_plan_in_pieces_of_a_token_and_head_is_noticed(beside: Beside, path: str) -> None:
+    """Negative control: memory orders that share no larger piece."""
+    lines = measured(beside, path, "layout=BLNHC", "layout=BHLNC", 128)
+    assert lines[Line.PDCONN].runs > 10_000
+    assert len(is_slow(lines)) == 2

@@ -1,0 +1,312 @@
+"""Every measured table, from a small result to the Markdown that it makes, written by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.throughput.tables import alone, handover, router, transfer
+from tests.throughput.tables.errors import MissingField
+from tests.throughput.tables.markdown import digits, spaced, table
+from tests.throughput.tables.node import Node
+from tests.throughput.tables.record import Record, Run
+
+
+def record(**results: object) -> Record:
+    runs = {name: Run("python", 1.0, result) for name, result in results.items()}
+    return Record("one", "2026-01-02", {}, {}, runs)
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def row(contestant: str, tokens: int, *numbers: float, failed: int = 0) -> dict[str, object]:
+    median, worst, prefill = numbers
+    return {"contestant": contestant, "tokens": tokens, "median_s": median, "worst_s": worst,
+            "prefill_median_s": prefill, "failed": failed}  # fmt: skip
+
+
+# Engines
+
+
+def test_handover() -> None:
+    claim = "pdconn, 3000 tokens: median handover / full prefill"
+    reserved = {
+        "measured": [row("alone", 1, 0.0117, 0.044, 0.0),
+                     row("in-tree", 3000, 30.107, 68.4, 1.6, failed=2)],
+        "ratios": [{"claim": claim, "ratio": 0.0668, "bound": 0.15, "holds": True}],
+    }  # fmt: skip
+    apart = {
+        "measured": [row("in-tree", 3000, 0.0883, 3.391, 1.923),
+                     row("alone", 1, 0.0125, 0.067, 0.0)],
+        "ratios": [{"claim": claim, "ratio": 0.2, "bound": 0.15, "holds": False}],
+    }  # fmt: skip
+    assert lines(handover.handover(record(reserved=reserved, apart=apart))) == lines(
+        """
+        | | tokens | prefill | vLLM's own binding, one core reserved | prefill | one core each |
+        |---|---|---|---|---|---|
+        | one engine alone | 1 | | 11.7, 44.0 | | 12.5, 67.0 |
+        | vLLM's in-tree NixlConnector | 3 000 | 1 600 | 30 107, 68 400, 2 failed | 1 923 | 88.3, 3 391 |
+
+        | ratio | reserved | one core each | we asked for at most |
+        |---|---|---|---|
+        | pdconn, 3000 tokens: median handover / full prefill | 0.067 | 0.20 | 0.15 |
+        """  # noqa: E501
+    )
+
+
+def test_verify() -> None:
+    measured = [
+        row("alone", 1, 0.01, 0.02, 0.0),
+        row("pdconn", 3000, 0.0297, 0.05, 0.4),
+        row("pdconn", 1000, 0.0283, 0.04, 0.1),
+        *(row("pdconn-sample", tokens, 0.03, 0.1, 0.1) for tokens in (1000, 3000)),
+        *(row("pdconn-always", tokens, 0.0355, 0.2, 0.1) for tokens in (1000, 3000)),
+    ]
+    assert lines(handover.verify(record(handover={"measured": measured}))) == lines(
+        """
+        | `verify` | 1 000 tokens, ms | 3 000 tokens, ms |
+        |---|---|---|
+        | `off` | 28.3, 40.0 | 29.7, 50.0 |
+        | `sample` | 30.0, 100 | 30.0, 100 |
+        | `always` | 35.5, 200 | 35.5, 200 |
+        """
+    )
+
+
+def test_demo() -> None:
+    fields = ("prompt_tokens", "full_bytes", "window_bytes", "saved_by_window_bytes",
+              "saved_by_hits_bytes", "descriptors")  # fmt: skip
+    rows = [
+        dict(zip(fields, numbers, strict=True))
+        for numbers in (
+            (31, 32768, 65536, 0, 0, 3),
+            (1000, 1_048_576, 196_608, 1_900_544, 0, 6),
+            (1000, 32768, 65536, 1_900_544, 1_146_880, 3),
+        )
+    ]
+    assert lines(handover.demo(record(demo=rows)))[2:] == [
+        "| 1 000 | 1.049 | 0.197 | 1.901 | 0.000 | 6 |",
+        "| 1 000, asked before | 0.033 | 0.066 | 1.901 | 1.147 | 3 |",
+    ]
+
+
+# Moving bytes
+
+
+def line(name: str, gbps: float, of_raw: float | None, **more: object) -> dict[str, object]:
+    return {"line": name, "nbytes": 1 << 29, "runs": 500, "bytes_per_s": gbps * 1e9,
+            "of_raw": of_raw, **more}  # fmt: skip
+
+
+def test_transfer() -> None:
+    blocks = {
+        "path": "shm-huge",
+        "prompt_tokens": 4096,
+        "block_tokens": 8,
+        "lines": [line("pdconn", 4.654, 0.99), line("layered", 0.643, 0.405),
+                  line("raw", 5.18, 1.0), line("memcpy", 10.06, None)],
+    }  # fmt: skip
+    at_once = {
+        "path": "tcp",
+        "requests": 32,
+        "lines": [line("pdconn", 1.5, 0.7, of_alone=1.236, slowest_pull=1.7)],
+    }
+    made = transfer.transfer(record(blocks={"cases": [blocks]}, at_once={"cases": [at_once]}))
+    assert lines(made) == lines(
+        """
+        | path | KiB a block | pdconn | layer by layer | single READ | memcpy |
+        |---|---|---|---|---|---|
+        | CMA, huge pages | 1 024 | **4.65**, 0.99 | 0.64, 0.41 | 5.18 | 10.1 |
+
+        | pulls at once | path | together, of one pull's throughput | slowest, of the median's time |
+        |---|---|---|---|
+        | 32 | TCP on loopback | 1.24 | 1.70 |
+        """  # noqa: E501
+    )
+
+
+def test_waterfall() -> None:
+    pull = {
+        "settings": {"model": "gpt-oss-20b", "prompt": 32768},
+        "nbytes": 808_452_096,
+        "overhead_s": 0.00584,
+        "stages": [
+            {"stage": "claim", "median_s": 0.00071, "worst_s": 0.0039},
+            {"stage": "read", "median_s": 0.3105, "worst_s": 0.4016},
+        ],
+    }
+    assert lines(transfer.waterfall(record(pull=pull))) == lines(
+        """
+        | gpt-oss-20b, 32 768 tokens, 808 MB | median, ms | worst, ms |
+        |---|---|---|
+        | claim | 0.710 | 3.90 |
+        | read | 310 | 402 |
+        | **all but the read** | **5.84** | |
+        """
+    )
+
+
+def test_lender_load() -> None:
+    summary = {"lender_cpu": 0.2812, "lender_cpu_idle": 0.0, "step_p50_ratio": 0.958,
+               "step_p99_ratio": 1.31}  # fmt: skip
+    load = {"readers": 64, "rate": 1000.0, "summary": summary}
+    assert lines(transfer.lender_load(record(load=load)))[2:] == [
+        "| no readers | 0.0 % | 1 |",
+        "| 64 readers, 1 000 claims, renewals and dones a second each | 28.1 % | 0.96, 1.31 |",
+    ]
+
+
+# One process
+
+
+def test_planning() -> None:
+    planning = {
+        "caches": [8192, 1 << 20],
+        "rows": [{"what": "plan of 131072 tokens", "runs": 85238, "median_ms": 7.436,
+                  "worst_ms": 12.1}],
+        "memory": [{"what": "plan", "runs": 9, "small_nbytes": 1_390_000,
+                    "large_nbytes": 1_400_000}],
+    }  # fmt: skip
+    assert lines(alone.planning(record(planning=planning))) == lines(
+        """
+        | | runs | median ms | worst ms |
+        |---|---|---|---|
+        | plan of 131072 tokens | 85 238 | 7.44 | 12.1 |
+
+        | | runs | peak MB, cache of 8 192 blocks | peak MB, cache of 1 048 576 blocks |
+        |---|---|---|---|
+        | plan | 9 | 1.39 | 1.40 |
+        """
+    )
+
+
+def test_checksums() -> None:
+    rows = [
+        {"layout": layout, "block_tokens": 16, "verify": verify, "lender_gbps": lender,
+         "reader_gbps": 2 * lender}
+        for verify, layout, lender in (
+            ("always", "LBHNC", 5.46), ("always", "BLNHC", 1.7), ("sample", "BLNHC", 3.2),
+            ("sample", "LBHNC", 5.8),
+        )
+    ]  # fmt: skip
+    assert lines(alone.checksums(record(checksums={"rows": rows}))) == lines(
+        """
+        | `verify` | tokens a block | LBHNC, GB/s | tokens before heads (BLNHC), GB/s |
+        |---|---|---|---|
+        | `always` | 16 | 5.5, 11 | 1.7, 3.4 |
+        | `sample` | 16 | 5.8, 12 | 3.2, 6.4 |
+        """
+    )
+
+
+# The router
+
+
+def test_trace() -> None:
+    policy = {"requests": 320, "alone": 69, "prefill_cached": 0.7061, "computed": 107_337,
+              "computed_share": 0.26, "ttft_ms": 53.4, "ttft_p95_ms": 88.2}  # fmt: skip
+    rows = [
+        {"policy": "prefix", **policy, "agreement": 0.997},
+        {"policy": "random", **policy, "alone": 0, "agreement": None},
+    ]
+    assert lines(router.trace(record(trace=rows)))[2:] == [
+        "| prefix | 69 of 320 | 70.6 % | 107 337, 26.0 % | 99.7 % of requests | 53, 88 ms |",
+        "| random | 0 of 320 | 70.6 % | 107 337, 26.0 % | | 53, 88 ms |",
+    ]
+
+
+def test_real_trace() -> None:
+    policy = {"policy": "prefix", "requests": 36, "alone": 30, "prefill_computed": 1897,
+              "decode_computed": 3219, "ttft_ms": 40.1, "ttft_p95_ms": 83.0,
+              "wrong": 0}  # fmt: skip
+    assert lines(router.real_trace(record(trace=[policy])))[2:] == [
+        "| prefix | 30 of 36 | 1 897 tokens | 3 219 | 40, 83 ms | 0 |"
+    ]
+
+
+def test_routing() -> None:
+    rows = [
+        {"what": "full hit", "ours": 119.4, "scan": 3812.0, "unit": "us"},
+        {"what": "stores", "ours": 1432.6, "scan": None, "unit": "k blocks/s"},
+    ]
+    assert lines(router.routing(record(routing=rows))) == lines(
+        """
+        | | router | list scan |
+        |---|---|---|
+        | full hit | 119 µs | 3.81 ms |
+        | stores | 1 433 k blocks/s | |
+        """
+    )
+
+
+def test_proxy_cost() -> None:
+    way = {"ratio": 1.0, "added_ms": 0.0, "spread_ms": [0.0, 0.0]}
+    routed = {"ratio": 0.9994, "added_ms": 2.07, "spread_ms": [1.96, 2.5], "decided_ms": 0.4}
+    cost = {
+        "cost": [{"name": "direct", **way, "decided_ms": None}, {"name": "prefix", **routed}],
+        "lag": [{"name": "idle", "median_ms": 0.81, "p95_ms": 4.04, "worst_ms": 11.0}],
+    }
+    assert lines(router.proxy_cost(record(cost=cost))) == lines(
+        """
+        | | tokens/s beside direct | first token, ms later | of the rounds |
+        |---|---|---|---|
+        | prefix | 0.999 | 2.1 | 2.0 to 2.5 |
+
+        | from an engine's event to the index | median, ms | p95 | worst |
+        |---|---|---|---|
+        | idle | 0.8 | 4.0 | 11.0 |
+        """
+    )
+
+
+# What they are made with
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"rows": {}}, "one.rows: expected a list, seen {}"),
+        ([], r"one: expected an object, seen \[\]"),
+        ({}, "one.rows: expected a value, seen nothing"),
+        ({"rows": [{"what": 1, "ms": 1}]}, r"one.rows\[0\].what: expected a string, seen 1"),
+        ({"rows": [{"what": "a", "ms": True}]}, r"one.rows\[0\].ms: expected a number, seen True"),
+        ({"rows": [{"what": "a", "ms": float("nan")}]}, "ms: expected a number, seen nan"),
+        ({"rows": [{"what": "a"}]}, r"one.rows\[0\].ms: expected a value, seen what"),
+    ],
+)
+def test_a_field_that_is_missing_or_strange_is_named(document: object, message: str) -> None:
+    def read(node: Node) -> list[tuple[str, float]]:
+        return [(each["what"].text, each["ms"].number) for each in node["rows"].rows]
+
+    assert read(Node("one", {"rows": [{"what": "a", "ms": 2}]})) == [("a", 2.0)]
+    with pytest.raises(MissingField, match=message):
+        read(Node("one", document))
+
+
+@pytest.mark.parametrize("rows", [[], [{"a": 1}, {"a": 1}]])
+def test_a_row_that_is_not_there_once_is_named(rows: list[object]) -> None:
+    message = f"one: expected one row with a=1, seen {len(rows)} of them"
+    with pytest.raises(MissingField, match=re.escape(message)):
+        Node("one", rows).the(a=1)
+
+
+def test_a_run_that_is_missing_is_named() -> None:
+    with pytest.raises(MissingField, match=r"one\.runs\.apart: expected a run, seen reserved"):
+        handover.handover(record(reserved={"measured": []}))
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [(0, "0"), (0.0006, "0.000600"), (9.996, "10.0"), (99.96, "100"), (999.6, "1 000"),
+     (-1.5, "-1.50")],
+)  # fmt: skip
+def test_numbers_are_written_with_three_digits_that_count(number: float, written: str) -> None:
+    assert digits(number) == written
+
+
+def test_thousands_are_set_apart_and_a_bar_does_not_end_a_cell() -> None:
+    assert [spaced(number) for number in (999, 1000, 1_048_576)] == ["999", "1 000", "1 048 576"]
+    assert table(["a"], [["b | c"]]) == "| a |\n|---|\n| b \\| c |"
