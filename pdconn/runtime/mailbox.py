@@ -2,6 +2,10 @@
 
 Posting never blocks: it appends and, if the owner may be asleep in ``select``,
 writes one byte to a socket pair that the owner selects on.
+
+One byte is enough until the owner has looked.  Writing it lets go of Python's lock, and an
+owner that was woken a moment ago is waiting for just that: the poster would stand still
+until the owner is done with everything posted before.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ class Mailbox(Generic[T]):
         self.socket.setblocking(False)
         self._poke.setblocking(False)
         self._items: deque[T] = deque()
+        self._poked = False
 
     def post(self, item: T) -> None:
         """Add ``item`` and wake the owner."""
@@ -30,6 +35,9 @@ class Mailbox(Generic[T]):
 
     def wake(self) -> None:
         """Make ``select`` return.  A full or closed pipe means it will, or need not."""
+        if self._poked:
+            return
+        self._poked = True
         with contextlib.suppress(OSError):
             self._poke.send(b"\0")
 
@@ -38,6 +46,9 @@ class Mailbox(Generic[T]):
         with contextlib.suppress(BlockingIOError):
             while len(self.socket.recv(4096)) == 4096:
                 pass
+        # Before the items are taken: who posts from here on pokes again, and who did not
+        # poke because of an earlier byte has posted already.
+        self._poked = False
         items = []
         with contextlib.suppress(IndexError):
             while True:
