@@ -3,7 +3,7 @@
 Named by an engine's ``kv_connector_module_path``.  ``TimedConnector`` times every public
 method that vLLM calls, inherited ones and those that do nothing too, by the clock on the
 wall and by the thread's own; of a hook that calls another only the outer counts.
-``SteppedConnector`` only notes when steps end, which takes a microsecond.  A *step* ends
+``SteppedConnector`` only notes when steps end, which takes a few microseconds.  A *step* ends
 with ``take_events``, the scheduler's last question in it.  With the worker inside the
 engine core's process, both halves note into one list, written at the process's end to
 the file that ``PDCONN_TIMED_FILE`` names.
@@ -22,11 +22,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from pdconn.vllm.connector import PdConnector
 
 FILE = "PDCONN_TIMED_FILE"
+INSTANT = "instant"
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class Log:
         self.steps: list[Step] = []
         self.now = Step()
         self.is_inside = False
+        self.instant: set[str] = set()
         atexit.register(self.write)
 
     def note(self, hook: str, wall_s: float, cpu_s: float) -> None:
@@ -129,7 +134,40 @@ for _name in dir(PdConnector):
 
 
 class SteppedConnector(_Stepping, PdConnector):
-    """Only knows when steps end."""
+    """Only knows when steps end, and may make believe that KV was pulled.
+
+    A request whose parameters say ``INSTANT`` gets blocks and waits as for a pull, which is
+    over at once: whatever vLLM does for a request with external KV is done, and nothing of
+    what pdconn does for it.
+    """
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if not _is_instant(request):
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        missing = request.num_prompt_tokens - 1 - num_computed_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if not _is_instant(request):
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        elif num_external_tokens > 0:
+            request.kv_transfer_params = None
+            LOG.instant.add(request.request_id)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if LOG.instant:
+            results.finished_recving |= LOG.instant
+            LOG.instant.clear()
+        return results
+
+
+def _is_instant(request: Request) -> bool:
+    return INSTANT in (request.kv_transfer_params or ())
 
 
 class TimedConnector(_Stepping, _Timed):
