@@ -9,7 +9,8 @@ from pathlib import Path
 from pdconn.lab.keeper import descendants
 
 _CORE_PROCESS = "EngineCore"
-_NICE = 10
+_LAST = 10
+_FIRST = -15
 
 
 def engine_core(pid: int) -> int:
@@ -29,7 +30,8 @@ def pin(pid: int) -> None:
 
     On core 1 the engine core's threads go before the API server and us: the core is to be
     spare for them, and a thread that holds Python's lock while others run holds up the loop.
-    Threads that are started later inherit.  On one core everything stays as it is.
+    As root, they go before other programs, too.  Threads that are started later inherit.  On
+    one core everything stays as it is.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -40,8 +42,8 @@ def pin(pid: int) -> None:
             is_loop = process == core and thread == core
             with suppress(ProcessLookupError):  # it may end just now
                 os.sched_setaffinity(thread, cores[:1] if is_loop else cores[1:2])
-                if process != core:
-                    os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+                with suppress(PermissionError):
+                    os.setpriority(os.PRIO_PROCESS, thread, _FIRST if process == core else _LAST)
 
 
 def threads_of(pid: int) -> list[int]:
