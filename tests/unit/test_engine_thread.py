@@ -131,11 +131,20 @@ def least_s(decode: Decode, clock: Any = time.thread_time) -> float:
     return min(took)
 
 
-def arriving_s(count: int) -> float:
+class Scanning(Borrowing):
+    """As one that looks through all requests when one arrives."""
+
+    def arrived(self, request: Any) -> None:
+        for tracked in self._tracked.values():
+            assert tracked.follows is None
+        super().arrived(request)
+
+
+def arriving_s(count: int, kind: type[Borrowing] = Borrowing) -> float:
     """The least processor time that the scheduler's half takes for a request, of ``count``."""
     took = []
     for _ in range(_ROUNDS):
-        side = Borrowing("here", recompute=False, prefix_caching=True)
+        side = kind("here", recompute=False, prefix_caching=True)
         requests = [request(f"r{number}", 5600) for number in range(count)]
         gc.collect()
         gc.disable()
@@ -159,7 +168,9 @@ def test_a_step_costs_no_more_because_of_pulls_that_wait() -> None:
 
 
 def test_a_request_costs_no_more_because_of_others_that_arrive_with_it() -> None:
-    assert arriving_s(64 * MANY) / arriving_s(MANY) < 1.5
+    alone_s = arriving_s(MANY)
+    assert arriving_s(256 * MANY) / alone_s < 2
+    assert arriving_s(256 * MANY, Scanning) / alone_s > 2
 
 
 def test_no_step_waits_for_a_pull() -> None:
