@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from pdconn.lab.table import table
 from tests.throughput.partner import LendingPartner, PullingPartner, described
 from tests.throughput.pinned import pin
 
+_WALL, _CPU = 1, 2
 ROOT = Path(__file__).parents[2]
 WORKER = frozenset(
     {
@@ -71,6 +72,7 @@ PER_REQUEST = (
 class Times:
     """Milliseconds of many steps."""
 
+    mean: float
     p50: float
     p99: float
     worst: float
@@ -79,7 +81,8 @@ class Times:
     def of(cls, seconds: Sequence[float]) -> Times:
         """Of at least one step."""
         ordered = sorted(seconds)
-        at = [statistics.median(ordered), ordered[int(0.99 * len(ordered))], ordered[-1]]
+        middle, late = statistics.median(ordered), ordered[int(0.99 * len(ordered))]
+        at = (statistics.mean(ordered), middle, late, ordered[-1])
         return cls(*(round(1e3 * each, 4) for each in at))
 
 
@@ -244,34 +247,37 @@ def is_quiet(step: dict[str, Any]) -> bool:
     return not any(hook in step["hooks"] for hook in PER_REQUEST)
 
 
+def times_of(
+    steps: Sequence[dict[str, Any]], column: int, hooks: Callable[[str], bool] = lambda _: True
+) -> Times:
+    """Of what the hooks that are meant took in each step."""
+    return Times.of([summed(step, column, hooks) for step in steps])
+
+
 def account(name: str, steps: Sequence[dict[str, Any]], at_least: int) -> Side:
     """Sum up the steps that computed with ``at_least`` requests in flight."""
     counted = [s for s in steps if s["scheduled"] and s["in_flight"] >= at_least]
     quiet = [s for s in counted if is_quiet(s)]
     if not quiet or len(counted) < 100:
         raise RuntimeError(f"{name}: {len(counted)} steps, {len(quiet)} of them quiet: too few")
-    requests = sum(s["hooks"].get("on_new_request", [0])[0] for s in counted)
-    base = statistics.mean(summed(s, 1, lambda _: True) for s in quiet)
-    total = sum(summed(s, 1, lambda _: True) for s in counted)
+    requests = round(sum(s["hooks"].get("on_new_request", [0])[0] for s in counted))
     hooks: dict[str, list[float]] = {}
     for step in counted:
         for hook, seen in step["hooks"].items():
-            of = hooks.setdefault(hook, [0, 0.0, 0.0])
-            for column, value in enumerate(seen):
-                of[column] += value
-    everything: Callable[[str], bool] = lambda _: True  # noqa: E731
+            hooks[hook] = [a + b for a, b in zip(hooks.get(hook, [0, 0, 0]), seen, strict=True)]
+    wall, idle = times_of(counted, _WALL), times_of(quiet, _WALL)
     return Side(
         name,
         len(counted),
         requests,
         statistics.median(s["in_flight"] for s in counted),
-        Times.of([summed(s, 1, everything) for s in counted]),
-        Times.of([summed(s, 2, everything) for s in counted]),
+        wall,
+        times_of(counted, _CPU),
         len(quiet),
-        Times.of([summed(s, 1, everything) for s in quiet]),
-        Times.of([summed(s, 1, lambda hook: hook not in WORKER) for s in counted]),
-        Times.of([summed(s, 1, WORKER.__contains__) for s in counted]),
-        1e3 * (total - base * len(counted)) / max(1, requests),
+        idle,
+        times_of(counted, _WALL, lambda hook: hook not in WORKER),
+        times_of(counted, _WALL, WORKER.__contains__),
+        (wall.mean - idle.mean) * len(counted) / max(1, requests),
         hooks,
     )
 
@@ -287,9 +293,10 @@ def render(sides: Sequence[Side]) -> str:
             ("its worker side", side.worker, side.steps),
             ("a quiet step", side.quiet, side.quiet_steps),
         ):
-            numbers = (f"{each:.3f}" for each in (times.p50, times.p99, times.worst))
+            of = (times.mean, times.p50, times.p99, times.worst)
+            numbers = (f"{each:.3f}" for each in of)
             rows.append([side.name, what, f"{count:,}", *numbers])
-    tables = [table(["", "", "steps", "p50\nms", "p99\nms", "worst\nms"], rows)]
+    tables = [table(["", "", "steps", "mean\nms", "p50\nms", "p99\nms", "worst\nms"], rows)]
     for side in sides:
         lines = [
             [
@@ -322,15 +329,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = [s for s in steps_of(engine) if began < s["ended"] < ended]
         sides.append(account(name, steps, int(0.9 * options.clients)))
     print(render(sides))
-    holds = [side.all_steps.p50 <= options.bound for side in sides]
-    for side, fine in zip(sides, holds, strict=True):
-        print(
-            f"{'holds' if fine else 'FAILS'}  {side.name}: {side.all_steps.p50:.3f} ms a step "
-            f"(median) <= {options.bound:g} ms"
-        )
+    holds = []
+    for side in sides:
+        for name, took in (("mean", side.all_steps.mean), ("median", side.all_steps.p50)):
+            holds.append(took <= options.bound)
+            word = "holds" if holds[-1] else "FAILS"
+            print(f"{word}  {side.name}: {took:.3f} ms a step ({name}) <= {options.bound:g} ms")
     if options.json is not None:
-        from dataclasses import asdict
-
         document = {"cores": os.cpu_count(), "sides": [asdict(side) for side in sides]}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(holds) or not options.check else 1
@@ -342,9 +347,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     add("--clients", type=int, default=32, help="requests in flight (%(default)s)")
     add("--seconds", type=float, default=12.0, help="that are measured (%(default)s)")
-    add("--hold", type=float, default=0.3, help="seconds that a pull is held up (%(default)s)")
+    add("--hold", type=float, default=1.0, help="seconds that a pull is held up (%(default)s)")
     add("--prompt", type=int, default=193, help="tokens (%(default)s)")
-    add("--bound", type=float, default=0.2, help="ms of a step, median (%(default)s)")
+    add("--bound", type=float, default=0.2, help="ms of a step, mean and median (%(default)s)")
     add("--check", action="store_true", help="fail if a side is above the bound")
     add("--model", choices=SPECS, default="tiny")
     add("--layout", default="BHLNC", help="memory order (%(default)s)")
