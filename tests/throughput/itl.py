@@ -25,9 +25,11 @@ what pdconn does to the streams, ``pulled / cached`` what pulling does, vLLM's p
 included, and ``cached / quiet`` what serving one more token does.
 
 An interval is taken where the engine's core is done with a step, which is the time that
-vLLM puts on a token; what clients see is told beside it, and has their own waiting for
-core 1 in it.  A phase in which the loop waited for its core for more than ``--others`` of
-the time, because other programs took it, is taken again.
+vLLM puts on a token.  What the kernel says that the loop waited for core 0 is taken off:
+nothing of the engine runs there but the loop, so that is other programs' doing, and no
+wait for Python's lock or for another thread is counted in it.  Intervals with it, and what
+clients see, are told beside.  A phase in which the loop waited for its core for more than
+``--others`` of the time is taken again, ``--tries`` times in all.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Phase:
         asked: how many requests came beside the streams.
         loop_s, others_s: processor time of the loop, and of the process's other threads.
         late_s: how long the loop waited for its core.
-        steps: between ends of steps.
+        steps: between ends of steps, without waiting for the core; ``raw``: with it.
     """
 
     kind: str
@@ -93,6 +95,7 @@ class Phase:
     others_s: float
     late_s: float
     steps: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
 
 
 def stream(engine: Engine, prompt: Prompt, tokens: int) -> list[float]:
@@ -222,10 +225,15 @@ def measure(options: argparse.Namespace) -> list[Phase]:
                 turn = number % len(options.kinds)
                 for kind in [*options.kinds[turn:], *options.kinds[:turn]]:
                     taken.append(_undisturbed(bench, kind, options))
-    ends = [step["ended"] for step in steps_of(engine) if step["scheduled"]]
+    steps = [step for step in steps_of(engine) if step["scheduled"]]
     for phase in taken:
-        inside = [end for end in ends if phase.began < end < phase.ended]
-        phase.steps = [b - a for a, b in itertools.pairwise(inside)]
+        inside = [
+            (step["ended"], step["late"] or 0.0)
+            for step in steps
+            if phase.began < step["ended"] < phase.ended
+        ]
+        phase.raw = [b - a for (a, _), (b, _) in itertools.pairwise(inside)]
+        phase.steps = [(b - y) - (a - x) for (a, x), (b, y) in itertools.pairwise(inside)]
     return taken
 
 
@@ -254,6 +262,8 @@ class Kind:
     per_s: float
     p50: float
     p99: float
+    raw_p50: float
+    raw_p99: float
     seen_p50: float
     seen_p99: float
     loop_us: float
@@ -270,13 +280,14 @@ def sum_up(kind: str, phases: Sequence[Phase]) -> Kind:
     """One kind's phases, pooled; processor time is for each step."""
     mine = [phase for phase in phases if phase.kind == kind]
     steps = [each for phase in mine for each in phase.steps]
+    raw = [each for phase in mine for each in phase.raw]
     seen = [each for phase in mine for each in phase.seen]
     return Kind(
         kind,
         len(mine),
         len(steps),
         sum(phase.asked for phase in mine) / sum(phase.ended - phase.began for phase in mine),
-        *(1e3 * quantile(of, part) for of in (steps, seen) for part in (0.5, 0.99)),
+        *(1e3 * quantile(of, part) for of in (steps, raw, seen) for part in (0.5, 0.99)),
         1e6 * sum(phase.loop_s for phase in mine) / len(steps),
         1e6 * sum(phase.others_s for phase in mine) / len(steps),
     )
@@ -296,13 +307,15 @@ def render(kinds: Sequence[Kind], phases: Sequence[Phase]) -> str:
     rows = [
         [
             kind.kind, f"{kind.per_s:.1f}", f"{kind.tokens:,}",
-            *(f"{x:.3f}" for x in (kind.p50, kind.p99, kind.seen_p50, kind.seen_p99)),
+            *(f"{x:.2f}" for x in (kind.p50, kind.p99, kind.raw_p50, kind.raw_p99)),
+            *(f"{x:.2f}" for x in (kind.seen_p50, kind.seen_p99)),
             f"{kind.loop_us:.0f}", f"{kind.others_us:.0f}",
         ]
         for kind in kinds
     ]  # fmt: skip
     headings = [
-        "", "asked\na second", "tokens", "p50\nms", "p99\nms", "client\np50", "client\np99",
+        "", "asked\na second", "tokens", "p50\nms", "p99\nms", "raw\np50", "raw\np99",
+        "client\np50", "client\np99",
         "loop, us\na step", "others, us\na step",
     ]  # fmt: skip
     by_name = {kind.kind: kind for kind in kinds}

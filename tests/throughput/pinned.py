@@ -37,6 +37,8 @@ def pin(pid: int) -> None:
     if len(cores) < 2:
         return
     core = engine_core(pid)
+    with suppress(OSError):  # where a session has a share of its own, its threads' does not count
+        Path(f"/proc/{core}/autogroup").write_text(str(_FIRST))
     for process in {os.getpid(), pid, *descendants(pid)}:
         for thread in threads_of(process):
             is_loop = process == core and thread == core

@@ -16,6 +16,7 @@ import functools
 import inspect
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -38,12 +39,15 @@ class Step:
     """One step of the engine; times in seconds, ``ended`` as ``time.monotonic`` tells.
 
     Attributes:
+        late: how long the thread has waited for its core, since it began; None where the
+            kernel does not say.
         scheduled: requests that computed something.
         in_flight: requests whose ticket decode tracks, and prompts that prefill lends.
         hooks: by hook: calls, seconds on the wall, seconds of the thread's processor time.
     """
 
     ended: float = 0.0
+    late: float | None = None
     scheduled: int = 0
     in_flight: int = 0
     hooks: dict[str, list[float]] = field(default_factory=dict)
@@ -57,6 +61,7 @@ class Log:
         self.now = Step()
         self.is_inside = False
         self.instant: set[str] = set()
+        self._schedstat: int | None = None
         atexit.register(self.write)
 
     def note(self, hook: str, wall_s: float, cpu_s: float) -> None:
@@ -69,8 +74,17 @@ class Log:
     def end_step(self) -> None:
         """The scheduler is done with a step."""
         self.now.ended = time.monotonic()
+        self.now.late = self._late()
         self.steps.append(self.now)
         self.now = Step()
+
+    def _late(self) -> float | None:
+        if self._schedstat is None:
+            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            self._schedstat = os.open(path, os.O_RDONLY) if os.path.exists(path) else -1
+        if self._schedstat < 0:
+            return None
+        return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
     def write(self) -> None:
         """To the file.  Other processes of the engine load this too, and have no steps."""
