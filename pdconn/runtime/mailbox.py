@@ -8,6 +8,10 @@ owner looks once more before it goes to sleep::
     owner    say how long it will sleep  ──►  is there an item?  ──►  select
 
 Whichever comes second sees the other.
+
+One byte is enough until the owner has looked.  Writing it lets go of Python's lock, and an
+owner that was woken a moment ago is waiting for just that: the poster would stand still
+until the owner is done with everything posted before.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ class Mailbox(Generic[T]):
         self.socket.setblocking(False)
         self._poke.setblocking(False)
         self._items: deque[T] = deque()
+        self._poked = False
 
     def post(self, item: T) -> None:
         """Add ``item`` and wake the owner."""
@@ -44,6 +49,9 @@ class Mailbox(Generic[T]):
 
     def wake(self) -> None:
         """Make ``select`` return.  A full or closed pipe means it will, or need not."""
+        if self._poked:
+            return
+        self._poked = True
         with contextlib.suppress(OSError):
             self._poke.send(b"\0")
 
@@ -52,6 +60,9 @@ class Mailbox(Generic[T]):
         with contextlib.suppress(BlockingIOError):
             while len(self.socket.recv(4096)) == 4096:
                 pass
+        # Before the items are taken: who posts from here on pokes again, and who did not
+        # poke because of an earlier byte has posted already.
+        self._poked = False
 
     def take(self) -> list[T]:
         """Everything posted so far, in order.  Only the owner calls this."""

@@ -32,7 +32,7 @@ from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.reader import ReaderThread
-from pdconn.runtime.records import Outcome
+from pdconn.runtime.records import NO_NEWS, Outcome
 from pdconn.runtime.security import Security
 from transport import Transport
 
@@ -129,9 +129,12 @@ class Puller:
         Raises:
             PullerBroken: one of our threads died.
         """
-        self._news.clear()
+        if self._news.is_set():
+            self._news.clear()
         if self._broken is not None:
             raise PullerBroken(self._broken)
+        if not self._pulls.outbox:
+            return NO_NEWS
         outcome = Outcome.of(self._pulls.outbox)
         self._owed -= len(outcome.records) + len(outcome.failed)
         return outcome
@@ -147,6 +150,8 @@ class Puller:
 
     def take_counts(self) -> dict[str, int]:
         """Why pulls failed, and how many were proven, since the last call."""
+        if not self._pulls.counts:
+            return {}
         counts, self._pulls.counts = self._pulls.counts, Counter()
         return dict(counts)
 

@@ -119,3 +119,7 @@ class Outcome:
     def received(self) -> tuple[str, ...]:
         """Requests that were received."""
         return tuple(record.request for record in self.records)
+
+
+NO_NEWS = Outcome((), (), ())
+"""Most steps of an engine end without any."""

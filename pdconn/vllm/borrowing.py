@@ -37,14 +37,14 @@ class _Tracked:
 
     ``held`` is the local hit in tokens that the engine last asked with; ``follows``
     the ticket that a sibling pulls with, when there is no ticket of its own; ``blocks``
-    those that the pull writes to.
+    those that the pull writes to, holes and all, by group.
     """
 
     ticket: Ticket | None
     problem: str | None
     parent: str | None
     follows: tuple[str, str] | None = None
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[list[int], ...] = ()
     checked: bool = False
     pulling: bool = False
     held: int = 0
@@ -130,7 +130,7 @@ class Borrowing:
         key = _key(tracked.ticket)
         self._pulling[key] = self._pulling.get(key, 0) + 1
         self._begin(key, tracked.parent)
-        tracked.blocks = tuple(block for ids in blocks for block in ids if block)
+        tracked.blocks = blocks
         need = Need(
             tracked.held, tracked.held + num_external, tuple(trimmed(ids) for ids in blocks)
         )
@@ -138,7 +138,7 @@ class Borrowing:
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         """Blocks of a request whose pull was not reported yet, holes left out."""
-        return self._tracked[request_id].blocks
+        return tuple(block for ids in self._tracked[request_id].blocks for block in ids if block)
 
     def reported(self, request_id: str) -> None:
         """The workers reported the pull, received or failed."""

@@ -21,6 +21,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.runtime.affinity import off_the_models_core
 from pdconn.runtime.puller import Puller
 from pdconn.runtime.rank import Rank
+from pdconn.runtime.records import NO_NEWS, Outcome
 from pdconn.runtime.relay import Relays
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
@@ -133,16 +134,8 @@ class PdWorker:
         self._failed = []
         if self._puller is not None:
             outcome = self._puller.collect()
-            results.finished_recving.update(outcome.received)
-            for record in outcome.records:
-                self._stats.record(record)
-            for failed in outcome.failed:
-                results.failed_recving.add(failed.request)
-                self._stats.count("failed")
-                if failed.quarantined:
-                    self._report.quarantined.append(failed.request)
-                    self._stats.count("quarantined")
-            self._report.released += outcome.released
+            if outcome is not NO_NEWS:
+                self._note(outcome, results)
         results.finished_recving |= results.failed_recving
         return results
 
@@ -172,6 +165,18 @@ class PdWorker:
         if self._memory is not None:
             self._memory.close()
         self._puller = self._relays = self._memory = None
+
+    def _note(self, outcome: Outcome, results: KVConnectorTransferResults) -> None:
+        results.finished_recving.update(outcome.received)
+        for record in outcome.records:
+            self._stats.record(record)
+        for failed in outcome.failed:
+            results.failed_recving.add(failed.request)
+            self._stats.count("failed")
+            if failed.quarantined:
+                self._report.quarantined.append(failed.request)
+                self._stats.count("quarantined")
+        self._report.released += outcome.released
 
     def _sum(self, terms: Terms, blocks: tuple[BlockList, ...]) -> None:
         """Checksum what a finished request lends, on the engine's thread."""

@@ -1,55 +1,12 @@
-"""Waking a thread of ours: as seldom as may be, and never too late."""
+"""Lending wakes the lender's thread as seldom as may be, and never too late."""
 
 from __future__ import annotations
-
-import select
-from collections.abc import Iterator
 
 import pytest
 
 from pdconn.protocol.ticket import BlockList
 from pdconn.runtime.mailbox import Mailbox
 from tests.pair import Pair
-
-
-@pytest.fixture
-def mailbox() -> Iterator[Mailbox[str]]:
-    made: Mailbox[str] = Mailbox()
-    yield made
-    made.close()
-
-
-def is_woken(mailbox: Mailbox[str]) -> bool:
-    return bool(select.select([mailbox.socket], [], [], 0)[0])
-
-
-def test_what_is_posted_wakes_and_what_is_left_does_not(mailbox: Mailbox[str]) -> None:
-    mailbox.leave("one")
-    assert mailbox
-    assert not is_woken(mailbox)
-    mailbox.post("two")
-    assert is_woken(mailbox)
-    assert mailbox.take() == ["one", "two"]
-    assert not mailbox
-
-
-def test_taking_leaves_the_bell_and_hushing_leaves_the_items(mailbox: Mailbox[str]) -> None:
-    for item in ("one", "two"):
-        mailbox.post(item)
-    mailbox.hush()
-    assert not is_woken(mailbox)
-    assert mailbox.take() == ["one", "two"]
-    mailbox.post("three")
-    assert mailbox.take() == ["three"]
-    assert is_woken(mailbox)
-
-
-def test_hushing_takes_in_any_number_of_bells(mailbox: Mailbox[str]) -> None:
-    for _ in range(10_000):
-        mailbox.post("again")
-    mailbox.hush()
-    assert not is_woken(mailbox)
-    mailbox.hush()
 
 
 class Woken:

@@ -1,0 +1,60 @@
+"""One core for the thread that runs the engine's loop, the other for all else."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from pdconn.lab.keeper import descendants
+
+_CORE_PROCESS = "EngineCore"
+_LAST = 10
+_FIRST = -15
+
+
+def engine_core(pid: int) -> int:
+    """The process of an engine that runs its loop, by the name that vLLM gives it.
+
+    Raises:
+        RuntimeError: there is none below ``pid``, or several.
+    """
+    found = [each for each in descendants(pid) if _CORE_PROCESS in _command(each)]
+    if len(found) != 1:
+        raise RuntimeError(f"expected one {_CORE_PROCESS} below {pid}, found {found}")
+    return found[0]
+
+
+def pin(pid: int) -> None:
+    """The engine's loop gets core 0, its other threads and all other processes core 1.
+
+    On core 1 the engine core's threads go before the API server and us: the core is to be
+    spare for them, and a thread that holds Python's lock while others run holds up the loop.
+    As root, they go before other programs, too.  Threads that are started later inherit.  On
+    one core everything stays as it is.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return
+    core = engine_core(pid)
+    with suppress(OSError):  # where a session has a share of its own, its threads' does not count
+        Path(f"/proc/{core}/autogroup").write_text(str(_FIRST))
+    for process in {os.getpid(), pid, *descendants(pid)}:
+        for thread in threads_of(process):
+            is_loop = process == core and thread == core
+            with suppress(ProcessLookupError):  # it may end just now
+                os.sched_setaffinity(thread, cores[:1] if is_loop else cores[1:2])
+                with suppress(PermissionError):
+                    os.setpriority(os.PRIO_PROCESS, thread, _FIRST if process == core else _LAST)
+
+
+def threads_of(pid: int) -> list[int]:
+    """Threads of a process, natives too."""
+    return [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
