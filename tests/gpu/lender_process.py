@@ -2,6 +2,7 @@
 
     {"do": "open", "name": …, "boot": …, "options": …}   an arena, for the transport contract
     {"do": "ranks", "case": …, "verify": …}              every rank of a case, and a lender
+    {"do": "allocated", "order": …, "tp": …}             every rank of memory as an engine has it
     {"do": "plain", "nbytes": …}                         random bytes in one piece
     {"do": "flip", "rank": …, "offset": …}               spoil a byte of a rank
     {"do": "close"}
@@ -24,6 +25,9 @@ from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.sums import Terms
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.runtime.lender import Lender
+from registration import RegisteredKVMemory
+from registration.allocate import HeadMajor
+from tests.gpu.allocated import fill, rank_memory
 from tests.gpu.bytes_on import ArenaOn, BytesOn
 from tests.gpu.cases import TOKENS, Case, Request, placed
 from tests.gpu.rigs import LOCALHOST, TRAITS, TTL_S, ticket_of
@@ -75,6 +79,18 @@ class Lending:
             lender.add_sums(ticket.request_id, rank, sums)
         encoded = [msgspec.msgpack.encode(one).hex() for one in geometry]
         return {"ranks": encoded, "port": lender.port}
+
+    def allocated(self, order: str, tp: int) -> dict[str, Any]:
+        encoded = []
+        for rank in range(tp):
+            made = rank_memory(HeadMajor(order), tp, rank, self._device)
+            fill(made, tp, rank)
+            transport = NixlTransport("gpu-prefill", huge_pages=False)
+            memory = RegisteredKVMemory(transport, made.references, made.owners)
+            self._stack.enter_context(memory)
+            geometry = RankGeometry(0, rank, memory.address, made.references)
+            encoded.append(msgspec.msgpack.encode(geometry).hex())
+        return {"ranks": encoded}
 
     def flip(self, rank: int, offset: int) -> dict[str, Any]:
         self._ranks[rank].flip(offset)

@@ -51,10 +51,11 @@ class DeviceLender(Lender):
     def lend(self, case: Case, verify: bool = False) -> tuple[list[RankGeometry], int]:
         """Every rank of a case, with its content; and the port of a lender that lends it."""
         answer = self._ask(do="ranks", case=msgspec.to_builtins(case), verify=verify)
-        ranks = [
-            msgspec.msgpack.decode(bytes.fromhex(one), type=RankGeometry) for one in answer["ranks"]
-        ]
-        return ranks, answer["port"]
+        return _geometry(answer["ranks"]), answer["port"]
+
+    def allocated(self, order: str, tp: int) -> list[RankGeometry]:
+        """Every rank of memory that ``registration`` allocated, heads in or out of layers."""
+        return _geometry(self._ask(do="allocated", order=order, tp=tp)["ranks"])
 
     def flip(self, rank: int, offset: int) -> None:
         """Spoil a byte of a rank."""
@@ -64,6 +65,10 @@ class DeviceLender(Lender):
         """Random bytes (``default_rng(7)``) in one piece."""
         answer = self._ask(do="plain", nbytes=nbytes)
         return bytes.fromhex(answer["address"]), Memory(answer["base"], nbytes, self.device)
+
+
+def _geometry(ranks: list[str]) -> list[RankGeometry]:
+    return [msgspec.msgpack.decode(bytes.fromhex(one), type=RankGeometry) for one in ranks]
 
 
 @contextmanager
