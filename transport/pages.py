@@ -2,8 +2,9 @@
 
 ``transport.hugepages`` asks; here the kernel's own account (``/proc/self/smaps``) says what
 came of it.  Pages that were never touched count as what they will be: huge where the
-mapping is eligible.  That is not so for memory that processes share, which gets huge pages
-from another setting, off by default.
+mapping is eligible.  That is not so for memory that processes share: it gets huge pages
+from another setting, off by default, or when it is collapsed and its address and its offset
+in the file are multiples of 2 MiB alike, which is luck.
 """
 
 from __future__ import annotations
