@@ -5,6 +5,7 @@
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that README.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
+#   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none)
 #   make format, clean
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench multinode clean
+.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench multinode gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,9 @@ bench: venv
 multinode: venv
 	$(BIN)/python -m pytest tests/multinode $(ARGS)
 	$(BIN)/python -m tests.multinode.demo
+
+gpu: venv
+	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,13 +22,17 @@ from pdconn.runtime.puller import Puller
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.records import Outcome, PullRecord
 from pdconn.runtime.security import Security
+from pdconn.runtime.warming import WarmUp
+from pdconn.runtime.warmth import Place
 from registration.references import (
     AttentionKind,
     GroupMemory,
     KVCacheReferences,
     build_kv_cache_references,
 )
+from registration.scratch import Scratch
 from tests.layouts import layout_memory
+from transport import HOST
 from transport.memory import MemoryTransport
 from transport.network import MemoryNetwork
 
@@ -89,6 +93,10 @@ class Pair:
     their_verify: Verify = Verify.OFF
     traits: dict[str, str] = field(default_factory=lambda: dict(TRAITS))
     incarnation: str = "boot-1"
+    our_name: str = "decode"
+    warms: bool = False
+    touches: bool = True
+    also_warm: tuple[Place, ...] = ()
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
 
     def __post_init__(self) -> None:
@@ -99,16 +107,28 @@ class Pair:
         self.lender = self.open_lender(port=0)
         transport = MemoryTransport(self.network, "decode")
         transport.register(self.ours.references.memories())
-        me = Rank("decode", 0, 1, 0, self.ours.references, dict(TRAITS))
+        me = Rank(self.our_name, 0, 1, 0, self.ours.references, dict(TRAITS))
         patience = Patience(self.claim_timeout_s, self.read_s, self.drain_s)
+        self.scratch = Scratch.on(HOST)
+        transport.register([self.scratch.memory])
         self.puller = Puller(
-            me, transport, patience=patience, verify=self.verify, security=self.security
+            me,
+            transport,
+            patience=patience,
+            verify=self.verify,
+            security=self.security,
+            warm_up=self.warm_up(),
         )
         self.received: list[str] = []
         self.released: list[str] = []
         self.failed: dict[str, str] = {}
         self.records: list[PullRecord] = []
         self.number = 0
+
+    def warm_up(self) -> WarmUp:
+        """Our lender, if the puller is to know it before it is told of it, and others."""
+        ours = (Place("127.0.0.1", self.lender.port),) if self.warms else ()
+        return WarmUp((*ours, *self.also_warm), self.scratch.memory if self.touches else None)
 
     def open_lender(self, port: int) -> Lender:
         summing = self.their_verify is not Verify.OFF

@@ -39,6 +39,7 @@ from transport.nixl_agent import Agent, Library
 from transport.nixl_errors import ChangedConnection
 from transport.nixl_options import backend_params, ucx_environment, ucx_version
 from transport.nixl_reads import Peer, Reads
+from transport.pages import small_pages
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, Settled, Spans
 
@@ -124,6 +125,7 @@ class NixlTransport(Transport):
         self._peers: dict[PeerId, Peer] = {}
         self._leaving: dict[PeerId, Peer] = {}
         self._huge_page_s = huge_page_s if huge_pages else 0.0
+        self._may_complain = huge_pages
         self._collapsed: list[CollapseReport] = []
         self._close_wait_s = close_wait_s
         self._state = "open"
@@ -151,6 +153,7 @@ class NixlTransport(Transport):
                 self._agent.unregister_newest()
             raise
         self._registered.add(memories)
+        self._complain_of_small_pages()
 
     def address(self) -> bytes:
         self._check_open()
@@ -246,6 +249,15 @@ class NixlTransport(Transport):
             report = collapse(memory, max_seconds=self._huge_page_s)
             self._huge_page_s -= report.seconds
             self._collapsed.append(report)
+
+    def _complain_of_small_pages(self) -> None:
+        """Once: an engine's memory is registered early, and pages do not change by themselves."""
+        if self._may_complain:
+            reasons = (report.reason for report in self._collapsed)
+            text = small_pages(list(self._registered), reasons)
+            self._may_complain = text is None
+            if text is not None:
+                _log.warning("%s: %s", self._agent.name, text)
 
     def _huge_pages_in_words(self) -> str:
         done = sum(report.collapsed_bytes for report in self._collapsed)

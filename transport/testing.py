@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 
@@ -46,7 +47,7 @@ from transport.testing_rig import (
     pattern,
     scattered,
 )
-from transport.types import Memory, PeerId, ReadId
+from transport.types import PeerId, ReadId
 
 __all__ = [
     "ARENA_BYTES",
@@ -134,7 +135,8 @@ class BoundsContract:
 
     def test_overlapping_memory_is_refused_and_nothing_of_it_registered(self, rig: Rig) -> None:
         memory, guard = rig.arena.memory, rig.arena.guard
-        for overlapping in (memory, Memory(memory.end - 1, 2), Memory(memory.base + 1, 1)):
+        last = replace(memory, base=memory.end - 1, nbytes=2)
+        for overlapping in (memory, last, replace(memory, base=memory.base + 1, nbytes=1)):
             with pytest.raises(BadSpans):
                 rig.reader.register([guard, overlapping])
         self._refused(rig, [(ARENA_BYTES, 0, 64)])

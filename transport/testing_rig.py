@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ class Arena:
     @property
     def guard(self) -> Memory:
         """The guard after it."""
-        return Memory(self.memory.end, GUARD_BYTES)
+        return replace(self.memory, base=self.memory.end, nbytes=GUARD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,8 @@ class Rig:
             (local + self.arena.memory.base).astype(np.uint64),
             (remote + self.remote.base).astype(np.uint64),
             nbytes.astype(np.uint64),
+            self.arena.memory.device,
+            self.remote.device,
         )
 
     def finish(self, read: ReadId) -> Settled:

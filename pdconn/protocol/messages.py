@@ -296,8 +296,10 @@ def check_geometry(message: Welcome | Described) -> None:
     """Bounds of what an engine says of itself.
 
     Raises:
-        MessageError: no rank, or more of something than any engine has.
+        MessageError: no name, no rank, or more of something than any engine has.
     """
+    _bounded("engine_id", message.engine_id)
+    _bounded("incarnation", message.incarnation)
     if not 0 < len(message.ranks) <= MAX_RANKS:
         raise MessageError("ranks", f"1 to {MAX_RANKS}", len(message.ranks))
     if len(message.traits) > MAX_TRAITS:

@@ -18,6 +18,8 @@ from pdconn.protocol.compat import traits_digest
 from pdconn.protocol.errors import PeerMismatch, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
+    Describe,
+    Described,
     FromLender,
     FromReader,
     Hello,
@@ -60,33 +62,52 @@ class Connections:
         self._listener = listener
         self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
         self._retired: dict[Peer, None] = {}
+        self._asked: dict[Peer, None] = {}
 
     def __len__(self) -> int:
-        return len(self._peers) + len(self._retired)
+        return len(self._peers) + len(self._retired) + len(self._asked)
 
     def __iter__(self) -> Iterator[Peer]:
         yield from list(self._peers.values())
         yield from list(self._retired)
+        yield from list(self._asked)
 
-    def to(self, key: PeerKey) -> Peer:
-        """The open peer at ``key``, dialled if need be; CLOSED when that fails at once."""
+    def ask(self, host: str, port: int) -> Peer:
+        """Dial whoever lends there to ask who that is; CLOSED when that fails at once.
+
+        The listener hears the answer, and the peer is closed: it is good for nothing else.
+        """
+        peer = Peer(PeerKey(host, port, "whoever lends", ""))
+        peer.enter("dialled")
+        self._asked[peer] = None
+        self._dial(peer, Describe(PROTOCOL_VERSION))
+        return peer
+
+    def to(self, key: PeerKey, may_evict: bool = True) -> Peer:
+        """The open peer at ``key``, dialled if need be; CLOSED when that fails at once.
+
+        Where there is no room, an idle peer goes, unless ``may_evict`` is false.
+        """
         peer = self._peers.get(key)
         if peer is not None and not peer.is_closed:
             self._peers.move_to_end(key)
             return peer
         peer = Peer(key)
         peer.enter("dialled")
-        if not self._has_room():
-            self.close(peer, f"{MAX_PEERS} lenders are in use")
+        if not self._has_room(may_evict):
+            self.close(peer, f"{MAX_PEERS} lenders are {'in use' if may_evict else 'known'}")
             return peer
         self._peers[key] = peer
+        self._dial(peer, Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
+        return peer
+
+    def _dial(self, peer: Peer, greeting: FromReader) -> None:
         try:
             self._dialer.dial(peer)
         except OSError as error:
             self.close(peer, f"side channel: {error}")
-            return peer
-        peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
-        return peer
+        else:
+            peer.outgoing.append(greeting)
 
     def serve(self, peer: Peer) -> None:
         """The peer's wire has something for us."""
@@ -143,7 +164,8 @@ class Connections:
         """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
         if peer.is_closed:
             return
-        log.warning("pdconn: no longer reading from %s: %s", peer.key, reason)
+        level = logging.DEBUG if peer in self._asked else logging.WARNING
+        log.log(level, "pdconn: no longer reading from %s: %s", peer.key, reason)
         peer.enter("closed")
         peer.reason = reason
         peer.outgoing.clear()
@@ -171,6 +193,7 @@ class Connections:
             self._post(Disconnect(connected))
         peer.ranks.clear()
         self._retired.pop(peer, None)
+        self._asked.pop(peer, None)
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
 
@@ -180,9 +203,9 @@ class Connections:
             if peer.wire is not None:
                 peer.wire.close()
 
-    def _has_room(self) -> bool:
-        if len(self._peers) < MAX_PEERS:
-            return True
+    def _has_room(self, may_evict: bool) -> bool:
+        if len(self._peers) < MAX_PEERS or not may_evict:
+            return len(self._peers) < MAX_PEERS
         idle = next((peer for peer in self._peers.values() if not peer.pulls), None)
         if idle is None:
             return False
@@ -196,10 +219,14 @@ class Connections:
         self._listener.peer_ready(peer)
 
     def _hear(self, peer: Peer, message: FromLender) -> None:
-        if isinstance(message, AboutPull):
-            self._listener.heard(peer, message)
-        elif isinstance(message, Rejected):
+        if isinstance(message, Rejected):
             self.close(peer, f"{message.field}: theirs {message.expected}, ours {message.seen}")
+        elif peer in self._asked:
+            if isinstance(message, Described):
+                self._listener.peer_described(peer, message)
+            self.close(peer, f"it was asked who it is, and {message.__class__.__name__} came")
+        elif isinstance(message, AboutPull):
+            self._listener.heard(peer, message)
         elif isinstance(message, Welcome) and peer.pairing is None:
             check_welcome(message, peer.key)
             peer.pairing = self._pair(message)
@@ -229,4 +256,4 @@ def check_welcome(welcome: Welcome, key: PeerKey) -> None:
 
 
 def _is_greeting(outgoing: list[FromReader]) -> bool:
-    return isinstance(outgoing[0], Hello)
+    return isinstance(outgoing[0], Hello | Describe)

@@ -9,7 +9,15 @@ from typing import Protocol
 from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import PeerState, after
 from pdconn.planning.plan import Pairing
-from pdconn.protocol.messages import FromReader, Granted, Proven, Refused, Unproven, Welcome
+from pdconn.protocol.messages import (
+    Described,
+    FromReader,
+    Granted,
+    Proven,
+    Refused,
+    Unproven,
+    Welcome,
+)
 from pdconn.protocol.ticket import Ticket
 from transport import PeerId
 
@@ -96,6 +104,9 @@ class Dialer(Protocol):
 
 class Listener(Protocol):
     """What the pulls want to hear."""
+
+    def peer_described(self, peer: Peer, said: Described) -> None:
+        """The peer was asked who it is, and says so."""
 
     def peer_welcomed(self, peer: Peer) -> None:
         """The peer has answered our greeting; its ranks are being connected."""

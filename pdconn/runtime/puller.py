@@ -34,6 +34,7 @@ from pdconn.runtime.rank import Rank
 from pdconn.runtime.reader import ReaderThread
 from pdconn.runtime.records import NO_NEWS, Outcome
 from pdconn.runtime.security import Security
+from pdconn.runtime.warming import WarmUp
 from transport import Transport
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Puller:
         patience: how long a pull waits for what.
         verify: how much is compared with what was lent.
         security: what lenders must prove; nothing by default.
+        warm_up: lenders to know before anything is pulled from them; its scratch is
+            registered with ``transport``.
         through: maps a lender's host and port to those to dial instead, for debugging.
         clock: seconds that never go back.
     """
@@ -85,6 +88,7 @@ class Puller:
         patience: Patience | None = None,
         verify: Verify = Verify.OFF,
         security: Security | None = None,
+        warm_up: WarmUp | None = None,
         through: Callable[[str, int], tuple[str, int]] | None = None,
         clock: Callable[[], float] = steady,
     ) -> None:
@@ -106,6 +110,7 @@ class Puller:
             clock,
             patience=patience or Patience(),
             verify=verify,
+            warm_up=warm_up,
         )
         self._thread = threading.Thread(target=self._run, name="pdconn-puller", daemon=True)
         self._thread.start()
@@ -164,6 +169,11 @@ class Puller:
     def num_peers(self) -> int:
         """Lenders that we know."""
         return len(self._pulls.connections)
+
+    @property
+    def num_warm(self) -> int:
+        """Lenders of the warm-up that are warm now."""
+        return self._pulls.warming.num_warm
 
     def close(self) -> None:
         """Stop both threads and close every socket.  A second call does nothing."""

@@ -18,6 +18,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from random import Random
 
 from pdconn.integrity.reader import Checks
 from pdconn.integrity.sums import Terms
@@ -29,6 +30,7 @@ from pdconn.planning.plan import Need, Plan
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import (
     Claim,
+    Described,
     Done,
     FromReader,
     Granted,
@@ -44,6 +46,7 @@ from pdconn.runtime.peers import AboutPull, Dialer, Peer, PeerKey
 from pdconn.runtime.proving import Proof, Verify
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.records import FailedPull, Measured, Released, Report
+from pdconn.runtime.warming import Touch, Warming, WarmUp
 from transport import PeerLost, PeerUnknown, TransportError
 
 log = logging.getLogger(__name__)
@@ -82,9 +85,11 @@ class Pulls:
         clock: seconds that never go back.
         patience: how long a pull waits for what.
         verify: how much is compared with what was lent.
+        warm_up: lenders to know before anything is pulled from them.
 
     Attributes:
         connections: the lenders that we know.
+        warming: those of them that are kept warm.
         outbox: what ended, for the engine.
         counts: why pulls failed.
     """
@@ -98,6 +103,7 @@ class Pulls:
         *,
         patience: Patience,
         verify: Verify = Verify.OFF,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self._me = me
         self._post = post
@@ -109,6 +115,15 @@ class Pulls:
         self._alarms: list[tuple[float, str]] = []
         self._unplanned: deque[_Entry] = deque()
         self.connections = Connections(me.engine_id, me.pair, post, dialer, self)
+        self.warming = Warming(
+            me.engine_id,
+            warm_up or WarmUp(),
+            self.connections,
+            post,
+            patience=patience,
+            clock=clock,
+            rng=Random(f"{me.engine_id}/{me.rank}"),
+        )
         self.outbox: deque[Report] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -176,10 +191,15 @@ class Pulls:
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
-        return self._alarms[0][0] if self._alarms else None
+        warming = self.warming.next_deadline()
+        if not self._alarms:
+            return warming
+        first = self._alarms[0][0]
+        return first if warming is None else min(first, warming)
 
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come; stale alarms are set anew or dropped."""
+        self.warming.tick(now)
         due: dict[str, None] = {}
         while self._alarms and self._alarms[0][0] <= now:
             due[heapq.heappop(self._alarms)[1]] = None
@@ -208,6 +228,8 @@ class Pulls:
             entry = answer.tag
             assert isinstance(entry, _Entry)
             self._summed(entry, answer)
+        elif isinstance(answer.tag, Touch):
+            self.warming.touched(answer)
         else:
             self._settled(answer)
 
@@ -254,15 +276,21 @@ class Pulls:
 
     # What the connections say
 
+    def peer_described(self, peer: Peer, said: Described) -> None:
+        """Only who is to be warmed is asked who it is."""
+        self.warming.described(peer, said)
+
     def peer_welcomed(self, peer: Peer) -> None:
         """It is up to us now: our transport may have much to do before it connects."""
+        self.warming.welcomed(peer)
         for entry in self._using(peer):
             self._do(entry, entry.machine.welcomed(self._clock()))
 
     def peer_ready(self, peer: Peer) -> None:
-        """Every rank that we need is connected: claim for whoever waits."""
+        """Every rank that we need is connected: claim for whoever waits, and touch last."""
         for entry in self._using(peer):
             self._greeted(entry)
+        self.warming.ready(peer)
 
     def peer_closed(self, peer: Peer) -> None:
         """Fail what waits for the peer.  What is being read may still settle in time."""
@@ -272,6 +300,7 @@ class Pulls:
                 self.counts[f"pulls_{why}"] += 1
                 reason = f"{peer.key}: {peer.reason}"
                 self._do(entry, entry.machine.fail(reason, self._clock(), tell=False))
+        self.warming.closed(peer)
         self._forget_peer_if_idle(peer)
 
     def heard(self, peer: Peer, message: AboutPull) -> None:

@@ -38,6 +38,10 @@
 ``verify``                 ``off``, ``sample`` (a sixteenth of the blocks) or ``always``:
                            compare checksums of what was lent with what arrived; set it
                            on both sides; default off
+``warm_peers``             decode only: side channels of prefill engines, a list of
+                           ``host:port`` as their tickets name them, whom to greet, connect
+                           to and read a page from before the first request, and again
+                           when they restart; default none
 ``debug_faults``           faults on demand on decode, seeded, see
                            :mod:`pdconn.runtime.faults`; default none
 =========================  =========================================================
@@ -55,6 +59,7 @@ from pdconn.lifecycle.lease import MIN_TTL_S
 from pdconn.runtime.faults import Faults, read_faults
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.security import Security, SecurityError
+from pdconn.runtime.warmth import Place, parse_places
 from transport.odds import FaultError
 
 
@@ -82,6 +87,7 @@ class Settings:
     read_timeout: float = 120.0
     drain_timeout: float = 5.0
     verify: Verify = Verify.OFF
+    warm_peers: tuple[Place, ...] = ()
     debug_faults: Faults = field(default_factory=Faults)
     security: Security = field(default_factory=Security)
 
@@ -219,6 +225,7 @@ _CHECKS: dict[str, Check] = {
     "read_timeout": _seconds,
     "drain_timeout": _seconds,
     "verify": _verify,
+    "warm_peers": parse_places,
 }
 _SECURITY_CHECKS: dict[str, Check] = {
     "secret_file": _text,

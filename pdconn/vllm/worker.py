@@ -23,6 +23,7 @@ from pdconn.runtime.puller import Puller
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.records import NO_NEWS, Outcome
 from pdconn.runtime.relay import Relays
+from pdconn.runtime.warming import WarmUp
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
 from pdconn.vllm.metadata import PdHandshake, PdWorkerReport
@@ -31,7 +32,8 @@ from pdconn.vllm.stats import PdStats
 from pdconn.vllm.traits import block_traits
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
-from transport import Transport
+from registration.scratch import Scratch
+from transport import Transport, TransportError
 from transport.disturbed import DisturbedTransport
 from transport.nixl import NixlTransport
 
@@ -63,6 +65,7 @@ class PdWorker:
         self._failed: list[str] = []
         self._report = PdWorkerReport()
         self._relays: Relays | None = None
+        self._scratch: Scratch | None = None
         self._is_idle = False
         self._rank = 0
 
@@ -164,7 +167,7 @@ class PdWorker:
             self._relays.close()
         if self._memory is not None:
             self._memory.close()
-        self._puller = self._relays = self._memory = None
+        self._puller = self._relays = self._memory = self._scratch = None
 
     def _note(self, outcome: Outcome, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(outcome.received)
@@ -199,6 +202,7 @@ class PdWorker:
         if faults.messages:
             self._relays = Relays(faults.messages, faults.seed + 1000 * me.rank)
         patience = Patience(settings.claim_timeout, settings.read_timeout, settings.drain_timeout)
+        warm_up = self._warm_up(me.references, transport)
         through = None if self._relays is None else self._relays.through
         with off_the_models_core():
             return Puller(
@@ -207,8 +211,22 @@ class PdWorker:
                 patience=patience,
                 verify=settings.verify,
                 security=settings.security,
+                warm_up=warm_up,
                 through=through,
             )
+
+    def _warm_up(self, references: KVCacheReferences, transport: Transport) -> WarmUp:
+        """Whom to warm, and where what is read meanwhile may go."""
+        places = self._settings.warm_peers
+        if not places:
+            return WarmUp()
+        self._scratch = Scratch.on(references.memories()[0].device)
+        try:
+            transport.register([self._scratch.memory])
+        except TransportError as error:
+            log.warning("pdconn: lenders are connected and not read from ahead: %s", error)
+            return WarmUp(places)
+        return WarmUp(places, self._scratch.memory)
 
     def _open_transport(self, name: str) -> Transport:
         transport = NixlTransport(

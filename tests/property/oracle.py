@@ -221,9 +221,9 @@ def check(plan: Plan, ours: Side, rank: int, theirs: Side, need: Need) -> None:
             from_base, origin = _inside(source, int(remote), int(nbytes))
             got[base][into] = source[from_base][origin]
             times[base][into] += 1
-    for base, expected in _expected(ours, theirs, rank, need).items():
+    for base, wanted in expected(ours, theirs, rank, need).items():
         assert times[base].max(initial=0) <= 1, "a byte was written twice"
-        wrong = np.flatnonzero(got[base] != expected)
+        wrong = np.flatnonzero(got[base] != wanted)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
 
 
@@ -235,7 +235,7 @@ def _inside(memories: dict[int, NDArray[np.int64]], start: int, nbytes: int) -> 
     raise AssertionError("a run outside all memory")
 
 
-def _expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDArray[np.int64]]:
+def expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDArray[np.int64]]:
     """Labels that we must end up with.
 
     Tokens that we hold already, and tokens before a window, are not moved; both bounds,
@@ -254,12 +254,12 @@ def _expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDAr
             end = -(-need.until // step) * step
             unit = group.block_tokens if sort.opaque else sort.ratio
             wanted[number] = (start // unit, end // unit)
-    expected = {}
+    found = {}
     for base, labels in ours.labels(rank).items():
         position = (labels >> 20) & 0xFFFFF
         layer = labels >> 48
         keep = np.zeros(len(labels), dtype=bool)
         for number, (first, last) in wanted.items():
             keep |= (layer == number) & (position >= first) & (position < last)
-        expected[base] = np.where(keep & (labels != NOWHERE), labels, UNTOUCHED)
-    return expected
+        found[base] = np.where(keep & (labels != NOWHERE), labels, UNTOUCHED)
+    return found

@@ -23,9 +23,13 @@ from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.reading import Reading
 from pdconn.runtime.records import Outcome
+from pdconn.runtime.warming import Touch, WarmUp
+from pdconn.runtime.warmth import Place
+from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedWire
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.world import Wire, World, connect
+from transport import HOST
 from transport.memory import MemoryTransport
 
 POOL = 24
@@ -178,13 +182,13 @@ class Prefill:
             del self._wires[visitor]
             return
         if visitor.leaving:
-            self._wires.pop(visitor).close()
+            self._wires.pop(visitor).finish()
 
 
 class DecodeRank:
     """One rank: real pulls over simulated wires and the in-process transport."""
 
-    def __init__(self, world: World, engine: Decode, rank: int, of: int) -> None:
+    def __init__(self, world: World, engine: Decode, rank: int, of: int, warms: bool) -> None:
         self.world = world
         self._engine = engine
         self.memory = Memory("BLHNC", POOL, rank * HEADS // of, HEADS // of)
@@ -194,10 +198,27 @@ class DecodeRank:
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
         self.reading = Reading(self.transport, self._answer, world.clock, Pace(SLICE_NBYTES))
         verify = list(Verify)[engine.number % len(Verify)]
-        self.pulls = Pulls(me, self, self._post, world.clock, patience=PATIENCE, verify=verify)
+        self.pulls = Pulls(
+            me,
+            self,
+            self._post,
+            world.clock,
+            patience=PATIENCE,
+            verify=verify,
+            warm_up=self._warm_up() if warms else None,
+        )
         self._alarm = Clockwork(world)
         self._paused_until = 0.0
         world.readers[self.transport.peer_id] = self.poll
+        if warms:
+            world.at(world.lag(), self.turn)
+
+    def _warm_up(self) -> WarmUp:
+        """All lenders, before anything is pulled and whenever they were lost."""
+        self._scratch = Scratch.on(HOST)
+        self.transport.register([self._scratch.memory])
+        places = tuple(Place("127.0.0.1", port) for port in self._engine.lenders)
+        return WarmUp(places, self._scratch.memory)
 
     def dial(self, peer: Peer) -> None:
         """As ``pdconn.runtime.peers.Dialer.dial``."""
@@ -254,7 +275,7 @@ class DecodeRank:
             pass
 
     def _answer(self, answer: News) -> None:
-        if isinstance(answer, ReadSettled):
+        if isinstance(answer, ReadSettled) and not isinstance(answer.tag, Touch):
             self.log.settled(answer.tag.request, self.world.now)  # type: ignore[attr-defined]
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
@@ -279,14 +300,21 @@ class Request:
 class Decode:
     """A decode engine: gives blocks to requests, and takes them back as vLLM would."""
 
-    def __init__(self, world: World, number: int, ranks: int, lenders: dict[int, Prefill]) -> None:
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        ranks: int,
+        lenders: dict[int, Prefill],
+        warms: bool = False,
+    ) -> None:
         self.world = world
         self.number = number
         self.name = f"decode{number}"
         self.lenders = lenders
         self.free = list(range(1, POOL))
         self.requests: dict[str, Request] = {}
-        self.ranks = [DecodeRank(world, self, rank, ranks) for rank in range(ranks)]
+        self.ranks = [DecodeRank(world, self, rank, ranks, warms) for rank in range(ranks)]
         self.wrong: list[str] = []
         self._pulls = 0
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdconn.lifecycle.pull import PullState
+from pdconn.runtime.warming import Touch
 from tests.simulation.engines import Decode, DecodeRank, Prefill
 from tests.simulation.world import World
 from transport.faults import ReadRequest
@@ -72,6 +73,9 @@ class Laws:
                 self._require(len(rank.reading) == 0, f"law 5: {decode.name} has open reads")
                 alarm = rank.pulls.next_deadline()
                 self._require(alarm is None, f"law 5: {decode.name} has alarms")
+                warming, places = rank.pulls.warming, len(rank.pulls.warming._sites)
+                self._require(warming.num_warm == places, f"law 5: {decode.name} is cold")
+                self._require(warming.num_open == places, f"law 5: {decode.name} has touches")
                 idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.connections)
                 self._require(idle, f"law 5: {decode.name} keeps peers that nobody uses")
                 known = {at for peer in rank.pulls.connections for at in peer.ranks.values()}
@@ -117,7 +121,8 @@ class Laws:
         listed = [(peer, request) for peer in peers for request in peer.pulls]
         self._subset(pulls._entries, decode.requests, f"{name} has pulls of no request")
         self._subset(pulls._by_pull.values(), entries, f"{name} awaits answers to no pull")
-        self._subset(rank.reading.tags, entries, f"{name} has reads of no pull")
+        reads = [tag for tag in rank.reading.tags if not isinstance(tag, Touch)]
+        self._subset(reads, entries, f"{name} has reads of no pull")
         self._subset(listed, uses, f"{name} has peers with pulls that are none")
         self._subset(over, used, f"{name} has peers that are over")
 

@@ -11,8 +11,10 @@ from tests.simulation.world import Chances, World
 MAX_BLOCKS = 5
 
 
-def simulate(seed: int, requests: int, chances: Chances) -> Counter[str]:
+def simulate(seed: int, requests: int, chances: Chances, warms: bool = False) -> Counter[str]:
     """Run ``requests`` requests over three prefill and three decode engines.
+
+    With ``warms`` every decode rank keeps all prefill engines warm.
 
     Returns:
         What happened, counted.  Equal seeds count the same.
@@ -23,7 +25,7 @@ def simulate(seed: int, requests: int, chances: Chances) -> Counter[str]:
     world = World(seed, chances)
     prefills = [Prefill(world, number) for number in range(3)]
     lenders = {prefill.port: prefill for prefill in prefills}
-    decodes = [Decode(world, number, 1 + number % 2, lenders) for number in range(3)]
+    decodes = [Decode(world, number, 1 + number % 2, lenders, warms) for number in range(3)]
     laws = Laws(world, prefills, decodes)
     world.check = laws.hold
     for number in range(requests):
@@ -31,6 +33,8 @@ def simulate(seed: int, requests: int, chances: Chances) -> Counter[str]:
         world.at(start, lambda number=number: _ask(world, number, prefills, decodes))
     world.run()
     laws.hold_at_the_end()
+    warm = [rank.pulls.warming.num_warm for decode in decodes for rank in decode.ranks]
+    world.counts["warm"] = sum(warm)
     return world.counts
 
 

@@ -51,8 +51,17 @@ def test_the_laws_hold_at_every_step_and_every_table_drains(seed: int) -> None:
     assert counts["failed"] > 0
 
 
-def test_without_faults_everything_is_received() -> None:
-    counts = simulate(0, 200, NO_FAULTS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_laws_hold_while_lenders_are_kept_warm_and_all_are_warm_at_the_end(seed: int) -> None:
+    counts = simulate(seed, PER_SEED, Chances(), warms=True)
+    assert counts["received"] > PER_SEED / 5
+    assert counts["crashes"] > 0
+    assert counts["warm"] == 3 * (1 + 2 + 1)
+
+
+@pytest.mark.parametrize("warms", [False, True], ids=["cold", "warm"])
+def test_without_faults_everything_is_received(warms: bool) -> None:
+    counts = simulate(0, 200, NO_FAULTS, warms)
     assert counts["asked"] == counts["received"] == counts["freed read"] > 150
     assert counts["failed"] == 0
 

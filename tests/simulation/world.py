@@ -143,6 +143,10 @@ class Wire:
         """As ``pdconn.runtime.wire.Wire.close``: the other end learns of it."""
         self.cut()
 
+    def finish(self) -> None:
+        """Close once what was sent has arrived, as TCP does with what it took."""
+        self.world.at(max(0.0, self._due - self.world.now), self.cut)
+
     def cut(self) -> None:
         """Both ends learn that the connection is over."""
         for end in (self, self.other):

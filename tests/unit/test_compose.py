@@ -195,12 +195,19 @@ def secrets(tmp_path: Path) -> Path:
 
 
 def test_the_connector_takes_each_engines_configuration(stack: Stack, secrets: Path) -> None:
+    networks = {name: service["networks"] for name, service in stack.engines().items()}
+    lenders = {f"{at['kv']['ipv4_address']}:5600" for at in networks.values() if "kv" in at}
+    lenders -= {
+        f"{at['kv']['ipv4_address']}:5600" for name, at in networks.items() if name[0] == "d"
+    }
     for name, service in stack.engines().items():
         made = settings(service, secrets)
         assert made.security.secret is not None
         if name.startswith("p"):
             assert made.side_channel_host == service["networks"]["kv"]["ipv4_address"]
             made.security.require(made.side_channel_host)
+        else:
+            assert {str(place) for place in made.warm_peers} == lenders
 
 
 @pytest.mark.parametrize(

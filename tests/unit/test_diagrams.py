@@ -8,9 +8,10 @@ from types import ModuleType
 import pytest
 
 from pdconn.lifecycle import lease, peer, pull
+from pdconn.runtime import warmth
 
 
-@pytest.mark.parametrize("module", [lease, peer, pull], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [lease, peer, pull, warmth], ids=lambda m: m.__name__)
 def test_a_diagram_names_what_its_table_has(module: ModuleType) -> None:
     drawn = _diagram(module)
     words = set(re.findall(r"[A-Za-z]+", drawn))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdconn.runtime.warmth import Place
 from pdconn.vllm.config import ConfigError, read_settings
 
 
@@ -20,6 +21,15 @@ def test_the_config_wins_over_the_environment() -> None:
     settings = read_settings(extra, "localhost", 5600, port_offset=1)
     assert (settings.side_channel_host, settings.side_channel_port) == ("h", 1235)
     assert settings.kv_lease_duration == 5.0
+
+
+def test_lenders_to_warm_are_places() -> None:
+    listed = ["p1:5600", "10.0.0.2:5601", "[fe80::1]:5602"]
+    settings = read_settings({"warm_peers": listed}, "localhost", 5600, 0)
+    assert settings.warm_peers == (
+        Place("p1", 5600), Place("10.0.0.2", 5601), Place("fe80::1", 5602),
+    )  # fmt: skip
+    assert read_settings({}, "localhost", 5600, 0).warm_peers == ()
 
 
 def test_an_unknown_key_is_an_error_that_names_the_nearest() -> None:
@@ -40,6 +50,10 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest() -> None:
         ({"backends": "UCX"}, "backends: expected a list of backend names, got 'UCX'"),
         ({"backend_options": {"UCX": 1}}, "backend_options: expected options per backend"),
         ({"huge_pages": 1}, "huge_pages: expected true or false, got 1"),
+        ({"warm_peers": "p1:5600"}, "warm_peers: expected a list of at most 256"),
+        ({"warm_peers": ["p1:5600"] * 257}, "warm_peers: expected a list of at most 256"),
+        ({"warm_peers": ["p1:5600", "p2"]}, 'warm_peers: expected "host:port".* as entry 1, got'),
+        ({"warm_peers": ["p1:5600", "p1:5600"]}, "every place once, and entry 1 repeats p1:5600"),
         ({"side_channel_host": "0.0.0.0"}, "side_channel_host: expected an address"),
     ],
 )

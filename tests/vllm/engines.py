@@ -46,6 +46,7 @@ class Configuration:
     num_blocks: int | None = None
     verify: str = "off"
     guarded: bool = False
+    warms: bool = False
 
     def __str__(self) -> str:
         return f"{self.layout}-{'caching' if self.prefix_caching else 'plain'}"
@@ -63,6 +64,7 @@ CONFIGURATIONS = tuple(
         # Two layouts for checksums, one for a side channel with a secret.
         verify="off" if layout == "BHLNC" else "sample" if prefix_caching else "always",
         guarded=layout == "BHLNC",
+        warms=layout == "BHLNC",
     )
     for layout in ("LBHNC", "BLHNC", "BHLNC")
     for prefix_caching in (True, False)
@@ -252,9 +254,11 @@ def pair_of(
     others: Mapping[str, EngineSpec] | None = None,
 ) -> Iterator[PdPair]:
     """Start a pair, with ``others`` beside it."""
+    lending = engine("prefill", model, configuration, "kv_producer", 0)
+    known = [f"{lending.host}:{lending.side_channel_port}"] if configuration.warms else []
     specs = [
-        engine("prefill", model, configuration, "kv_producer", 0),
-        engine("decode", model, configuration, "kv_consumer", 1),
+        lending,
+        engine("decode", model, configuration, "kv_consumer", 1, warm_peers=known),
         *(others or {}).values(),
     ]
     with running(specs, directory, cache=cache_beside(model)) as (prefill, decode, *rest):

@@ -51,6 +51,15 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
     assert change("vllm:nixl_num_failed_transfers_total") == 0
 
 
+def test_decode_knows_prefill_beforehand_if_it_was_told_to(pair: PdPair) -> None:
+    prompt = tuple(range(300, 400))
+    prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
+    assert pair.has_said("pdconn: ready to read from ")
+    assert pair.has_said("pdconn: warm: ", 60.0 if pair.configuration.warms else 0.0) == (
+        pair.configuration.warms
+    )
+
+
 def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) -> None:
     prompts = all_at_once()
     assert len(prompts) == 32

@@ -1,0 +1,32 @@
+"""A page of memory that holds nothing, for reads whose bytes nobody wants.
+
+It lies on the device of the KV memory, so that a read into it takes the way that a pull
+will take.  Register it after the transport's address was taken: an address covers what was
+registered before, so peers never learn of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transport import Device, Memory
+
+PAGE_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scratch:
+    """One page; ``tensor`` owns it and must outlive its registration."""
+
+    tensor: torch.Tensor
+    memory: Memory
+
+    @classmethod
+    def on(cls, device: Device) -> Scratch:
+        """A new page on ``device``, alone on its page: what is pinned is pinned by pages."""
+        where = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
+        tensor = torch.zeros(2 * PAGE_NBYTES, dtype=torch.uint8, device=where)
+        base = -(-tensor.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES
+        return cls(tensor, Memory(base, PAGE_NBYTES, device))

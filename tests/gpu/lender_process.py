@@ -1,0 +1,120 @@
+"""A process that lends memory of a device over NIXL, told what to do by lines of JSON.
+
+    {"do": "open", "name": …, "boot": …, "options": …}   an arena, for the transport contract
+    {"do": "ranks", "case": …, "verify": …}              every rank of a case, and a lender
+    {"do": "allocated", "order": …, "tp": …}             every rank of memory as an engine has it
+    {"do": "plain", "nbytes": …}                         random bytes in one piece
+    {"do": "flip", "rank": …, "offset": …}               spoil a byte of a rank
+    {"do": "close"}
+
+The device is this program's argument.  Whatever was open before is closed first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack, closing
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pdconn.integrity.lent import lent_sums
+from pdconn.integrity.memory import AnyMemory
+from pdconn.integrity.sums import Terms
+from pdconn.protocol.messages import RankGeometry, Welcome
+from pdconn.runtime.lender import Lender
+from registration import RegisteredKVMemory
+from registration.allocate import HeadMajor
+from tests.gpu.allocated import fill, rank_memory
+from tests.gpu.bytes_on import ArenaOn, BytesOn
+from tests.gpu.cases import TOKENS, Case, Request, placed
+from tests.gpu.rigs import LOCALHOST, TRAITS, TTL_S, ticket_of
+from transport import Device
+from transport.nixl import NixlTransport, load_library
+from transport.testing import Arena
+
+
+class Lending:
+    """What is open at a time."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stack = ExitStack()
+        self._ranks: list[BytesOn] = []
+
+    def close(self) -> None:
+        self._stack.close()
+        self._ranks.clear()
+
+    def open(self, name: str, boot: str | None, options: dict[str, Any]) -> dict[str, Any]:
+        arena = ArenaOn.on(self._device, Arena.patterned())
+        transport = self._stack.enter_context(NixlTransport(name, boot=boot, **options))
+        transport.register([arena.memory])
+        return {"address": transport.address().hex(), "base": arena.memory.base}
+
+    def plain(self, nbytes: int) -> dict[str, Any]:
+        content = np.random.default_rng(7).integers(0, 255, nbytes, dtype=np.uint8)
+        self._ranks = [BytesOn(content, self._device)]
+        return {"address": self._pinned(self._ranks[0]).hex(), "base": self._ranks[0].memory.base}
+
+    def ranks(self, case: dict[str, Any], verify: bool) -> dict[str, Any]:
+        request = Request.of(msgspec.convert(case, Case))
+        geometry = []
+        for rank, made_up in enumerate(request.theirs.ranks):
+            held = BytesOn(request.lent(rank), self._device)
+            self._ranks.append(held)
+            references = placed(made_up, held.memory)
+            geometry.append(RankGeometry(0, rank, self._pinned(held), references))
+        lender = Lender(
+            Welcome.of("prefill", "boot", TRAITS, tuple(geometry)), LOCALHOST, 0, is_summing=verify
+        )
+        self._stack.enter_context(closing(lender))
+        ticket = ticket_of(request, lender.port)
+        lender.lend(ticket.request_id, ticket.digest(), TTL_S)
+        for rank, one in enumerate(geometry if verify else ()):
+            terms = Terms(ticket.request_id, TOKENS, sampled=False)
+            sums = lent_sums(AnyMemory(), one.references, request.theirs.tables, terms)
+            lender.add_sums(ticket.request_id, rank, sums)
+        encoded = [msgspec.msgpack.encode(one).hex() for one in geometry]
+        return {"ranks": encoded, "port": lender.port}
+
+    def allocated(self, order: str, tp: int) -> dict[str, Any]:
+        encoded = []
+        for rank in range(tp):
+            made = rank_memory(HeadMajor(order), tp, rank, self._device)
+            fill(made, tp, rank)
+            transport = NixlTransport("gpu-prefill", huge_pages=False)
+            memory = RegisteredKVMemory(transport, made.references, made.owners)
+            self._stack.enter_context(memory)
+            geometry = RankGeometry(0, rank, memory.address, made.references)
+            encoded.append(msgspec.msgpack.encode(geometry).hex())
+        return {"ranks": encoded}
+
+    def flip(self, rank: int, offset: int) -> dict[str, Any]:
+        self._ranks[rank].flip(offset)
+        return {}
+
+    def _pinned(self, held: BytesOn) -> bytes:
+        transport = self._stack.enter_context(NixlTransport("gpu-prefill", huge_pages=False))
+        transport.register([held.memory])
+        return transport.address()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    load_library()
+    lending = Lending(Device("cuda" if sys.argv[1] == "cuda" else "cpu"))
+    print("@" + json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        do = order.pop("do")
+        if do != "flip":
+            lending.close()
+        answer = {} if do == "close" else getattr(lending, do)(**order)
+        print("@" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

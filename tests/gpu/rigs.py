@@ -1,0 +1,111 @@
+"""A lender's process per device, and rigs that read from it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from pdconn.protocol.messages import RankGeometry
+from pdconn.protocol.ticket import Ticket
+from tests.contract.rigs import Lender
+from tests.gpu.bytes_on import ArenaOn
+from tests.gpu.cases import TOKENS, Case, Request
+from transport import Device, Memory, ReadId, Settled
+from transport.nixl import NixlTransport
+from transport.testing import ARENA_BYTES, Arena, Rig
+
+LOCALHOST = "127.0.0.1"
+TRAITS = {"model": "gpu"}
+TTL_S = 120.0
+PATIENCE_S = 60.0
+
+
+def ticket_of(request: Request, port: int) -> Ticket:
+    """Names what a lender lends for a request."""
+    blocks = request.theirs.tables
+    return Ticket("prefill", "boot", "r", LOCALHOST, port, TOKENS, "prompt", blocks)
+
+
+class DeviceLender(Lender):
+    """The other process, with its memory on ``device``."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        super().__init__()
+
+    def _start(self) -> subprocess.Popen[str]:  # type: ignore[override]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.lender_process", self.device.kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def lend(self, case: Case, verify: bool = False) -> tuple[list[RankGeometry], int]:
+        """Every rank of a case, with its content; and the port of a lender that lends it."""
+        answer = self._ask(do="ranks", case=msgspec.to_builtins(case), verify=verify)
+        return _geometry(answer["ranks"]), answer["port"]
+
+    def allocated(self, order: str, tp: int) -> list[RankGeometry]:
+        """Every rank of memory that ``registration`` allocated, heads in or out of layers."""
+        return _geometry(self._ask(do="allocated", order=order, tp=tp)["ranks"])
+
+    def flip(self, rank: int, offset: int) -> None:
+        """Spoil a byte of a rank."""
+        self._ask(do="flip", rank=rank, offset=offset)
+
+    def plain(self, nbytes: int) -> tuple[bytes, Memory]:
+        """Random bytes (``default_rng(7)``) in one piece."""
+        answer = self._ask(do="plain", nbytes=nbytes)
+        return bytes.fromhex(answer["address"]), Memory(answer["base"], nbytes, self.device)
+
+
+def _geometry(ranks: list[str]) -> list[RankGeometry]:
+    return [msgspec.msgpack.decode(bytes.fromhex(one), type=RankGeometry) for one in ranks]
+
+
+@contextmanager
+def device_rig(lender: DeviceLender) -> Iterator[Rig]:
+    """A reader here and a lender there, both on the lender's device.
+
+    Over CMA the lender can be killed.  What becomes of memory that was opened through CUDA's
+    IPC and whose owner is gone CUDA leaves open, so on a GPU nobody is; and nobody is
+    stopped on either, as the reader copies by itself.
+    """
+    device = lender.device
+    address, where = lender.open("lender", None, {"huge_pages": False})
+    arena = ArenaOn.on(device, Arena.blank())
+    reader = NixlTransport("reader", close_wait_s=0.2, huge_pages=False)
+    try:
+        reader.register([arena.memory])
+        yield Rig(
+            reader,
+            reader.connect(address),
+            address,
+            arena,
+            Memory(where.base, ARENA_BYTES, device),
+            kill=lender.kill if device.kind == "cpu" else None,
+        )
+    finally:
+        reader.close()
+        lender.close()
+
+
+def settled_reads(transport: NixlTransport, reads: Sequence[ReadId]) -> list[Settled]:
+    """Poll until each read settles; how they ended."""
+    found: dict[ReadId, Settled] = {}
+    give_up = time.monotonic() + PATIENCE_S
+    while len(found) < len(reads):
+        assert time.monotonic() < give_up, f"reads not settled after {PATIENCE_S:g} s"
+        for read in reads:
+            if read not in found and (settled := transport.poll(read)) is not None:
+                found[read] = settled
+        time.sleep(0)
+    return [found[read] for read in reads]

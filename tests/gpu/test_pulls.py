@@ -1,0 +1,185 @@
+"""Pulls between two processes arrive byte by byte, in host memory and in a GPU's.
+
+Cross-layer blocks keep layers outside of heads (BLHNC), head-major ones heads outside of
+layers (BHLNC, ``RowOrder.HEAD_MAJOR``); ranks of unequal sizes take slices of heads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+import pytest
+
+from pdconn.planning.plan import Pairing
+from pdconn.protocol.messages import RankGeometry
+from pdconn.runtime.proving import Verify
+from pdconn.runtime.puller import Puller
+from pdconn.runtime.rank import Rank
+from pdconn.runtime.records import Outcome
+from pdconn.runtime.warming import WarmUp
+from pdconn.runtime.warmth import Place
+from registration.scratch import Scratch
+from tests.gpu.bytes_on import BytesOn
+from tests.gpu.cases import BLOCK_TOKENS, Case, Request, placed
+from tests.gpu.rigs import LOCALHOST, PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
+from tests.property.oracle import UNTOUCHED, expected
+from transport import Device
+from transport.nixl import NixlTransport
+
+CASES = [
+    Case(layout, layout, theirs, ours, held)
+    for layout in ("BLHNC", "BHLNC")
+    for theirs, ours in ((1, 1), (2, 1), (1, 2))
+    for held in (0, 3 * BLOCK_TOKENS)
+]
+UNEQUAL = [case for case in CASES if case.their_tp != case.our_tp and not case.held]
+MIXED = [Case("BLHNC", "BHLNC", 2, 1), Case("BHLNC", "LBHNC", 1, 2), Case("LBHNC", "BLHNC", 2, 2)]
+
+
+def pulled(
+    case: Case, ranks: list[RankGeometry], device: Device
+) -> Iterator[tuple[Request, int, BytesOn, int]]:
+    """Each rank of ours, after it read what its plan says; and how many runs that had."""
+    request = Request.of(case)
+    for rank, made_up in enumerate(request.ours.ranks):
+        ours = BytesOn(request.blank(rank), device)
+        with NixlTransport("gpu-decode", huge_pages=False) as transport:
+            transport.register([ours.memory])
+            theirs = [one.references for one in ranks]
+            pairing = Pairing.of(placed(made_up, ours.memory), theirs, rank)
+            plan = pairing.plan(request.need, request.theirs.tables)
+            reads = [
+                transport.read(transport.connect(ranks[number].address), spans)
+                for number, spans in plan.reads
+            ]
+            for settled in settled_reads(transport, reads):
+                assert settled.ok, settled.error
+            yield request, rank, ours, plan.num_runs
+
+
+@pytest.mark.parametrize("case", [*CASES, *MIXED], ids=str)
+def test_every_byte_that_is_needed_arrives_and_no_other_changes(
+    case: Case, lender: DeviceLender, device: Device
+) -> None:
+    ranks, _ = lender.lend(case)
+    for request, rank, ours, _ in pulled(case, ranks, device):
+        wrong = np.flatnonzero(ours != request.expected(rank))
+        assert not len(wrong), f"rank {rank}: {len(wrong)} bytes are wrong, first {wrong[0]}"
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
+def test_a_byte_that_was_spoilt_at_the_lender_is_noticed(
+    layout: str, lender: DeviceLender, device: Device
+) -> None:
+    """Negative control: exactly that byte, where the plan put it."""
+    case = Case(layout, layout, 2, 1)
+    ranks, _ = lender.lend(case)
+    request = Request.of(case)
+    lender.flip(1, lent_offset(request, 1))
+    for _, rank, ours, _ in pulled(case, ranks, device):
+        assert (ours != request.expected(rank)).sum() == 1
+
+
+def test_head_major_blocks_keep_a_slice_of_heads_in_one_run(
+    lender: DeviceLender, device: Device
+) -> None:
+    runs = {}
+    for layout in ("BLHNC", "BHLNC"):
+        case = Case(layout, layout, 1, 2)
+        ranks, _ = lender.lend(case)
+        runs[layout] = [num_runs for *_, num_runs in pulled(case, ranks, device)]
+    assert all(few < many for few, many in zip(runs["BHLNC"], runs["BLHNC"], strict=True))
+
+
+# Through the whole runtime: lender, puller, checksums, warm-up
+
+
+@contextmanager
+def pullers(
+    case: Case, device: Device, port: int, verify: Verify
+) -> Iterator[list[tuple[Puller, BytesOn]]]:
+    """A puller for each rank of ours, warmed, and its memory."""
+    request = Request.of(case)
+    with ExitStack() as stack:
+        made = []
+        for rank, made_up in enumerate(request.ours.ranks):
+            ours, scratch = BytesOn(request.blank(rank), device), Scratch.on(device)
+            transport = NixlTransport("gpu-decode", huge_pages=False)
+            transport.register([ours.memory, scratch.memory])
+            references = placed(made_up, ours.memory)
+            me = Rank("decode", rank, case.our_tp, rank, references, TRAITS)
+            warm_up = WarmUp((Place(LOCALHOST, port),), scratch.memory)
+            puller = Puller(me, transport, verify=verify, warm_up=warm_up)
+            stack.enter_context(closing(puller))
+            made.append((puller, ours, scratch))
+        yield [(puller, ours) for puller, ours, _ in made]
+
+
+def until(done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < give_up, f"in vain for {PATIENCE_S:g} s"
+        time.sleep(0.005)
+
+
+def pull(case: Case, port: int, made: list[tuple[Puller, BytesOn]]) -> list[Outcome]:
+    """Pull the case's request with every rank; how it ended for each."""
+    request = Request.of(case)
+    ended: dict[int, Outcome] = {}
+    for puller, _ in made:
+        puller.hold("d", "here/1", ticket_of(request, port))
+        puller.pull("d", request.need)
+
+    def collect() -> bool:
+        for number, (puller, _) in enumerate(made):
+            outcome = puller.collect()
+            if outcome.records or outcome.failed:
+                ended[number] = outcome
+        return len(ended) == len(made)
+
+    until(collect)
+    return [ended[number] for number in range(len(made))]
+
+
+@pytest.mark.parametrize("verify", list(Verify))
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.held and c.their_tp != c.our_tp], ids=str
+)
+def test_a_pull_through_the_whole_runtime_arrives_and_is_proven(
+    case: Case, verify: Verify, lender: DeviceLender, device: Device
+) -> None:
+    _, port = lender.lend(case, verify=verify is not Verify.OFF)
+    request = Request.of(case)
+    with pullers(case, device, port, verify) as made:
+        until(lambda: all(puller.num_warm for puller, _ in made))
+        outcomes = pull(case, port, made)
+        assert [outcome.failed for outcome in outcomes] == [()] * case.our_tp
+        for rank, (puller, ours) in enumerate(made):
+            assert not (ours != request.expected(rank)).any()
+            proven = puller.take_counts().get("pulls_proven", 0)
+            assert proven == (verify is not Verify.OFF)
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
+def test_a_byte_that_changed_after_it_was_summed_fails_the_pull(
+    layout: str, lender: DeviceLender, device: Device
+) -> None:
+    case = Case(layout, layout, 2, 1)
+    _, port = lender.lend(case, verify=True)
+    lender.flip(0, lent_offset(Request.of(case), 0))
+    with pullers(case, device, port, Verify.ALWAYS) as made:
+        [outcome] = pull(case, port, made)
+        [failed] = outcome.failed
+        assert "sum" in failed.reason
+        assert made[0][0].take_counts() == {"pulls_corrupted": 1}
+
+
+def lent_offset(request: Request, rank: int) -> int:
+    """Where a byte lies in a lender's rank that our rank 0 needs."""
+    [theirs] = request.theirs.labels(rank).values()
+    [ours] = expected(request.ours, request.theirs, 0, request.need).values()
+    found = np.flatnonzero(np.isin(theirs, ours[ours != UNTOUCHED]))
+    return int(found[len(found) // 2])
