@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.bench.serving import contestants as contestants_module
+from pdconn.bench.serving.client import service
 from pdconn.bench.serving.contestants import (
     Ours,
     Target,
@@ -23,7 +24,8 @@ from pdconn.bench.serving.replies import Failed, Reply, Whole
 from pdconn.bench.serving.turns import WAKING, Plan, in_closed_loop, measure, when_due
 from pdconn.lab.engine import no_progress
 from pdconn.lab.errors import EngineDied
-from tests.unit.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, in_loop
+from tests.bench.fake_openai import MODEL, serving
+from tests.unit.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, hang, in_loop
 
 
 def nothing(prompt: int) -> Reply:
@@ -71,6 +73,28 @@ async def test_requests_that_are_due_wait_for_nobody() -> None:
     assert [reply.prompt for reply in replies] == [0, 1, 2]
     assert [due_s - start_s for _, due_s, _ in began] == pytest.approx([0.0, 0.05, 0.1])
     assert all(at_s >= due_s for _, due_s, at_s in began)
+
+
+@in_loop
+async def test_a_request_that_is_sent_late_counts_from_when_it_was_due() -> None:
+    late_s = 100.0
+    with serving() as server:
+        async with service("one", server.url, MODEL, PATIENCE_S) as asked:
+            on_time = await asked.ask(0, (4, 5), 2)
+            late = await asked.ask(1, (4, 5), 2, time.perf_counter() - late_s)
+    assert isinstance(on_time, Whole)
+    assert isinstance(late, Whole)
+    assert on_time.ttft_s < late_s < late.ttft_s
+
+
+@in_loop
+async def test_an_answer_that_takes_too_long_has_failed() -> None:
+    async with deployment() as d:
+        d.prefill[0].script = hang
+        async with service("one", d.proxy.url, MODEL, timeout_s=0.2) as asked:
+            reply = await asked.ask(0, (4, 5), 2)
+    assert isinstance(reply, Failed)
+    assert reply.why == "no whole answer within 0.2 s"
 
 
 # Through the router
