@@ -44,7 +44,7 @@ batches differently; the lab's models have next to none.
 
 Without --target, engines are started on this machine, without a GPU: a prefill and a
 decode engine behind pdconn proxy for each connector, and one engine by itself (single).
-Their model is small and random.  That takes minutes, and 1.3 GiB an engine.
+Their model is small and random.  That takes minutes, and 1.6 GiB an engine.
 
 examples:
   pdconn bench serve
