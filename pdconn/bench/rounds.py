@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pdconn.bench.lines import Line
 from pdconn.bench.moves import Sample
+from pdconn.bench.percentile import percentile
 from pdconn.bench.rig import Rig
 
 Say = Callable[[str], None]
@@ -61,17 +62,6 @@ def take_rounds(rig: Rig, rounds: int, rng: random.Random, say: Say) -> list[Lin
             taken[line].append(rig.measure(line))
     rig.check()
     return [_result(line, samples, taken) for line, samples in taken.items()]
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """The smallest of ``values`` that at least ``part`` of them do not exceed.
-
-    >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([3.0, 1.0, 2.0], 0.99)
-    (2.0, 3.0)
-    """
-    ordered = sorted(values)
-    needed = part * len(ordered)
-    return ordered[max(0, -int(-needed // 1) - 1)]
 
 
 def _result(line: Line, samples: Sequence[Sample], taken: dict[Line, list[Sample]]) -> LineResult:

@@ -1,19 +1,20 @@
-"""``pdconn bench``: what a pull costs beside what the wire could do."""
+"""``pdconn bench``: what a pull costs beside what the wire could do, and what a user sees."""
 
 from __future__ import annotations
 
 import argparse
 
-from pdconn.cli import bench_transfer
+from pdconn.cli import bench_serve, bench_transfer
 
 _EPILOG = """\
 examples:
   pdconn bench transfer
-  pdconn bench transfer --help
+  pdconn bench serve
+  pdconn bench serve --help
 
 exit codes:
-  0  measured, and every byte was right
-  1  it failed, or brought wrong bytes
+  0  measured, and every byte or token was right
+  1  it failed, or brought wrong bytes or tokens
   2  options that make no case
 """
 
@@ -30,6 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     bench_transfer.configure(transfer)
     transfer.set_defaults(bench=bench_transfer.run)
+    serve = kinds.add_parser(
+        "serve",
+        help="ask prefill and decode, in-tree connector and one engine, in turns",
+        description="Measure latency and goodput of real engines, ours or running ones, in turns.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench_serve.configure(serve)
+    serve.set_defaults(bench=bench_serve.run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("diff", "pdconn.cli.diff", "compare two engines: what differs, what is refused"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
     Command("score", "pdconn.cli.score", "explain where a request's prefix would be found"),
-    Command("bench", "pdconn.cli.bench", "measure a pull beside what the wire could do"),
+    Command("bench", "pdconn.cli.bench", "measure a pull, or prefill and decode as users see them"),
     Command("plan", "pdconn.cli.plan", "predict what a pull between two engines costs"),
 )
 
@@ -61,6 +61,7 @@ examples:
   pdconn plan --model gemma-3-27b --prefill tp=4 --decode tp=2
   pdconn score snapshot.json
   pdconn bench transfer --path shm-huge,tcp
+  pdconn bench serve --contestants pdconn,single
   pdconn proxy --help
 
 exit codes:

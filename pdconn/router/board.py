@@ -226,7 +226,13 @@ def _brief(course: Course) -> dict[str, object]:
         "prefill_why": _why(course.decision.prefill, course.prefill),
         "decode_why": _why(course.decision.decode, course.decode),
         "cached_tokens": course.cached_tokens,
+        "ticket_ms": _in_ms(course.ticket_s),
+        "first_byte_ms": _in_ms(course.first_byte_s),
     }
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
 
 
 def _hit_tokens(course: Course, engine: str | None) -> int | None:

@@ -27,6 +27,8 @@ class Course:
         took_s: that deciding took, tokenizing included.
         prefill, decode: the engines that answered, as far as it came.
         cached_tokens: what prefill reported of its prefix cache, if it does.
+        ticket_s: from asking prefill until its ticket was here; None where decode had none.
+        first_byte_s: from asking decode until the first byte of its answer.
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class Course:
     prefill: str | None = None
     decode: str | None = None
     cached_tokens: int | None = None
+    ticket_s: float | None = None
+    first_byte_s: float | None = None
 
     @property
     def num_hashes(self) -> int:

@@ -124,7 +124,9 @@ class Handover:
             finally:
                 flight.land()
             errand.ticket = find_ticket(whole)
-            self.metrics.time_to_ticket.observe(time.perf_counter() - errand.since_s)
+            took_s = time.perf_counter() - errand.since_s
+            self.metrics.time_to_ticket.observe(took_s)
+            course.ticket_s = None if errand.ticket is None else took_s
             course.prefill, course.cached_tokens = engine, find_cached_tokens(whole)
             self.steering.reported(course)
             if errand.ticket is None:
@@ -145,11 +147,12 @@ class Handover:
             except (Unreached, Lost) as error:
                 misses.append(self._skip(Role.DECODE, engine, exchange, error))
                 if errand.ticket is not None and isinstance(error, Lost):
-                    errand.ticket = None
+                    errand.ticket = course.ticket_s = None
                     self.metrics.went_direct(Direct.TICKET_SPENT)
                 continue
             course.decode = engine
-            self.metrics.decode_first_byte.observe(time.perf_counter() - errand.since_s)
+            course.first_byte_s = time.perf_counter() - errand.since_s
+            self.metrics.decode_first_byte.observe(course.first_byte_s)
             if answer.status >= 400:
                 # vLLM tells the lender of most requests that it refuses, though
                 # not of those whose body it cannot read.  Telling twice is fine.

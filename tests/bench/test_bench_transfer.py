@@ -21,8 +21,9 @@ from pdconn.bench.lender import Beside, lend
 from pdconn.bench.lines import Line
 from pdconn.bench.moves import Sample
 from pdconn.bench.paths import PATHS
+from pdconn.bench.percentile import percentile
 from pdconn.bench.rig import Rig
-from pdconn.bench.rounds import percentile, take_rounds
+from pdconn.bench.rounds import take_rounds
 from pdconn.bench.workload import Workload
 from pdconn.cli.main import main
 from pdconn.forecast.engine import parse_engine

@@ -24,20 +24,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdconn.bench.serving.lineup import CONNECTORS, CORES, engine_specs
 from pdconn.lab.compare import compare, make_prompts
 from pdconn.lab.engine import running
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import SPECS, write_model
-from tests.throughput.contestants import (
-    ALONE,
-    CONNECTORS,
-    CORES,
-    Contestant,
-    Taken,
-    contestants,
-    specs,
-)
-from tests.throughput.quiet import Neighbours, wait_for_quiet
+from pdconn.lab.quiet import Neighbours, wait_for_quiet
+from tests.throughput.contestants import ALONE, Contestant, Taken, contestants
 from tests.throughput.results import BASELINE, Results, verdicts
 
 _LENGTHS = (200, 1000, 3000)
@@ -49,7 +42,7 @@ def main() -> int:
     names = [ALONE, *options.connectors]
     model = write_model(options.directory / "models", SPECS[options.model])
     results = Results()
-    engines = specs(names, model, options.cores)
+    engines = engine_specs(names, model, options.cores)
     with running(engines, options.directory / "run", timeout_s=900, progress=_booting) as started:
         print(
             "boot, s:", {e.spec.name: round(e.boot_s or 0.0, 1) for e in started}, file=sys.stderr
@@ -130,7 +123,7 @@ def _options() -> argparse.Namespace:
     add("--warm-up", type=int, default=2, help="rounds that do not count")
     add("--model", choices=SPECS, default="handover")
     add("--directory", type=Path, default=Path(".work/handover"), help="for models and logs")
-    add("--cores", choices=CORES, default="reserved", help=f"how engines share them: {CORES}")
+    add("--cores", choices=CORES, default="reserved", help=f"how engines share them: {dict(CORES)}")
     add("--seed", type=int, default=1)
     add("--others", type=float, default=0.1, help="most of the machine that others may take")
     add("--tries", type=int, default=3, help="how often to take a turn that others disturbed")

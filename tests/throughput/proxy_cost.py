@@ -40,9 +40,9 @@ import aiohttp
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.process import Process
 from pdconn.lab.proxy import running_proxy
+from pdconn.lab.quiet import Neighbours
 from pdconn.lab.table import table
 from tests.throughput.fake_stream import KNOWN
-from tests.throughput.quiet import Neighbours
 
 STREAMS, TOKENS, PROMPT_TOKENS = 32, 200, 1000
 SPREAD_S = 2.0

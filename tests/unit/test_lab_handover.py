@@ -8,11 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+from pdconn.bench.serving.lineup import engine_specs
 from pdconn.lab.client import Timed
 from pdconn.lab.compare import Answer
 from pdconn.lab.engine import Engine
-from tests.throughput.contestants import ALONE, Taken, contestants, specs
-from tests.throughput.quiet import Neighbours, wait_for_quiet
+from pdconn.lab.quiet import Neighbours, wait_for_quiet
+from tests.throughput.contestants import ALONE, Taken, contestants
 from tests.throughput.results import Results, verdicts
 
 
@@ -59,7 +60,7 @@ def test_everything_measured_is_written_down() -> None:
 
 def test_each_contestant_gets_its_own_engines_and_cores(tmp_path: Path) -> None:
     names = [ALONE, "in-tree", "pdconn-BHLNC"]
-    wanted = specs(names, tmp_path, cores="apart")
+    wanted = engine_specs(names, tmp_path, cores="apart")
     dealt = contestants(names, [Engine(spec, tmp_path) for spec in wanted])
     engines = {one.name: [engine.spec.name for engine in one.engines] for one in dealt}
     assert engines == {

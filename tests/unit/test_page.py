@@ -34,7 +34,7 @@ from pdconn.router import proxy as proxy_module
 from pdconn.router.config import ProxyConfig
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.router.server import Running, running_proxy
-from tests.unit.fake_engine import FakeEngine, Leases, Reply, deployment, in_loop
+from tests.unit.fake_engine import FakeEngine, Leases, Reply, deployment, in_loop, reset
 from tests.unit.test_subscriber import Publisher, two_ports
 
 BLOCK = 16
@@ -355,6 +355,34 @@ async def test_an_unknown_request_is_not_found():
         reply = await d.send("/debug/route/nobody", method="GET")
         assert (reply.status, reply.error["type"]) == (404, "NotFoundError")
         assert "nobody" in reply.error["message"]
+
+
+@in_loop
+async def test_a_request_is_told_how_long_its_ticket_and_decodes_first_byte_took():
+    async with deployment(num_decode=2) as d:
+
+        async def times_of(**body: Any) -> tuple[Any, Any]:
+            done = await d.complete(**body)
+            assert done.status == 200
+            path = f"/debug/route/{done.headers['X-Request-Id']}"
+            told = json.loads((await d.send(path, method="GET")).body)
+            return told["ticket_ms"], told["first_byte_ms"]
+
+        ticket_ms, first_byte_ms = await times_of()
+        counted_s = (
+            d.metric("time_to_ticket_seconds_sum"),
+            d.metric("decode_first_byte_seconds_sum"),
+        )
+        assert (ticket_ms, first_byte_ms) == pytest.approx(
+            tuple(1000 * each for each in counted_s), abs=0.001
+        )
+        alone = await times_of(n=2)
+        assert alone[0] is None, "decode had no ticket"
+        assert alone[1] > 0
+        for engine in d.decode:
+            engine.script = reset if engine is d.decode[0] else None
+        spent = [await times_of() for _ in range(2)]
+        assert [one[0] is None for one in spent].count(True) == 1, "the dead one had the ticket"
 
 
 @in_loop

@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     # The pairs live until the end of the session, so whoever needs more engines is first.
-    items.sort(key=lambda item: here in item.path.parents and item.path.stem != "test_topology")
+    first = ("test_topology", "test_bench_serve")
+    items.sort(key=lambda item: here in item.path.parents and item.path.stem not in first)
 
 
 def _meant(item: pytest.Item, fields: Mapping[str, object]) -> bool:

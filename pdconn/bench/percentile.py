@@ -1,0 +1,16 @@
+"""The percentile that every benchmark reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest of ``values`` that at least ``part`` of them do not exceed.
+
+    >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([3.0, 1.0, 2.0], 0.99)
+    (2.0, 3.0)
+    """
+    ordered = sorted(values)
+    needed = part * len(ordered)
+    return ordered[max(0, -int(-needed // 1) - 1)]

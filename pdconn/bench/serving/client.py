@@ -1,0 +1,156 @@
+"""Asks one OpenAI-compatible server, as many requests at a time as are wanted.
+
+One thread for all of them, so that on a small machine the engines keep the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from pdconn.bench.errors import BenchError
+from pdconn.bench.serving.replies import Failed, Reply, Whole
+from pdconn.bench.serving.schedule import Prompt
+from pdconn.bench.serving.stream import BrokenAnswer, Line, read_answer
+
+#: vLLM closes a connection that idles for 5 s; ours must go first.
+_KEEPALIVE_S = 4.0
+#: vLLM repeats the prompt's token ids in the first event: one long line.
+_LINE_NBYTES = 1 << 23
+_CONNECT_S = 10.0
+
+
+class TargetFailed(BenchError):
+    """A service that is to be measured cannot be asked."""
+
+    def __init__(self, name: str, url: str, why: str) -> None:
+        super().__init__(f"{name} at {url}: {why}")
+        self.name = name
+
+
+class _Course(msgspec.Struct):
+    ticket_ms: float | None = None
+    first_byte_ms: float | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+class Service:
+    """One server, asked through ``session``; ``timeout_s`` is for a whole answer."""
+
+    def __init__(
+        self, name: str, url: str, model: str, timeout_s: float, session: aiohttp.ClientSession
+    ) -> None:
+        self._name = name
+        self._url = url.rstrip("/")
+        self._model = model
+        self._timeout_s = timeout_s
+        self._session = session
+        self._ids: dict[int, str] = {}
+
+    async def ask(
+        self, number: int, prompt: Prompt, max_tokens: int, due_s: float | None = None
+    ) -> Reply:
+        """Continue ``prompt`` greedily by ``max_tokens`` tokens.
+
+        ``due_s`` is when the request should have been sent; without it, time is counted
+        from when it is.
+        """
+        body = json.dumps(_body(self._model, prompt, max_tokens))  # before the clock starts
+        self._ids[number] = request_id = f"bench-{uuid.uuid4().hex}"
+        began_s = time.perf_counter() if due_s is None else due_s
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                lines = await self._lines(body, request_id)
+            return read_answer(number, began_s, lines)
+        except TimeoutError:
+            return Failed(number, began_s, f"no whole answer within {self._timeout_s:g} s")
+        except (BrokenAnswer, aiohttp.ClientError, OSError, ValueError) as error:
+            return Failed(number, began_s, str(error) or type(error).__name__)
+
+    async def _lines(self, body: str, request_id: str) -> list[Line]:
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        url = f"{self._url}/v1/completions"
+        async with self._session.post(url, data=body, headers=headers) as response:
+            if response.status != 200:
+                said = (await response.content.read(500)).decode(errors="replace")
+                raise BrokenAnswer(f"status {response.status}: {said}")
+            return [(time.perf_counter(), line) async for line in response.content]
+
+    async def with_handover(self, reply: Reply) -> Reply:
+        """``reply`` with what a ``pdconn proxy`` says that its handover took.
+
+        Unchanged if the server is no such proxy, or did not hand over.
+        """
+        if not isinstance(reply, Whole):
+            return reply
+        url = f"{self._url}/debug/route/{quote(self._ids[reply.prompt])}"
+        try:
+            async with asyncio.timeout(_CONNECT_S), self._session.get(url) as response:
+                course = msgspec.json.decode(await response.read(), type=_Course)
+        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError):
+            return reply
+        if course.ticket_ms is None or course.first_byte_ms is None:
+            return reply
+        return replace(reply, handover_s=course.first_byte_ms / 1000)
+
+
+@asynccontextmanager
+async def service(
+    name: str, url: str, model: str | None, timeout_s: float
+) -> AsyncIterator[Service]:
+    """A server to be asked; ``model`` None means the first that it says it serves.
+
+    Raises:
+        TargetFailed: it cannot be asked what it serves.
+    """
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        read_bufsize=_LINE_NBYTES,
+    ) as session:
+        model = model or await _first_model(name, url, session)
+        yield Service(name, url, model, timeout_s, session)
+
+
+async def _first_model(name: str, url: str, session: aiohttp.ClientSession) -> str:
+    try:
+        async with (
+            asyncio.timeout(_CONNECT_S),
+            session.get(f"{url.rstrip('/')}/v1/models") as response,
+        ):
+            models = msgspec.json.decode(await response.read(), type=_Models)
+    except TimeoutError:
+        raise TargetFailed(name, url, f"no word of its models within {_CONNECT_S:g} s") from None
+    except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        raise TargetFailed(name, url, str(error) or type(error).__name__) from error
+    if not models.data:
+        raise TargetFailed(name, url, "it names no model; name it with --model")
+    return models.data[0].id
+
+
+def _body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }

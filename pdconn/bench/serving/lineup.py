@@ -1,0 +1,110 @@
+"""The engines that each contestant needs: connectors as rows, and how engines share cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pdconn.lab.ports import free_ports
+from pdconn.lab.spec import EngineSpec
+
+_T = TypeVar("_T")
+
+#: How engines share the cores, and how vLLM comes to do so.
+CORES: Mapping[str, str] = MappingProxyType(
+    {
+        "apart": "prefill and an engine alone compute on core 0, decode on core 1",
+        "auto": "vLLM's own choice: on two cores an engine with a connector takes both",
+        "reserved": "vLLM's own choice with one core reserved: every engine's model on core 0",
+        "float": "one thread each, wherever the kernel puts it",
+        "one-process": "as float, and workers inside the engine core's process",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Connector:
+    """A connector as an operator would configure it; ``kv_role`` is added for each side."""
+
+    kv_transfer_config: Mapping[str, Any]
+    layout: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+_PDCONN = {
+    "kv_connector": "PdConnector",
+    "kv_connector_module_path": "pdconn.vllm",
+}
+
+
+def _verifying(how: str) -> Connector:
+    return Connector({**_PDCONN, "kv_connector_extra_config": {"verify": how}})
+
+
+CONNECTORS: Mapping[str, Connector] = MappingProxyType(
+    {
+        "in-tree": Connector({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
+        "pdconn": Connector(_PDCONN),
+        "pdconn-sample": _verifying("sample"),
+        "pdconn-always": _verifying("always"),
+        "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
+        "pdconn-BHLNC": Connector(_PDCONN, layout="BHLNC"),
+    }
+)
+
+
+def engine_specs(names: Sequence[str], model: Path, cores: str) -> list[EngineSpec]:
+    """Engines for ``names``, in order: prefill then decode for a connector, else one.
+
+    ``cores`` is a key of ``CORES``.
+    """
+    return [
+        _spec(name, core, role, model, cores)
+        for name in names
+        for core, role in enumerate(["prefill", "decode"] if name in CONNECTORS else [None])
+    ]
+
+
+def deal(names: Sequence[str], engines: Sequence[_T]) -> list[tuple[str, tuple[_T, ...]]]:
+    """Give ``engines``, in the order of ``engine_specs(names)``, back to their names."""
+    left = list(engines)
+    dealt = []
+    for name in names:
+        count = 2 if name in CONNECTORS else 1
+        dealt.append((name, tuple(left[:count])))
+        del left[:count]
+    return dealt
+
+
+def _spec(name: str, core: int, role: str | None, model: Path, cores: str) -> EngineSpec:
+    port, side_channel = free_ports(2)
+    spec = EngineSpec(
+        name=name if role is None else f"{name}-{role}",
+        model=model,
+        port=port,
+        cpus=(core,) if cores == "apart" else None,
+        one_process=cores == "one-process",
+        env=_binding(cores),
+    )
+    if role is None:
+        return spec
+    connector = CONNECTORS[name]
+    kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+    return replace(
+        spec,
+        kv_transfer_config={**connector.kv_transfer_config, "kv_role": kv_role},
+        side_channel_port=side_channel,
+        layout=connector.layout,
+        env={**spec.env, **connector.env},
+    )
+
+
+def _binding(cores: str) -> dict[str, str]:
+    if cores == "auto":
+        return {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
+    if cores == "reserved":
+        return {"VLLM_CPU_OMP_THREADS_BIND": "auto", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    return {}
