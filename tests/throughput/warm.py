@@ -194,6 +194,15 @@ def median(taken: Sequence[Turn], path: str, kind: str) -> float:
     )
 
 
+def medians(taken: Sequence[Turn]) -> list[dict[str, object]]:
+    """The overhead of the first pull in seconds, by path and kind."""
+    cases = dict.fromkeys((turn.path, turn.kind) for turn in taken)
+    return [
+        {"path": path, "kind": kind, "overhead_s": median(taken, path, kind)}
+        for path, kind in cases
+    ]
+
+
 def render(taken: Sequence[Turn]) -> str:
     """A row per path and kind, in milliseconds."""
     rows = []
@@ -230,7 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(sorted(taken, key=lambda turn: (turn.path, KINDS.index(turn.kind)))))
     if options.json is not None:
         turns = [{**asdict(turn), "overhead_s": turn.overhead_s} for turn in taken]
-        options.json.write_text(json.dumps({"turns": turns}, indent=1) + "\n")
+        document = {"medians": medians(taken), "turns": turns}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

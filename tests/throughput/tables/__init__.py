@@ -3,7 +3,8 @@
     registry   which benchmarks there are                      benchmark  what one is
     needs      what a machine must have for it                 runner     runs it
     record     what it measured: ``results/NAME.json``         node       reading that, strictly
-    alone, handover, router, transfer      records -> tables   markdown   how tables look
+    alone, handover, router, serving, transfer      records -> tables
+    markdown   how tables look
     markers    where tables stand in a text                    book       the README and its results
     files      replaces a file whole                           errors     what can be wrong
 

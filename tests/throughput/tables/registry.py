@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tests.throughput.tables import alone, handover, router, transfer
+from tests.throughput.tables import alone, handover, router, serving, transfer
 from tests.throughput.tables.benchmark import Benchmark, Command
 from tests.throughput.tables.needs import ENGINE, NIXL, package
 
@@ -66,6 +66,42 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 drop=frozenset({"manifest", "transports", "walls_s"}),
                 packages=_WIRE,
                 needs=(NIXL,),
+            ),
+            Benchmark(
+                "warm",
+                (Command("warm", "python -m tests.throughput.warm"),),
+                minutes=1,
+                table=transfer.warm,
+                drop=frozenset({"turns"}),
+                packages=_WIRE,
+                needs=(NIXL,),
+            ),
+            Benchmark(
+                "engine_thread",
+                (Command("thread", "python -m tests.throughput.engine_thread"),),
+                minutes=2,
+                table=serving.engine_thread,
+                drop=frozenset({"hooks"}),
+                packages=_ENGINES,
+                needs=(ENGINE, NIXL),
+            ),
+            Benchmark(
+                "itl",
+                (Command("itl", "python -m tests.throughput.itl"),),
+                minutes=5,
+                table=serving.itl,
+                drop=frozenset({"phases", "settings"}),
+                packages=_ENGINES,
+                needs=(ENGINE, NIXL),
+            ),
+            Benchmark(
+                "serve",
+                (Command("serve", "pdconn bench serve --rounds 3 --requests 4"),),
+                minutes=5,
+                table=serving.serve,
+                drop=frozenset({"turns", "manifest"}),
+                packages=_ENGINES,
+                needs=(ENGINE, NIXL),
             ),
             Benchmark(
                 "routing",

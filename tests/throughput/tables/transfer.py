@@ -96,3 +96,32 @@ def lender_load(record: Record) -> str:
     return table(
         ["", "the lender's thread, of a core", "the scheduler's steps, times: median, p99"], rows
     )
+
+
+_WARMTHS = {
+    "cold": "cold",
+    "connected": "connected, nothing read ahead",
+    "warmed": "**`warm_peers`**",
+    "elsewhere": "`warm_peers` names somebody else",
+}
+
+
+def warm(record: Record) -> str:
+    """What the first pull from a lender takes beyond the next one."""
+    medians = record.result("warm")["medians"]
+    paths = list(dict.fromkeys(row["path"].text for row in medians.rows))
+    rows = []
+    for kind, words in _WARMTHS.items():
+        over = [medians.the(path=path, kind=kind)["overhead_s"].number for path in paths]
+        rows.append([words, *(f"{1e3 * each:.1f}" for each in over)])
+    return table(["first pull beyond the next, ms", *(_PATHS.get(p, p) for p in paths)], rows)
+
+
+def ucx_backend(record: Record) -> str:
+    """The UCX backend beside NIXL, by block size."""
+    rows = []
+    for size in record.result("ucx")["sizes"].rows:
+        gbps = [f"{size[name].number:.2f}" for name in ("nixl", "ucx")]
+        ratio = f"**{size['ratio'].number:.2f}** ({size['low'].number:.2f} to {size['high'].number:.2f})"
+        rows.append([spaced(size["block_kib"].whole), *gbps, ratio])
+    return table(["KiB a block, TCP", "NIXL, GB/s", "UCX, GB/s", "UCX of NIXL"], rows)
