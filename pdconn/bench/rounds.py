@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdconn.bench.lines import Line
-from pdconn.bench.rig import Rig, Sample
+from pdconn.bench.moves import Sample
+from pdconn.bench.rig import Rig
 
 Say = Callable[[str], None]
 

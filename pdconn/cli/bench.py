@@ -10,6 +10,11 @@ _EPILOG = """\
 examples:
   pdconn bench transfer
   pdconn bench transfer --help
+
+exit codes:
+  0  measured, and every byte was right
+  1  it failed, or brought wrong bytes
+  2  options that make no case
 """
 
 

@@ -43,6 +43,10 @@ class Frames:
         self._max_nbytes = max_nbytes
         self._pending = bytearray()
 
+    def __len__(self) -> int:
+        """Bytes of a frame that has begun and not ended."""
+        return len(self._pending)
+
     def feed(self, data: bytes) -> list[bytes]:
         """Bytes arrived; return the bodies that they complete.
 

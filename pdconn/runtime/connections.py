@@ -27,8 +27,8 @@ from pdconn.protocol.messages import (
     encode_frames,
 )
 from pdconn.runtime.channel import ChannelLost, Unauthenticated
+from pdconn.runtime.jobs import Connect, Connected, Disconnect, Job
 from pdconn.runtime.peers import AboutPull, Dialer, Listener, Peer, PeerKey
-from pdconn.runtime.reader import Connect, Connected, Disconnect, Job
 
 log = logging.getLogger(__name__)
 

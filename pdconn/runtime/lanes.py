@@ -21,9 +21,9 @@ from pdconn.lifecycle.turns import Turns
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
 from transport.types import U64
 
-SLICE_S = 0.05
+SLICE_S = 0.1
 
-FIRST_NBYTES = 64 << 20
+FIRST_NBYTES = 128 << 20
 LEAST_NBYTES = 16 << 20
 MOST_NBYTES = 1 << 30
 

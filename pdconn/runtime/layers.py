@@ -28,7 +28,6 @@ from pdconn.protocol.errors import FrameError
 from pdconn.protocol.framing import Frames, frame
 from pdconn.runtime.tls import Tls, TlsClosed, TlsFailed
 
-_AROUND = len(frame(b""))  # bytes of a frame that are not its body
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 
 
@@ -97,7 +96,6 @@ class Layers:
         self._frames = Frames(max_frame + (TAG_NBYTES if self._auth is not None else 0))
         self._held: list[bytes] = []
         self._first = b""
-        self._partial_nbytes = 0
         self._has_sent = self._has_heard = False
         self.out = bytearray()
         for hello in self._auth.start() if self._auth is not None else []:
@@ -113,7 +111,7 @@ class Layers:
     def is_midway(self) -> bool:
         """Whether the peer owes us bytes, or we it."""
         in_tls = self._tls is not None and self._tls.is_midway
-        return in_tls or not self._has_auth_done or self._partial_nbytes > 0 or bool(self.out)
+        return in_tls or not self._has_auth_done or self._is_amid_frame or bool(self.out)
 
     @property
     def waiting_nbytes(self) -> int:
@@ -181,6 +179,10 @@ class Layers:
         return self._tls is None or self._tls.is_ready
 
     @property
+    def _is_amid_frame(self) -> bool:
+        return len(self._frames) + len(self._handshake) > 0
+
+    @property
     def _has_auth_done(self) -> bool:
         return self._auth is None or self._auth.is_ready
 
@@ -202,18 +204,13 @@ class Layers:
         """
         at = 0
         while not self._has_auth_done and at < len(data):
-            for body in self._count(self._handshake, data[at : at + 1]):
+            for body in self._handshake.feed(data[at : at + 1]):
                 self._advance(body)
             at += 1
-        bodies = self._count(self._frames, data[at:])
+        bodies = self._frames.feed(data[at:])
         if self._auth is None:
             return bodies
         return [message for body in bodies for message in self._auth.feed(body)[0]]
-
-    def _count(self, frames: Frames, data: bytes) -> list[bytes]:
-        bodies = frames.feed(data)
-        self._partial_nbytes += len(data) - sum(_AROUND + len(body) for body in bodies)
-        return bodies
 
     def _advance(self, body: bytes) -> None:
         assert self._auth is not None

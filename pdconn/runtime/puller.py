@@ -26,11 +26,12 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import Ticket
 from pdconn.runtime.clock import steady
 from pdconn.runtime.dialing import LookedUp, SocketDialer
+from pdconn.runtime.jobs import News, ReaderStopped
 from pdconn.runtime.mailbox import Mailbox
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import News, ReaderStopped, ReaderThread
+from pdconn.runtime.reader import ReaderThread
 from pdconn.runtime.records import Outcome
 from pdconn.runtime.security import Security
 from transport import Transport

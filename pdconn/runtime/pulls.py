@@ -39,10 +39,10 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import Ticket, check_blocks
 from pdconn.runtime.connections import Connections
+from pdconn.runtime.jobs import Connected, Job, News, Read, ReadSettled, Sum, Summed
 from pdconn.runtime.peers import AboutPull, Dialer, Peer, PeerKey
 from pdconn.runtime.proving import Proof, Verify
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import Connected, Job, News, Read, ReadSettled, Sum, Summed
 from pdconn.runtime.records import FailedPull, Measured, Released, Report
 from transport import PeerLost, PeerUnknown, TransportError
 

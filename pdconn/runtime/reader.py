@@ -1,8 +1,7 @@
 """The reader: a thread that owns the transport of a decode rank.
 
 Posting a read may copy the whole of it before it returns, so it happens here:
-neither the engine nor the thread that renews claims ever waits for a copy.  Long
-reads are posted in slices, so that short ones get their turn (``runtime.lanes``).
+neither the engine nor the thread that renews claims ever waits for a copy.
 """
 
 from __future__ import annotations
@@ -10,22 +9,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from pdconn.integrity.memory import AnyMemory
-from pdconn.integrity.reader import Expected
-from pdconn.protocol.proof import Answer
 from pdconn.runtime.clock import steady
-from pdconn.runtime.lanes import Lane, Pace, Whole
-from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
-from transport.address import named_in
-from transport.errors import BadAddress
+from pdconn.runtime.jobs import Job, News, Read, ReaderStopped
+from pdconn.runtime.lanes import Pace
+from pdconn.runtime.reading import Reading
+from transport import Transport
 
 log = logging.getLogger(__name__)
-
-_NOTHING = ReadStats(0, 0, 0.0, 0.0)
 
 DRAIN_S = 5.0
 """How long closing waits for reads in flight; their memory is gone afterwards."""
@@ -37,204 +29,6 @@ _HANGING = 5000
 """Polls in vain after which a read is taken to hang, and polled every ``_HANGING_S``."""
 
 _HANGING_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Reach a peer's rank; answered by Connected under the same ``tag``."""
-
-    tag: object
-    address: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """Forget a peer's rank; not answered."""
-
-    peer: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Copy ``spans``; answered by ReadSettled under the same ``tag``."""
-
-    tag: object
-    peer: PeerId
-    spans: Spans
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Sum what was read, in our memory; answered by Summed under the same ``tag``."""
-
-    tag: object
-    expected: tuple[Expected, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """Our checksums, one per ``expected``; or ``error`` says why there are none."""
-
-    tag: object
-    answers: tuple[Answer, ...]
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """``peer`` is reachable, or ``error`` says why not."""
-
-    tag: object
-    peer: PeerId | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSettled:
-    """Nothing of the read can be written any more; seen at ``at`` seconds."""
-
-    tag: object
-    settled: Settled
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderStopped:
-    """The thread met an error of our own: what is in flight is unknown from now on."""
-
-    error: str
-
-
-Job = Connect | Disconnect | Read | Sum
-News = Connected | ReadSettled | Summed
-
-
-class Reading:
-    """Carries out jobs on a transport, on whichever thread calls it.
-
-    Args:
-        transport: closed by :meth:`close`.
-        deliver: gets the answers; must not block.
-        pace: how long the parts are that reads are posted in.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        deliver: Callable[[News], None],
-        clock: Callable[[], float] = steady,
-        pace: Pace | None = None,
-    ) -> None:
-        self._transport = transport
-        self._deliver = deliver
-        self._clock = clock
-        self._pace = pace or Pace()
-        self._lanes: dict[PeerId, Lane] = {}
-        self._flights: dict[ReadId, tuple[Whole, Spans]] = {}
-        self._users: Counter[PeerId] = Counter()
-        self._addresses: dict[PeerId, bytes] = {}
-        self._memory = AnyMemory()
-
-    def __len__(self) -> int:
-        """Reads, or slices of them, that can still write."""
-        return len(self._flights)
-
-    @property
-    def tags(self) -> set[object]:
-        """Whose reads are not over, posted or not."""
-        return {whole.tag for lane in self._lanes.values() for whole in lane}
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a slice of some read waits to be posted, and may be."""
-        return any(lane.is_ready for lane in self._lanes.values())
-
-    def do(self, job: Job) -> None:
-        """Carry out a job.  A read is only queued: :meth:`post` begins it."""
-        if isinstance(job, Connect):
-            self._connect(job)
-        elif isinstance(job, Sum):
-            self._sum(job)
-        elif isinstance(job, Disconnect):
-            # A lender that was dialled anew, or under two names, is one peer down here.
-            self._users[job.peer] -= 1
-            if self._users[job.peer] <= 0:
-                del self._users[job.peer]
-                self._addresses.pop(job.peer, None)
-                self._transport.disconnect(job.peer)
-        else:
-            lane = self._lanes.setdefault(job.peer, Lane(self._pace))
-            lane.add(job.tag, job.peer, job.spans)
-
-    def post(self) -> bool:
-        """Post one slice, the peers taking turns; False if none may be.  May copy all of it."""
-        peer = next((peer for peer, lane in self._lanes.items() if lane.is_ready), None)
-        if peer is None:
-            return False
-        lane = self._lanes[peer] = self._lanes.pop(peer)  # last in line from now on
-        whole, spans = lane.next()
-        try:
-            read = self._transport.read(peer, spans)
-        except TransportError as error:
-            self._ended(whole, spans, Settled(_NOTHING, error))
-        else:
-            self._flights[read] = whole, spans
-        return True
-
-    def poll(self) -> bool:
-        """Deliver the reads that have settled; whether anything of any read has."""
-        ended = False
-        for read in list(self._flights):
-            settled = self._transport.poll(read)
-            if settled is not None:
-                self._ended(*self._flights.pop(read), settled)
-                ended = True
-        return ended
-
-    def _ended(self, whole: Whole, spans: Spans, settled: Settled) -> None:
-        lane = self._lanes[whole.peer]
-        lane.settled(whole, spans, settled)
-        if whole.is_over:
-            self._deliver(ReadSettled(whole.tag, whole.settled(), self._clock()))
-        if not len(lane):
-            del self._lanes[whole.peer]
-
-    def close(self) -> None:
-        """Close the transport, if nothing can write any more."""
-        try:
-            self._transport.close()
-        except TransportError as error:
-            log.warning("pdconn: the transport was left open: %s", error)
-
-    def _sum(self, job: Sum) -> None:
-        try:
-            sums = tuple(expected.ours(self._memory) for expected in job.expected)
-        except Exception as error:
-            log.warning("pdconn: no checksum of what was read", exc_info=True)
-            self._deliver(Summed(job.tag, (), f"{type(error).__name__}: {error}"))
-        else:
-            self._deliver(Summed(job.tag, sums))
-
-    def _connect(self, job: Connect) -> None:
-        try:
-            self._refuse_impostor(job.address)
-            peer = self._transport.connect(job.address)
-        except TransportError as error:
-            self._deliver(Connected(job.tag, None, f"{type(error).__name__}: {error}"))
-        else:
-            self._users[peer] += 1
-            self._addresses[peer] = job.address
-            self._deliver(Connected(job.tag, peer, None))
-
-    def _refuse_impostor(self, address: bytes) -> None:
-        """Nobody may be connected under the name of a peer that is in use.
-
-        Transports take a newer address of a known peer.  Lenders register once and draw
-        their names, so here it can only be somebody who wants another's pulls.
-        """
-        peer = PeerId(named_in(address))
-        if self._users[peer] > 0 and self._addresses[peer] != address:
-            raise BadAddress(f"{peer} is in use under another address")
 
 
 class ReaderThread:

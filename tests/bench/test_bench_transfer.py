@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from pdconn.bench.control import AT_LENDER, AT_READER, Ask, Open, Opened, Refuse
 from pdconn.bench.errors import LenderFailed, WrongBytes
 from pdconn.bench.lender import Beside, lend
 from pdconn.bench.lines import Line
+from pdconn.bench.moves import Sample
 from pdconn.bench.paths import PATHS
-from pdconn.bench.rig import Rig, Sample
+from pdconn.bench.rig import Rig
 from pdconn.bench.rounds import percentile, take_rounds
 from pdconn.bench.workload import Workload
 from pdconn.cli.main import main
@@ -79,7 +81,7 @@ def test_what_cannot_be_lent_is_refused_and_the_lender_goes_on(
 ) -> None:
     answer = opened(talk, **settings)
     assert isinstance(answer, Refused)
-    assert __import__("re").search(why, answer.why), answer.why
+    assert re.search(why, answer.why), answer.why
     assert isinstance(opened(talk), Opened)
 
 

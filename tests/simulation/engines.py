@@ -15,12 +15,13 @@ from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.runtime.channel import ChannelLost
 from pdconn.runtime.desk import Desk, Visitor
+from pdconn.runtime.jobs import Job, News, ReadSettled
 from pdconn.runtime.lanes import Pace
 from pdconn.runtime.peers import Peer
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.pulls import Pulls
 from pdconn.runtime.rank import Rank
-from pdconn.runtime.reader import Job, News, Reading, ReadSettled
+from pdconn.runtime.reading import Reading
 from pdconn.runtime.records import Outcome
 from tests.simulation.log import ReaderLog, TappedWire
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdconn.runtime.jobs import News, Read, ReadSettled
 from pdconn.runtime.lanes import MOST_NBYTES, SLICE_S, Lane, Pace, Whole
-from pdconn.runtime.reader import News, Read, ReaderThread, Reading, ReadSettled
+from pdconn.runtime.reader import ReaderThread
+from pdconn.runtime.reading import Reading
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.faults import Failing, Held
 from transport.memory import MemoryTransport

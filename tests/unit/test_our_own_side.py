@@ -19,8 +19,9 @@ from pdconn.protocol.messages import Claim, Prove, Reader, Refused, Unproven
 from pdconn.protocol.proof import Ask, Share
 from pdconn.protocol.ticket import BlockList
 from pdconn.runtime.desk import Desk
+from pdconn.runtime.jobs import Connect, Connected, Disconnect, News
 from pdconn.runtime.proving import Verify
-from pdconn.runtime.reader import Connect, Connected, Disconnect, News, Reading
+from pdconn.runtime.reading import Reading
 from tests.faults.guests import Guest
 from tests.pair import Pair
 from transport import Memory, PeerId

@@ -221,8 +221,8 @@ def death(fleet: Fleet) -> Death:
             first=lambda: waiting.append(give(fleet.failing, to_failing, Granted)),
         )
         assert renewed.wait(WAIT_S)  # so its read was posted
+        killed = time.monotonic()  # what dies takes a while to be gone, and is missed before
         prefill.kill()
-        killed = time.monotonic()
         before_recomputing = ask(fleet.decode, early[0], tickets[0])
         before_failing = ask(fleet.failing, early[1], tickets[1])
         during_failing, during_recomputing = waiting[0].result(WAIT_S), hanging.result(WAIT_S)
