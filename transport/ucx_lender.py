@@ -81,7 +81,8 @@ class Lender:
     @property
     def num_sending(self) -> int:
         """Messages that UCX may still read from."""
-        return len(self._ending) + sum(len(b.sending) for b in self._borrowers.values())
+        borrowers = tuple(self._borrowers.values())  # at once: other threads may ask as well
+        return len(self._ending) + sum(len(b.sending) for b in borrowers)
 
     def take(self, data: bytes) -> None:
         """One frame from the wire, by whomever."""

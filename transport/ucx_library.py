@@ -39,9 +39,18 @@ the reader's connection would not end.
 EAGER_BYTES = 8192
 """Messages below this many bytes travel in one packet on every transport of UCX."""
 
-FIXED = {"RNDV_THRESH": str(EAGER_BYTES)}
-"""Larger ones are announced first.  A message of several packets that was not
-announced would leave its receive pending for ever when the sender dies midway."""
+FIXED = {"RNDV_THRESH": str(EAGER_BYTES), "RCACHE_ENABLE": "y"}
+"""Settings that nothing changes, the environment neither.
+
+``RNDV_THRESH``: larger messages are announced first.  A message of several packets
+that was not would leave its receive pending for ever when the sender dies midway.
+
+``RCACHE_ENABLE``: UCX starts with a registration cache or not at all.  Its own
+default goes on without one where its memory hooks do not work or are switched off
+(``UCX_MEM_EVENTS=n``, ``UCX_MEM_MMAP_HOOK_MODE=none``), and then a peer that dies
+while an announced message is under way to it makes UCX up to 1.21 follow a null
+pointer: a reader's death was its lender's (openucx/ucx issue 11467).
+"""
 
 _LOST = (
     "UCXConnectionResetError",

@@ -34,6 +34,13 @@ _ENDING_REST_S = 0.005
 
 _MAX_PROGRESS = 16
 
+_failed: list[UcxThread] = []
+"""Those that ended by an error, kept as long as the process lives.
+
+To collect one would close its connections, which has UCX work: on whichever thread
+collects, and into memory that its owner may have freed since.
+"""
+
 Order = Callable[[], None]
 
 
@@ -109,6 +116,7 @@ class UcxThread:
             self._wire.close()
         except Exception as error:  # noqa: BLE001 - the thread's outermost loop
             _log.exception("ucx thread ended")
+            _failed.append(self)
             self._failure = error
 
     def _step(self) -> bool:

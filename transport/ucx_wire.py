@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from transport.errors import TransportUnavailable
 from transport.ucx_copy import Bytes
 from transport.ucx_frames import MAX_FRAME_BYTES
 from transport.ucx_library import Library
@@ -32,6 +33,11 @@ _MAX_INCOMING = 64
 """Frames that were announced but not sent: ours never are, so these are somebody's attempts."""
 
 _MAX_DRAIN = 256
+
+_NO_CACHE = (
+    "UCX does not start with a registration cache, without which a dying peer would take this "
+    "process along; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and what else turns its hooks off"
+)
 
 
 class Request:
@@ -101,9 +107,12 @@ class Wire:
     def __init__(self, library: Library, options: Mapping[str, str], wake_fd: int) -> None:
         self._library = library
         api = library.api
+        features = (api.Feature.TAG, api.Feature.WAKEUP)
         with library.mapped(f"start UCX with {dict(options)}"):
-            features = (api.Feature.TAG, api.Feature.WAKEUP)
-            self._context = api.UCXContext(dict(options), features)
+            try:
+                self._context = api.UCXContext(dict(options), features)
+            except api.UCXUnsupportedError as error:
+                raise TransportUnavailable(f"{_NO_CACHE}: {error}") from error
             self._worker = api.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
             self.address: bytes = self._worker.address.tobytes()

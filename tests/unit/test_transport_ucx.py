@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -272,6 +274,40 @@ def test_a_reader_that_hangs_holds_a_bounded_share_and_others_go_on() -> None:
             assert len(hung.wants) <= ucx_lender.MAX_QUEUED
 
 
+def test_a_lender_outlives_its_readers_even_where_the_environment_turns_ucxs_cache_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nbytes = 16 * MIB
+    monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # read whenever a transport is made
+    ours = np.full(nbytes, 255, dtype=np.uint8)
+    with process("lend", nbytes) as (lender, line), UcxTransport("reader", **TCP) as reader:
+        reader.register([Memory(ours.ctypes.data, nbytes)])
+        address, base = json.loads(line)
+        for reading_s in (0.01, 0.02, 0.05, 0.1, 0.2):  # to die connecting, and amid a message
+            with process("read", address, base, nbytes, 64 << 10) as (child, _):
+                time.sleep(reading_s)
+                child.kill()
+        spans = shuffled(ours.ctypes.data, base, nbytes, 64 << 10)
+        settled = finish(reader, reader.read(reader.connect(bytes.fromhex(address)), spans))
+        assert settled.ok, settled.error
+        assert lender.poll() is None
+
+
+def test_ucx_without_a_registration_cache_is_not_used_and_the_text_says_why() -> None:
+    make = "from transport.ucx import UcxTransport as T; T('x', options={'TLS': 'tcp,self'})"
+    done = subprocess.run(
+        [sys.executable, "-c", make],
+        env={**os.environ, "UCX_MEM_EVENTS": "n"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "TransportUnavailable" in done.stderr
+    assert "unset UCX_MEM_EVENTS" in done.stderr
+
+
 def _busy(desk: ucx_lender.Lender) -> list[ucx_lender.Borrower]:
     return [b for b in list(desk._borrowers.values()) if b.wants or b.sending]
 
@@ -369,6 +405,10 @@ def test_an_error_of_the_thread_fails_reads_and_is_not_hidden(
         with pytest.raises(BackendFailure):
             reader.close()
     assert "ucx thread ended" in caplog.text
+    kept = weakref.ref(reader._thread._wire)
+    del reader, two
+    gc.collect()
+    assert kept() is not None, "UCX would work again while its objects are collected"
 
 
 def test_without_ucxx_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +422,8 @@ def test_options_that_ucx_does_not_know_or_cannot_follow_are_told() -> None:
         UcxTransport("x", options={"NO_SUCH": "1"})
     with pytest.raises(ValueError, match="RNDV_THRESH"):
         UcxTransport("x", options={"RNDV_THRESH": "inf"})
+    with pytest.raises(ValueError, match="RCACHE_ENABLE"):
+        UcxTransport("x", options={"RCACHE_ENABLE": "try"})
 
 
 _BOTH = """
