@@ -188,9 +188,11 @@ def test_options_are_the_users_over_ours_but_for_what_safety_rests_on(
     assert "posix" in context_options(None)["TLS"]
     monkeypatch.setenv("UCX_TLS", "rc")
     assert "TLS" not in context_options({"TLS": "tcp"})  # UCX takes it from the environment
-    (key,) = FIXED
-    with pytest.raises(ValueError, match=f"{key}: must be"):
-        context_options({key: "inf"})
+    for key, value in FIXED.items():
+        with pytest.raises(ValueError, match=f"{key}: must be"):
+            context_options({key: "inf"})
+        monkeypatch.setenv(f"UCX_{key}", "inf")
+        assert context_options(None)[key] == value
 
 
 class FakeRequest:
