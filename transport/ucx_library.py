@@ -26,14 +26,17 @@ from transport.errors import BackendFailure, PeerLost, TransportError, Transport
 
 DEFAULTS = {
     "TLS": "^cma,knem,xpmem,posix,sysv",
-    "TCP_TX_SEG_SIZE": "256K",
-    "TCP_RX_SEG_SIZE": "256K",
+    "TCP_TX_SEG_SIZE": "1M",
+    "TCP_RX_SEG_SIZE": "1M",
 }
 """All of UCX's transports but those of shared memory.
 
 With the peer failures that we need switched on, UCX leaves most of them out by
 itself; through CMA a *lender* may write into the reader's memory, which closing
 the reader's connection would not end.
+
+Segments: with 1 M instead of 256 K, reads of 1 MiB blocks over TCP went from 0.69 to
+0.94 of NIXL's speed (medians of 9 rounds in turn, on two busy cores).
 """
 
 EAGER_BYTES = 8192
