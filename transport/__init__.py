@@ -1,8 +1,10 @@
 """Moves bytes between registered memories, one-sidedly.
 
-``transport.nixl`` is the backend for real engines, ``transport.memory`` an
-in-process one with scriptable faults, ``transport.testing`` the contract that
-both pass and that a backend of yours can be held to.
+``transport.nixl`` is the backend for real engines, ``transport.ucx`` the one for
+machines where NIXL does not load, ``transport.choose`` picks between them.
+``transport.memory`` is an in-process one with scriptable faults,
+``transport.testing`` the contract that all pass and that a backend of yours can
+be held to.
 """
 
 from transport.base import Transport

@@ -25,7 +25,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The backend's name, as in configuration: ``nixl`` or ``memory``."""
+        """The backend's name, as in configuration: ``nixl``, ``ucx`` or ``memory``."""
 
     @abstractmethod
     def register(self, memories: Sequence[Memory]) -> None:

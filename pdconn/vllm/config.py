@@ -9,6 +9,9 @@
                            from decode; default 30
 ``claim_timeout``          seconds that decode waits for each answer of prefill:
                            greeting, claim, proof; default 10
+``transport``              ``nixl``, ``ucx`` (UCX without NIXL, host memory only), or
+                           ``auto``: nixl, and ucx where nixl does not load; the same on
+                           both sides; default nixl
 ``backends``               NIXL backends; default ``["UCX"]``
 ``backend_options``        options per backend, as NIXL takes them; default none
 ``huge_pages``             ask for huge pages under host KV memory; default true
@@ -60,6 +63,7 @@ from pdconn.runtime.faults import Faults, read_faults
 from pdconn.runtime.proving import Verify
 from pdconn.runtime.security import Security, SecurityError
 from pdconn.runtime.warmth import Place, parse_places
+from transport.choose import WANTED, Wanted
 from transport.odds import FaultError
 
 
@@ -79,6 +83,7 @@ class Settings:
     side_channel_port: int
     kv_lease_duration: float = 30.0
     claim_timeout: float = 10.0
+    transport: Wanted = "nixl"
     backends: tuple[str, ...] = ("UCX",)
     backend_options: dict[str, dict[str, str]] = field(default_factory=dict)
     huge_pages: bool = True
@@ -170,6 +175,12 @@ def _verify(value: Any) -> Verify:
     return Verify(value)
 
 
+def _transport(value: Any) -> Any:
+    if value not in WANTED:
+        raise ValueError(" or ".join(WANTED))
+    return value
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("text")
@@ -217,6 +228,7 @@ _CHECKS: dict[str, Check] = {
     "side_channel_port": _port,
     "kv_lease_duration": _lease,
     "claim_timeout": _seconds,
+    "transport": _transport,
     "backends": _names,
     "backend_options": _options,
     "huge_pages": _flag,

@@ -34,8 +34,10 @@ from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
 from transport import Transport, TransportError
+from transport.choose import choose, ucx_options
 from transport.disturbed import DisturbedTransport
 from transport.nixl import NixlTransport
+from transport.ucx import UcxTransport
 
 log = logging.getLogger(__name__)
 
@@ -229,15 +231,28 @@ class PdWorker:
         return WarmUp(places, self._scratch.memory)
 
     def _open_transport(self, name: str) -> Transport:
-        transport = NixlTransport(
+        transport, choice = choose(
+            self._settings.transport,
+            {"nixl": lambda: self._open_nixl(name), "ucx": lambda: self._open_ucx(name)},
+        )
+        facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
+        log.info("pdconn: transport: %s: %s", choice, facts)
+        return transport
+
+    def _open_nixl(self, name: str) -> Transport:
+        return NixlTransport(
             name,
             backends=self._settings.backends,
             backend_options=self._settings.backend_options,
             huge_pages=self._settings.huge_pages,
         )
-        facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
-        log.info("pdconn: transport: %s", facts)
-        return transport
+
+    def _open_ucx(self, name: str) -> Transport:
+        return UcxTransport(
+            name,
+            options=ucx_options(self._settings.backend_options),
+            huge_pages=self._settings.huge_pages,
+        )
 
     def _references(self, kv_caches: dict[str, Any], tp_rank: int) -> KVCacheReferences:
         model, parallel = self._config.model_config, self._config.parallel_config

@@ -1,0 +1,57 @@
+"""A rig for the UCX backend: a reader here, a lender in a process beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.contract.rigs import Lender
+from transport.testing import Arena, Rig
+from transport.ucx import UcxTransport
+
+TCP: dict[str, Any] = {"options": {"TLS": "tcp,self"}, "huge_pages": False}
+
+
+class UcxLender(Lender):
+    """As ``Lender``, over UCX."""
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.ucx_lender"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+
+@contextmanager
+def ucx_rig(
+    lender: Lender, *, boot: str | None = None, options: dict[str, Any] | None = None
+) -> Iterator[Rig]:
+    """A reader here and a lender there, which can be stopped, continued and killed."""
+    options = TCP if options is None else options
+    address, remote = lender.open("lender", boot, options)
+    arena = Arena.blank()
+    reader = UcxTransport("reader", **options)
+    try:
+        reader.register([arena.memory])
+        yield Rig(
+            reader,
+            reader.connect(address),
+            address,
+            arena,
+            remote,
+            lender.pause,
+            lender.resume,
+            lender.kill,
+        )
+    finally:
+        lender.resume()
+        reader.close()
+        lender.close()
