@@ -38,9 +38,11 @@ demo: venv
 
 test: test-fast test-vllm
 
-# Most of these wait for peers that are late on purpose, so three fit on two cores.
+# Most of these wait for peers that are late on purpose, so three fit on two cores.  The tests
+# of UCX without NIXL have processes of their own: NIXL brings another UCX along.
 test-fast: venv
-	$(BIN)/python -m pytest -m "not engine and not multinode" -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not multinode and not ucx" -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m ucx -n 2 --dist worksteal $(ARGS)
 
 test-vllm: venv
 	$(BIN)/python -m pytest -m "engine and not multinode" $(ARGS)

@@ -36,7 +36,8 @@ _MAX_DRAIN = 256
 
 _NO_CACHE = (
     "UCX does not start with a registration cache, without which a dying peer would take this "
-    "process along; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and what else turns its hooks off"
+    "process along; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and what else turns its hooks "
+    "off, and load no other UCX, such as NIXL's, in the same process"
 )
 
 

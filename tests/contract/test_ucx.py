@@ -21,6 +21,8 @@ from transport.ucx import UcxTransport
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("ucxx is not installed", allow_module_level=True)
 
+pytestmark = [pytest.mark.ucx, pytest.mark.usefixtures("only_one_ucx")]
+
 
 @pytest.fixture(scope="module")
 def lender() -> Iterator[Lender]:

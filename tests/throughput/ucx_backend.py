@@ -129,13 +129,33 @@ def compare(tls: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     return seen
 
 
-def table(seen: dict[str, dict[str, list[float]]]) -> str:
-    """Medians, and the median of each round's ratio."""
-    lines = [f"{'block':>8} {'nixl':>8} {'ucx':>8} {'ucx/nixl':>9}   GB/s"]
+def summary(seen: dict[str, dict[str, list[float]]]) -> list[dict[str, float]]:
+    """By block size: medians in GB/s; the ratio of each round: median and quartiles."""
+    sizes = []
     for size, runs in seen.items():
-        nixl, ucx = statistics.median(runs["nixl"]), statistics.median(runs["ucx"])
-        ratio = statistics.median(u / n for u, n in zip(runs["ucx"], runs["nixl"], strict=True))
-        lines.append(f"{int(size) >> 10:>7}K {nixl:>8.2f} {ucx:>8.2f} {ratio:>9.2f}")
+        ratios = [u / n for u, n in zip(runs["ucx"], runs["nixl"], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        sizes.append(
+            {
+                "block_kib": int(size) >> 10,
+                "nixl": statistics.median(runs["nixl"]),
+                "ucx": statistics.median(runs["ucx"]),
+                "ratio": statistics.median(ratios),
+                "low": low,
+                "high": high,
+            }
+        )
+    return sizes
+
+
+def table(sizes: list[dict[str, float]]) -> str:
+    """A row per block size."""
+    lines = [f"{'block':>8} {'nixl':>8} {'ucx':>8} {'ucx/nixl':>9}   GB/s"]
+    for size in sizes:
+        lines.append(
+            f"{size['block_kib']:>7}K {size['nixl']:>8.2f} {size['ucx']:>8.2f} "
+            f"{size['ratio']:>9.2f}   {size['low']:.2f} to {size['high']:.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -151,9 +171,11 @@ def main() -> None:
         lend(options.tls)
         return
     seen = compare(options.tls, options.rounds)
-    print(table(seen))
+    sizes = summary(seen)
+    print(table(sizes))
     if options.json:
-        options.json.write_text(json.dumps({"tls": options.tls, "gb_per_s": seen}, indent=1))
+        document = {"tls": options.tls, "sizes": sizes, "gb_per_s": seen}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

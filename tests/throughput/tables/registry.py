@@ -77,6 +77,15 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 needs=(NIXL,),
             ),
             Benchmark(
+                "ucx_backend",
+                (Command("ucx", "python -m tests.throughput.ucx_backend"),),
+                minutes=1,
+                table=transfer.ucx_backend,
+                drop=frozenset({"gb_per_s"}),
+                packages=(*_WIRE, "ucxx-cu12"),
+                needs=(NIXL,),
+            ),
+            Benchmark(
                 "engine_thread",
                 (Command("thread", "python -m tests.throughput.engine_thread"),),
                 minutes=2,

@@ -122,6 +122,7 @@ def ucx_backend(record: Record) -> str:
     rows = []
     for size in record.result("ucx")["sizes"].rows:
         gbps = [f"{size[name].number:.2f}" for name in ("nixl", "ucx")]
-        ratio = f"**{size['ratio'].number:.2f}** ({size['low'].number:.2f} to {size['high'].number:.2f})"
+        low, high = (f"{size[name].number:.2f}" for name in ("low", "high"))
+        ratio = f"**{size['ratio'].number:.2f}**, {low} to {high}"
         rows.append([spaced(size["block_kib"].whole), *gbps, ratio])
     return table(["KiB a block, TCP", "NIXL, GB/s", "UCX, GB/s", "UCX of NIXL"], rows)
