@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -37,8 +38,8 @@ def pin(pid: int) -> None:
     if len(cores) < 2:
         return
     core = engine_core(pid)
-    with suppress(OSError):  # where a session has a share of its own, its threads' does not count
-        Path(f"/proc/{core}/autogroup").write_text(str(_FIRST))
+    for process in (core, os.getpid()):
+        _favour(process)
     for process in {os.getpid(), pid, *descendants(pid)}:
         for thread in threads_of(process):
             is_loop = process == core and thread == core
@@ -46,6 +47,18 @@ def pin(pid: int) -> None:
                 os.sched_setaffinity(thread, cores[:1] if is_loop else cores[1:2])
                 with suppress(PermissionError):
                     os.setpriority(os.PRIO_PROCESS, thread, _FIRST if process == core else _LAST)
+
+
+def _favour(process: int) -> None:
+    """Give its session a greater share, where sessions have shares; until we end."""
+    path = Path(f"/proc/{process}/autogroup")
+    try:
+        before = path.read_text().split()[-1]
+        path.write_text(str(_FIRST))
+    except OSError:
+        return
+    if process == os.getpid():
+        atexit.register(path.write_text, before)
 
 
 def threads_of(pid: int) -> list[int]:
