@@ -13,8 +13,9 @@ from pathlib import Path
 
 _ENGINE_CONFIG = "engine_config"
 
-UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K"}
-"""UCX's own segment of 8 KiB holds a READ over TCP at a fifth of what this reaches."""
+UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "1032K", "TCP_RX_SEG_SIZE": "1032K"}
+"""UCX's own segment of 8 KiB holds a READ over TCP at a fifth of what this reaches.  A block of
+1 MiB goes into one with its header; in segments of 256 KiB a block of that size goes into two."""
 
 _ONE_ENDPOINT = ("num_workers", "num_threads")
 """With several workers one peer has several endpoints, and the failure of one

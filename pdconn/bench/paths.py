@@ -36,7 +36,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             Path("auto", None, True, "whatever UCX chooses, huge pages"),
             Path("shm", None, False, "CMA between processes of one host, 4 KiB pages"),
             Path("shm-huge", None, True, "CMA between processes of one host, huge pages"),
-            Path("tcp", "tcp", True, "TCP with segments of 256 KiB, huge pages"),
+            Path("tcp", "tcp", True, "TCP with segments of 1 MiB, huge pages"),
         )
     }
 )

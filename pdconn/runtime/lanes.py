@@ -7,7 +7,8 @@ slices, no more than two of them are in flight, and ``lifecycle.turns`` says who
 is next.  A read whose slice failed has no further slice posted.
 
 Each slice costs half a millisecond of our own, whatever the link; how long others wait
-for it depends on the link.  So slices are as long as the link takes ``SLICE_S`` for.
+for it depends on the link.  So slices are as long as the link takes ``SLICE_S`` for, and
+the last of a read that is alone may take twice as long: what can be in flight at most.
 """
 
 from __future__ import annotations
@@ -140,7 +141,11 @@ class Lane:
         """The slice to post now; only while the lane is ready."""
         whole = self._first()
         assert whole is not None
-        part = whole.cut(self._pace.slice_nbytes)
+        nbytes = self._pace.slice_nbytes
+        is_alone = len(self._open) == 1 and not self._in_flight_nbytes
+        if is_alone and whole.total - whole.posted <= 2 * nbytes:
+            nbytes *= 2
+        part = whole.cut(nbytes)
         whole.in_flight += 1
         self._in_flight_nbytes += part.nbytes
         self._turns.served(part.nbytes)

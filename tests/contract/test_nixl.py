@@ -137,7 +137,7 @@ class TestNixlOnOneHost(_WithLender, TransportContract):
         facts = rig.reader.describe()
         assert facts["nixl"][0].isdigit()
         assert facts["ucx"].startswith("1.")
-        assert "TCP_TX_SEG_SIZE=256K" in facts["UCX"]
+        assert "TCP_TX_SEG_SIZE=1032K" in facts["UCX"]
 
 
 def test_an_idle_agent_rests_and_without_a_delay_it_spins() -> None:

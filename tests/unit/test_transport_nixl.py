@@ -412,7 +412,7 @@ def test_options_that_cannot_be_meant_are_refused(make: Callable[[], object]) ->
 
 
 def test_the_users_settings_win_over_ours() -> None:
-    assert merged_engine_config("") == "TCP_TX_SEG_SIZE=256K,TCP_RX_SEG_SIZE=256K"
+    assert merged_engine_config("") == "TCP_TX_SEG_SIZE=1032K,TCP_RX_SEG_SIZE=1032K"
     assert merged_engine_config("UCX_TCP_TX_SEG_SIZE=1M, TLS=tcp") == (
         f"TCP_TX_SEG_SIZE=1M,TCP_RX_SEG_SIZE={UCX_DEFAULTS['TCP_RX_SEG_SIZE']},TLS=tcp"
     )
