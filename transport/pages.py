@@ -127,7 +127,7 @@ def small_pages(memories: Sequence[Memory], reasons: Iterable[str] = ()) -> str 
     if sum(memory.nbytes for memory in memories if memory.device.kind == "cpu") < SMALL_NBYTES:
         return None
     try:
-        with _SMAPS.open() as smaps:
+        with _SMAPS.open(errors="replace") as smaps:
             found = backing(memories, smaps)
     except OSError:
         return None

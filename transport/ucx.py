@@ -26,6 +26,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -155,7 +156,8 @@ class UcxTransport(Transport):
         """As ``Transport.disconnect``; cuts the connection, which ends its reads soon."""
         source = self._sources.pop(peer, None)
         if source is not None:
-            self._thread.post(lambda: self._thread.reader.leave(source))
+            with suppress(BackendFailure):  # the thread is gone, and its reads with it
+                self._thread.post(lambda: self._thread.reader.leave(source))
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         self._check_open()

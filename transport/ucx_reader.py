@@ -7,7 +7,8 @@ never waited for in UCX's own memory.  From then until UCX completes the receive
 the piece can be written, and its read is not settled, whatever else happens:
 
 * The lender is paused: the receives wait with it.
-* The lender refuses: an empty message completes the receive; no byte changed.
+* The lender refuses: a message that is too long fails the receive; no byte changed.
+  (UCX does not tell that one was too short.)
 * We disconnect, or the lender dies: the connection is cut, UCX cancels what was
   not matched and ends what was, and each receive tells when that is so.
 

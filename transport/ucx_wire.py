@@ -151,6 +151,7 @@ class Wire:
 
     def frames(self) -> Iterator[bytes]:
         """The frames that came, at most ``_MAX_DRAIN`` messages at a time; the rest is dropped."""
+        done: list[Request] = []
         for _ in range(_MAX_DRAIN):
             found = self._worker.tag_probe(*self._any, remove=True)
             if not found.matched:
@@ -158,11 +159,12 @@ class Wire:
             request = self._take(found)
             if request is not None:
                 self._incoming.append(request)
-        if self._incoming:
-            done = [request for request in self._incoming if request.done]
-            self._incoming = [request for request in self._incoming if not request.done]
-            for request in done:
-                yield request.array.tobytes()
+                if request.done:  # most are: only what is announced and not sent yet counts
+                    done.append(self._incoming.pop())
+        done += [request for request in self._incoming if request.done]
+        self._incoming = [request for request in self._incoming if not request.done]
+        for request in done:
+            yield request.array.tobytes()
 
     def rest(self, seconds: float) -> None:
         """Sleep until there is work, for this worker or from ``wake_fd``, or time is up."""

@@ -199,7 +199,10 @@ def _targets(words: Sequence[str]) -> list[Target]:
     targets: list[Target] = []
     for word in words:
         name, found, url = word.partition("=")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise BadCase("target", "NAME=http://HOST:PORT", f"{word}: {error}") from None
         if not (found and name and parts.scheme in ("http", "https") and parts.hostname):
             raise BadCase("target", "NAME=http://HOST:PORT", word)
         if name in [one.name for one in targets]:

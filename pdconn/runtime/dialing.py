@@ -62,7 +62,9 @@ class SocketDialer:
         self._security = security
         self._through = through or (lambda host, port: (host, port))
         self._waiting: deque[Peer] = deque()
+        self._asks: deque[Peer] = deque()
         self._num_looking = 0
+        self._num_asking = 0
 
     def dial(self, peer: Peer) -> None:
         """As :meth:`pdconn.runtime.peers.Dialer.dial`."""
@@ -75,12 +77,13 @@ class SocketDialer:
         if literal is not None:
             self._open(peer, literal)
             return
-        self._waiting.append(peer)
+        (self._asks if _is_ask(peer) else self._waiting).append(peer)
         self._look_for_more()
 
     def looked_up(self, answer: LookedUp, connections: Connections) -> None:
         """Go on with a peer whose name is known now."""
         self._num_looking -= 1
+        self._num_asking -= _is_ask(answer.peer)
         self._look_for_more()
         peer, found = answer.peer, answer.found
         if peer.is_closed:
@@ -99,11 +102,14 @@ class SocketDialer:
         peer.wire = Wire(channel, self._selector, peer, connecting=True)
 
     def _look_for_more(self) -> None:
-        while self._waiting and self._num_looking < MAX_LOOKUPS:
-            peer = self._waiting.popleft()
+        while self._num_looking < MAX_LOOKUPS:
+            peer = self._next_to_look_up()
+            if peer is None:
+                return
             if peer.is_closed:
                 continue
             self._num_looking += 1
+            self._num_asking += _is_ask(peer)
             look = threading.Thread(
                 target=self._look_up, args=(peer,), name="pdconn-lookup", daemon=True
             )
@@ -112,6 +118,14 @@ class SocketDialer:
             except RuntimeError as error:  # no thread to spare
                 self._deliver(LookedUp(peer, OSError(errno.EAGAIN, str(error))))
 
+    def _next_to_look_up(self) -> Peer | None:
+        """Whoever a request waits for goes first, and finds half the places free."""
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._asks and self._num_asking < MAX_LOOKUPS // 2:
+            return self._asks.popleft()
+        return None
+
     def _look_up(self, peer: Peer) -> None:
         found: Address | OSError
         try:
@@ -119,6 +133,11 @@ class SocketDialer:
         except OSError as error:
             found = error
         self._deliver(LookedUp(peer, found))
+
+
+def _is_ask(peer: Peer) -> bool:
+    """Whether it is only to be asked who it is: no ticket names a boot of it yet."""
+    return not peer.key.incarnation
 
 
 def resolve(host: str, port: int) -> Address:

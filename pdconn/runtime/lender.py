@@ -57,6 +57,7 @@ class _Lend:
     request: str
     ticket: bytes
     ttl_s: float
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ class Lender:
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         """What a ticket with digest ``ticket`` names stays as it is until collected as freed."""
-        self._mailbox.leave(_Lend(request, ticket, ttl_s))
-        if self._sleeps_until > self._clock() + ttl_s:
+        now = self._clock()
+        self._mailbox.leave(_Lend(request, ticket, ttl_s, now))
+        if self._sleeps_until > now + ttl_s:
             self._mailbox.wake()
 
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
@@ -212,7 +214,7 @@ class Lender:
             if isinstance(item, _Sums):
                 self._desk.add_sums(item.request, item.rank, item.sums)
             elif isinstance(item, _Lend):
-                self._desk.lend(item.request, item.ticket, item.ttl_s, self._clock())
+                self._desk.lend(item.request, item.ticket, item.ttl_s, item.at)
             else:
                 self._desk.abort(item.request, self._clock())
 

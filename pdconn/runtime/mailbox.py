@@ -48,12 +48,22 @@ class Mailbox(Generic[T]):
         return bool(self._items)
 
     def wake(self) -> None:
-        """Make ``select`` return.  A full or closed pipe means it will, or need not."""
+        """Make ``select`` return.  A full or closed pipe means it will, or need not.
+
+        Where the system has no room for a byte, the next post tries again.
+        """
         if self._poked:
             return
-        self._poked = True
-        with contextlib.suppress(OSError):
+        try:
+            self._poked = True
             self._poke.send(b"\0")
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._poked = False
+        except BaseException:  # a signal's handler: who posts next pokes
+            self._poked = False
+            raise
 
     def hush(self) -> None:
         """Take in what woke the owner: call it when the socket is readable, before ``take``."""

@@ -168,7 +168,7 @@ class Warming:
             return
         if error is not None:
             self._unfollow(site)
-            if isinstance(error, PeerLost | PeerUnknown):
+            if isinstance(error, PeerLost | PeerUnknown) or not touch.peer.pulls:
                 self._leave(touch.peer, f"touch: {error}")
             self._lost(site, f"touch: {error}")
         elif not site.reads:
@@ -248,6 +248,8 @@ class Warming:
                 reads = list(_touches(self._scratch, peer))
             except TransportError as error:
                 self._lost(site, f"touch: {error}")
+                if not peer.pulls:
+                    self._leave(peer, f"touch: {error}")
                 return
             site.reads = len(reads)
             for rank, spans in reads:

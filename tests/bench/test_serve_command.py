@@ -180,6 +180,7 @@ def test_json_on_standard_output_is_nothing_but_json(
         (["--model", "gpt-5"], "model: expected tiny, handover, or a --target"),
         (["--prompt", "4090"], "prompt and output: expected at most 4096"),
         (["--target", "http://a:1"], "target: expected NAME=http://HOST:PORT"),
+        (["--target", "a=http://[abc"], "target: expected NAME=http://HOST:PORT"),
         (["--target", "a=ftp://a"], "target: expected NAME=http://HOST:PORT"),
         (["--target", "a=http://a", "--target", "a=http://b"], "a twice"),
     ],

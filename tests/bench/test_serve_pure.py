@@ -81,6 +81,7 @@ def test_ids_that_are_told_of_some_pieces_only_are_not_taken_for_all() -> None:
         ([b"data: [DONE]\n"], "without a token"),
         ([event("a", [7]), b'data: {"error": {"message": "gone"}}\n'], "gone"),
         ([b"data: {nonsense\n"], "makes no sense"),
+        ([b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n'], "ended by 'abort'"),
         ([b'data: {"choices": [{"token_ids": ["x"]}]}\n'], "makes no sense"),
         ([b"data: \xff\n"], "makes no sense"),
     ],

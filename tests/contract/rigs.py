@@ -70,9 +70,6 @@ class Lender:
 
     def open(self, name: str, boot: str | None, options: dict[str, Any]) -> tuple[bytes, Memory]:
         """A new transport there, and its address and registered memory."""
-        if self._process.poll() is not None:
-            self._process, self._spare = self._spare, self._start()
-            self._wait_for_answer()
         answer = self._ask(do="open", name=name, boot=boot, options=options)
         return bytes.fromhex(answer["address"]), Memory(answer["base"], ARENA_BYTES)
 
@@ -103,6 +100,10 @@ class Lender:
         self.kill()
 
     def _ask(self, **order: Any) -> dict[str, Any]:
+        """Tell the process; the spare one if it was killed."""
+        if self._process.poll() is not None:
+            self._process, self._spare = self._spare, self._start()
+            self._wait_for_answer()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

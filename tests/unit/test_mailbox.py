@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+
+import pytest
 
 from pdconn.runtime.mailbox import Mailbox
 
@@ -66,6 +71,34 @@ def test_taking_without_hushing_leaves_the_owner_awake() -> None:
     mailbox.post(1)
     assert mailbox.take() == [1]
     assert is_woken(mailbox, 0.0)
+    mailbox.close()
+
+
+class Full:
+    """A pipe that has no room for a byte, for one of several reasons, the first few times."""
+
+    def __init__(self, pipe: socket.socket, *errors: BaseException) -> None:
+        self._pipe, self._errors = pipe, list(errors)
+
+    def send(self, data: bytes) -> int:
+        if self._errors:
+            raise self._errors.pop(0)
+        return self._pipe.send(data)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOBUFS, "no room"), KeyboardInterrupt()])
+def test_who_could_not_be_woken_is_woken_by_the_next_post(error: BaseException) -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox._poke = Full(mailbox._poke, error)  # type: ignore[assignment]
+    with contextlib.suppress(KeyboardInterrupt):
+        mailbox.post(1)
+    assert not is_woken(mailbox, 0.0)
+    mailbox.post(2)
+    assert is_woken(mailbox, PATIENCE_S)
+    assert mailbox.take() == [1, 2]
     mailbox.close()
 
 

@@ -9,9 +9,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -21,10 +22,11 @@ from tests.unit.ucx_process import TCP, content, process, shuffled
 from transport import ucx_lender, ucx_thread
 from transport.address import unpack
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportUnavailable
-from transport.types import Memory, ReadId, Settled
+from transport.types import Memory, ReadId, Settled, Spans
 from transport.ucx import UcxTransport, _source
 from transport.ucx_frames import MAX_FRAME_BYTES, Hello, Refused, Session, Want, encode
 from transport.ucx_library import context_options, load_library
+from transport.ucx_pieces import MAX_PIECE_BYTES
 from transport.ucx_pulls import Source
 from transport.ucx_reader import WINDOW
 from transport.ucx_wire import FRAME_TAG, Line, Request, Wire
@@ -184,11 +186,12 @@ def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
             [(base - 1, 2), (base + MIB - 1, 2), (4096, 64), (base, 2**32 - 1)], 1
         ):
             run = np.array([address], np.uint64), np.array([nbytes], np.uint64)
-            into = np.full(64, 255, dtype=np.uint8)
+            into = np.full(min(nbytes, MAX_PIECE_BYTES), 255, dtype=np.uint8)
             answer = somebody.line.receive(into, 1 << 63 | number)
             somebody.say(encode(Want(SESSION, number, 1 << 63 | number, *run), secret))
             assert until(lambda answer=answer: answer.done, somebody.wire.progress)
-            answer.check("receive")
+            with pytest.raises(BackendFailure, match="truncated"):
+                answer.check("receive")
             assert (into == 255).all()
         assert desk.num_borrowers == 1
         assert two.is_fine()
@@ -236,6 +239,50 @@ def test_a_refused_piece_fails_its_read_and_no_other() -> None:
         good = two.start(64 << 10)
         assert isinstance(finish(two.reader, bad).error, OutOfBounds)
         assert finish(two.reader, good).ok
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 64 << 10, 4 * MIB])
+def test_a_refused_piece_fails_even_if_its_reader_does_not_hear_why(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames from strangers may push the lender's word out."""
+    with pair(4 * MIB) as two:
+        assert two.is_fine()
+        monkeypatch.setattr(two.reader._thread.reader, "take", lambda data: None)
+        before = two.ours.copy()
+        ours, outside = two.ours.ctypes.data, two.held.ctypes.data + 4 * MIB
+        read = two.reader.read(two.peer, shuffled(ours, outside, nbytes, nbytes))
+        settled = finish(two.reader, read)
+        assert isinstance(settled.error, BackendFailure)
+        assert (two.ours == before).all()
+        assert two.is_fine()
+
+
+def test_more_frames_may_come_at_once_than_may_be_announced() -> None:
+    """Eight readers ask for a window of pieces each while the lender's thread is busy."""
+    run, pieces, readers = 300_000, WINDOW, 8
+    with pair(run * pieces) as two, ExitStack() as stack:
+        gate = threading.Event()
+        address = two.lender.address()
+        two.lender._thread.post(lambda: gate.wait(PATIENCE_S) and None)
+        reads = []
+        for number in range(readers):
+            reader = stack.enter_context(UcxTransport(f"reader{number}", **TCP))
+            room = np.zeros((pieces, run + 64), dtype=np.uint8)
+            reader.register([Memory(room.ctypes.data, room.nbytes)])
+            at = np.arange(pieces, dtype=np.uint64)
+            spans = Spans(
+                at * np.uint64(run + 64) + np.uint64(room.ctypes.data),
+                at * np.uint64(run) + np.uint64(two.held.ctypes.data),
+                np.full(pieces, run, dtype=np.uint64),
+            )
+            reads.append((reader, reader.read(reader.connect(address), spans), room))
+        for reader, _, _ in reads:
+            assert until(lambda reader=reader: reader._thread.reader.num_outstanding >= pieces)
+        gate.set()
+        for reader, read, room in reads:
+            assert finish(reader, read).ok
+            assert (room[:, :run] == two.held.reshape(pieces, run)).all()
 
 
 @pytest.mark.parametrize("run", [64 << 10, 4 * MIB])

@@ -26,7 +26,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.runtime import connections, warmth
+from pdconn.runtime import connections, dialing, warmth
 from pdconn.runtime.lender import Lender
 from pdconn.runtime.security import Security
 from pdconn.runtime.warming import MAX_TOUCHED, touching
@@ -173,6 +173,37 @@ def test_a_failed_touch_fails_no_request_and_is_tried_again() -> None:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         until_warm(pair)
+
+
+def test_a_peer_whose_touch_failed_is_left() -> None:
+    """Or one that names a new boot whenever it is asked would fill the table of peers."""
+    network = MemoryNetwork(script=lambda request: Failing(BackendFailure("no")))
+    with Pair(warms=True, network=network) as pair:
+        pair.wait(lambda: pair.lender.counts["described"] > 2, SECONDS)
+        pair.wait(lambda: pair.puller.num_peers == 0, SECONDS)
+
+
+def test_dead_names_of_warm_places_hold_up_no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many as there are places for look-ups, of a name server that is silent."""
+    silence = threading.Event()
+
+    def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+        if host.startswith("dead"):
+            silence.wait(60.0)
+            raise OSError("no such host")
+        return socket.AF_INET, ("127.0.0.1", port)
+
+    monkeypatch.setattr(dialing, "resolve", resolve)
+    dead = tuple(Place(f"dead{n}.example", 5600) for n in range(2 * dialing.MAX_LOOKUPS))
+    try:
+        with Pair(also_warm=dead, claim_timeout_s=10.0, security=Security(insecure=True)) as pair:
+            pair.wait(lambda: pair.puller.num_peers == len(dead), SECONDS)
+            ticket = replace(pair.lend("r"), host="good.example")
+            pair.pull("d", ticket)
+            pair.wait(lambda: pair.received or pair.failed, SECONDS)
+            assert pair.received == ["d"]
+    finally:
+        silence.set()
 
 
 @pytest.mark.parametrize("error", [PeerLost("cut"), BackendFailure("no")], ids=repr)

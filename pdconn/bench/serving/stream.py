@@ -46,6 +46,8 @@ def read_answer(prompt: int, began_s: float, lines: Sequence[Line]) -> Whole:
         if choice is None:
             ended = True
             continue
+        if choice.finish_reason not in (None, "stop", "length"):
+            raise BrokenAnswer(f"the answer ended by {choice.finish_reason!r}")
         ended = ended or choice.finish_reason is not None
         texts.append(choice.text)
         tokens += choice.token_ids or ()
