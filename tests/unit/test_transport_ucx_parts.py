@@ -359,5 +359,5 @@ def test_a_piece_that_is_too_large_to_stage_is_refused() -> None:
     frame = want(1, [base, base + 2 * STAGED_BYTES], [STAGED_BYTES, 64])
     desk.lender.take(encode(replace(frame, session=Session(A)), SECRET))
     desk.settle()
-    assert [size for tag, size, _ in line.sent if tag == 9] == [0]
+    assert [size for tag, size, _ in line.sent if tag == 9] == [STAGED_BYTES + 64 + 1]
     assert len(line.sent) == 2  # why, and nothing
