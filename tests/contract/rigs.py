@@ -122,10 +122,12 @@ class Lender:
             if pipe is not None:
                 pipe.close()
 
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
+    def _command(self) -> list[str]:
+        return ["tests.contract.lender_process", "nixl"]
+
+    def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.nixl_lender"],
+            [sys.executable, "-m", *self._command()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests.contract.rigs import Lender
@@ -19,15 +16,8 @@ TCP: dict[str, Any] = {"options": {"TLS": "tcp,self"}, "huge_pages": False}
 class UcxLender(Lender):
     """As ``Lender``, over UCX."""
 
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.ucx_lender"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
+    def _command(self) -> list[str]:
+        return ["tests.contract.lender_process", "ucx"]
 
 
 @contextmanager

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 
@@ -39,14 +36,8 @@ class DeviceLender(Lender):
         self.device = device
         super().__init__()
 
-    def _start(self) -> subprocess.Popen[str]:  # type: ignore[override]
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.lender_process", self.device.kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
+    def _command(self) -> list[str]:
+        return ["tests.gpu.lender_process", self.device.kind]
 
     def lend(self, case: Case, verify: bool = False) -> tuple[list[RankGeometry], int]:
         """Every rank of a case, with its content; and the port of a lender that lends it."""

@@ -1,26 +1,35 @@
-"""A process that lends memory over NIXL, driven by lines of JSON on its standard input.
+"""A process that lends memory over NIXL or UCX, driven by lines of JSON on its standard input.
+
+    python -m tests.contract.lender_process nixl|ucx
 
     {"do": "open", "name": …, "boot": …, "options": …}  ->  {"address": hex, "base": int}
     {"do": "close"}                                     ->  {}
 
 ``open`` closes what was open before.  One process serves many tests, as
-importing nixl takes longer than all that a test does.
+importing either takes longer than all that a test does.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from transport.nixl import NixlTransport, load_library
+from transport import Transport, nixl, ucx, ucx_library
 from transport.testing import Arena
+
+BACKENDS: dict[str, tuple[Callable[[], object], Callable[..., Transport]]] = {
+    "nixl": (nixl.load_library, nixl.NixlTransport),
+    "ucx": (ucx_library.load_library, ucx.UcxTransport),
+}
 
 
 def main() -> None:
     """Serve until standard input ends."""
+    load_library, make = BACKENDS[sys.argv[1]]
     load_library()
-    lender: NixlTransport | None = None
+    lender: Transport | None = None
     arena = Arena.patterned()
     _answer(ready=True)
     for line in sys.stdin:
@@ -29,7 +38,7 @@ def main() -> None:
             lender.close()
             lender = None
         if order["do"] == "open":
-            lender = NixlTransport(order["name"], boot=order["boot"], **order["options"])
+            lender = make(order["name"], boot=order["boot"], **order["options"])
             lender.register([arena.memory])
             _answer(address=lender.address().hex(), base=arena.memory.base)
         else:
