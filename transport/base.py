@@ -76,6 +76,13 @@ class Transport(ABC):
             KeyError: ``read`` was never posted, or was returned already.
         """
 
+    def check(self) -> None:  # noqa: B027 - most backends have nothing that can die
+        """See that peers can still read from us.  Cheap, and from any thread.
+
+        Raises:
+            BackendFailure: what answers them died; only a new transport helps.
+        """
+
     @abstractmethod
     def describe(self) -> dict[str, str]:
         """Facts for logs: library versions, transports and settings really in use."""

@@ -183,6 +183,9 @@ class UcxTransport(Transport):
             del self._reads[read]
         return settled
 
+    def check(self) -> None:
+        self._thread.check()
+
     def describe(self) -> dict[str, str]:
         done = sum(report.collapsed_bytes for report in self._collapsed)
         of = sum(memory.nbytes for memory in self._registered)

@@ -87,10 +87,18 @@ class UcxThread:
         Raises:
             BackendFailure: the thread ended by an error of its own.
         """
-        if self._failure is not None:
-            raise BackendFailure(f"ucx thread ended: {self._failure}") from self._failure
+        self.check()
         self._orders.append(order)
         os.eventfd_write(self._wake_fd, 1)
+
+    def check(self) -> None:
+        """See that the thread lives; from any thread.
+
+        Raises:
+            BackendFailure: it ended by an error of its own.
+        """
+        if self._failure is not None:
+            raise BackendFailure(f"ucx thread ended: {self._failure}") from self._failure
 
     def close(self, wait_s: float) -> bool:
         """Cut all connections and end; False if something can still be written after ``wait_s``.

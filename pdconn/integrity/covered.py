@@ -120,7 +120,7 @@ def _ids(logical: I64, blocks: BlockList) -> I64:
         MissingBlock: one is a hole, or beyond the list.
     """
     at = logical - blocks.first
-    ids = np.append(np.asarray(blocks.ids, dtype=np.int64), 0)
+    ids = np.append(blocks.array, 0)
     found: I64 = ids[np.where((at >= 0) & (at < len(blocks.ids)), at, len(blocks.ids))]
     if not found.all():
         missing = int(logical[found == 0][0])

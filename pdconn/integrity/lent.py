@@ -137,7 +137,7 @@ class _Chosen:
 
 def _chosen(terms: Terms, number: int, group: KVCacheGroupReference, listed: BlockList) -> _Chosen:
     """No holes, nothing behind the last token, and of a sample only what is in it."""
-    ids = np.asarray(listed.ids, dtype=np.int64)
+    ids = listed.array
     logical = listed.first + np.arange(len(ids), dtype=np.int64)
     keep = (ids != 0) & (logical * group.block_tokens < terms.num_tokens)
     keep &= counted(terms, number, group.block_tokens, logical)

@@ -248,7 +248,7 @@ def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:
 
 def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
     """Block id (0 where the list has none) and sub-block index of each sub-block."""
-    ids = np.asarray(blocks.ids, dtype=np.int64)
+    ids = blocks.array
     position = wanted // per_block - blocks.first
     inside = (position >= 0) & (position < len(ids))
     found = np.zeros(len(wanted), dtype=np.int64)

@@ -54,25 +54,34 @@ class Frames:
             FrameError: a length above the limit or below a CRC's, or a body that is not
                 the one that was sent; the stream is lost from there on.
         """
-        self._pending += data
-        bodies = []
-        start = 0
-        while len(self._pending) - start >= _PREFIX:
-            length = int.from_bytes(self._pending[start : start + _PREFIX], "big")
+        if self._pending:
+            self._pending += data
+            bodies, end = self._cut(self._pending)
+            del self._pending[:end]
+        else:  # most frames come whole
+            bodies, end = self._cut(data)
+            if end < len(data):
+                self._pending += data[end:]
+        return bodies
+
+    def _cut(self, stream: bytes | bytearray) -> tuple[list[bytes], int]:
+        """The bodies of the frames that are whole, and where they end."""
+        bodies, start, nbytes = [], 0, len(stream)
+        while nbytes - start >= _PREFIX:
+            length = int.from_bytes(stream[start : start + _PREFIX], "big")
             if not _CRC <= length <= self._max_nbytes + _CRC:
                 most = self._max_nbytes + _CRC
                 raise FrameError("frame length", f"{_CRC} to {most}", length)
-            end = start + _PREFIX + length
-            if len(self._pending) < end:
+            body, end = start + _PREFIX + _CRC, start + _PREFIX + length
+            if nbytes < end:
                 break
-            bodies.append(_checked(bytes(self._pending[start + _PREFIX : end])))
+            bodies.append(_checked(stream[body - _CRC : body], bytes(stream[body:end])))
             start = end
-        del self._pending[:start]
-        return bodies
+        return bodies, start
 
 
-def _checked(framed: bytes) -> bytes:
-    seen, body = int.from_bytes(framed[:_CRC], "big"), framed[_CRC:]
-    if crc32(body) != seen:
-        raise FrameError("frame CRC", f"{crc32(body):08x}", f"{seen:08x}")
+def _checked(crc: bytes | bytearray, body: bytes) -> bytes:
+    computed = crc32(body)
+    if computed != int.from_bytes(crc, "big"):
+        raise FrameError("frame CRC", f"{computed:08x}", crc.hex())
     return body

@@ -227,6 +227,7 @@ class Unproven(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_field
 FromReader = Hello | Describe | Claim | Renew | Prove | Done
 FromLender = Welcome | Described | Rejected | Granted | Refused | Proven | Unproven
 
+_WITH_TICKET = (Claim, Done)
 _encoder = msgspec.msgpack.Encoder()
 _from_reader = msgspec.msgpack.Decoder(list[FromReader])
 _from_lender = msgspec.msgpack.Decoder(list[FromLender])
@@ -267,7 +268,7 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
         elif not isinstance(message, Describe):
             _check_reader(message.reader)
             _bounded("request", message.request)
-            if isinstance(message, Claim | Done) and len(message.ticket) != DIGEST_NBYTES:
+            if isinstance(message, _WITH_TICKET) and len(message.ticket) != DIGEST_NBYTES:
                 raise MessageError("ticket", f"a digest of {DIGEST_NBYTES} bytes", message.ticket)
     return messages
 
@@ -308,7 +309,9 @@ def check_geometry(message: Welcome | Described) -> None:
         _short("traits", name)
         _short(f"traits.{name}", value)
     for rank in message.ranks:
-        groups = rank.references.groups
+        groups, tensors = rank.references.groups, rank.references.tensors
+        if len(tensors) > MAX_LAYER_CHUNKS:
+            raise MessageError("tensors of a rank", f"at most {MAX_LAYER_CHUNKS}", len(tensors))
         if len(groups) > MAX_GROUPS:
             raise MessageError("groups", f"at most {MAX_GROUPS}", len(groups))
         chunks = sum(len(group.data) for group in groups)
@@ -326,7 +329,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder, body: bytes) -> list:  # type: ig
         raise MessageError("message", "a list of known messages", str(error)) from error
     if len(messages) > MAX_MESSAGES:
         raise MessageError("messages in one frame", f"at most {MAX_MESSAGES}", len(messages))
-    return list(messages)
+    return messages  # type: ignore[no-any-return]
 
 
 def _bounded(field: str, text: str) -> None:

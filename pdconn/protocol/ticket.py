@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.limits import DIGEST_NBYTES, MAX_GROUPS, MAX_TEXT
 
-TICKET_VERSION = 1
+I64 = NDArray[np.int64]
+
+TICKET_VERSION = 2
 MAX_BLOCKS = 1 << 22
 """Of one ticket, all groups together."""
 _MAX_BLOCK_ID = 2**31 - 1
@@ -35,6 +38,17 @@ class BlockList:
 
     first: int
     ids: tuple[int, ...]
+    _array: I64 | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def array(self) -> I64:
+        """``ids``, shape (len(ids),), int64; made once, and read-only."""
+        if self._array is None:
+            array = np.fromiter(self.ids, np.int64, len(self.ids))
+            array.flags.writeable = False
+            object.__setattr__(self, "_array", array)
+        assert self._array is not None
+        return self._array
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +116,7 @@ def block_digest(blocks: Sequence[BlockList]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for group in blocks:
         digest.update(np.array([group.first, len(group.ids)], dtype="<i8").tobytes())
-        digest.update(np.array(group.ids, dtype="<i8").tobytes())
+        digest.update(group.array.astype("<i8", copy=False).tobytes())
     return digest.digest()
 
 
@@ -116,7 +130,7 @@ def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None
         expected = f"{len(num_blocks)} lists, one per KV cache group of prefill"
         raise TicketError("remote_block_ids", expected, len(blocks))
     for group, (listed, count) in enumerate(zip(blocks, num_blocks, strict=True)):
-        highest = max(listed.ids, default=0)
+        highest = int(listed.array.max(initial=0))
         if highest and highest >= count:
             field = f"remote_block_ids[{group}][{listed.ids.index(highest)}]"
             raise TicketError(field, f"0 to {count - 1}", highest)

@@ -58,17 +58,17 @@ class Channel:
         return self._layers.is_midway
 
     def send(self, body: bytes) -> None:
-        """Send a frame, or keep what the socket does not take or the peer may not have yet.
+        """Send a frame, and keep what the socket does not take or the peer may not have yet.
 
         Raises:
             ChannelLost: the connection broke, or too much waits to be sent.
         """
         self._layers.send(body)
+        self.flush()
         waiting = self._layers.waiting_nbytes
         if waiting > self._max_unsent:
             does_not = "read" if self.is_trusted else "authenticate"
             raise ChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
-        self.flush()
 
     def flush(self) -> None:
         """Send what waits.

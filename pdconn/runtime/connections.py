@@ -164,7 +164,9 @@ class Connections:
         """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
         if peer.is_closed:
             return
-        level = logging.DEBUG if peer in self._asked else logging.WARNING
+        level = logging.WARNING if peer.pulls else logging.INFO
+        if peer in self._asked:
+            level = logging.DEBUG
         log.log(level, "pdconn: no longer reading from %s: %s", peer.key, reason)
         peer.enter("closed")
         peer.reason = reason

@@ -161,6 +161,8 @@ class Desk:
 
     def take_frames(self, visitor: Visitor) -> list[bytes]:
         """What the visitor is to hear now, as frame bodies."""
+        if not visitor.answers:
+            return []
         answers, visitor.answers = visitor.answers, []
         if not any(id(answer) in self._frames for answer in answers):
             return encode_frames(answers)
@@ -175,15 +177,15 @@ class Desk:
             visitor.leaving = True
         elif not visitor.greeted:
             raise MessageError("first message", "hello", type(message).__name__.lower())
-        elif isinstance(message, Claim):
-            self._claim(visitor, message, now)
         elif isinstance(message, Renew):
             self.counts["renewals"] += 1
             visitor.answers.append(_reply(message, self._renewed(visitor, message, now)))
-        elif isinstance(message, Prove):
-            self._prove(visitor, message)
+        elif isinstance(message, Claim):
+            self._claim(visitor, message, now)
         elif isinstance(message, Done):
             self._done(visitor, message, now)
+        else:
+            self._prove(visitor, message)
 
     def _claim(self, visitor: Visitor, message: Claim, now: float) -> None:
         self.counts["claims"] += 1

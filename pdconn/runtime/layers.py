@@ -137,7 +137,8 @@ class Layers:
             Unauthenticated: the peer failed to prove itself, or a frame is not its own.
             ChannelLost: a frame is longer than allowed, or the peer ended the session.
         """
-        self._first = (self._first + data[:4])[:4]
+        if len(self._first) < 4:
+            self._first = (self._first + data[:4])[:4]
         try:
             bodies = self._cut(data if self._tls is None else self._tls.feed(data))
         except TlsClosed:
@@ -202,14 +203,14 @@ class Layers:
         A handshake frame is fed byte by byte: the frame behind the last one may come
         with it, and has another limit.
         """
+        if self._auth is None:
+            return self._frames.feed(data)
         at = 0
         while not self._has_auth_done and at < len(data):
             for body in self._handshake.feed(data[at : at + 1]):
                 self._advance(body)
             at += 1
         bodies = self._frames.feed(data[at:])
-        if self._auth is None:
-            return bodies
         return [message for body in bodies for message in self._auth.feed(body)[0]]
 
     def _advance(self, body: bytes) -> None:

@@ -191,19 +191,24 @@ class Lender:
             else:
                 self._mailbox.hush()
         self._heed_engine()
-        self._desk.tick(self._clock())
-        self._desk.work()
-        for visitor in [*touched, *self._desk.take_told()]:
-            self._answer(visitor)
-        for visitor in self._door.overdue(self._clock()):
+        now = self._clock()
+        self._desk.tick(now)
+        if self._desk.has_work:
+            self._desk.work()
+        touched += self._desk.take_told()
+        for visitor in touched:
+            self._answer(visitor, now)
+        for visitor in self._door.overdue(now):
             self._show_out(visitor, "silent for too long")
-        if self._accept_from is not None and self._clock() >= self._accept_from:
+        if self._accept_from is not None and now >= self._accept_from:
             self._accept_from = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _patience(self) -> float | None:
-        times = (self._desk.next_deadline(), self._door.next_deadline(), self._accept_from)
-        due = min((at for at in times if at is not None), default=math.inf)
+        due = math.inf
+        for at in (self._desk.next_deadline(), self._door.next_deadline(), self._accept_from):
+            if at is not None and at < due:
+                due = at
         self._sleeps_until = due  # before the mailbox is looked at: see ``runtime.mailbox``
         if self._mailbox or self._desk.has_work:
             return 0.0
@@ -262,9 +267,8 @@ class Lender:
             now = self._clock()
             for body in bodies:
                 self._desk.hear(visitor, decode_from_reader(body), now)
-                # A frame is progress, unless its sender does not read what it gets.
-                loiters = wire.has_unsent or not visitor.greeted
-                self._door.observe(visitor, loiters, now)
+            if bodies:  # a frame is progress, unless its sender does not read what it gets
+                self._door.observe(visitor, wire.has_unsent or not visitor.greeted, now)
         except Unauthenticated as error:
             self._desk.counts["unauthenticated"] += 1
             self._warn("side channel: %s is turned away: %s", visitor.name, error)
@@ -274,7 +278,7 @@ class Lender:
         except ProtocolError as error:
             self._desk.reject(visitor, error)
 
-    def _answer(self, visitor: Visitor) -> None:
+    def _answer(self, visitor: Visitor, now: float) -> None:
         """Send this turn's answers in one frame, and see whether the visitor loiters."""
         wire = self._wires.get(visitor)
         if wire is None:
@@ -289,7 +293,7 @@ class Lender:
                 self._drop(visitor, "told what was wrong")
                 return
             wire.stop_reading()
-        self._door.observe(visitor, wire.is_midway or not visitor.greeted, self._clock())
+        self._door.observe(visitor, wire.is_midway or not visitor.greeted, now)
 
     def _warn(self, text: str, *values: object) -> None:
         """At most one line a second: strangers come as often as they like."""

@@ -77,9 +77,8 @@ class Mailbox(Generic[T]):
     def take(self) -> list[T]:
         """Everything posted so far, in order.  Only the owner calls this."""
         items: list[T] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                items.append(self._items.popleft())
+        while self._items:
+            items.append(self._items.popleft())
         return items
 
     def close(self) -> None:

@@ -13,15 +13,11 @@ with sockets in an engine, a loop over virtual time in a simulation.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from random import Random
 
-from pdconn.integrity.reader import Checks
-from pdconn.integrity.sums import Terms
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience, Pull, PullState
@@ -41,38 +37,17 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import Ticket, check_blocks
 from pdconn.runtime.connections import Connections
-from pdconn.runtime.jobs import Connected, Job, News, Read, ReadSettled, Sum, Summed
+from pdconn.runtime.entries import Alarms, Entry
+from pdconn.runtime.jobs import Connected, Job, News, Read, ReadSettled, Summed
 from pdconn.runtime.peers import AboutPull, Dialer, Peer, PeerKey
-from pdconn.runtime.proving import Proof, Verify
+from pdconn.runtime.proving import Verify
 from pdconn.runtime.rank import Rank
 from pdconn.runtime.records import FailedPull, Measured, Released, Report
+from pdconn.runtime.verifying import Unprovable, Verifying
 from pdconn.runtime.warming import Touch, Warming, WarmUp
 from transport import PeerLost, PeerUnknown, TransportError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request in work: its machine, whose it is, and what is in flight for it.
-
-    ``digest`` is the ticket's; ``plan`` may be why there is none; ``alarm`` is when it
-    will be ticked, or sooner.
-    """
-
-    request: str
-    reader: Reader
-    ticket: Ticket
-    digest: bytes
-    machine: Pull
-    peer: Peer
-    measured: Measured
-    need: Need | None = None
-    plan: Plan | str | None = None
-    proof: Proof | None = None
-    reading: int = 0
-    error: str | None = None
-    alarm: float | None = None
 
 
 class Pulls:
@@ -108,12 +83,11 @@ class Pulls:
         self._me = me
         self._post = post
         self._patience = patience
-        self._verify = verify
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
-        self._by_pull: dict[str, _Entry] = {}
-        self._alarms: list[tuple[float, str]] = []
-        self._unplanned: deque[_Entry] = deque()
+        self._entries: dict[str, Entry] = {}
+        self._by_pull: dict[str, Entry] = {}
+        self._alarms = Alarms()
+        self._unplanned: deque[Entry] = deque()
         self.connections = Connections(me.engine_id, me.pair, post, dialer, self)
         self.warming = Warming(
             me.engine_id,
@@ -124,6 +98,7 @@ class Pulls:
             clock=clock,
             rng=Random(f"{me.engine_id}/{me.rank}"),
         )
+        self._verifying = Verifying(me, verify, post, self._say)
         self.outbox: deque[Report] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -138,12 +113,12 @@ class Pulls:
         """Claim what ``ticket`` names and keep it, under the pull id ``pull``."""
         now = self._clock()
         peer = self.connections.to(PeerKey.of(ticket))
-        entry = _Entry(
+        entry = Entry(
             request,
             Reader(pull, self._me.rank, self._me.of),
             ticket,
             ticket.digest(),
-            Pull(self._patience, now, proof=self._verify is not Verify.OFF),
+            Pull(self._patience, now, proof=self._verifying.is_on),
             peer,
             Measured(held=now),
         )
@@ -191,25 +166,21 @@ class Pulls:
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
-        warming = self.warming.next_deadline()
-        if not self._alarms:
-            return warming
-        first = self._alarms[0][0]
-        return first if warming is None else min(first, warming)
+        warming, first = self.warming.next_deadline(), self._alarms.next_deadline()
+        if warming is None or first is None:
+            return first if warming is None else warming
+        return min(first, warming)
 
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come; stale alarms are set anew or dropped."""
         self.warming.tick(now)
-        due: dict[str, None] = {}
-        while self._alarms and self._alarms[0][0] <= now:
-            due[heapq.heappop(self._alarms)[1]] = None
-        for request in due:
+        for request in self._alarms.take_due(now):
             entry = self._entries.get(request)
             if entry is not None:
                 entry.alarm = None
                 self._tick(entry, now)
 
-    def _tick(self, entry: _Entry, now: float) -> None:
+    def _tick(self, entry: Entry, now: float) -> None:
         was = entry.machine.state
         self._do(entry, entry.machine.tick(now))
         if not entry.machine.state.ended:
@@ -226,26 +197,26 @@ class Pulls:
             self.connections.connected(answer)
         elif isinstance(answer, Summed):
             entry = answer.tag
-            assert isinstance(entry, _Entry)
+            assert isinstance(entry, Entry)
             self._summed(entry, answer)
         elif isinstance(answer.tag, Touch):
             self.warming.touched(answer)
         else:
             self._settled(answer)
 
-    def _summed(self, entry: _Entry, answer: Summed) -> None:
-        assert entry.proof is not None
-        if answer.error is not None:
-            self._unproven(entry, f"no checksum of ours: {answer.error}")
-            return
-        entry.proof.ours = answer.answers
-        self._conclude(entry)
+    def _summed(self, entry: Entry, answer: Summed) -> None:
+        try:
+            self._verifying.summed(entry, answer)
+        except Unprovable as error:
+            self._unproven(entry, str(error))
+        else:
+            self._conclude(entry)
 
-    def _unproven(self, entry: _Entry, why: str) -> None:
+    def _unproven(self, entry: Entry, why: str) -> None:
         self.counts["pulls_unproven"] += 1
         self._do(entry, entry.machine.verified(f"unproven: {why}", self._clock()))
 
-    def _greeted(self, entry: _Entry) -> None:
+    def _greeted(self, entry: Entry) -> None:
         """Claim what the ticket names, if the lender can have such blocks at all."""
         pairing = entry.peer.pairing
         assert pairing is not None
@@ -260,7 +231,7 @@ class Pulls:
 
     def _settled(self, answer: ReadSettled) -> None:
         entry = answer.tag
-        assert isinstance(entry, _Entry)
+        assert isinstance(entry, Entry)
         entry.reading -= 1
         entry.measured.add(answer.settled.stats)
         error = answer.settled.error
@@ -313,11 +284,9 @@ class Pulls:
             entry.measured.granted = entry.measured.granted or now
             self._do(entry, entry.machine.granted(message.seq, message.ttl_ms / 1000, now))
         elif isinstance(message, Proven):
-            if entry.proof is not None:
-                entry.proof.heard(message.number, message.answer)
-                if entry.proof.is_answered:
-                    self._do(entry, entry.machine.answered(now))
-                self._conclude(entry)
+            if self._verifying.heard(entry, message):
+                self._do(entry, entry.machine.answered(now))
+            self._conclude(entry)
         elif isinstance(message, Unproven):
             self._unproven(entry, message.detail)
         else:
@@ -326,17 +295,13 @@ class Pulls:
 
     # What the machines want
 
-    def _do(self, entry: _Entry, effects: list[machine.Effect]) -> None:
+    def _do(self, entry: Entry, effects: list[machine.Effect]) -> None:
         for effect in effects:
             self._perform(entry, effect)
-        deadline = entry.machine.next_deadline()
-        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
-            # One that is set already and rings sooner is set anew when it rings.
-            heapq.heappush(self._alarms, (deadline, entry.request))
-            entry.alarm = deadline
+        self._alarms.set(entry)
         self._forget_if_over(entry)
 
-    def _perform(self, entry: _Entry, effect: machine.Effect) -> None:
+    def _perform(self, entry: Entry, effect: machine.Effect) -> None:
         request = entry.ticket.request_id
         if isinstance(effect, machine.SendClaim):
             self._say(entry, Claim(effect.seq, request, entry.reader, entry.digest))
@@ -355,15 +320,15 @@ class Pulls:
         elif isinstance(effect, machine.Released):
             self.outbox.append(Released(entry.request))
 
-    def _failed(self, entry: _Entry, effect: machine.Failed) -> None:
+    def _failed(self, entry: Entry, effect: machine.Failed) -> None:
         log.warning("pdconn: pull of %s failed: %s", entry.request, effect.reason)
         self.outbox.append(FailedPull(entry.request, effect.reason, effect.quarantined))
 
-    def _say(self, entry: _Entry, message: FromReader) -> None:
+    def _say(self, entry: Entry, message: FromReader) -> None:
         if not entry.peer.is_closed:
             entry.peer.outgoing.append(message)
 
-    def _plan(self, entry: _Entry) -> None:
+    def _plan(self, entry: Entry) -> None:
         pairing, need = entry.peer.pairing, entry.need
         assert pairing is not None
         assert need is not None
@@ -375,7 +340,7 @@ class Pulls:
         else:
             entry.measured.planned(plan.moved, began, self._clock())
 
-    def _read(self, entry: _Entry) -> None:
+    def _read(self, entry: Entry) -> None:
         if entry.plan is None:
             self._plan(entry)
         if not isinstance(entry.plan, Plan):
@@ -389,34 +354,19 @@ class Pulls:
         if not reads:
             self._do(entry, entry.machine.settled(None, self._clock()))
 
-    def _ask_proof(self, entry: _Entry) -> None:
-        """Let the lender say what the checksums are while the reader computes ours."""
-        need, ticket = entry.need, entry.ticket
-        assert need is not None
-        if entry.peer.is_closed:
-            self._unproven(entry, f"{entry.peer.key}: {entry.peer.reason}")
-            return
-        terms = Terms(ticket.request_id, ticket.num_tokens, self._verify is Verify.SAMPLE)
-        expected = self._checks_of(entry.peer).expect(need, terms)
-        entry.proof = Proof(expected)
-        for prove in entry.proof.asks(ticket.request_id, entry.reader):
-            self._say(entry, prove)
-        self._post(Sum(entry, expected))
+    def _ask_proof(self, entry: Entry) -> None:
+        try:
+            self._verifying.ask(entry)
+        except Unprovable as error:
+            self._unproven(entry, str(error))
 
-    def _checks_of(self, peer: Peer) -> Checks:
-        assert peer.welcome is not None
-        if peer.checks is None:
-            theirs = [rank.references for rank in peer.welcome.ranks]
-            peer.checks = Checks.of(self._me.references, theirs, self._me.spread)
-        return peer.checks
-
-    def _conclude(self, entry: _Entry) -> None:
+    def _conclude(self, entry: Entry) -> None:
         if entry.proof is not None and entry.proof.is_complete:
             problem = entry.proof.problem()
             self.counts["pulls_proven" if problem is None else "pulls_corrupted"] += 1
             self._do(entry, entry.machine.verified(problem, self._clock()))
 
-    def _forget_if_over(self, entry: _Entry, even_if_unasked: bool = False) -> None:
+    def _forget_if_over(self, entry: Entry, even_if_unasked: bool = False) -> None:
         """Drop an entry that is reported.  One that failed unasked waits for the asking."""
         if not entry.machine.state.ended or not (entry.machine.wanted or even_if_unasked):
             return
@@ -433,7 +383,7 @@ class Pulls:
         if peer.is_closed and not any(entry.reading for entry in self._using(peer)):
             self.connections.forget(peer)
 
-    def _using(self, peer: Peer) -> Iterator[_Entry]:
+    def _using(self, peer: Peer) -> Iterator[Entry]:
         """The peer's requests; whatever ends one of them may end others on the way."""
         for request in list(peer.pulls):
             entry = self._entries.get(request)

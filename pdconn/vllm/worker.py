@@ -132,7 +132,13 @@ class PdWorker:
 
         An idle step ends at the first news: an engine that only waits for pulls steps
         without a pause otherwise, and takes the cores that they need.
+
+        Raises:
+            BackendFailure: peers cannot read from us any more, and would wait for us.
+            PullerBroken: a thread of the puller died.
         """
+        if self._memory is not None:
+            self._memory.transport.check()
         if self._puller is not None and self._is_idle and not self._failed:
             self._puller.wait(_IDLE_STEP_S)
         results = KVConnectorTransferResults(failed_recving=set(self._failed))
@@ -222,10 +228,10 @@ class PdWorker:
         places = self._settings.warm_peers
         if not places:
             return WarmUp()
-        self._scratch = Scratch.on(references.memories()[0].device)
         try:
+            self._scratch = Scratch.on(references.memories()[0].device)
             transport.register([self._scratch.memory])
-        except TransportError as error:
+        except (TransportError, RuntimeError) as error:  # torch: a GPU without memory to spare
             log.warning("pdconn: lenders are connected and not read from ahead: %s", error)
             return WarmUp(places)
         return WarmUp(places, self._scratch.memory)

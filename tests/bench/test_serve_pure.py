@@ -227,7 +227,8 @@ def test_an_answer_is_compared_within_its_round_only() -> None:
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
     taken = [turn("ref", Failed(0, 0.0, "gone")), turn("one", whole(0, (1.0,), 4))]
     checked = check(taken, "ref")
-    assert checked.unchecked == 1
+    assert checked.unchecked == {(1, "one", 0)}
+    assert summarise("one", taken, checked, BOUNDS).met == 0
     report = Report.of(PLAN, BOUNDS, taken, ["ref", "one"], "ref")
     assert not report.is_good
     assert "1 could not be compared: ref did not answer" in render(report)

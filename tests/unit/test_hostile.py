@@ -13,6 +13,7 @@ from pdconn.lifecycle.lease import MAX_PULLS
 from pdconn.planning import plan as planning
 from pdconn.planning.errors import TooManyRuns
 from pdconn.planning.plan import Need, Pairing
+from pdconn.protocol import messages
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.framing import frame
 from pdconn.protocol.limits import MAX_GROUPS, MAX_MESSAGES, MAX_TEXT
@@ -33,7 +34,12 @@ from pdconn.protocol.messages import (
 from pdconn.protocol.ticket import BlockList
 from pdconn.runtime.lender import Lender, LenderBroken
 from pdconn.runtime.wire import Wire
-from registration.references import AttentionKind, KVCacheGroupReference, RegistrationError
+from registration.references import (
+    AttentionKind,
+    KVCacheGroupReference,
+    KVCacheReferences,
+    RegistrationError,
+)
 from tests.pair import Cache, Pair
 from transport import Device
 from transport.faults import Held
@@ -170,6 +176,24 @@ def test_more_groups_than_any_engine_has_are_refused() -> None:
         welcome = Welcome.of("p", "b", {}, (msgspec.structs.replace(rank, references=many),))
     with pytest.raises(MessageError, match="groups: expected at most"):
         decode_from_lender(encode([welcome]))
+
+
+def test_more_tensors_than_any_rank_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        [rank] = pair.welcome().ranks
+        count = len(rank.references.tensors)
+        said = encode([pair.welcome()])
+        monkeypatch.setattr(messages, "MAX_LAYER_CHUNKS", max(count, _chunks(rank.references)))
+        assert decode_from_lender(said)
+        one = rank.references.tensors[0]
+        many = replace(rank.references, tensors=(one,) * (messages.MAX_LAYER_CHUNKS + 1))
+        welcome = Welcome.of("p", "b", {}, (msgspec.structs.replace(rank, references=many),))
+    with pytest.raises(MessageError, match="tensors of a rank: expected at most"):
+        decode_from_lender(encode([welcome]))
+
+
+def _chunks(references: KVCacheReferences) -> int:
+    return sum(len(group.data) for group in references.groups)
 
 
 def test_numbers_beyond_63_bits_are_refused() -> None:

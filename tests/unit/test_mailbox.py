@@ -22,20 +22,19 @@ def is_woken(mailbox: Mailbox[int], seconds: float) -> bool:
 
 
 class Interrupted(deque[int]):
-    """Somebody posts just after the last item was taken."""
+    """Somebody posts just after the owner saw that the last item was taken."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         super().__init__()
         self._interrupt: Callable[[], None] | None = interrupt
 
-    def popleft(self) -> int:
-        try:
-            return super().popleft()
-        except IndexError:
-            interrupt, self._interrupt = self._interrupt, None
-            if interrupt is not None:
-                interrupt()
-            raise
+    def __bool__(self) -> bool:
+        if len(self):
+            return True
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            interrupt()
+        return False
 
 
 def test_one_byte_is_written_until_the_owner_looks() -> None:

@@ -26,7 +26,14 @@ from pdconn.protocol.messages import (
     decode_from_reader,
     encode,
 )
-from pdconn.protocol.ticket import BlockList, Ticket, block_digest, parse_ticket, trimmed
+from pdconn.protocol.ticket import (
+    TICKET_VERSION,
+    BlockList,
+    Ticket,
+    block_digest,
+    parse_ticket,
+    trimmed,
+)
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.layouts import layout_memory
 
@@ -176,7 +183,8 @@ def _ours(**changes: Any) -> dict[str, Any]:
         (_with(remote_block_ids=[[1]]), "pdconn.first_blocks"),
         (_with(remote_block_ids=[[]] * 1000), "remote_block_ids"),
         (_with(remote_num_tokens=-1), "remote_num_tokens"),
-        (_ours(version=2), "pdconn.version"),
+        (_ours(version=TICKET_VERSION - 1), "pdconn.version"),
+        (_ours(version=TICKET_VERSION + 1), "pdconn.version"),
         (_ours(incarnation=None), "pdconn.incarnation"),
         (_ours(first_blocks=[0, -1]), "pdconn.first_blocks[1]"),
         (_ours(first_blocks="00"), "pdconn.first_blocks"),

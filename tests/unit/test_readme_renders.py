@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.throughput.tables import alone, handover, router, transfer
+from tests.throughput.tables import alone, handover, router, serving, transfer
 from tests.throughput.tables.errors import MissingField
 from tests.throughput.tables.markdown import digits, spaced, table
 from tests.throughput.tables.node import Node
@@ -152,10 +152,104 @@ def test_waterfall() -> None:
 def test_lender_load() -> None:
     summary = {"lender_cpu": 0.2812, "lender_cpu_idle": 0.0, "step_p50_ratio": 0.958,
                "step_p99_ratio": 1.31}  # fmt: skip
-    load = {"readers": 64, "rate": 1000.0, "summary": summary}
-    assert lines(transfer.lender_load(record(load=load)))[2:] == [
+    each = {"readers": 64, "rate": 1000.0, "summary": summary}
+    in_all = {"readers": 64, "rate": 333.3, "summary": {**summary, "lender_cpu": 0.0912}}
+    said = "claims, renewals and dones a second each"
+    assert lines(transfer.lender_load(record(each=each, in_all=in_all)))[2:] == [
         "| no readers | 0.0 % | 1 |",
-        "| 64 readers, 1 000 claims, renewals and dones a second each | 28.1 % | 0.96, 1.31 |",
+        f"| 64 readers, 333 {said}: 1 000 messages | 9.1 % | 0.96, 1.31 |",
+        f"| 64 readers, 1 000 {said}: 3 000 messages | 28.1 % | 0.96, 1.31 |",
+    ]
+
+
+def test_mooncake() -> None:
+    case = {
+        "path": "tcp",
+        "prompt_tokens": 4096,
+        "block_tokens": 8,
+        "lines": [line("pdconn", 1.5, 0.75), line("raw", 2.0, 1.0), line("memcpy", 10.0, None),
+                  line("mooncake", 1.2, 0.6)],
+    }  # fmt: skip
+    assert lines(transfer.mooncake(record(mooncake={"cases": [case]})))[2:] == [
+        "| TCP on loopback | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |"
+    ]
+
+
+def test_warm() -> None:
+    medians = [
+        {"path": path, "kind": kind, "overhead_s": seconds}
+        for path, kind, seconds in (
+            ("tcp", "warmed", -0.00004),
+            ("tcp", "cold", 0.0172),
+            ("shm", "warmed", 0.0001),
+            ("shm", "cold", 0.0161),
+            ("tcp", "connected", 0.001),
+            ("shm", "connected", 0.0043),
+            ("tcp", "elsewhere", 0.0153),
+            ("shm", "elsewhere", 0.0142),
+        )
+    ]
+    assert lines(transfer.warm(record(warm={"medians": medians}))) == lines(
+        """
+        | first pull beyond the next, ms | TCP on loopback | CMA, 4 KiB pages |
+        |---|---|---|
+        | cold | 17.2 | 16.1 |
+        | connected, nothing read ahead | 1.0 | 4.3 |
+        | **`warm_peers`** | -0.0 | 0.1 |
+        | `warm_peers` names somebody else | 15.3 | 14.2 |
+        """
+    )
+
+
+def test_ucx_backend() -> None:
+    size = {"block_kib": 1024, "nixl": 1.6823, "ucx": 1.7688, "ratio": 1.0614, "low": 0.894,
+            "high": 1.3076}  # fmt: skip
+    assert lines(transfer.ucx_backend(record(ucx={"sizes": [size]})))[2:] == [
+        "| 1 024 | 1.68 | 1.77 | **1.06**, 0.89 to 1.31 |"
+    ]
+
+
+# Engines and their users
+
+
+def test_serve() -> None:
+    spread = {"p50_s": 0.1796, "p99_s": 9.7489}
+    contestant = {"requests": 12, "wrong": 0, "ttft": spread, "itl": spread, "handover": None}
+    rows = [
+        {**contestant, "contestant": "pdconn", "met": 12, "goodput_per_s": 1.7619},
+        {**contestant, "contestant": "other", "met": 1, "goodput_per_s": 0.0238, "wrong": 3},
+    ]
+    assert lines(serving.serve(record(serve={"contestants": rows})))[2:] == [
+        "| **pdconn** | 180, 9 749 | 180, 9 749 | | 12 of 12 | 1.76 | 0 |",
+        "| other | 180, 9 749 | 180, 9 749 | | 1 of 12 | 0.02 | 3 |",
+    ]
+
+
+def test_engine_thread() -> None:
+    steps = {"mean": 0.0999, "p50": 0.0567, "p99": 0.5517, "worst": 1.2809}
+    side = {"name": "decode", "in_flight": 31.75, "all_steps": steps, "per_request": 0.1713}
+    assert lines(serving.engine_thread(record(thread={"sides": [side]})))[2:] == [
+        "| decode | 31.75 | 0.0999 | 0.0567 | 0.552 | 1.28 | 0.171 |"
+    ]
+
+
+def test_itl() -> None:
+    kinds = [
+        {"kind": kind, "per_s": per_s, "p50": p50, "p99": p99}
+        for kind, per_s, p50, p99 in (
+            ("quiet", 0.0, 8.0, 16.0),
+            ("cached", 21.46, 10.0, 32.0),
+            ("instant", 21.5, 8.0, 20.0),
+            ("pulled", 21.5, 10.0, 30.0),
+        )
+    ]
+    assert lines(serving.itl(record(itl={"kinds": kinds})))[2:] == [
+        "| none | 0.0 | 8.00 | 16.0 |",
+        "| answered from decode's own cache | 21.5 | 10.0 | 32.0 |",
+        "| wait as for a pull, and nothing is pulled | 21.5 | 8.00 | 20.0 |",
+        "| pulled | 21.5 | 10.0 | 30.0 |",
+        "| pulled, times instant | | **1.250** | **1.500** |",
+        "| pulled, times cached | | **1.000** | **0.938** |",
     ]
 
 

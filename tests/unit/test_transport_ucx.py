@@ -438,6 +438,7 @@ def test_an_error_of_the_thread_fails_reads_and_is_not_hidden(
     with UcxTransport("lender", **TCP) as lender:
         reader = UcxTransport("reader", close_wait_s=0.1, **TCP)
         two = Pair(lender, reader, MIB)
+        reader.check()
 
         def broken() -> bool:
             raise RuntimeError("broken")
@@ -445,6 +446,9 @@ def test_an_error_of_the_thread_fails_reads_and_is_not_hidden(
         monkeypatch.setattr(reader._thread.reader, "step", broken)
         pending = two.start(4096)
         assert until(lambda: reader._thread._failure is not None)
+        with pytest.raises(BackendFailure, match="broken"):
+            reader.check()
+        lender.check()
         assert reader.poll(pending) is None  # nobody knows whether it can still write
         settled = finish(reader, two.start(4096))
         assert isinstance(settled.error, BackendFailure)

@@ -79,7 +79,7 @@ def to_json(report: Report, manifest: dict[str, object]) -> dict[str, Any]:
         "plan": asdict(report.plan),
         "bounds": asdict(report.bounds),
         "reference": report.reference,
-        "unchecked": report.checked.unchecked,
+        "unchecked": len(report.checked.unchecked),
         "contestants": [
             {**asdict(one), "goodput_per_s": one.goodput, "throughput_per_s": one.throughput}
             for one in report.summaries
@@ -127,7 +127,7 @@ def _in_ms(spread: Spread | None) -> tuple[str, str]:
 
 def _remarks(report: Report) -> Iterator[str]:
     answers = sum(one.requests - one.failed for one in report.summaries)
-    wrong, unchecked = len(report.checked.wrong), report.checked.unchecked
+    wrong, unchecked = len(report.checked.wrong), len(report.checked.unchecked)
     verdict = f"{wrong} differ from those of" if wrong else "none differs from that of"
     yield f"{answers} answers: {verdict} {report.reference}"
     if unchecked:

@@ -52,10 +52,13 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Every answer held against the reference's; those it has none for are ``unchecked``."""
+    """Every answer held against the reference's.
+
+    ``unchecked`` are those that it has none for: round, contestant, prompt.
+    """
 
     wrong: tuple[Wrong, ...]
-    unchecked: int
+    unchecked: frozenset[tuple[int, str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +99,19 @@ def check(taken: Sequence[Taken], reference: str) -> Checked:
         for reply in turn.replies
         if isinstance(reply, Whole)
     }
-    wrong, unchecked = [], 0
+    wrong, unchecked = [], set()
     for turn in taken:
         for reply in turn.replies:
             if not isinstance(reply, Whole):
                 continue
             right = expected.get((turn.round_number, reply.prompt))
-            unchecked += right is None
-            difference = None if right is None else reply.said.difference(right)
+            if right is None:
+                unchecked.add((turn.round_number, turn.contestant, reply.prompt))
+                continue
+            difference = reply.said.difference(right)
             if difference is not None:
                 wrong.append(Wrong(turn.round_number, turn.contestant, reply.prompt, difference))
-    return Checked(tuple(wrong), unchecked)
+    return Checked(tuple(wrong), frozenset(unchecked))
 
 
 def summarise(contestant: str, taken: Sequence[Taken], checked: Checked, bounds: Bounds) -> Summary:
@@ -114,6 +119,9 @@ def summarise(contestant: str, taken: Sequence[Taken], checked: Checked, bounds:
     turns = [turn for turn in taken if turn.contestant == contestant]
     wrong = {
         (one.round_number, one.prompt) for one in checked.wrong if one.contestant == contestant
+    }
+    doubtful = wrong | {
+        (number, prompt) for number, who, prompt in checked.unchecked if who == contestant
     }
     whole = [
         (turn.round_number, reply)
@@ -131,6 +139,6 @@ def summarise(contestant: str, taken: Sequence[Taken], checked: Checked, bounds:
         Spread.of(reply.ttft_s for reply in replies),
         Spread.of(gap for reply in replies for gap in reply.gaps_s),
         Spread.of(reply.handover_s for reply in replies if reply.handover_s is not None),
-        sum(bounds.hold(one) and (number, one.prompt) not in wrong for number, one in whole),
+        sum(bounds.hold(one) and (number, one.prompt) not in doubtful for number, one in whole),
         sum(turn.seconds for turn in turns),
     )

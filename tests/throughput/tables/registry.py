@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from tests.throughput.tables import alone, handover, router, serving, transfer
 from tests.throughput.tables.benchmark import Benchmark, Command
-from tests.throughput.tables.needs import ENGINE, NIXL, package
+from tests.throughput.tables.needs import ENGINE, NIXL, library, package
 
 _HANDOVER = "python -m tests.throughput.handover"
 _TRANSFER = "pdconn bench transfer --layout BLHNC"
@@ -44,8 +44,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "lender_load",
-                (Command("load", "python -m tests.throughput.lender_load"),),
-                minutes=0.5,
+                (
+                    Command("each", "python -m tests.throughput.lender_load"),
+                    Command("in_all", "python -m tests.throughput.lender_load --rate 333.3"),
+                ),
+                minutes=1,
                 table=transfer.lender_load,
                 drop=frozenset({"phases"}),
             ),
@@ -66,6 +69,20 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 drop=frozenset({"manifest", "transports", "walls_s"}),
                 packages=_WIRE,
                 needs=(NIXL,),
+            ),
+            Benchmark(
+                "mooncake",
+                (
+                    Command(
+                        "mooncake",
+                        f"{_TRANSFER} --prompt 2048 --block 2,8 --path shm-huge,tcp --mooncake",
+                    ),
+                ),
+                minutes=1,
+                table=transfer.mooncake,
+                drop=frozenset({"manifest", "transports", "walls_s"}),
+                packages=(*_WIRE, "mooncake-transfer-engine-non-cuda"),
+                needs=(NIXL, package("mooncake"), library("libibverbs.so.1")),
             ),
             Benchmark(
                 "warm",

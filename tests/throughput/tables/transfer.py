@@ -66,6 +66,20 @@ def _of_raw(line: Node) -> str:
     return f"{line['of_raw'].number:.2f}"
 
 
+def mooncake(record: Record) -> str:
+    """Throughput beside Mooncake's transfer engine, by block size."""
+    headings = ["path", "KiB a block", "pdconn", "single READ", "Mooncake, over TCP",
+                "pdconn, times Mooncake"]  # fmt: skip
+    rows = []
+    for case in record.result("mooncake")["cases"].rows:
+        lines = {name: case["lines"].the(line=name) for name in ("pdconn", "raw", "mooncake")}
+        ours, theirs = (lines[name]["bytes_per_s"].number for name in ("pdconn", "mooncake"))
+        gbps = [_gbps(one) for one in lines.values()]
+        kib = _block_kib(case, lines["pdconn"])
+        rows.append([_path(case), kib, *gbps, f"**{ours / theirs:.2f}**"])
+    return table(headings, rows)
+
+
 def waterfall(record: Record) -> str:
     """The stages of one pull, and all of them but the read."""
     pull = record.result("pull")
@@ -84,15 +98,15 @@ def waterfall(record: Record) -> str:
 
 def lender_load(record: Record) -> str:
     """The lender's thread and its scheduler's steps, with readers and without."""
-    load = record.result("load")
-    summary = load["summary"]
-    steps = [f"{summary[f'step_{part}_ratio'].number:.2f}" for part in ("p50", "p99")]
-    each = f"{spaced(load['rate'].whole)} claims, renewals and dones a second each"
-    rows = [
-        ["no readers", percent(summary["lender_cpu_idle"].number), "1"],
-        [f"{load['readers'].whole} readers, {each}", percent(summary["lender_cpu"].number),
-         ", ".join(steps)],
-    ]  # fmt: skip
+    loads = [record.result(name) for name in ("in_all", "each")]
+    rows = [["no readers", percent(loads[0]["summary"]["lender_cpu_idle"].number), "1"]]
+    for load in loads:
+        summary = load["summary"]
+        steps = [f"{summary[f'step_{part}_ratio'].number:.2f}" for part in ("p50", "p99")]
+        rate = load["rate"].number
+        said = f"{spaced(round(rate))} claims, renewals and dones a second each"
+        who = f"{load['readers'].whole} readers, {said}: {spaced(round(3 * rate))} messages"
+        rows.append([who, percent(summary["lender_cpu"].number), ", ".join(steps)])
     return table(
         ["", "the lender's thread, of a core", "the scheduler's steps, times: median, p99"], rows
     )
