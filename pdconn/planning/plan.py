@@ -247,12 +247,15 @@ def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:
 
 
 def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
-    """Block id (0 where the list has none) and sub-block index of each sub-block."""
+    """Block id (0 where the list has none) and sub-block index of each of ``wanted``, ascending."""
     ids = blocks.array
     position = wanted // per_block - blocks.first
-    inside = (position >= 0) & (position < len(ids))
-    found = np.zeros(len(wanted), dtype=np.int64)
-    found[inside] = ids[position[inside]]
+    if len(position) and position[0] >= 0 and position[-1] < len(ids):
+        found = ids[position]
+    else:
+        inside = (position >= 0) & (position < len(ids))
+        found = np.zeros(len(wanted), dtype=np.int64)
+        found[inside] = ids[position[inside]]
     return found, wanted % per_block
 
 
@@ -272,8 +275,8 @@ def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
         ("ours", ours, template.our_num_blocks),
         ("theirs", theirs, template.their_num_blocks),
     ):
-        if len(ids) and int(ids.max()) >= num_blocks:
-            highest = int(ids.max())
+        highest = int(ids.max(initial=0))
+        if highest and highest >= num_blocks:
             raise BlockOutOfRange(f"{group}: block id, {side} {highest} of {num_blocks} blocks")
 
 
@@ -284,7 +287,8 @@ def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
     """
     local = _addresses(template.ours, pairs.ours, pairs.our_sub)
     remote = _addresses(template.theirs, pairs.theirs, pairs.their_sub)
-    nbytes = np.tile(template.nbytes, len(pairs.ours)).astype(np.uint64)
+    shape = len(pairs.ours), len(template.nbytes)
+    nbytes = np.broadcast_to(template.nbytes.astype(np.uint64), shape).reshape(-1)
     if (local[1:] < local[:-1]).any():
         order = np.argsort(local)
         local, remote, nbytes = local[order], remote[order], nbytes[order]
@@ -295,7 +299,7 @@ def _addresses(side: Side, ids: I64, sub: I64) -> NDArray[np.uint64]:
     table = side.start[None, :] + ids[:, None] * side.stride[None, :]
     if sub.any():
         table += sub[:, None] * side.step[None, :]
-    return table.ravel().astype(np.uint64)
+    return table.ravel().view(np.uint64)
 
 
 def _joined(parts: list[Spans]) -> Spans:

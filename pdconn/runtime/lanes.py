@@ -13,6 +13,7 @@ the last of a read that is alone may take twice as long: what can be in flight a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -54,7 +55,8 @@ class Whole:
     """A read as it was asked for; ``tag`` is whose it is.
 
     ``ends`` are the running sums of its runs' bytes, ``posted`` the bytes that were
-    posted so far.
+    posted so far; ``transfer_s`` is the time in which any slice was in flight, up to
+    ``until``, when the last one was seen to have settled.
     """
 
     tag: object
@@ -66,6 +68,8 @@ class Whole:
     begun: bool = False
     in_flight: int = 0
     stats: list[ReadStats] = field(default_factory=list)
+    transfer_s: float = 0.0
+    until: float = -math.inf
     error: TransportError | None = None
 
     @classmethod
@@ -91,9 +95,22 @@ class Whole:
         spans = _between(self.spans, self.ends, start, self.posted)
         return Slice(self, spans, self.posted - start)
 
+    def add(self, stats: ReadStats, at: float) -> None:
+        """A slice settled, seen at ``at``; slices in flight at once are not counted twice."""
+        self.stats.append(stats)
+        overlap = max(0.0, self.until - (at - stats.transfer_s))
+        self.transfer_s += max(0.0, stats.transfer_s - overlap)
+        self.until = at
+
     def settled(self) -> Settled:
         """How the whole of it ended."""
-        return Settled(_joined(self.stats), self.error)
+        stats = ReadStats(
+            sum(part.nbytes for part in self.stats),
+            sum(part.num_descriptors for part in self.stats),
+            sum(part.post_s for part in self.stats),
+            self.transfer_s,
+        )
+        return Settled(stats, self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +170,12 @@ class Lane:
             self._turns.done()
         return part
 
-    def settled(self, part: Slice, settled: Settled) -> None:
-        """A slice can write nothing any more."""
+    def settled(self, part: Slice, settled: Settled, at: float) -> None:
+        """A slice can write nothing any more, seen at ``at`` seconds."""
         whole = part.whole
         whole.in_flight -= 1
         self._in_flight_nbytes -= part.nbytes
-        whole.stats.append(settled.stats)
+        whole.add(settled.stats, at)
         if settled.error is None:
             self._pace.learn(settled.stats)
         else:
@@ -189,13 +206,3 @@ def _between(spans: Spans, ends: U64, start: int, end: int) -> Spans:
     remote[0] += skipped
     nbytes[0] -= skipped
     return Spans(local, remote, nbytes, spans.local_device, spans.remote_device)
-
-
-def _joined(parts: list[ReadStats]) -> ReadStats:
-    """Bytes, descriptors and time of all parts; slices of one read overlap at most in pairs."""
-    return ReadStats(
-        sum(part.nbytes for part in parts),
-        sum(part.num_descriptors for part in parts),
-        sum(part.post_s for part in parts),
-        sum(part.transfer_s for part in parts),
-    )

@@ -117,9 +117,10 @@ class Reading:
     def _ended(self, part: Slice, settled: Settled) -> None:
         whole = part.whole
         lane = self._lanes[whole.peer]
-        lane.settled(part, settled)
+        now = self._clock()
+        lane.settled(part, settled, now)
         if whole.is_over:
-            self._deliver(ReadSettled(whole.tag, whole.settled(), self._clock()))
+            self._deliver(ReadSettled(whole.tag, whole.settled(), now))
         if not len(lane):
             del self._lanes[whole.peer]
 

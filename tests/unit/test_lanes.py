@@ -99,7 +99,7 @@ def test_no_more_than_two_slices_are_in_flight() -> None:
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     begun = [lane.next(), lane.next()]
     assert not lane.is_ready
-    lane.settled(begun[0], _done(begun[0].spans))
+    lane.settled(begun[0], _done(begun[0].spans), 0.0)
     assert lane.is_ready
     assert len(lane) == 1
 
@@ -121,8 +121,31 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
         if part.whole.tag == "read":
             posted.append(part.nbytes / SLICE)
         if not lane.is_ready:
-            lane.settled(part, _done(part.spans))
+            lane.settled(part, _done(part.spans), 0.0)
     assert posted == parts
+
+
+@pytest.mark.parametrize(
+    ("settled", "seconds"),
+    [
+        ([(11.0, 1.0)], 1.0),
+        ([(11.0, 1.0), (13.0, 2.0)], 3.0),
+        ([(11.0, 1.0), (12.0, 2.0)], 2.0),
+        ([(11.0, 1.0), (12.0, 1.5), (14.0, 1.0)], 3.0),
+        ([(11.0, 1.0), (11.0, 0.5)], 1.0),
+    ],
+    ids=["one", "one after the other", "both at once", "two at once, then one", "seen together"],
+)
+def test_time_in_which_two_slices_are_in_flight_counts_once(
+    settled: list[tuple[float, float]], seconds: float
+) -> None:
+    whole = Whole.of("r", PeerId("p"), spans_of((0x1000, 0x9000, SLICE)))
+    for at, took in settled:
+        whole.add(ReadStats(10, 2, 0.25, took), at)
+    stats = whole.settled().stats
+    assert (stats.nbytes, stats.num_descriptors) == (10 * len(settled), 2 * len(settled))
+    assert stats.post_s == 0.25 * len(settled)
+    assert stats.transfer_s == pytest.approx(seconds)
 
 
 def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
