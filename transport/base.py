@@ -77,10 +77,10 @@ class Transport(ABC):
         """
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing that can die
-        """See that peers can still read from us.  Cheap, and from any thread.
+        """See that what serves us and our peers still lives.  Cheap, and from any thread.
 
         Raises:
-            BackendFailure: what answers them died; only a new transport helps.
+            BackendFailure: it died: peers read in vain, and so do we.
         """
 
     @abstractmethod

@@ -174,9 +174,6 @@ class DisturbedTransport(Transport):
             del self._reads[read]
         return settled
 
-    def check(self) -> None:
-        self._inner.check()
-
     def describe(self) -> dict[str, str]:
         return {**self._inner.describe(), "disturbed": str(self._faults) or "never"}
 

@@ -164,10 +164,7 @@ class Connections:
         """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
         if peer.is_closed:
             return
-        level = logging.WARNING if peer.pulls else logging.INFO
-        if peer in self._asked:
-            level = logging.DEBUG
-        log.log(level, "pdconn: no longer reading from %s: %s", peer.key, reason)
+        log.log(_level(peer), "pdconn: no longer reading from %s: %s", peer.key, reason)
         peer.enter("closed")
         peer.reason = reason
         peer.outgoing.clear()
@@ -255,6 +252,13 @@ def check_welcome(welcome: Welcome, key: PeerKey) -> None:
     ):
         if ours != theirs:
             raise PeerMismatch(name, ours, theirs)
+
+
+def _level(closing: Peer) -> int:
+    """Whoever wanted more of a peer that nobody reads from yet tells so himself."""
+    if closing.pulls:
+        return logging.WARNING
+    return logging.INFO if closing.state is PeerState.READY else logging.DEBUG
 
 
 def _is_greeting(outgoing: list[FromReader]) -> bool:

@@ -55,8 +55,7 @@ class Whole:
     """A read as it was asked for; ``tag`` is whose it is.
 
     ``ends`` are the running sums of its runs' bytes, ``posted`` the bytes that were
-    posted so far; ``transfer_s`` is the time in which any slice was in flight, up to
-    ``until``, when the last one was seen to have settled.
+    posted so far; ``flights`` are when each settled slice was posted and seen to settle.
     """
 
     tag: object
@@ -68,8 +67,7 @@ class Whole:
     begun: bool = False
     in_flight: int = 0
     stats: list[ReadStats] = field(default_factory=list)
-    transfer_s: float = 0.0
-    until: float = -math.inf
+    flights: list[tuple[float, float]] = field(default_factory=list)
     error: TransportError | None = None
 
     @classmethod
@@ -96,19 +94,17 @@ class Whole:
         return Slice(self, spans, self.posted - start)
 
     def add(self, stats: ReadStats, at: float) -> None:
-        """A slice settled, seen at ``at``; slices in flight at once are not counted twice."""
+        """A slice settled, seen at ``at`` seconds."""
         self.stats.append(stats)
-        overlap = max(0.0, self.until - (at - stats.transfer_s))
-        self.transfer_s += max(0.0, stats.transfer_s - overlap)
-        self.until = at
+        self.flights.append((at - stats.transfer_s, at))
 
     def settled(self) -> Settled:
-        """How the whole of it ended."""
+        """How the whole of it ended.  Slices in flight at once do not count twice."""
         stats = ReadStats(
             sum(part.nbytes for part in self.stats),
             sum(part.num_descriptors for part in self.stats),
             sum(part.post_s for part in self.stats),
-            self.transfer_s,
+            _union(self.flights),
         )
         return Settled(stats, self.error)
 
@@ -188,6 +184,15 @@ class Lane:
         while (whole := self._turns.first()) is not None and not whole.has_more:
             self._turns.done()
         return whole
+
+
+def _union(intervals: list[tuple[float, float]]) -> float:
+    """Length of what any of them covers."""
+    covered, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
 
 
 def _between(spans: Spans, ends: U64, start: int, end: int) -> Spans:

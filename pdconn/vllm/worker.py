@@ -69,6 +69,7 @@ class PdWorker:
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
         self._is_idle = False
+        self._lends = False
         self._rank = 0
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -83,6 +84,7 @@ class PdWorker:
         layers = self._config.compilation_config.static_forward_context
         traits = block_traits(self._config, layers, self._settings.enforce_handshake_compat)
         transfer = self._config.kv_transfer_config
+        self._lends = transfer.is_kv_producer
         with off_the_models_core():
             transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
         self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
@@ -134,10 +136,10 @@ class PdWorker:
         without a pause otherwise, and takes the cores that they need.
 
         Raises:
-            BackendFailure: peers cannot read from us any more, and would wait for us.
+            BackendFailure: we lend, and nobody can read from us any more: they would wait.
             PullerBroken: a thread of the puller died.
         """
-        if self._memory is not None:
+        if self._lends and self._memory is not None:
             self._memory.transport.check()
         if self._puller is not None and self._is_idle and not self._failed:
             self._puller.wait(_IDLE_STEP_S)
@@ -229,12 +231,13 @@ class PdWorker:
         if not places:
             return WarmUp()
         try:
-            self._scratch = Scratch.on(references.memories()[0].device)
-            transport.register([self._scratch.memory])
-        except (TransportError, RuntimeError) as error:  # torch: a GPU without memory to spare
+            scratch = _scratch_beside(references)
+            transport.register([scratch.memory])
+        except (TransportError, MemoryError) as error:
             log.warning("pdconn: lenders are connected and not read from ahead: %s", error)
             return WarmUp(places)
-        return WarmUp(places, self._scratch.memory)
+        self._scratch = scratch
+        return WarmUp(places, scratch.memory)
 
     def _open_transport(self, name: str) -> Transport:
         transport, choice = choose(
@@ -272,6 +275,18 @@ class PdWorker:
             tp_size=parallel.tensor_parallel_size,
             opaque_tokens=self._config.device_config.device_type == "cpu",
         )
+
+
+def _scratch_beside(references: KVCacheReferences) -> Scratch:
+    """A page on the device of the KV memory.
+
+    Raises:
+        MemoryError: a GPU that has none to spare.
+    """
+    try:
+        return Scratch.on(references.memories()[0].device)
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from error
 
 
 def _summary(references: KVCacheReferences) -> str:

@@ -190,14 +190,14 @@ def check(made: KVCacheAllocation, references: KVCacheReferences, asked: Asked) 
                 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(questions())
 def test_what_a_view_writes_is_what_the_references_describe(asked: Asked) -> None:
     made = asked.made()
     check(made, made.references, asked)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(questions())
 def test_allocations_are_distinct_and_hold_whole_rows(asked: Asked) -> None:
     made = asked.made()
@@ -210,7 +210,7 @@ def test_allocations_are_distinct_and_hold_whole_rows(asked: Asked) -> None:
         assert allocation.memory.nbytes % asked.num_blocks == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(questions())
 def test_overlaid_memory_is_never_larger_and_describes_as_much(asked: Asked) -> None:
     apart = replace(asked, overlay=False).made()
@@ -230,7 +230,7 @@ def runs(addresses: set[int]) -> int:
     return sum(at - 1 not in addresses for at in addresses)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, sizes, sizes, sizes, st.sampled_from(DTYPES))
 def test_head_major_memory_keeps_one_head_of_all_layers_in_one_run(
     num_blocks: int, num_heads: int, num_layers: int, num_tokens: int, dtype: torch.dtype

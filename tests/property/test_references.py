@@ -75,13 +75,13 @@ def check(references: KVCacheReferences, cache: Cache) -> None:
     assert described_bytes(references) == walked_bytes(cache.layout, **cache.sizes())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(caches())
 def test_references_describe_each_byte_as_what_it_is_and_no_padding(cache: Cache) -> None:
     check(cache.references(), cache)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(caches().filter(lambda cache: cache.layout[-3:] != "NHC" or cache.num_heads == 1))
 def test_opaque_references_describe_the_same_bytes_without_tokens(cache: Cache) -> None:
     described = described_bytes(cache.references(opaque=True))

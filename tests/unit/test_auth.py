@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.protocol.auth import TAG_NBYTES, AuthError, LenderAuth, ReaderAuth, Secret
@@ -107,7 +107,6 @@ def test_any_altered_bit_of_the_handshake_ends_it(which: int) -> None:
             shake(*sides(), change)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=64), st.data())
 def test_any_altered_bit_of_a_message_is_noticed(message: bytes, data: st.DataObject) -> None:
     for toward_lender in (True, False):
@@ -130,7 +129,6 @@ def test_every_bit_of_one_message() -> None:
             lender.feed(flip(reader.seal(b"abc"), bit))
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(range(4)), min_size=1, max_size=6))
 def test_only_the_order_in_which_frames_were_sealed_is_accepted(order: list[int]) -> None:
     reader, lender = sides()

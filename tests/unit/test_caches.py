@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
@@ -241,7 +241,6 @@ def course(request_id: str, num_hashes: int = 0) -> Course:
     return Course(request_id, 0.0, "prefix", 16 * num_hashes, Decision((), ()), looked)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 12))),
     st.integers(1, 6),
@@ -285,7 +284,6 @@ def test_a_decision_of_an_id_that_comes_again_replaces_the_first():
 # --- Flights ------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(0, 1000)) | st.integers(0, 20), max_size=60

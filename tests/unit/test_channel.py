@@ -455,6 +455,18 @@ def test_what_waits_for_the_handshake_is_bounded(guarded: Security) -> None:
             lender.send(bytes(3000))
 
 
+def test_what_waits_for_a_peer_that_does_not_read_is_bounded() -> None:
+    dialled, accepted = sockets()
+    with dialled, accepted:
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        lender = Channel(accepted, 1 << 20, max_unsent=1024)
+        lender.send(bytes(2000))  # longer than may wait, and taken whole
+        assert not lender.has_unsent
+        with pytest.raises(ChannelLost, match="wait for a peer that does not read"):
+            lender.send(bytes(1 << 22))
+
+
 def test_a_frame_of_which_the_last_byte_is_missing_is_midway(security: Security) -> None:
     with relayed(security) as relay:
         relay.reader.send(HELLO)

@@ -10,7 +10,7 @@ import cbor2
 import msgspec
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
@@ -83,7 +83,6 @@ def test_without_a_seed_what_is_not_cryptographic_is_not_found(algorithm: str) -
     per_block=st.integers(1, 6),
     tokens=st.lists(st.integers(0, 2**31 - 1), min_size=54, max_size=120),
 )
-@settings(deadline=None)
 def test_any_scheme_is_found(
     algorithm: str, hashed: int, per_block: int, tokens: list[int]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.cli.main import main
@@ -24,7 +24,6 @@ from tests.pair import Pair
 TRAITS = st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=4)
 
 
-@settings(deadline=None)
 @given(TRAITS, TRAITS)
 def test_digests_are_equal_exactly_when_no_field_differs(
     ours: dict[str, str], theirs: dict[str, str]

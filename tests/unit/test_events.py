@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdconn.router.prefix import events as wire
@@ -220,14 +220,12 @@ NEARLY = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200) | JUNK.map(encode))
 def test_junk_raises_nothing_but_bad_batch(payload: bytes) -> None:
     with suppress(BadBatch):
         decode_batch(payload)
 
 
-@settings(deadline=None)
 @given(st.lists(JUNK | NEARLY, max_size=4), st.sampled_from([dict, row]), st.data())
 @example([{"type": "BlockStored"}], dict, None)
 def test_junk_never_costs_its_neighbours(junk: list[Any], form: Any, data: Any) -> None:

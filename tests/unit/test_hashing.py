@@ -209,7 +209,6 @@ def test_an_image_twice_in_a_block_is_pickled_twice(vllm: Vllm) -> None:
     block_tokens=st.integers(1, 20),
     data=st.data(),
 )
-@settings(deadline=None)
 def test_a_chain_continued_is_the_chain(
     algorithm: str, tokens: list[int], extras: Extras, block_tokens: int, data: st.DataObject
 ) -> None:

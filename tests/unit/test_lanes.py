@@ -133,8 +133,20 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
         ([(11.0, 1.0), (12.0, 2.0)], 2.0),
         ([(11.0, 1.0), (12.0, 1.5), (14.0, 1.0)], 3.0),
         ([(11.0, 1.0), (11.0, 0.5)], 1.0),
+        ([(11.0, 0.5), (11.0, 1.0)], 1.0),
+        ([(10.0, 5.0), (12.0, 12.0)], 12.0),
+        ([(11.0, 2.0), (11.5, 0.0)], 2.0),
     ],
-    ids=["one", "one after the other", "both at once", "two at once, then one", "seen together"],
+    ids=[
+        "one",
+        "one after the other",
+        "both at once",
+        "two at once, then one",
+        "seen together, the longer first",
+        "seen together, the shorter first",
+        "one within the other",
+        "one that was never posted",
+    ],
 )
 def test_time_in_which_two_slices_are_in_flight_counts_once(
     settled: list[tuple[float, float]], seconds: float

@@ -188,7 +188,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_STEPS)
 def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # type: ignore[no-untyped-def]
     """Law 3: against a plain list of everything that was ever granted."""

@@ -5,7 +5,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -95,7 +95,6 @@ def test_a_page_that_is_too_long_is_read_up_to_a_whole_line(monkeypatch):
     assert parse_metrics(text) == Load()
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.builds(

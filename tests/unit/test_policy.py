@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.router.policy import (
@@ -67,7 +67,6 @@ questions = st.builds(
 policies = st.sampled_from(sorted(POLICIES)).map(lambda name: POLICIES[name]())
 
 
-@settings(deadline=None)
 @given(policies, questions, candidates, candidates)
 def test_every_candidate_is_listed_exactly_once(
     policy: Policy, question: Question, prefill: list[Candidate], decode: list[Candidate]
@@ -78,7 +77,6 @@ def test_every_candidate_is_listed_exactly_once(
     assert Counter(listed) == Counter(prefill if question.can_hand_over else ())
 
 
-@settings(deadline=None)
 @given(policies, questions, candidates, candidates)
 def test_what_decode_has_to_serve_alone_is_offered_to_no_prefill(
     policy: Policy, question: Question, prefill: list[Candidate], decode: list[Candidate]
@@ -88,7 +86,6 @@ def test_what_decode_has_to_serve_alone_is_offered_to_no_prefill(
     assert decision.prefill == ()
 
 
-@settings(deadline=None)
 @given(questions, candidates, candidates, st.randoms(use_true_random=False))
 def test_the_order_does_not_depend_on_that_of_the_candidates(
     question: Question,
@@ -108,7 +105,6 @@ def test_in_turn_the_order_of_the_candidates_does_count() -> None:
     assert RoundRobin().decide(LONG, two[::-1], two) != forth
 
 
-@settings(deadline=None)
 @given(questions, candidates)
 def test_nobody_is_asked_before_somebody_who_is_cheaper_by_a_tie(
     question: Question, prefill: list[Candidate]
@@ -118,7 +114,6 @@ def test_nobody_is_asked_before_somebody_who_is_cheaper_by_a_tie(
         assert all(one.cost < later.cost + TIE for later in ordered[place:])
 
 
-@settings(deadline=None)
 @given(st.integers(0, 511), st.integers(0, 511), st.booleans())
 def test_a_longer_hit_wins_where_all_else_is_equal(one: int, other: int, decode: bool) -> None:
     held = [16 * one, 16 * other]
@@ -244,7 +239,6 @@ def test_less_than_a_tie_is_not_worth_another_engine() -> None:
 # --- Alone --------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2000), st.integers(0, 130), st.integers(0, 600))
 def test_decode_alone_exactly_where_it_holds_something_and_lacks_little(
     num_tokens: int, blocks: int, alone_below: int

@@ -107,7 +107,7 @@ def test_a_geometry_that_cannot_be_true_is_refused() -> None:
         decode_from_lender(msgspec.msgpack.encode([made]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_nothing_else(body: bytes) -> None:
     for decode in (decode_from_lender, decode_from_reader):
@@ -117,7 +117,7 @@ def test_random_bytes_raise_nothing_else(body: bytes) -> None:
             continue
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 17))
 def test_frames_survive_any_cutting(bodies: list[bytes], cut: int) -> None:
     stream = b"".join(frame(body) for body in bodies)

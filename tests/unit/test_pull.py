@@ -188,7 +188,7 @@ _EVENTS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(_EVENTS)
 def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type: ignore[no-untyped-def]
     """Law 4, against a plain record of what was sent and granted."""

@@ -195,7 +195,7 @@ def test_warm() -> None:
         |---|---|---|
         | cold | 17.2 | 16.1 |
         | connected, nothing read ahead | 1.0 | 4.3 |
-        | **`warm_peers`** | -0.0 | 0.1 |
+        | **`warm_peers`** | 0.0 | 0.1 |
         | `warm_peers` names somebody else | 15.3 | 14.2 |
         """
     )

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.lab.ports import free_ports
@@ -426,7 +426,6 @@ mixes = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(mixes, st.lists(st.floats(0.0, 1.0), max_size=30))
 def test_without_loss_every_frame_goes_out_and_due_times_never_go_back(
     faults: MessageFaults, gaps: list[float]
@@ -441,7 +440,6 @@ def test_without_loss_every_frame_goes_out_and_due_times_never_go_back(
         assert one.due >= times[int(one.frame)]
 
 
-@settings(deadline=None)
 @given(mixes, st.integers(0, 30))
 def test_a_frame_is_overtaken_by_one_frame_at_most(faults: MessageFaults, num: int) -> None:
     frames = [b"%d" % number for number in range(num)]
@@ -482,7 +480,6 @@ class Scripted(Random):
         return self._draws.pop(0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=50), max_size=20), st.data())
 def test_units_lose_and_add_nothing_however_the_stream_is_cut(
     some: list[bytes], data: st.DataObject
@@ -497,7 +494,6 @@ def test_units_lose_and_add_nothing_however_the_stream_is_cut(
     assert b"".join(seen + units.rest()) == stream
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 60))
 def test_units_pass_any_bytes_on(stream: bytes, size: int) -> None:
     units, seen = Units(max_frame=40), []

@@ -174,7 +174,7 @@ def law(make: Callable[[], Any], steps: list[tuple[Any, ...]], memory: int) -> S
     return state
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(STEPS, st.integers(1, 12), st.integers(1, 4))
 def test_what_is_known_is_true_and_whole_when_it_is_called_so(
     steps: list[tuple[Any, ...]], memory: int, held: int
@@ -182,7 +182,6 @@ def test_what_is_known_is_true_and_whole_when_it_is_called_so(
     law(lambda: Tracker(held), steps, memory)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_an_engine_that_remembers_all_and_is_readable_is_always_known_whole(
     steps: list[tuple[Any, ...]],

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transport import address
@@ -10,21 +10,18 @@ from transport.address import pack, unpack
 from transport.errors import BadAddress
 
 
-@settings(deadline=None)
 @given(name=st.text(min_size=1, max_size=256), payload=st.binary(max_size=500))
 def test_an_address_comes_back_as_it_was_packed(name: str, payload: bytes) -> None:
     envelope = unpack("b", pack("b", name, payload))
     assert (envelope.name, envelope.payload) == (name, payload)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_address(garbage: bytes) -> None:
     with pytest.raises(BadAddress):
         unpack("b", garbage)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_no_single_changed_byte_goes_unnoticed(data: st.DataObject) -> None:
     good = pack("backend", "name", bytes(range(100)))

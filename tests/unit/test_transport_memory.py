@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.address import pack
@@ -171,7 +171,6 @@ def test_an_address_covers_what_was_registered_when_it_was_taken() -> None:
     assert settled.ok
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=30))
 def test_a_script_decides_and_every_read_settles_in_its_time(delays: list[float]) -> None:
     world = World()

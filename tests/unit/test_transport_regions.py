@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import BadSpans
@@ -17,7 +17,6 @@ def _outside(regions: Regions, address: int, nbytes: int, device: Device = HOST)
     return regions.outside("local", one, length, device) is not None
 
 
-@settings(deadline=None)
 @given(
     bases=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True),
     runs=st.lists(st.tuples(st.integers(1, 400), st.integers(1, 30)), min_size=1, max_size=20),

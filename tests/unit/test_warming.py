@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -288,6 +289,29 @@ def test_who_answers_oddly_is_asked_again_and_nobody_else_minds(body: bytes) -> 
         assert pair.outcome_of("d") is None
         assert pair.puller.num_warm == 0
         assert pair.puller.num_peers <= 3
+
+
+def test_only_a_lender_that_a_request_wanted_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="pdconn")
+    with (
+        answering(described()) as (port, guests),
+        Pair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=0.2) as pair,
+    ):
+        pair.wait(lambda: len(guests) > 4, SECONDS)  # asked, greeted in vain, asked again
+        assert "no longer reading" in caplog.text
+        assert not _warned(caplog)
+        ticket = pair.lend("r")
+        pair.lender.close()
+        pair.pull("d", ticket)
+        assert pair.outcome_of("d") is not None
+        assert _warned(caplog)
+
+
+def _warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    return [text for text in texts if "no longer reading" in text]
 
 
 @pytest.mark.parametrize("changed", ["engine_id", "incarnation"])

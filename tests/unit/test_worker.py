@@ -29,8 +29,10 @@ class Mortal:
 def test_a_lender_that_nobody_can_read_from_stops_its_engine() -> None:
     worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
     transport = Mortal()
-    worker._memory = SimpleNamespace(transport=transport)
+    worker._memory, worker._lends = SimpleNamespace(transport=transport), True
     assert not worker.results().finished_recving
     transport.dead = True
     with pytest.raises(BackendFailure, match="its thread ended"):
         worker.results()
+    worker._lends = False
+    assert not worker.results().finished_recving, "who only reads recomputes"

@@ -127,7 +127,7 @@ def warm(record: Record) -> str:
     rows = []
     for kind, words in _WARMTHS.items():
         over = [medians.the(path=path, kind=kind)["overhead_s"].number for path in paths]
-        rows.append([words, *(f"{1e3 * each:.1f}" for each in over)])
+        rows.append([words, *(f"{round(1e3 * each, 1) + 0.0:.1f}" for each in over)])
     return table(["first pull beyond the next, ms", *(_PATHS.get(p, p) for p in paths)], rows)
 
 
