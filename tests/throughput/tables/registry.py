@@ -113,8 +113,8 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "itl",
-                (Command("itl", "python -m tests.throughput.itl"),),
-                minutes=5,
+                (Command("itl", "python -m tests.throughput.itl --rounds 16"),),
+                minutes=6,
                 table=serving.itl,
                 drop=frozenset({"phases", "settings"}),
                 packages=_ENGINES,
