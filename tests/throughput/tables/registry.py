@@ -48,7 +48,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                     Command("each", "python -m tests.throughput.lender_load"),
                     Command("in_all", "python -m tests.throughput.lender_load --rate 333.3"),
                 ),
-                minutes=1,
+                minutes=2,
                 table=transfer.lender_load,
                 drop=frozenset({"phases"}),
             ),

@@ -106,10 +106,11 @@ def lender_load(record: Record) -> str:
         rate = load["rate"].number
         said = f"{spaced(round(rate))} claims, renewals and dones a second each"
         who = f"{load['readers'].whole} readers, {said}: {spaced(round(3 * rate))} messages"
-        rows.append([who, percent(summary["lender_cpu"].number), ", ".join(steps)])
-    return table(
-        ["", "the lender's thread, of a core", "the scheduler's steps, times: median, p99"], rows
-    )
+        cpu = [percent(summary[field].number) for field in ("lender_cpu", "lender_cpu_least")]
+        rows.append([who, ", ".join(cpu), ", ".join(steps)])
+    headings = ["", "the lender's thread, of a core: median, least",
+                "the scheduler's steps, times: median, p99"]  # fmt: skip
+    return table(headings, rows)
 
 
 _WARMTHS = {
