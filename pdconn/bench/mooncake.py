@@ -29,7 +29,8 @@ class Mooncake:
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise BenchError(
-                f"mooncake cannot be imported: {error}. Install pdconn[rivals] and libibverbs1"
+                f"mooncake cannot be imported: {error}. It needs pdconn[rivals], "
+                "and libibverbs.so.1 where the loader finds it: see README.md, Measured"
             ) from error
         self._engine: Any = TransferEngine()
         _check("initialize", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))

@@ -50,6 +50,10 @@ class BlockList:
         assert self._array is not None
         return self._array
 
+    def __reduce__(self) -> tuple[type[BlockList], tuple[int, tuple[int, ...]]]:
+        """Without the array: whoever gets a copy makes its own."""
+        return BlockList, (self.first, self.ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:

@@ -304,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write all measurements")
     parser.add_argument("--crowd", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if not min(options.rate, options.seconds, options.rounds) > 0:
+        parser.error("--rate, --seconds, --rounds: expected above 0")
     if options.crowd is not None:
         crowd(options.crowd)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import msgspec
@@ -157,6 +158,18 @@ def _without(key: str) -> dict[str, Any]:
 
 def _with(**changes: Any) -> dict[str, Any]:
     return {**ticket().to_params(1, 1), **changes}
+
+
+def test_a_block_list_travels_without_its_array() -> None:
+    blocks = BlockList(3, tuple(range(1, 2000)))
+    before = pickle.dumps(blocks)
+    with pytest.raises(ValueError, match="read-only"):
+        blocks.array[0] = 7
+    assert pickle.dumps(blocks) == before
+    copy = pickle.loads(before)
+    assert copy == blocks
+    assert copy.array.tolist() == list(blocks.ids)
+    assert not copy.array.flags.writeable
 
 
 def _ours(**changes: Any) -> dict[str, Any]:

@@ -245,8 +245,8 @@ def test_itl() -> None:
     ]
     assert lines(serving.itl(record(itl={"kinds": kinds})))[2:] == [
         "| none | 0.0 | 8.00 | 16.0 |",
-        "| answered from decode's own cache | 21.5 | 10.0 | 32.0 |",
-        "| wait as for a pull, and nothing is pulled | 21.5 | 8.00 | 20.0 |",
+        "| `cached`: answered from decode's own cache | 21.5 | 10.0 | 32.0 |",
+        "| `instant`: wait as for a pull, and nothing is pulled | 21.5 | 8.00 | 20.0 |",
         "| pulled | 21.5 | 10.0 | 30.0 |",
         "| pulled, times instant | | **1.250** | **1.500** |",
         "| pulled, times cached | | **1.000** | **0.938** |",

@@ -13,8 +13,8 @@ _NAMES = {
 }
 _KINDS = {
     "quiet": "none",
-    "cached": "answered from decode's own cache",
-    "instant": "wait as for a pull, and nothing is pulled",
+    "cached": "`cached`: answered from decode's own cache",
+    "instant": "`instant`: wait as for a pull, and nothing is pulled",
     "pulled": "pulled",
 }
 
