@@ -259,16 +259,16 @@ class Lender:
 
     def _serve(self, visitor: Visitor) -> None:
         wire = self._wires.get(visitor)
-        if wire is None or visitor.leaving:
-            return
+        if wire is None or visitor.leaving or wire.has_unsent:
+            return  # who does not hear us out is not heard: each word would make an answer more
         try:
             bodies = wire.receive()
             self._heed_engine()
             now = self._clock()
             for body in bodies:
                 self._desk.hear(visitor, decode_from_reader(body), now)
-            if bodies:  # a frame is progress, unless its sender does not read what it gets
-                self._door.observe(visitor, wire.has_unsent or not visitor.greeted, now)
+            if bodies:  # a frame is progress
+                self._door.observe(visitor, not visitor.greeted, now)
         except Unauthenticated as error:
             self._desk.counts["unauthenticated"] += 1
             self._warn("side channel: %s is turned away: %s", visitor.name, error)
@@ -288,11 +288,10 @@ class Lender:
         except ChannelLost as error:
             self._drop(visitor, str(error))
             return
-        if visitor.leaving:
-            if not wire.has_unsent:
-                self._drop(visitor, "told what was wrong")
-                return
-            wire.stop_reading()
+        if visitor.leaving and not wire.has_unsent:
+            self._drop(visitor, "told what was wrong")
+            return
+        wire.read_on(not visitor.leaving and not wire.has_unsent)
         self._door.observe(visitor, wire.is_midway or not visitor.greeted, now)
 
     def _warn(self, text: str, *values: object) -> None:

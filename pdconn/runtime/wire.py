@@ -63,9 +63,9 @@ class Wire:
         self._watch()
         return bodies
 
-    def stop_reading(self) -> None:
-        """Only what waits to be sent matters from now on."""
-        self._reading = 0
+    def read_on(self, wanted: bool) -> None:
+        """Whether to watch for more to read, or only for room to send what waits."""
+        self._reading = selectors.EVENT_READ if wanted else 0
         self._watch()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdconn.protocol.framing import frame
+from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -25,6 +25,7 @@ from pdconn.protocol.messages import (
     Refusal,
     Refused,
     Renew,
+    decode_from_lender,
     encode,
 )
 from pdconn.runtime import connections, dialing, door, lender
@@ -38,6 +39,7 @@ from tests.guards import FOREIGN, SHARED
 from tests.pair import Pair
 from transport.faults import Held
 
+PATIENCE_S = 30.0
 BLOCKS = b"\x55" * 16
 HELLO = frame(encode([Hello(PROTOCOL_VERSION, "stranger", "boot-1")]))
 
@@ -218,16 +220,48 @@ def ask(sock: socket.socket, asks: int) -> None:
                 unsent = unsent[sock.send(unsent[: 1 << 20]) :]
 
 
-def test_who_asks_too_much_and_never_reads_is_shown_out(
+def test_who_does_not_read_is_not_heard_until_it_does(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lender, "MAX_UNSENT", 1 << 20)
+    """Its questions wait in its own system, instead of our answers in our memory."""
     monkeypatch.setattr(door, "LOITER_S", 60.0)
     with deaf(pair) as sock:
-        ask(sock, 40)
-        until(lambda: len(pair.lender._door) == 0)
+        asks = LONG_ASK * 64
+        sent = _say_until_stuck(sock, asks)
+        assert sent < len(asks), "all of it was heard"
+        [wire] = pair.lender._wires.values()
+        assert len(wire._channel._layers.out) < 2 * len(LONG_ASK)
+        assert serves(pair)
+        # Then it reads, finishes what it was saying, and nothing was lost.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        frames = -(-sent // len(LONG_ASK))
+        finishing = threading.Thread(
+            target=sock.sendall, args=(asks[sent : frames * len(LONG_ASK)],)
+        )
+        sock.settimeout(PATIENCE_S)
+        finishing.start()
+        assert _refused(sock, frames * 500) == frames * 500
+        finishing.join()
     assert pair.lender.counts["loiterers"] == 0
-    assert serves(pair)
+
+
+def _say_until_stuck(sock: socket.socket, data: bytes) -> int:
+    """Bytes that the system took before it took none for a second."""
+    sock.settimeout(1.0)
+    sent = 0
+    with suppress(TimeoutError):
+        while sent < len(data):
+            sent += sock.send(data[sent : sent + (1 << 20)])
+    return sent
+
+
+def _refused(sock: socket.socket, count: int) -> int:
+    """How many refusals come, up to ``count``."""
+    frames, heard = Frames(1 << 24), 0
+    while heard < count and (data := sock.recv(1 << 20)):
+        for body in frames.feed(data):
+            heard += sum(isinstance(said, Refused) for said in decode_from_lender(body))
+    return heard
 
 
 def test_who_has_asked_and_does_not_read_is_shown_out_in_time(
