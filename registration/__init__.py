@@ -1,7 +1,7 @@
 """What an engine's KV memory looks like, and pinning it once.
 
 ``registration.references`` describes memory, ``registration.register`` pins it.  Both
-run without torch, as the router and the command line must.  ``registration.allocate``
+run without torch, as the router and the command line must.  ``registration.allocation.allocate``
 (with ``layers`` and ``contents`` to describe what an engine wants) makes memory; it
 needs torch and is imported by name.
 """

@@ -2,7 +2,7 @@
 
 ``transport.nixl`` is the backend for real engines, ``transport.ucx`` the one for
 machines where NIXL does not load, ``transport.choose`` picks between them.
-``transport.memory`` is an in-process one with scriptable faults,
+``transport.inprocess`` is an in-process one with scriptable faults,
 ``transport.testing`` the contract that all pass and that a backend of yours can
 be held to.
 """

@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pdconn.bench.errors import BadCase, BenchError
-from pdconn.bench.lender import MAX_BYTES, Afar, Beside, listen
 from pdconn.bench.manifest import manifest
-from pdconn.bench.paths import PATHS
-from pdconn.bench.report import CaseResult, render, to_json
-from pdconn.bench.rig import Rig
-from pdconn.bench.rounds import take_rounds
-from pdconn.bench.workload import Workload
+from pdconn.bench.transfer.lender import MAX_BYTES, Afar, Beside, listen
+from pdconn.bench.transfer.paths import PATHS
+from pdconn.bench.transfer.report import CaseResult, render, to_json
+from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rounds import take_rounds
+from pdconn.bench.transfer.workload import Workload
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError
 from pdconn.forecast.model import ModelShape
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
         if args.plot:
-            from pdconn.bench.plot import draw
+            from pdconn.bench.transfer.plot import draw
 
             draw(results, args.plot)
     except (BenchError, TransportError, OSError) as error:

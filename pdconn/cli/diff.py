@@ -16,9 +16,9 @@ from pdconn.planning.compare import Comparison, compare
 from pdconn.protocol.compat import Difference
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry
-from pdconn.runtime.channel import ChannelLost
-from pdconn.runtime.describing import describe
-from pdconn.runtime.security import Security, SecurityError
+from pdconn.sidechannel.connection import ChannelLost
+from pdconn.sidechannel.describe import describe
+from pdconn.sidechannel.security import Security, SecurityError
 from registration import RegistrationError
 
 _EPILOG = """\

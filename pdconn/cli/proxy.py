@@ -14,9 +14,9 @@ from importlib.util import find_spec
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
-from pdconn.router.policy import POLICIES, PrefixAware
 from pdconn.router.prefix.hashing import ALGORITHMS
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+from pdconn.router.routing.policy import POLICIES, PrefixAware
 from pdconn.router.server import EngineReady, Running, running_proxy
 
 _EPILOG = """\

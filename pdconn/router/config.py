@@ -10,9 +10,9 @@ from typing import Self
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import engine_name
 from pdconn.router.fleet.sources import DNS, Source, WatchedFile, parse_source
-from pdconn.router.policy import POLICIES, Policy, PrefixAware, Role
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdconn.router.engines import Engines
-from pdconn.router.policy import Role
-from pdconn.router.requests import Direct, Route
+from pdconn.router.fleet.registry import Engines
+from pdconn.router.openai.requests import Direct, Route
+from pdconn.router.routing.policy import Role
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 

@@ -20,25 +20,25 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from pdconn.router.board import Board
-from pdconn.router.caches import Caches
+from pdconn.router.app import Proxy
 from pdconn.router.config import ProxyConfig
-from pdconn.router.engines import Engines
+from pdconn.router.debug_page import Board
 from pdconn.router.errors import CannotListen, EnginesMissing, Miss
-from pdconn.router.farewell import Farewells
-from pdconn.router.feeding import Feeding
+from pdconn.router.events.caches import Caches
+from pdconn.router.events.feeds import Feeding
+from pdconn.router.fleet.client import Upstream
+from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.loads import LoadPoller
+from pdconn.router.fleet.registry import Engines
 from pdconn.router.fleet.sources import Members, Watch
-from pdconn.router.handover import Handover
-from pdconn.router.health import Health
+from pdconn.router.handover.abandoned import Farewells
+from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.ticket_return import Returns
 from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.policy import Policy, Role
-from pdconn.router.proxy import Proxy
-from pdconn.router.returns import Returns
-from pdconn.router.steering import Steering
-from pdconn.router.steering_metrics import SteeringMetrics
-from pdconn.router.tokens import Tokeniser
-from pdconn.router.upstream import Upstream
+from pdconn.router.routing.decide import Steering
+from pdconn.router.routing.metrics import SteeringMetrics
+from pdconn.router.routing.policy import Policy, Role
+from pdconn.router.routing.tokenize import Tokeniser
 
 log = logging.getLogger(__name__)
 

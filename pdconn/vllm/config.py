@@ -46,7 +46,7 @@
                            to and read a page from before the first request, and again
                            when they restart; default none
 ``debug_faults``           faults on demand on decode, seeded, see
-                           :mod:`pdconn.runtime.faults`; default none
+                           :mod:`pdconn.faults.config`; default none
 =========================  =========================================================
 """
 
@@ -58,13 +58,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdconn.faults.config import Faults, read_faults
 from pdconn.lifecycle.lease import MIN_TTL_S
-from pdconn.runtime.faults import Faults, read_faults
-from pdconn.runtime.proving import Verify
-from pdconn.runtime.security import Security, SecurityError
-from pdconn.runtime.warmth import Place, parse_places
+from pdconn.puller.proving import Verify
+from pdconn.puller.warmup import Place, parse_places
+from pdconn.sidechannel.security import Security, SecurityError
 from transport.choose import WANTED, Wanted
-from transport.odds import FaultError
+from transport.fault_schedule import FaultError
 
 
 class ConfigError(ValueError):

@@ -29,16 +29,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.messages import Described
-from pdconn.vllm.borrowing import Borrowing
 from pdconn.vllm.config import Settings, read_settings
-from pdconn.vllm.lending import Lending
+from pdconn.vllm.consumer import Borrowing
 from pdconn.vllm.logs import join_vllms_log
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.orders import Orders
+from pdconn.vllm.producer import Lending
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
-from pdconn.vllm.served import check_served
 from pdconn.vllm.stats import PdPromMetrics, PdStats
+from pdconn.vllm.supported import check_served
 from pdconn.vllm.worker import PdWorker
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdconn.protocol.messages import Refusal
-from pdconn.runtime.records import PullRecord
+from pdconn.puller.results import PullRecord
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
 _BYTES = [2.0 ** (10 + i) for i in range(1, 25, 2)]

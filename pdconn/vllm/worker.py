@@ -12,32 +12,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from pdconn.faults.relay import Relays
 from pdconn.integrity.lent import LentSums, lent_sums
 from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
-from pdconn.runtime.affinity import off_the_models_core
-from pdconn.runtime.puller import Puller
-from pdconn.runtime.rank import Rank
-from pdconn.runtime.records import NO_NEWS, Outcome
-from pdconn.runtime.relay import Relays
-from pdconn.runtime.warming import WarmUp
+from pdconn.puller.rank import Rank
+from pdconn.puller.results import NO_NEWS, Outcome
+from pdconn.puller.thread import Puller
+from pdconn.puller.warming import WarmUp
+from pdconn.sidechannel.affinity import off_the_models_core
+from pdconn.vllm.compat_metadata import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
 from pdconn.vllm.metadata import PdHandshake, PdWorkerReport
 from pdconn.vllm.orders import Orders
 from pdconn.vllm.stats import PdStats
-from pdconn.vllm.traits import block_traits
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
 from transport import Transport, TransportError
 from transport.choose import choose, ucx_options
-from transport.disturbed import DisturbedTransport
-from transport.nixl import NixlTransport
-from transport.ucx import UcxTransport
+from transport.faulty import DisturbedTransport
+from transport.nixl.transport import NixlTransport
+from transport.ucx.transport import UcxTransport
 
 log = logging.getLogger(__name__)
 

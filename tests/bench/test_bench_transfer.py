@@ -14,17 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.bench import rig as rig_module
-from pdconn.bench.control import AT_LENDER, AT_READER, Ask, Open, Opened, Refused, Shut, Talk, Used
 from pdconn.bench.errors import LenderFailed, WrongBytes
-from pdconn.bench.lender import Beside, lend
-from pdconn.bench.lines import Line
-from pdconn.bench.moves import Sample
-from pdconn.bench.paths import PATHS
 from pdconn.bench.percentile import percentile
-from pdconn.bench.rig import Rig
-from pdconn.bench.rounds import take_rounds
-from pdconn.bench.workload import Workload
+from pdconn.bench.transfer import rig as rig_module
+from pdconn.bench.transfer.control import (
+    AT_LENDER,
+    AT_READER,
+    Ask,
+    Open,
+    Opened,
+    Refused,
+    Shut,
+    Talk,
+    Used,
+)
+from pdconn.bench.transfer.lender import Beside, lend
+from pdconn.bench.transfer.lines import Line
+from pdconn.bench.transfer.moves import Sample
+from pdconn.bench.transfer.paths import PATHS
+from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rounds import take_rounds
+from pdconn.bench.transfer.workload import Workload
 from pdconn.cli.main import main
 from pdconn.forecast.engine import parse_engine
 from pdconn.forecast.shapes import built_in

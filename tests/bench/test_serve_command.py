@@ -11,7 +11,7 @@ import pytest
 
 from pdconn.cli.main import main
 from pdconn.lab.ports import free_ports
-from tests.bench.fake_openai import MODEL, FakeServer, serving
+from tests.fakes.openai_server import MODEL, FakeServer, serving
 
 SMALL = ["--prompt", "20", "--output", "4", "--requests", "3", "--rounds", "2"]
 PATIENT = ["--ttft-bound", "60000", "--itl-bound", "60000"]

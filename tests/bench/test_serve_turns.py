@@ -24,8 +24,8 @@ from pdconn.bench.serving.replies import Failed, Reply, Whole
 from pdconn.bench.serving.turns import WAKING, Plan, in_closed_loop, measure, when_due
 from pdconn.lab.engine import no_progress
 from pdconn.lab.errors import EngineDied
-from tests.bench.fake_openai import MODEL, serving
-from tests.unit.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, hang, in_loop
+from tests.fakes.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, hang, in_loop
+from tests.fakes.openai_server import MODEL, serving
 
 
 def nothing(prompt: int) -> Reply:

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.bench.lender import Beside
-from pdconn.bench.lines import Line
-from pdconn.bench.paths import PATHS
-from pdconn.bench.rig import Rig
-from pdconn.bench.rounds import LineResult, take_rounds
-from pdconn.bench.workload import Workload
+from pdconn.bench.transfer.lender import Beside
+from pdconn.bench.transfer.lines import Line
+from pdconn.bench.transfer.paths import PATHS
+from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rounds import LineResult, take_rounds
+from pdconn.bench.transfer.workload import Workload
 from pdconn.forecast.engine import parse_engine
 from pdconn.forecast.shapes import built_in
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.bench.arena import Arena, copy
 from pdconn.bench.errors import BadCase
-from pdconn.bench.lines import LayerByLayer, raw_reads
-from pdconn.bench.workload import Workload, extent, placed
+from pdconn.bench.transfer.arena import Arena, copy
+from pdconn.bench.transfer.lines import LayerByLayer, raw_reads
+from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.model import ModelShape, sorts_of
 from pdconn.forecast.shapes import built_in

@@ -22,16 +22,16 @@ from typing import Self
 
 import numpy as np
 
+from pdconn.lender.server import Lender
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.runtime.lender import Lender
-from pdconn.runtime.puller import Puller
-from pdconn.runtime.rank import Rank
-from pdconn.runtime.security import Security
+from pdconn.puller.rank import Rank
+from pdconn.puller.thread import Puller
+from pdconn.sidechannel.security import Security
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
-from tests.layouts import layout_memory
+from tests.fakes.layouts import layout_memory
 from transport.base import Transport
 
 PER_REQUEST = 3

@@ -25,8 +25,8 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.runtime.channel import Channel
-from pdconn.runtime.security import Security
+from pdconn.sidechannel.connection import Channel
+from pdconn.sidechannel.security import Security
 
 M = TypeVar("M")
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from pdconn.lender import server as lenders
+from pdconn.lender.server import Lender
 from pdconn.protocol.auth import Secret
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import FromReader, decode_from_reader
-from pdconn.runtime import lender as lenders
-from pdconn.runtime.lender import Lender
-from pdconn.runtime.security import Security
+from pdconn.sidechannel.security import Security
 from tests.faults.child import obey
 from tests.faults.engines import Prefill
 from tests.faults.footprint import Footprint, peak_nbytes
-from transport.memory import MemoryTransport
-from transport.network import MemoryNetwork
+from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.transport import MemoryTransport
 
 
 class _Served:

@@ -36,7 +36,7 @@ class _Served:
         self._prefill: Prefill | None = None
 
     def open(self, ttl_s: float, options: dict[str, Any]) -> int:
-        from transport.nixl import NixlTransport
+        from transport.nixl.transport import NixlTransport
 
         if self._prefill is not None:
             self._prefill.close()

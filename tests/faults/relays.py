@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from pdconn.protocol.disturbed import FrameFaults, MessageFaults, Outgoing
+from pdconn.faults.frames import FrameFaults, MessageFaults, Outgoing
+from pdconn.faults.relay import Relay
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import Renew, decode_from_reader, encode
-from pdconn.runtime.relay import Relay
 
 _HEAD = len(frame(b""))
 

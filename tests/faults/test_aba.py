@@ -23,15 +23,15 @@ import pytest
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
-from tests.believing import without_deadline
-from tests.contract.rigs import nixl_options
+from tests.fakes.believing import without_deadline
 from tests.faults.engines import Decode, Prefill
 from tests.faults.prefill_process import PrefillProcess
 from tests.faults.relays import RelayWithoutRenewals
-from transport.disturbed import DisturbedTransport, ReadFaults
-from transport.faults import Late
-from transport.memory import MemoryTransport
-from transport.network import MemoryNetwork
+from tests.transport.contract.rigs import nixl_options
+from transport.faulty import DisturbedTransport, ReadFaults
+from transport.inprocess.faults import Late
+from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.transport import MemoryTransport
 
 LEASE_S = 0.05
 LATE = ReadFaults(delay=1.0, delay_s=2.0)
@@ -200,7 +200,7 @@ class TestNixlOverTcp:
         *,
         enough: Enough = lambda _: True,
     ) -> Decode:
-        from transport.nixl import NixlTransport
+        from transport.nixl.transport import NixlTransport
 
         options = nixl_options("tcp")
         with ExitStack() as stack:

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 import pytest
 
+from pdconn.lender import admission as door
+from pdconn.lender import server as lender
 from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -28,16 +30,17 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.runtime import connections, dialing, door, lender
-from pdconn.runtime.channel import Unauthenticated
-from pdconn.runtime.security import Security
-from pdconn.runtime.wire import Wire
+from pdconn.puller import connections
+from pdconn.puller import dialer as dialing
+from pdconn.sidechannel.connection import Unauthenticated
+from pdconn.sidechannel.security import Security
+from pdconn.sidechannel.wire import Wire
+from tests.fakes.guards import FOREIGN, SHARED
+from tests.fakes.pair import Pair
 from tests.faults.child import Child
 from tests.faults.engines import until
 from tests.faults.guests import Guest
-from tests.guards import FOREIGN, SHARED
-from tests.pair import Pair
-from transport.faults import Held
+from transport.inprocess.faults import Held
 
 PATIENCE_S = 30.0
 BLOCKS = b"\x55" * 16
@@ -462,7 +465,7 @@ def test_a_visitor_holds_so_many_claims_and_no_more(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers count, not requests: one ticket is enough for thousands of them."""
-    monkeypatch.setattr("pdconn.runtime.desk.MAX_CLAIMS", 3)
+    monkeypatch.setattr("pdconn.lender.sessions.MAX_CLAIMS", 3)
     pair.lender.lend("r", BLOCKS, 5.0)
     with Guest(pair.lender.port) as guest:
         for number in range(3):

@@ -32,7 +32,7 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.proof import Ask, Share
-from pdconn.runtime.security import Security
+from pdconn.sidechannel.security import Security
 from tests.faults.child import Child
 from tests.faults.engines import until
 from tests.faults.footprint import MIB, Footprint

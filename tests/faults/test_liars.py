@@ -26,17 +26,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from pdconn.faults.frames import FrameFaults, MessageFaults, Outgoing
+from pdconn.faults.relay import Relay
 from pdconn.lifecycle.pull import Patience
-from pdconn.protocol.disturbed import FrameFaults, MessageFaults, Outgoing
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import decode_from_lender
-from pdconn.runtime import connections
-from pdconn.runtime.relay import Relay
+from pdconn.puller import connections
 from tests.faults.engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated
-from transport.memory import MemoryTransport
-from transport.network import MemoryNetwork
+from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.transport import MemoryTransport
 
 LIES = max(200, int(os.environ.get("PDCONN_FUZZ", "0")) // 50)
 SEED = int(os.environ.get("PDCONN_SEED", "1"))

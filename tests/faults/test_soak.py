@@ -23,23 +23,23 @@ from typing import Any
 
 import pytest
 
+from pdconn.faults.frames import MessageFaults
+from pdconn.faults.relay import Relays
 from pdconn.lab.ports import free_ports
-from pdconn.lifecycle.leases import LeaseBook
+from pdconn.lifecycle.lease_table import LeaseBook
 from pdconn.lifecycle.pull import Patience
-from pdconn.protocol.disturbed import MessageFaults
 from pdconn.protocol.ticket import Ticket
-from pdconn.runtime.connections import Connections
-from pdconn.runtime.pulls import Pulls
-from pdconn.runtime.relay import Relays
-from tests.contract.rigs import nixl_options
+from pdconn.puller.connections import Connections
+from pdconn.puller.pulls import Pulls
 from tests.faults.engines import Decode, Prefill, until
 from tests.faults.footprint import MIB, Footprint
+from tests.transport.contract.rigs import nixl_options
 from transport import PeerLost
 from transport.base import Transport
-from transport.disturbed import DisturbedTransport, ReadFaults
-from transport.faults import Failing, Fault, Late
-from transport.memory import MemoryTransport
-from transport.network import MemoryNetwork
+from transport.faulty import DisturbedTransport, ReadFaults
+from transport.inprocess.faults import Failing, Fault, Late
+from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.transport import MemoryTransport
 
 PULLS = int(os.environ.get("PDCONN_SOAK", "600"))
 SEED = int(os.environ.get("PDCONN_SEED", "1"))
@@ -275,7 +275,7 @@ def test_pulls_over_nixl_with_faults_leave_nothing_behind() -> None:
 
     NIXL and UCX keep some memory of every agent that ever was.
     """
-    from transport.nixl import NixlTransport
+    from transport.nixl.transport import NixlTransport
 
     faults = ReadFaults(delay=0.1, delay_s=0.1, fail=0.03)
 

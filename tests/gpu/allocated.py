@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from registration.allocate import HeadMajor, KVCacheAllocation, allocate
-from registration.contents import AttentionTensor
-from registration.layers import GroupPages, LayerPages
+from registration.allocation.allocate import HeadMajor, KVCacheAllocation, allocate
+from registration.allocation.contents import AttentionTensor
+from registration.allocation.layers import GroupPages, LayerPages
+from registration.allocation.strided import Axis
 from registration.references import AttentionKind
-from registration.strided import Axis
 from tests.gpu.cases import BLOCK_TOKENS, U8, as_bytes
 from transport import Device
 

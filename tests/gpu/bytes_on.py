@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from transport import Device, Memory
-from transport.testing import GUARD_BYTES, Arena
+from transport.testing.contract import GUARD_BYTES, Arena
 
 U8 = NDArray[np.uint8]
 ALIGNMENT = 4096

@@ -23,17 +23,17 @@ import numpy as np
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.sums import Terms
+from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
-from pdconn.runtime.lender import Lender
 from registration import RegisteredKVMemory
-from registration.allocate import HeadMajor
+from registration.allocation.allocate import HeadMajor
 from tests.gpu.allocated import fill, rank_memory
 from tests.gpu.bytes_on import ArenaOn, BytesOn
 from tests.gpu.cases import TOKENS, Case, Request, placed
 from tests.gpu.rigs import LOCALHOST, TRAITS, TTL_S, ticket_of
 from transport import Device
-from transport.nixl import NixlTransport, load_library
-from transport.testing import Arena
+from transport.nixl.transport import NixlTransport, load_library
+from transport.testing.contract import Arena
 
 
 class Lending:

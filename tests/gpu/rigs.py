@@ -10,12 +10,12 @@ import msgspec
 
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import Ticket
-from tests.contract.rigs import Lender
 from tests.gpu.bytes_on import ArenaOn
 from tests.gpu.cases import TOKENS, Case, Request
+from tests.transport.contract.rigs import Lender
 from transport import Device, Memory, ReadId, Settled
-from transport.nixl import NixlTransport
-from transport.testing import ARENA_BYTES, Arena, Rig
+from transport.nixl.transport import NixlTransport
+from transport.testing.contract import ARENA_BYTES, Arena, Rig
 
 LOCALHOST = "127.0.0.1"
 TRAITS = {"model": "gpu"}

@@ -8,12 +8,12 @@ import pytest
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from registration import RegisteredKVMemory
-from registration.allocate import HeadMajor
+from registration.allocation.allocate import HeadMajor
 from tests.gpu.allocated import HEADS, NUM_BLOCKS, NUM_LAYERS, content_of, held, rank_memory
 from tests.gpu.cases import BLOCK_TOKENS
 from tests.gpu.rigs import DeviceLender, settled_reads
 from transport import Device
-from transport.nixl import NixlTransport
+from transport.nixl.transport import NixlTransport
 
 THEIRS, OURS = (5, 2, 9, 3), (1, 8, 4, 11)
 """Block ids of the four blocks that are pulled."""

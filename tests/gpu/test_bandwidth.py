@@ -15,7 +15,7 @@ import pytest
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.rigs import DeviceLender, settled_reads
 from transport import Device, PeerId, Spans
-from transport.nixl import NixlTransport
+from transport.nixl.transport import NixlTransport
 
 MIB = 1 << 20
 SIZES = {"cpu": 64 * MIB, "cuda": 1024 * MIB}

@@ -9,7 +9,7 @@ import pytest
 from tests.gpu.bytes_on import ArenaOn, BytesOn
 from tests.gpu.rigs import DeviceLender, device_rig
 from transport import Device
-from transport.testing import BLANK, Arena, Rig, TransportContract
+from transport.testing.contract import BLANK, Arena, Rig, TransportContract
 
 
 class TestNixlOnADevice(TransportContract):

@@ -15,19 +15,19 @@ import pytest
 
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.messages import RankGeometry
-from pdconn.runtime.proving import Verify
-from pdconn.runtime.puller import Puller
-from pdconn.runtime.rank import Rank
-from pdconn.runtime.records import Outcome
-from pdconn.runtime.warming import WarmUp
-from pdconn.runtime.warmth import Place
+from pdconn.puller.proving import Verify
+from pdconn.puller.rank import Rank
+from pdconn.puller.results import Outcome
+from pdconn.puller.thread import Puller
+from pdconn.puller.warming import WarmUp
+from pdconn.puller.warmup import Place
 from registration.scratch import Scratch
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.cases import BLOCK_TOKENS, Case, Request, placed
 from tests.gpu.rigs import LOCALHOST, PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
 from tests.property.oracle import UNTOUCHED, expected
 from transport import Device
-from transport.nixl import NixlTransport
+from transport.nixl.transport import NixlTransport
 
 CASES = [
     Case(layout, layout, theirs, ours, held)

@@ -16,6 +16,7 @@ import pytest
 from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.compare import Answer, spread_lengths
 from pdconn.lab.errors import RequestRefused
+from tests.docker.dashboard import asked, dashboard, expressions
 from tests.multinode.namespaces import why_not
 from tests.multinode.topology import (
     BLOCK,
@@ -28,7 +29,6 @@ from tests.multinode.topology import (
     fresh_prompts,
     until,
 )
-from tests.unit.dashboard import asked, dashboard, expressions
 
 _WHY_NOT = why_not()
 pytestmark = [

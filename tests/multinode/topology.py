@@ -26,7 +26,7 @@ from pdconn.lab.engine import Engine, running
 from pdconn.lab.proxy import running_proxy
 from pdconn.lab.spec import EngineSpec
 from tests.multinode.namespaces import Machine, Network
-from tests.vllm.engines import cache_beside, transfer_config
+from tests.vllm.engines.engines import cache_beside, transfer_config
 
 Prompt = tuple[int, ...]
 

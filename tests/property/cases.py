@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.ticket import BlockList, trimmed
 from registration.references import AttentionKind
-from tests.layouts import LAYOUTS
+from tests.fakes.layouts import LAYOUTS
 from tests.property.oracle import Group, Layers, Side, check
 
 _PACKED = tuple(layout for layout in LAYOUTS if layout.endswith("NC"))

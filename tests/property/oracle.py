@@ -26,7 +26,7 @@ from registration.references import (
     KVCacheReferences,
     build_kv_cache_references,
 )
-from tests.layouts import layout_memory, layout_nbytes
+from tests.fakes.layouts import layout_memory, layout_nbytes
 
 UNTOUCHED = -1
 NOWHERE = -2

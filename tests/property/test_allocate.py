@@ -14,11 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from registration import AttentionKind, KVCacheDataReference, KVCacheReferences, RegistrationError
-from registration.allocate import HeadMajor, KVCacheAllocation, allocate
-from registration.contents import AttentionTensor, OpaqueTensor, StateTensor, StateTensors
-from registration.layers import GroupPages, LayerPages
-from registration.strided import Axis, StridedTensor
-from tests.layouts import described_bytes
+from registration.allocation.allocate import HeadMajor, KVCacheAllocation, allocate
+from registration.allocation.contents import (
+    AttentionTensor,
+    OpaqueTensor,
+    StateTensor,
+    StateTensors,
+)
+from registration.allocation.layers import GroupPages, LayerPages
+from registration.allocation.strided import Axis, StridedTensor
+from tests.fakes.layouts import described_bytes
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float32)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}

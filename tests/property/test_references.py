@@ -18,7 +18,7 @@ from registration import (
     RegistrationError,
     build_kv_cache_references,
 )
-from tests.layouts import LAYOUTS, described_bytes, layout_memory, walked_bytes
+from tests.fakes.layouts import LAYOUTS, described_bytes, layout_memory, walked_bytes
 
 BASE = 4096
 

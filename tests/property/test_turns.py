@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.lifecycle.turns import Turns
+from pdconn.puller.fair_queue import Turns
 
 Asked = list[tuple[int, int]]
 """(bytes served in all when it was asked for, bytes wanted) of each pull, in order."""

@@ -8,29 +8,29 @@ from dataclasses import dataclass, field, replace
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
+from pdconn.lender.sessions import Desk, Visitor
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.runtime.channel import ChannelLost
-from pdconn.runtime.desk import Desk, Visitor
-from pdconn.runtime.jobs import Job, News, ReadSettled
-from pdconn.runtime.lanes import Pace
-from pdconn.runtime.peers import Peer
-from pdconn.runtime.proving import Verify
-from pdconn.runtime.pulls import Pulls
-from pdconn.runtime.rank import Rank
-from pdconn.runtime.reading import Reading
-from pdconn.runtime.records import Outcome
-from pdconn.runtime.warming import Touch, WarmUp
-from pdconn.runtime.warmth import Place
+from pdconn.puller.jobs import Job, News, ReadSettled
+from pdconn.puller.peers import Peer
+from pdconn.puller.proving import Verify
+from pdconn.puller.pulls import Pulls
+from pdconn.puller.rank import Rank
+from pdconn.puller.read_queue import Pace
+from pdconn.puller.reading import Reading
+from pdconn.puller.results import Outcome
+from pdconn.puller.warming import Touch, WarmUp
+from pdconn.puller.warmup import Place
+from pdconn.sidechannel.connection import ChannelLost
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedWire
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.world import Wire, World, connect
 from transport import HOST
-from transport.memory import MemoryTransport
+from transport.inprocess.transport import MemoryTransport
 
 POOL = 24
 SLICE_NBYTES = 200
@@ -221,7 +221,7 @@ class DecodeRank:
         return WarmUp(places, self._scratch.memory)
 
     def dial(self, peer: Peer) -> None:
-        """As ``pdconn.runtime.peers.Dialer.dial``."""
+        """As ``pdconn.puller.peers.Dialer.dial``."""
         wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
         peer.wire = TappedWire(wire, self.log, self.world.clock)
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdconn.lifecycle.pull import PullState
-from pdconn.runtime.warming import Touch
+from pdconn.puller.warming import Touch
 from tests.simulation.engines import Decode, DecodeRank, Prefill
 from tests.simulation.world import World
-from transport.faults import ReadRequest
+from transport.inprocess.faults import ReadRequest
 
 BELIEVING = (PullState.HELD, PullState.READING)
 

@@ -22,7 +22,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     decode_from_reader,
 )
-from pdconn.runtime.peers import PeerWire
+from pdconn.puller.peers import PeerWire
 
 
 @dataclass

@@ -15,7 +15,7 @@ from registration.references import (
     KVCacheReferences,
     build_kv_cache_references,
 )
-from tests.layouts import layout_memory
+from tests.fakes.layouts import layout_memory
 
 HEADS = 2
 LAYERS = ("a", "b")

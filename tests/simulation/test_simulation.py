@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from pdconn.faults.frames import MessageFaults
+from pdconn.lender.checksums import Proofs
 from pdconn.lifecycle.lease import Lease, LeaseState
 from pdconn.lifecycle.pull import Effect, Pull, PullState
-from pdconn.protocol.disturbed import MessageFaults
-from pdconn.runtime.proofs import Proofs
-from pdconn.runtime.pulls import Pulls
-from pdconn.runtime.records import FailedPull
-from tests.believing import without_deadline
+from pdconn.puller.pulls import Pulls
+from pdconn.puller.results import FailedPull
+from tests.fakes.believing import without_deadline
 from tests.simulation import engines
 from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.run import simulate

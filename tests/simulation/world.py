@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdconn.protocol.disturbed import FlowState, FrameFaults, MessageFaults
-from pdconn.runtime.channel import ChannelLost
+from pdconn.faults.frames import FlowState, FrameFaults, MessageFaults
+from pdconn.sidechannel.connection import ChannelLost
 from transport import PeerId, PeerLost
-from transport.faults import Failing, Fault, Late, ManualClock, ReadRequest
-from transport.network import MemoryNetwork
+from transport.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest
+from transport.inprocess.network import MemoryNetwork
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Wire:
     _due: float = 0.0
 
     def send(self, bodies: Iterable[bytes]) -> None:
-        """As ``pdconn.runtime.wire.Wire.send``."""
+        """As ``pdconn.sidechannel.wire.Wire.send``."""
         for body in bodies:
             if self.is_cut:
                 raise ChannelLost("cut")
@@ -133,14 +133,14 @@ class Wire:
                 self.world.at(self.faults.held_until - self.world.now, self._flush)
 
     def receive(self) -> Sequence[bytes]:
-        """As ``pdconn.runtime.wire.Wire.receive``."""
+        """As ``pdconn.sidechannel.wire.Wire.receive``."""
         arrived, self.arrived = self.arrived, []
         if not arrived and self.is_cut:
             raise ChannelLost("closed by the peer")
         return arrived
 
     def close(self) -> None:
-        """As ``pdconn.runtime.wire.Wire.close``: the other end learns of it."""
+        """As ``pdconn.sidechannel.wire.Wire.close``: the other end learns of it."""
         self.cut()
 
     def finish(self) -> None:

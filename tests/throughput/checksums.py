@@ -34,7 +34,7 @@ from registration.references import (
     KVCacheReferences,
     build_kv_cache_references,
 )
-from tests.layouts import layout_memory
+from tests.fakes.layouts import layout_memory
 
 LAYERS, HEADS, TOKEN_NBYTES = 8, 8, 2 * 128 * 2
 

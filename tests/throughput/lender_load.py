@@ -30,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from pdconn.lab.ports import LOCALHOST
+from pdconn.lender.server import Lender
 from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -44,8 +45,7 @@ from pdconn.protocol.messages import (
     Renew,
     Welcome,
 )
-from pdconn.runtime.lender import Lender
-from tests.pair import TRAITS, Cache
+from tests.fakes.pair import TRAITS, Cache
 
 READERS = 64
 TTL_S = 30.0

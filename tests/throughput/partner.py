@@ -22,16 +22,16 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from pdconn.bench.arena import Arena
-from pdconn.bench.paths import PATHS
-from pdconn.bench.workload import extent, placed
+from pdconn.bench.transfer.arena import Arena
+from pdconn.bench.transfer.paths import PATHS
+from pdconn.bench.transfer.workload import extent, placed
 from pdconn.lab.ports import LOCALHOST
+from pdconn.lender.server import Lender
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
-from pdconn.runtime.lender import Lender
-from pdconn.runtime.puller import Puller
-from pdconn.runtime.rank import Rank
+from pdconn.puller.rank import Rank
+from pdconn.puller.thread import Puller
 from pdconn.vllm.prompt import prompt_digest
 
 TTL_S = 60.0

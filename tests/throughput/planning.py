@@ -32,7 +32,7 @@ from registration.references import (
     KVCacheReferences,
     build_kv_cache_references,
 )
-from tests.layouts import layout_memory
+from tests.fakes.layouts import layout_memory
 
 LAYERS, EVERY, WINDOW, HEADS, TOKEN_NBYTES = 62, 6, 1024, 16, 2 * 128 * 2
 BLOCK = 16

@@ -42,7 +42,7 @@ from pdconn.lab.process import Process
 from pdconn.lab.proxy import running_proxy
 from pdconn.lab.quiet import Neighbours
 from pdconn.lab.table import table
-from tests.throughput.fake_stream import KNOWN
+from tests.fakes.stream_engine import KNOWN
 
 STREAMS, TOKENS, PROMPT_TOKENS = 32, 200, 1000
 SPREAD_S = 2.0
@@ -225,7 +225,7 @@ class Fleet:
 @contextmanager
 def _engines(place: Path) -> Iterator[Fleet]:
     prefill, events, replay, decode = free_ports(4)
-    fake = "tests.throughput.fake_stream"
+    fake = "tests.fakes.stream_engine"
     with (
         _process("prefill", fake, (prefill, events, replay), prefill, place),
         _process("decode", fake, (decode,), decode, place),
@@ -344,9 +344,9 @@ async def _publish(fleet: Fleet, url: str, seconds: float, busy: bool) -> None:
 def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     """A router that notes how old each batch is once it has been applied."""
     from pdconn.cli.proxy import _loop_factory
-    from pdconn.router.caches import Caches
     from pdconn.router.config import ProxyConfig
-    from pdconn.router.feed.subscriber import Source
+    from pdconn.router.events.caches import Caches
+    from pdconn.router.events.subscriber import Source
     from pdconn.router.prefix.events import Batch
     from pdconn.router.server import running_proxy as in_this_process
 

@@ -32,7 +32,7 @@ from pdconn.lab.proxy import running_proxy
 from pdconn.lab.table import table
 
 if TYPE_CHECKING:
-    from tests.throughput.sim_engine import Counts, SimEngine
+    from tests.fakes.sim_engine import Counts, SimEngine
 
 POLICIES = ("prefix", "round-robin", "random")
 NUM_SYSTEM_PROMPTS = 6
@@ -165,7 +165,7 @@ class Client:
 
 async def run(policy: str, trace: Sequence[Conversation], num_blocks: int) -> Row:
     """One policy over new engines."""
-    from tests.throughput.sim_engine import CacheShape, GroupShape, sim_engines
+    from tests.fakes.sim_engine import CacheShape, GroupShape, sim_engines
 
     groups = (GroupShape(16), GroupShape(16, window=128))
     shape = CacheShape(groups, num_blocks, retention=0)

@@ -32,12 +32,12 @@ SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 def opened(backend: str, name: str, tls: str) -> Transport:
     """A transport of ``backend`` restricted to ``tls``, without huge pages."""
     if backend == "nixl":
-        from transport.nixl import NixlTransport
+        from transport.nixl.transport import NixlTransport
 
         # NIXL splits engine_config at commas, and allows no list.
         config = {"UCX": {"engine_config": f"TLS={tls.partition(',')[0]}"}}
         return NixlTransport(name, backend_options=config, huge_pages=False)
-    from transport.ucx import UcxTransport
+    from transport.ucx.transport import UcxTransport
 
     return UcxTransport(name, options={"TLS": tls}, huge_pages=False)
 

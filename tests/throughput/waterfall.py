@@ -28,18 +28,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.bench.arena import Arena
-from pdconn.bench.paths import PATHS
-from pdconn.bench.workload import Workload, extent, placed
+from pdconn.bench.transfer.arena import Arena
+from pdconn.bench.transfer.paths import PATHS
+from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.forecast.engine import parse_engine
 from pdconn.forecast.shapes import built_in
 from pdconn.lab.ports import LOCALHOST
 from pdconn.lab.table import table
+from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
-from pdconn.runtime.lender import Lender
-from pdconn.runtime.puller import Puller
-from pdconn.runtime.rank import Rank
+from pdconn.puller.rank import Rank
+from pdconn.puller.thread import Puller
 
 TRAITS = {"model": "waterfall"}
 PATIENCE_S = 60.0

@@ -1,15 +1,62 @@
-"""A configuration that makes no sense stops the engine at its start, saying why."""
+"""Laws of configuration: strict keys, typed values, vLLM's own defaults."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pdconn.lab.engine import Engine, wait_ready
-from pdconn.lab.errors import EngineDied
+from pdconn.puller.warmup import Place
+from pdconn.vllm.config import ConfigError, read_settings
 
 
-def test_an_unknown_key_stops_the_engine_and_names_the_nearest(misconfigured: Engine) -> None:
-    with pytest.raises(EngineDied):
-        wait_ready([misconfigured])
-    log = misconfigured.log.read_text()
-    assert "unknown key 'side_channel_prot'; did you mean 'side_channel_port'?" in log
+def test_defaults_come_from_vllms_environment() -> None:
+    settings = read_settings({}, "10.0.0.1", 5600, port_offset=2)
+    assert (settings.side_channel_host, settings.side_channel_port) == ("10.0.0.1", 5602)
+    assert settings.kv_lease_duration == 30.0
+
+
+def test_the_config_wins_over_the_environment() -> None:
+    extra = {"side_channel_host": "h", "side_channel_port": 1234, "kv_lease_duration": 5}
+    settings = read_settings(extra, "localhost", 5600, port_offset=1)
+    assert (settings.side_channel_host, settings.side_channel_port) == ("h", 1235)
+    assert settings.kv_lease_duration == 5.0
+
+
+def test_lenders_to_warm_are_places() -> None:
+    listed = ["p1:5600", "10.0.0.2:5601", "[fe80::1]:5602"]
+    settings = read_settings({"warm_peers": listed}, "localhost", 5600, 0)
+    assert settings.warm_peers == (
+        Place("p1", 5600), Place("10.0.0.2", 5601), Place("fe80::1", 5602),
+    )  # fmt: skip
+    assert read_settings({}, "localhost", 5600, 0).warm_peers == ()
+
+
+def test_an_unknown_key_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'side_channel_prot'; did you mean 'side_channel_port'"):
+        read_settings({"side_channel_prot": 1}, "localhost", 5600, 0)
+    with pytest.raises(ConfigError, match="known keys: side_channel_host"):
+        read_settings({"zzz": 1}, "localhost", 5600, 0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"side_channel_port": "5600"}, "side_channel_port: expected a port number"),
+        ({"side_channel_port": True}, "side_channel_port: expected a port number"),
+        ({"side_channel_host": 5}, "side_channel_host: expected text, got 5"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration: expected seconds above 0"),
+        ({"kv_lease_duration": "9"}, "kv_lease_duration: expected seconds above 0"),
+        ({"backends": "UCX"}, "backends: expected a list of backend names, got 'UCX'"),
+        ({"backend_options": {"UCX": 1}}, "backend_options: expected options per backend"),
+        ({"huge_pages": 1}, "huge_pages: expected true or false, got 1"),
+        ({"warm_peers": "p1:5600"}, "warm_peers: expected a list of at most 256"),
+        ({"warm_peers": ["p1:5600"] * 257}, "warm_peers: expected a list of at most 256"),
+        ({"warm_peers": ["p1:5600", "p2"]}, 'warm_peers: expected "host:port".* as entry 1, got'),
+        ({"warm_peers": ["p1:5600", "p1:5600"]}, "every place once, and entry 1 repeats p1:5600"),
+        ({"side_channel_host": "0.0.0.0"}, "side_channel_host: expected an address"),
+    ],
+)
+def test_a_wrong_value_names_key_expected_and_seen(extra: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_settings(extra, "localhost", 5600, 0)

@@ -23,7 +23,7 @@ from typing import Any
 
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import BadMember, Member, engine_name, known_keys
-from pdconn.router.policy import Role
+from pdconn.router.routing.policy import Role
 
 _TABLE = "engine"
 _KINDS: dict[str, tuple[type, str]] = {

@@ -21,9 +21,9 @@ from typing import Self
 
 from multidict import CIMultiDict
 
-from pdconn.router.engines import Engines
-from pdconn.router.policy import Role
-from pdconn.router.upstream import Lost, Unreached, Upstream
+from pdconn.router.fleet.client import Lost, Unreached, Upstream
+from pdconn.router.fleet.registry import Engines
+from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from pdconn.router.errors import BadSetting
-from pdconn.router.policy import Role
+from pdconn.router.routing.policy import Role
 
 _HOST = "{host}"
 _MOST_RANKS = 4096

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Member, engine_name, merged, parse_member
-from pdconn.router.policy import Role
+from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,42 @@
+"""Over what a benchmark moves bytes: what UCX may use, and which pages lie under it.
+
+The names are those of ``pdconn plan --link``.  A path is set per connection, so one run
+can compare several; ``UCX_TLS`` in the environment of either side wins over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from transport import Transport
+from transport.nixl.transport import NixlTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """``tls`` is UCX's list of transports, None to let it choose; ``huge_pages``: 2 MiB."""
+
+    name: str
+    tls: str | None
+    huge_pages: bool
+    words: str
+
+    def open(self, name: str) -> Transport:
+        """A NIXL transport called ``name`` that uses this path."""
+        options = {} if self.tls is None else {"UCX": {"engine_config": f"TLS={self.tls}"}}
+        return NixlTransport(name, backend_options=options, huge_pages=self.huge_pages)
+
+
+PATHS: Mapping[str, Path] = MappingProxyType(
+    {
+        path.name: path
+        for path in (
+            Path("auto", None, True, "whatever UCX chooses, huge pages"),
+            Path("shm", None, False, "CMA between processes of one host, 4 KiB pages"),
+            Path("shm-huge", None, True, "CMA between processes of one host, huge pages"),
+            Path("tcp", "tcp", True, "TCP with segments of 1 MiB, huge pages"),
+        )
+    }
+)

@@ -1,0 +1,91 @@
+"""``debug_faults``: faults on demand for a decode engine, seeded and replayable.
+
+    {"seed": 7,
+     "reads": {"delay": 0.1, "delay_s": 0.5, "corrupt": 0.01},
+     "messages": {"drop": 0.05, "skip": 2}}
+
+``reads`` disturbs the reads of KV, see ``transport.faulty``; ``messages`` the
+frames of the side channel in both directions, see ``pdconn.faults.frames``.
+Chances are per read and per frame, from 0 to 1, and 0 unless given; ``delay_s``
+is in seconds, 0.1 unless given.  Answers may be wrong with ``corrupt`` reads, and with
+``corrupt`` messages where nothing authenticates them: a greeting with one bit of an
+offset turned over is a greeting still.  ``kill`` ends the process; all else costs time or requests
+only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from pdconn.faults.frames import MessageFaults
+from transport.fault_schedule import FaultError, check_count
+from transport.faulty import ReadFaults
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What to disturb, and the seed that every draw follows from.
+
+    Raises:
+        FaultError: the seed is no whole number from 0.
+    """
+
+    seed: int = 0
+    reads: ReadFaults = field(default_factory=ReadFaults)
+    messages: MessageFaults = field(default_factory=MessageFaults)
+
+    def __post_init__(self) -> None:
+        check_count("seed", self.seed)
+
+    def __bool__(self) -> bool:
+        """Whether anything can happen."""
+        return bool(self.reads) or bool(self.messages)
+
+    def __str__(self) -> str:
+        parts = (("reads", self.reads), ("messages", self.messages))
+        return "; ".join([f"seed {self.seed}", *[f"{k}: {v}" for k, v in parts if v]])
+
+
+def read_faults(value: object, path: str = "debug_faults") -> Faults:
+    """Check faults as they came from JSON; ``path`` is what errors call them.
+
+    Raises:
+        FaultError: naming the key path, what was expected, what came, and for an
+            unknown key the nearest known one.
+
+    Example:
+        >>> read_faults({"reads": {"corupt": 1}})
+        Traceback (most recent call last):
+        transport.fault_schedule.FaultError: debug_faults.reads: expected a known key, got \
+'corupt'; did you mean 'corrupt'?
+    """
+    parts = dict(_mapping(value, path))
+    for key, record in (("reads", ReadFaults), ("messages", MessageFaults)):
+        if key in parts:
+            parts[key] = _build(record, parts[key], f"{path}.{key}")
+    return _build(Faults, parts, path)
+
+
+def _build(record: type[Record], value: object, path: str) -> Record:
+    values = _mapping(value, path)
+    known = [field.name for field in fields(record)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise FaultError(path, "a known key", key, hint)
+    try:
+        return record(**values)
+    except FaultError as error:
+        raise error.of(path) from None
+
+
+def _mapping(value: object, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise FaultError(path, "a mapping", value)
+    return value

@@ -1,0 +1,226 @@
+"""Faults of a message stream, frame by frame: what a bad network or a bad peer does.
+
+Pure: a relay feeds it what arrived and sends what comes back when it is due; a
+simulation can do the same in virtual time.  What befalls frame n is drawn as
+``transport.fault_schedule`` says, so it does not depend on when anything arrived::
+
+    feed(frame, now) ──► [Outgoing(due, frame), …]    due never goes back
+                         state CUT: close both ends, drop what waits
+                         state STALLED: nothing more comes, what waits still goes out
+
+Bodies are not looked at: they may be encrypted, and a peer must bear any bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from transport.fault_schedule import check_chances, check_count, check_seconds, drawn, in_words
+
+_KINDS = ("cut", "stall", "drop", "corrupt", "duplicate", "delay", "reorder")
+_PREFIX = 4
+
+HOLD_S = 0.25
+"""How long a frame to be reordered waits for the next one, before it goes out alone."""
+
+MAX_FRAME = 1 << 28
+"""A longer frame is none: the stream is encrypted, or was spoiled on its way here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFaults:
+    """The chance that each fault befalls a frame, from 0 to 1.
+
+    ``delay``
+        goes out ``delay_s`` later, and so do those behind it.
+    ``drop``, ``duplicate``
+        goes out never, or twice.
+    ``reorder``
+        goes out after the next frame; alone after ``HOLD_S`` if there is none.
+    ``corrupt``
+        one bit is flipped, in the length or in the body.
+    ``cut``
+        both ends of the connection are closed.
+    ``stall``
+        it and all later frames of this direction never go out; the connection
+        stays open.
+    ``skip``
+        so many first frames of a connection and direction are left alone.
+
+    ``cut`` goes before ``stall``, that before ``drop``, and that before the others,
+    which add up.
+
+    Raises:
+        FaultError: a value out of range, by its field.
+    """
+
+    delay: float = 0.0
+    delay_s: float = 0.1
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    corrupt: float = 0.0
+    cut: float = 0.0
+    stall: float = 0.0
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        check_chances(self, _KINDS)
+        check_seconds("delay_s", self.delay_s)
+        check_count("skip", self.skip)
+
+    def __str__(self) -> str:
+        return in_words(self, _KINDS)
+
+    def __bool__(self) -> bool:
+        """Whether anything can happen."""
+        return bool(str(self))
+
+
+class FlowState(Enum):
+    """What became of one direction."""
+
+    OPEN = "open"
+    STALLED = "stalled"
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A frame, its length included, to be sent at ``due`` seconds."""
+
+    due: float
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A frame, or two copies, that the next one overtakes."""
+
+    copies: tuple[bytes, ...]
+    due: float
+    until: float
+
+
+class FrameFaults:
+    """Disturbs one direction of one connection.
+
+    Args:
+        rng: this direction's own.
+        counts: where faults are counted, by kind, and under ``frames`` all frames up to
+            one that ends the direction.
+
+    Example:
+        >>> faults = FrameFaults(MessageFaults(reorder=1.0), Random(7))
+        >>> faults.feed(b"one", 0.0)
+        []
+        >>> [out.frame for out in faults.feed(b"two", 0.1)]
+        [b'two', b'one']
+    """
+
+    def __init__(
+        self, faults: MessageFaults, rng: Random, counts: Counter[str] | None = None
+    ) -> None:
+        self._faults = faults
+        self._rng = rng
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.state = FlowState.OPEN
+        self._number = 0
+        self._last_due = float("-inf")
+        self._held: _Held | None = None
+
+    @property
+    def held_until(self) -> float | None:
+        """When to call :meth:`flush` unless another frame was fed before."""
+        return None if self._held is None else self._held.until
+
+    def feed(self, frame: bytes, now: float) -> list[Outgoing]:
+        """A frame arrived; what is to be sent, in order.  See also :attr:`state`."""
+        befallen, where = drawn(self._rng, self._faults, _KINDS), self._rng.random()
+        if self.state is not FlowState.OPEN:
+            return []
+        self._number += 1
+        self.counts["frames"] += 1
+        if self._number <= self._faults.skip:
+            befallen = frozenset()
+        for kind in ("cut", "stall", "drop"):
+            if kind in befallen:
+                return self._withhold(kind, now)
+        self.counts.update(befallen - {"reorder"})
+        if "corrupt" in befallen:
+            frame = _flipped(frame, where)
+        copies = (frame, frame) if "duplicate" in befallen else (frame,)
+        due = now + (self._faults.delay_s if "delay" in befallen else 0.0)
+        if "reorder" in befallen and self._held is None:
+            self._held = _Held(copies, due, now + HOLD_S)
+            return []
+        if self._held is not None:
+            self.counts["reorder"] += 1
+        return [*self._out(copies, due), *self.flush(now)]
+
+    def flush(self, now: float) -> list[Outgoing]:
+        """Let go of a frame that waits for the next one, at the end of a stream too."""
+        held, self._held = self._held, None
+        return self._out(held.copies, max(held.due, now)) if held else []
+
+    def _withhold(self, kind: str, now: float) -> list[Outgoing]:
+        self.counts[kind] += 1
+        if kind == "drop":
+            return []
+        if kind == "stall":
+            self.state = FlowState.STALLED
+            return self.flush(now)
+        self.state = FlowState.CUT
+        self._held = None
+        return []
+
+    def _out(self, copies: tuple[bytes, ...], due: float) -> list[Outgoing]:
+        self._last_due = max(self._last_due, due)
+        return [Outgoing(self._last_due, copy) for copy in copies]
+
+
+class Units:
+    """Cuts a byte stream into frames, lengths included, and nothing is lost or judged.
+
+    A stream whose next length is above ``max_frame`` is not framed, as TLS is not: it
+    passes in the chunks that it came in, from there on.
+    """
+
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        self._max_frame = max_frame
+        self._pending = bytearray()
+        self._is_framed = True
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Bytes arrived; return the frames that they complete."""
+        if not self._is_framed:
+            return [data]
+        self._pending += data
+        units = []
+        start = 0
+        while len(self._pending) - start >= _PREFIX:
+            length = int.from_bytes(self._pending[start : start + _PREFIX], "big")
+            end = start + _PREFIX + length
+            if length > self._max_frame:
+                self._is_framed = False
+                end = len(self._pending)
+            if len(self._pending) < end:
+                break
+            units.append(bytes(self._pending[start:end]))
+            start = end
+        del self._pending[:start]
+        return units
+
+    def rest(self) -> list[bytes]:
+        """The stream ended: what is left of an unfinished frame, if anything."""
+        rest, self._pending = bytes(self._pending), bytearray()
+        return [rest] if rest else []
+
+
+def _flipped(frame: bytes, where: float) -> bytes:
+    """``frame`` with the bit at ``where``, from 0 to 1, turned over."""
+    byte, bit = divmod(int(where * 8 * len(frame)), 8)
+    return frame[:byte] + bytes([frame[byte] ^ 1 << bit]) + frame[byte + 1 :]

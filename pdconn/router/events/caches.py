@@ -1,0 +1,214 @@
+"""What the router knows of the engines' prefix caches: events in, hits of a prompt out.
+
+Each data-parallel rank of an engine is a pod of the index: rank 0 by the engine's name, the
+others by ``name#rank``.  How an engine hashes is found out from the first blocks that it
+stores with the tokens they hold, unless it was told; engines that hash differently are asked
+for different chains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdconn.router.events.subscriber import Source, Status
+from pdconn.router.prefix.chains import Chains
+from pdconn.router.prefix.detect import can_tell, detect
+from pdconn.router.prefix.events import Batch, Stored
+from pdconn.router.prefix.hashing import Extras, HashScheme
+from pdconn.router.prefix.index import Index
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS, NO_HIT, Hit, Prompt, Scorer
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_TOKENS = 4_000_000
+"""Tokens of recent prompts whose chains are extended instead of computed anew."""
+TRIES = 64
+"""Stored events of one pod that are tried to tell how it hashes, before that is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHit:
+    """A data-parallel rank of an engine, and its hit."""
+
+    hit: Hit = NO_HIT
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A prompt that was looked for.
+
+    Attributes:
+        prompts: its hashes for each way that engines hash.
+        pods: the hit of every pod.
+        ranks: of every engine its ranks, best hit first.
+    """
+
+    prompts: Mapping[HashScheme, Prompt]
+    pods: Mapping[str, Hit]
+    ranks: Mapping[str, tuple[RankHit, ...]]
+
+    def best(self, engine: str | None) -> RankHit | None:
+        """An engine's best hit; None where nothing is known of it."""
+        ranks = self.ranks.get(engine or "")
+        return ranks[0] if ranks else None
+
+
+@dataclass(slots=True)
+class Feed:
+    """One pod's events: where they come from, how it hashes, how they fare."""
+
+    source: Source
+    scheme: HashScheme | None
+    status: Status | None = None
+    tries: int = field(default=0)
+
+
+class Caches:
+    """An index that engines feed.
+
+    Args:
+        scheme: how every engine hashes; None to find out.
+        seed: ``PYTHONHASHSEED`` of the engines, where they have one.
+        weights: by medium.
+        eagle_groups: see ``Index``.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheme: HashScheme | None = None,
+        seed: str | None = None,
+        weights: Mapping[str, float] = DEFAULT_WEIGHTS,
+        eagle_groups: frozenset[int] = frozenset(),
+    ) -> None:
+        self.index = Index(eagle_groups=eagle_groups)
+        self.weights = weights
+        self.feeds: dict[str, Feed] = {}
+        self._scorer = Scorer(self.index, weights)
+        self._scheme = scheme
+        self._seed = seed
+        self._chains: dict[HashScheme, Chains] = {}
+        self._shared = 0
+
+    # A subscriber's sink
+
+    def apply(self, source: Source, batch: Batch) -> None:
+        """Believe what a pod's engine did."""
+        name = pod_name(source)
+        feed = self._feed(source)
+        for event in batch.events:
+            if feed.scheme is None and isinstance(event, Stored):
+                self._detect(name, feed, event)
+            self.index.apply(name, event)
+        if self.index.version != self._shared:
+            self._share_groups()
+
+    def reset(self, source: Source, why: str) -> None:
+        """Forget what a pod held, and what it said of its groups: it may be another engine."""
+        name = pod_name(source)
+        log.info("forgetting the prefix cache pod=%s why=%r", name, why)
+        self.index.drop(name)
+        self.index.add(name)
+        feed = self._feed(source)
+        feed.scheme, feed.tries = self._scheme, 0
+        self._forget_chains()
+
+    def state(self, source: Source, status: Status) -> None:
+        """How a pod's events fare."""
+        self._feed(source).status = status
+
+    def forget(self, source: Source) -> None:
+        """The engine has left the fleet."""
+        self.index.drop(pod_name(source))
+        self.feeds.pop(pod_name(source), None)
+        self._forget_chains()
+
+    def _forget_chains(self) -> None:
+        """Of schemes that nobody hashes by any more."""
+        known = self.schemes
+        self._chains = {scheme: one for scheme, one in self._chains.items() if scheme in known}
+
+    # Look-ups
+
+    @property
+    def schemes(self) -> list[HashScheme]:
+        """The ways that engines hash, as far as they are known."""
+        return list({feed.scheme: None for feed in self.feeds.values() if feed.scheme is not None})
+
+    def pods_by(self, scheme: HashScheme) -> list[str]:
+        """The pods that hash by a scheme."""
+        return [name for name, feed in self.feeds.items() if feed.scheme == scheme]
+
+    def look_for(self, tokens: Sequence[int], extras: Extras) -> Looked:
+        """Where a prompt's prefix is."""
+        prompts: dict[HashScheme, Prompt] = {}
+        pods: dict[str, Hit] = {}
+        for scheme in self.schemes:
+            chains = self._chains.get(scheme)
+            if chains is None:
+                chains = self._chains[scheme] = Chains(scheme, max_tokens=REMEMBERED_TOKENS)
+            prompt = Prompt(chains.of(tokens, extras), len(tokens), scheme.block_tokens)
+            prompts[scheme] = prompt
+            for name, hit in self._scorer.score(prompt).items():
+                if name in self.feeds and self.feeds[name].scheme == scheme:
+                    pods[name] = hit
+        return Looked(prompts, pods, self._ranks(pods))
+
+    def _ranks(self, pods: Mapping[str, Hit]) -> dict[str, tuple[RankHit, ...]]:
+        ranks: dict[str, list[RankHit]] = {}
+        for name, hit in pods.items():
+            source = self.feeds[name].source
+            ranks.setdefault(source.engine, []).append(RankHit(hit, source.rank))
+        return {
+            engine: tuple(sorted(found, key=lambda one: (-one.hit.tokens, -one.hit.score)))
+            for engine, found in ranks.items()
+        }
+
+    def _feed(self, source: Source) -> Feed:
+        name = pod_name(source)
+        feed = self.feeds.get(name)
+        if feed is None:
+            self.index.add(name)
+            feed = self.feeds[name] = Feed(source, self._scheme)
+        return feed
+
+    def _share_groups(self) -> None:
+        """Let pods that hash alike know the groups of each other's model.
+
+        An engine that has only pulled prompts may have spoken of full attention alone, and
+        would be thought to have no windows.  Pods whose descriptions differ share nothing.
+        """
+        for scheme in self.schemes:
+            names = self.pods_by(scheme)
+            told = max((self.index.pods[name].groups for name in names), key=len)
+            for name in names:
+                known = self.index.pods[name].groups
+                if known.items() <= told.items():
+                    for group in told.keys() - known.keys():
+                        self.index.learn(name, group, told[group])
+        self._shared = self.index.version
+
+    def _detect(self, name: str, feed: Feed, event: Stored) -> None:
+        if feed.tries >= TRIES or not can_tell(event):
+            return
+        feed.scheme = detect(event, self._seed)
+        if feed.scheme is not None:
+            log.info("pod=%s hashes by %s", name, feed.scheme)
+            return
+        feed.tries += 1
+        if feed.tries == TRIES:
+            log.warning(
+                "pod=%s: no block of %d stores has the hash that any algorithm gives its "
+                "tokens; its prefix cache is ignored. Do the engines run with PYTHONHASHSEED "
+                "(--hash-seed), or with --prefix-caching-hash-algo xxhash? (said once)",
+                name,
+                TRIES,
+            )
+
+
+def pod_name(source: Source) -> str:
+    """The index's name of one rank of an engine."""
+    return source.engine if source.rank == 0 else f"{source.engine}#{source.rank}"

@@ -1,0 +1,80 @@
+"""Listening to the engines of now: one subscriber for each data-parallel rank.
+
+A change of the fleet changes who is listened to.  An engine that drains is listened to until
+it is gone: what it holds still counts for nobody, but it may come back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import zmq.asyncio
+
+from pdconn.router.background import Background
+from pdconn.router.events.caches import Caches, pod_name
+from pdconn.router.events.subscriber import Source, Status, Subscriber
+from pdconn.router.fleet.member import Member
+
+log = logging.getLogger(__name__)
+
+_CLOSING = 1 << 20
+"""No bound: each is one that was listened to."""
+
+
+class Feeding:
+    """Subscribers that follow the fleet."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+        self._context = zmq.asyncio.Context()
+        self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)  # 1023 serve 250 ranks
+        self._subscribers: dict[Source, Subscriber] = {}
+        self._ending: list[Source] = []
+        self._closing = Background(limit=_CLOSING)
+
+    def fleet_changed(self, members: Iterable[Member]) -> None:
+        """Listen to these, and to nobody else."""
+        wanted = [source for member in members for source in _sources(member)]
+        for source in [known for known in self._subscribers if known not in wanted]:
+            subscriber = self._subscribers.pop(source)
+            self._ending.append(source)
+            self._closing.spawn(self._end(source, subscriber), f"stop listening to {source.engine}")
+        for source in wanted:
+            if source not in self._subscribers:
+                self._subscribers[source] = Subscriber(source, self._caches, context=self._context)
+                self._start(source)
+
+    async def _end(self, source: Source, subscriber: Subscriber) -> None:
+        await subscriber.close()
+        self._ending.remove(source)
+        self._caches.forget(source)
+        for known in self._subscribers:
+            if _same_pod(source, known):
+                self._start(known)
+
+    def _start(self, source: Source) -> None:
+        """Listen, but not while what this pod said at another address is still believed."""
+        if not any(_same_pod(source, other) for other in self._ending):
+            self._subscribers[source].start()
+
+    def statuses(self) -> dict[str, Status]:
+        """How each pod's events fare now."""
+        return {pod_name(source): one.status for source, one in self._subscribers.items()}
+
+    async def close(self) -> None:
+        """Listen to nobody."""
+        self.fleet_changed(())
+        await self._closing.close(grace_s=2.0)
+        self._context.destroy(linger=0)
+
+
+def _sources(member: Member) -> list[Source]:
+    return [
+        Source(member.url, place.rank, place.events, place.replay)
+        for place in member.event_endpoints()
+    ]
+
+
+def _same_pod(one: Source, other: Source) -> bool:
+    return (one.engine, one.rank) == (other.engine, other.rank)

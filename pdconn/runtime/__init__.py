@@ -1,1 +1,0 @@
-"""Threads and sockets: the lender of a prefill engine, the puller of a decode rank."""

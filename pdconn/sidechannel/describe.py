@@ -1,0 +1,65 @@
+"""Ask a running engine's side channel what its KV looks like."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import (
+    PROTOCOL_VERSION,
+    Describe,
+    Described,
+    Rejected,
+    decode_from_lender,
+    encode,
+)
+from pdconn.sidechannel.connection import Channel
+from pdconn.sidechannel.dial import MAX_WELCOME, connecting_to, resolve
+from pdconn.sidechannel.security import Security
+
+
+def describe(
+    host: str, port: int, timeout_s: float = 5.0, security: Security | None = None
+) -> Described:
+    """What the engine at ``host:port`` says of itself.
+
+    Args:
+        security: what we show and what it must prove; nothing by default.
+
+    Raises:
+        OSError: it cannot be reached, or does not answer in ``timeout_s`` seconds.
+        ChannelLost: it closed the connection before it answered, or proved nothing.
+        ProtocolError: it answered something else.
+    """
+    give_up = time.monotonic() + timeout_s
+    guard = security.for_reader(host, f"{host}:{port}") if security is not None else None
+    with connecting_to(resolve(host, port)) as sock:
+        channel = Channel(sock, MAX_WELCOME, guard=guard)
+        if not select.select([], [sock], [], timeout_s)[1]:
+            raise TimeoutError(f"{host}:{port}: no connection in {timeout_s:g} s")
+        failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        channel.send(encode([Describe(PROTOCOL_VERSION)]))
+        while True:
+            for body in channel.receive():
+                return _described(body)
+            channel.flush()
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"{host}:{port}: no answer in {timeout_s:g} s")
+            time.sleep(0.005)
+
+
+def _described(body: bytes) -> Described:
+    messages = decode_from_lender(body)
+    if len(messages) != 1:
+        raise MessageError("answer", "one message", len(messages))
+    message = messages[0]
+    if isinstance(message, Described):
+        return message
+    if isinstance(message, Rejected):
+        raise MessageError(message.field, message.expected, message.seen)
+    raise MessageError("answer", "described", type(message).__name__.lower())

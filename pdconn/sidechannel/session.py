@@ -1,0 +1,230 @@
+"""What passes between a socket and messages: TLS, frames, seals.  It has no socket.
+
+::
+
+    bytes ◄──► TLS ◄──► frames ◄──► seals ◄──► messages
+               if it is on          if there is a secret
+
+Without a guard both layers are missing.  With one, no message goes out and none is
+handed up before the peer has proven itself in every layer.
+"""
+
+from __future__ import annotations
+
+import secrets
+import ssl
+from dataclasses import dataclass
+
+from pdconn.protocol.auth import (
+    MAX_HANDSHAKE_NBYTES,
+    NONCE_NBYTES,
+    TAG_NBYTES,
+    AuthError,
+    LenderAuth,
+    ReaderAuth,
+    Secret,
+)
+from pdconn.protocol.errors import FrameError
+from pdconn.protocol.framing import Frames, frame
+from pdconn.sidechannel.tls import Tls, TlsClosed, TlsFailed
+
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
+
+
+class ChannelLost(Exception):
+    """The connection is over: closed, reset, flooded or out of step."""
+
+
+class Unauthenticated(ChannelLost):
+    """The peer is not, or no longer, proven to be who may talk to us; or we to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LenderGuard:
+    """What a lender demands of whoever dials.  One serves any number of connections."""
+
+    secret: Secret | None
+    tls: ssl.SSLContext | None
+    place: str = ""
+
+    def open(self) -> tuple[Tls | None, LenderAuth | None]:
+        """The layers of a new connection."""
+        nonce = secrets.token_bytes(NONCE_NBYTES)
+        return (
+            None if self.tls is None else Tls(self.tls, is_lender=True, host=None),
+            None if self.secret is None else LenderAuth(self.secret, nonce, self.place),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderGuard:
+    """What a reader demands of the lender that it dials at ``host``."""
+
+    secret: Secret | None
+    tls: ssl.SSLContext | None
+    host: str
+    place: str = ""
+
+    def open(self) -> tuple[Tls | None, ReaderAuth | None]:
+        """The layers of a new connection."""
+        nonce = secrets.token_bytes(NONCE_NBYTES)
+        return (
+            None if self.tls is None else Tls(self.tls, is_lender=False, host=self.host),
+            None if self.secret is None else ReaderAuth(self.secret, nonce, self.place),
+        )
+
+
+Guard = LenderGuard | ReaderGuard
+
+
+class Layers:
+    """Both directions of one connection.  Bytes to send collect in :attr:`out`.
+
+    Args:
+        max_frame: longest message accepted, in bytes; before the peer is proven,
+            frames are limited to 1 KiB whatever this is.
+        guard: None trusts anyone.
+    """
+
+    def __init__(self, max_frame: int, guard: Guard | None) -> None:
+        self._awaits_reader = isinstance(guard, LenderGuard)
+        self._tls: Tls | None = None
+        self._auth: LenderAuth | ReaderAuth | None = None
+        if guard is not None:
+            self._tls, self._auth = guard.open()
+        self._handshake = Frames(MAX_HANDSHAKE_NBYTES)
+        self._frames = Frames(max_frame + (TAG_NBYTES if self._auth is not None else 0))
+        self._held: list[bytes] = []
+        self._first = b""
+        self._has_sent = self._has_heard = False
+        self.out = bytearray()
+        for hello in self._auth.start() if self._auth is not None else []:
+            self._put(hello)
+        self._pump()
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the peer is proven in every layer that we have."""
+        return self._has_tls_done and self._has_auth_done
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether the peer owes us bytes, or we it."""
+        in_tls = self._tls is not None and self._tls.is_midway
+        return in_tls or not self._has_auth_done or self._is_amid_frame or bool(self.out)
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes that a peer has yet to take, or must prove itself for."""
+        held = sum(map(len, self._held)) + (self._tls.held_nbytes if self._tls else 0)
+        return held + len(self.out)
+
+    def send(self, body: bytes) -> None:
+        """A message: into :attr:`out`, or held until the peer is proven."""
+        self._has_sent = True
+        if not self._has_auth_done:
+            self._held.append(body)
+            return
+        self._put(body if self._auth is None else self._auth.seal(body))
+        self._pump()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Bytes arrived; return the messages that they complete.
+
+        Replies of the handshake, and what was held for it, are in :attr:`out` after.
+
+        Raises:
+            Unauthenticated: the peer failed to prove itself, or a frame is not its own.
+            ChannelLost: a frame is longer than allowed, or the peer ended the session.
+        """
+        if len(self._first) < 4:
+            self._first = (self._first + data[:4])[:4]
+        try:
+            bodies = self._cut(data if self._tls is None else self._tls.feed(data))
+        except TlsClosed:
+            raise self.closed("closed by the peer") from None
+        except TlsFailed as error:
+            raise Unauthenticated(f"TLS: {error}") from error
+        except AuthError as error:
+            raise Unauthenticated(str(error)) from error
+        except FrameError as error:
+            raise self._misframed(error) from error
+        finally:
+            self._pump()
+        self._has_heard |= bool(bodies)
+        return bodies
+
+    def closed(self, how: str) -> ChannelLost:
+        """What it means that the peer is gone: the error to raise."""
+        if self._awaits_reader and not self._first:
+            return ChannelLost(how)  # it looked whether somebody listens
+        if not self._has_tls_done:
+            return Unauthenticated(f"{how} before it authenticated: does it speak TLS?")
+        if self._auth is not None and not self._auth.is_ready:
+            if isinstance(self._auth, ReaderAuth) and self._auth.has_proven:
+                return Unauthenticated(f"{how} when it saw our proof: is its secret another?")
+            ask = "is it guarded as we are, by a secret"
+            ask += " and TLS?" if self._tls is not None else " and without TLS?"
+            return Unauthenticated(f"{how} before it authenticated: {ask}")
+        if self._has_sent and not self._has_heard:
+            lacks = [
+                *(["a secret"] if self._auth is None else []),
+                *(["TLS"] if self._tls is None else ["another certificate"]),
+            ]
+            ask = f"does it demand {' or '.join(lacks)} that we do not have?"
+            return Unauthenticated(f"{how} before it answered: {ask}")
+        return ChannelLost(how)
+
+    @property
+    def _has_tls_done(self) -> bool:
+        return self._tls is None or self._tls.is_ready
+
+    @property
+    def _is_amid_frame(self) -> bool:
+        return len(self._frames) + len(self._handshake) > 0
+
+    @property
+    def _has_auth_done(self) -> bool:
+        return self._auth is None or self._auth.is_ready
+
+    def _put(self, body: bytes) -> None:
+        if self._tls is None:
+            self.out += frame(body)
+        else:
+            self._tls.write(frame(body))
+
+    def _pump(self) -> None:
+        if self._tls is not None:
+            self.out += self._tls.take()
+
+    def _cut(self, data: bytes) -> list[bytes]:
+        """Bodies that became whole.
+
+        A handshake frame is fed byte by byte: the frame behind the last one may come
+        with it, and has another limit.
+        """
+        if self._auth is None:
+            return self._frames.feed(data)
+        at = 0
+        while not self._has_auth_done and at < len(data):
+            for body in self._handshake.feed(data[at : at + 1]):
+                self._advance(body)
+            at += 1
+        bodies = self._frames.feed(data[at:])
+        return [message for body in bodies for message in self._auth.feed(body)[0]]
+
+    def _advance(self, body: bytes) -> None:
+        assert self._auth is not None
+        for reply in self._auth.feed(body)[1]:
+            self._put(reply)
+        if self._auth.is_ready:
+            held, self._held = self._held, []
+            for message in held:
+                self._put(self._auth.seal(message))
+
+    def _misframed(self, error: FrameError) -> ChannelLost:
+        if self._tls is None and self._first[:2] in _TLS_RECORDS and not self._has_heard:
+            return Unauthenticated("the peer speaks TLS and we do not")
+        if not self.is_trusted:
+            return Unauthenticated(f"before it authenticated: {error}")
+        return ChannelLost(str(error))

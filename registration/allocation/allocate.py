@@ -1,0 +1,182 @@
+"""Cross-layer KV memory for engines that do not allocate it themselves.
+
+A decode rank reads blocks of many layers.  If each layer has its own tensor, that is
+one run per layer and block; if the layers of a block lie side by side, it is one run
+per block.  So memory is allocated by block and handed to the layers as views:
+
+    describe   GroupPages of LayerPages          what each layer wants (layers, contents)
+    decide     plan_allocations                  where each layer's pages go (layouts)
+    do         allocate                          tensors, views, references (here)
+
+The views are the layers' own shapes and memory orders with larger strides, so a kernel
+that honours strides needs no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from registration.allocation.layers import GroupPages, LayerRefused
+from registration.allocation.layouts import (
+    AllocationPlan,
+    HeadMajor,
+    HeadMajorRefused,
+    PlacedLayer,
+    RowOrder,
+    plan_allocations,
+)
+from registration.allocation.strided import Axis, LayerView
+from registration.references import (
+    GroupMemory,
+    KVCacheReferences,
+    LayerMemory,
+    RegistrationError,
+    build_kv_cache_references,
+)
+from transport import Device, Memory
+
+__all__ = [
+    "Allocation",
+    "HeadMajor",
+    "HeadMajorRefused",
+    "KVCacheAllocation",
+    "LayerRefused",
+    "RowOrder",
+    "allocate",
+]
+
+HUGE_PAGE_NBYTES = 2 << 20
+"""Large allocations start at a multiple of this, so that whole huge pages can back them."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """One allocation: ``tensor`` is int8, contiguous, and fills ``memory`` exactly.
+
+    Its shape is ``(num_blocks, layers, page bytes)`` or, head-major, ``(num_blocks,
+    heads, layers, page bytes / heads)``; of one dimension for a lone layer whose
+    blocks are not outermost.
+    """
+
+    tensor: torch.Tensor
+    memory: Memory
+    order: RowOrder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCacheAllocation:
+    """KV memory of one worker: what owns it, what uses it, and what describes it.
+
+    ``views`` has, by layer name, the layer's tensor (a list of them for recurrent
+    layers).  ``groups`` is what ``references`` were built from.
+    """
+
+    allocations: tuple[Allocation, ...]
+    views: Mapping[str, LayerView]
+    groups: tuple[GroupMemory, ...]
+    references: KVCacheReferences
+
+    @property
+    def owners(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that keep the memory alive."""
+        return tuple(allocation.tensor for allocation in self.allocations)
+
+
+def allocate(
+    groups: Sequence[GroupPages],
+    num_blocks: int,
+    *,
+    device: torch.device = _CPU,
+    head_major: HeadMajor = HeadMajor.NEVER,
+    overlay: bool = False,
+) -> KVCacheAllocation:
+    """Allocate zeroed KV memory for ``num_blocks`` blocks of every layer.
+
+    Args:
+        groups: the engine's KV cache groups in its own order.
+        num_blocks: blocks of every layer; block ids are below it.
+        device: a CPU or CUDA device.
+        head_major: whether heads are to lie outside layers in memory.
+        overlay: let all groups use the same bytes.  Only sound if a block id belongs
+            to one group at a time, as in vLLM.
+
+    Raises:
+        LayerRefused: a layer appears twice or counts other blocks; as
+            ``HeadMajorRefused``, a layer cannot be head-major although it is required.
+        RegistrationError: the device is neither CPU nor CUDA, or the groups make no
+            sense (see ``build_kv_cache_references``).
+
+    Example:
+        >>> from registration.allocation.contents import AttentionTensor
+        >>> from registration.allocation.layers import LayerPages
+        >>> from registration.references import AttentionKind
+        >>> axes = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CONTENT)
+        >>> keys = AttentionTensor((4, 2, 16, 8), axes, (0, 1, 2, 3), torch.float16)
+        >>> layers = tuple(LayerPages(f"layers.{i}", keys, 512) for i in range(3))
+        >>> made = allocate(
+        ...     [GroupPages(AttentionKind.FULL, None, 16, layers)],
+        ...     num_blocks=4,
+        ...     head_major=HeadMajor.REQUIRE,
+        ... )
+        >>> made.allocations[0].tensor.shape, made.views["layers.1"].stride()
+        (torch.Size([4, 2, 3, 256]), (768, 384, 8, 1))
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise RegistrationError(f"device: expected cpu or cuda, got {device}")
+    plans = plan_allocations(groups, num_blocks, head_major, overlay=overlay)
+    made = [(plan, _allocate(plan, device)) for plan in plans]
+    placed = {
+        layer.pages.layer: (layer, allocation) for plan, allocation in made for layer in plan.layers
+    }
+    described = tuple(
+        GroupMemory(
+            group.kind,
+            group.window,
+            group.block_tokens,
+            tuple(_describe(*placed[pages.layer], num_blocks) for pages in group.layers),
+        )
+        for group in groups
+    )
+    return KVCacheAllocation(
+        tuple(allocation for _, allocation in made),
+        {
+            pages.layer: _view(*placed[pages.layer], num_blocks)
+            for group in groups
+            for pages in group.layers
+        },
+        described,
+        build_kv_cache_references(described),
+    )
+
+
+def _allocate(plan: AllocationPlan, device: torch.device) -> Allocation:
+    nbytes = prod(plan.shape)
+    # torch aligns to 64 (CPU) or 512 bytes (CUDA): take more than needed, start later.
+    spare = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else 0
+    raw = torch.zeros(nbytes + spare, dtype=torch.int8, device=device)
+    skip = -raw.data_ptr() % HUGE_PAGE_NBYTES if spare else 0
+    tensor = raw[skip : skip + nbytes].view(plan.shape)
+    where = Device("cuda", tensor.device.index) if device.type == "cuda" else Device("cpu")
+    return Allocation(tensor, Memory(tensor.data_ptr(), nbytes, where), plan.order)
+
+
+def _view(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerView:
+    flat = owner.tensor.view(-1)
+    return layer.pages.content.view(flat, layer.offset, num_blocks, layer.steps)
+
+
+def _describe(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerMemory:
+    return LayerMemory(
+        layer.pages.layer,
+        owner.memory,
+        layer.offset,
+        layer.steps[Axis.BLOCK],
+        num_blocks,
+        layer.pages.content.chunks(layer.steps),
+    )

@@ -1,0 +1,213 @@
+"""Where every layer's pages go, decided before a byte is allocated.
+
+Layers with equal pages share one allocation.  A column is one layer's share of it::
+
+    rows         (num_blocks, columns, page)            [b0: L0 L1 L2 pad][b1: ...]
+    head-major   (num_blocks, heads, columns, page / heads)
+                                                        [b0: h0(L0 L1 L2) h1(L0 L1 L2)]...
+    own          one layer alone, in whatever memory order it has
+
+Rows make a block of all layers one run; head-major makes a block of all layers and
+one head one run, which is what a peer of another tensor-parallel size asks for.
+
+Groups have a column per layer each, unless they *overlay*: where one pool of block ids
+serves all groups, an id belongs to one group at a time, so every group may start at
+column 0.  A row is then as wide as the widest group; what a narrower group leaves of
+it is never described, hence never transferred.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from registration.allocation.layers import GroupPages, Heads, LayerPages, LayerRefused
+from registration.allocation.strided import Axis
+from registration.references import RegistrationError
+
+
+class HeadMajorRefused(LayerRefused):
+    """Head-major memory was required, and this layer cannot be part of it."""
+
+
+class HeadMajor(Enum):
+    """Whether heads are to lie outside layers in memory.
+
+    ``PREFER`` falls back to rows for the layers of any page size that cannot.
+    """
+
+    NEVER = "never"
+    PREFER = "prefer"
+    REQUIRE = "require"
+
+
+class RowOrder(StrEnum):
+    """What lies inside what in one allocation."""
+
+    ROWS = "block, layer"
+    HEAD_MAJOR = "block, head, layer"
+    OWN = "the layer's own"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLayer:
+    """A layer's place: byte ``offset`` of its page in block 0, and the strides decided for it."""
+
+    pages: LayerPages
+    offset: int
+    steps: Mapping[Axis, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationPlan:
+    """One allocation: an int8 tensor of ``shape``, and the layers that lie in it."""
+
+    order: RowOrder
+    shape: tuple[int, ...]
+    layers: tuple[PlacedLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A layer among those of equal page size, and the column it gets."""
+
+    pages: LayerPages
+    index: int
+
+
+def plan_allocations(
+    groups: Sequence[GroupPages], num_blocks: int, head_major: HeadMajor, *, overlay: bool
+) -> tuple[AllocationPlan, ...]:
+    """Place every layer: shared allocations by first use of a page size, then lone layers.
+
+    Raises:
+        LayerRefused: a layer appears twice, or counts other blocks than ``num_blocks``.
+        HeadMajorRefused: ``HeadMajor.REQUIRE``, and a layer cannot be head-major.
+        RegistrationError: ``num_blocks`` is not above 0.
+    """
+    _check_layers(groups, num_blocks)
+    if head_major is HeadMajor.REQUIRE:
+        check_head_major([layer for group in groups for layer in group.layers])
+    shared = [
+        _shared(columns, num_blocks, head_major)
+        for columns in _columns_by_page_size(groups, overlay=overlay)
+    ]
+    alone = [
+        _alone(layer, num_blocks)
+        for group in groups
+        for layer in group.layers
+        if not layer.content.shares_rows
+    ]
+    return (*shared, *alone)
+
+
+def check_head_major(layers: Sequence[LayerPages]) -> None:
+    """Refuse layers that cannot lie together with heads outside of layers.
+
+    They need equal page bytes, heads and tokens, each a memory order of block, then
+    head; and no padding unless they have one head, for it would fall inside a head.
+
+    Raises:
+        HeadMajorRefused: names the first layer that does not fit.
+    """
+    first: LayerPages | None = None
+    for layer in layers:
+        heads = _outermost_heads(layer)
+        if heads.num_heads > 1 and layer.page_padding:
+            raise HeadMajorRefused(
+                layer.layer, f"padding of {heads.num_heads} heads", 0, layer.page_padding
+            )
+        first = first or layer
+        for what, expected, got in zip(
+            ("heads", "tokens in a block", "page bytes"),
+            _head_shape(first),
+            _head_shape(layer),
+            strict=True,
+        ):
+            if expected != got:
+                wanted = f"{expected} as {first.layer} has"
+                raise HeadMajorRefused(layer.layer, what, wanted, got)
+
+
+def _outermost_heads(layer: LayerPages) -> Heads:
+    heads = layer.content.heads
+    if heads is None:
+        raise HeadMajorRefused(layer.layer, "content", "attention heads", "none that are known")
+    if not heads.are_outermost:
+        raise HeadMajorRefused(
+            layer.layer, "memory order", "block, head, ...", f"({heads.memory_axes})"
+        )
+    return heads
+
+
+def _head_shape(layer: LayerPages) -> tuple[int | None, int | None, int]:
+    heads = layer.content.heads
+    assert heads is not None
+    return heads.num_heads, heads.num_rows, layer.page_nbytes
+
+
+def _check_layers(groups: Sequence[GroupPages], num_blocks: int) -> None:
+    if num_blocks <= 0:
+        raise RegistrationError(f"num_blocks: expected above 0, got {num_blocks}")
+    seen: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for layer in group.layers:
+            if layer.layer in seen:
+                wanted = f"one, as in group {seen[layer.layer]}"
+                raise LayerRefused(layer.layer, "appearances", wanted, f"another in group {number}")
+            seen[layer.layer] = number
+            counted = layer.content.num_blocks
+            if counted not in (None, num_blocks):
+                raise LayerRefused(layer.layer, "blocks in its shape", num_blocks, counted)
+
+
+def _columns_by_page_size(
+    groups: Sequence[GroupPages], *, overlay: bool
+) -> Iterator[list[_Column]]:
+    columns: dict[int, list[_Column]] = {}
+    used: Counter[tuple[int, int]] = Counter()
+    for number, group in enumerate(groups):
+        for layer in group.layers:
+            if layer.content.shares_rows:
+                nbytes = layer.page_nbytes
+                counter = (nbytes, number if overlay else 0)
+                columns.setdefault(nbytes, []).append(_Column(layer, used[counter]))
+                used[counter] += 1
+    yield from columns.values()
+
+
+def _shared(columns: Sequence[_Column], num_blocks: int, head_major: HeadMajor) -> AllocationPlan:
+    order, num_heads = _order([column.pages for column in columns], head_major)
+    num_columns = 1 + max(column.index for column in columns)
+    cell = columns[0].pages.page_nbytes // num_heads
+    steps = {Axis.BLOCK: num_heads * num_columns * cell}
+    shape: tuple[int, ...] = (num_blocks, num_columns, cell)
+    if order is RowOrder.HEAD_MAJOR:
+        steps[Axis.HEAD] = num_columns * cell
+        shape = (num_blocks, num_heads, num_columns, cell)
+    return AllocationPlan(
+        order,
+        shape,
+        tuple(PlacedLayer(column.pages, column.index * cell, steps) for column in columns),
+    )
+
+
+def _order(layers: Sequence[LayerPages], head_major: HeadMajor) -> tuple[RowOrder, int]:
+    """The order of layers of equal page size, and into how many heads it cuts a page."""
+    if head_major is HeadMajor.NEVER:
+        return RowOrder.ROWS, 1
+    try:
+        check_head_major(layers)
+    except HeadMajorRefused:
+        return RowOrder.ROWS, 1  # REQUIRE was checked over all layers at once
+    return RowOrder.HEAD_MAJOR, _outermost_heads(layers[0]).num_heads
+
+
+def _alone(layer: LayerPages, num_blocks: int) -> AllocationPlan:
+    shape: tuple[int, ...] = (num_blocks, 1, layer.page_nbytes)
+    if not layer.content.is_block_outermost:
+        shape = (num_blocks * layer.page_nbytes,)
+    steps = layer.content.packed_steps(layer.page_nbytes)
+    return AllocationPlan(RowOrder.OWN, shape, (PlacedLayer(layer, 0, steps),))

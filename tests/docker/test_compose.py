@@ -1,0 +1,313 @@
+"""The stack in ``docker/`` is one that could run: its shape, its addresses, its commands.
+
+What needs vLLM to be told is in ``test_compose_vllm``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.core import Metric
+
+from pdconn.cli.main import main
+from pdconn.router.config import ProxyConfig
+from pdconn.router.events.caches import Caches
+from pdconn.router.fleet.member import parse_member
+from pdconn.router.fleet.registry import Engines
+from pdconn.router.metrics import ProxyMetrics
+from pdconn.router.routing.metrics import SteeringMetrics
+from pdconn.router.routing.policy import Role
+from pdconn.vllm.config import ConfigError, Settings, read_settings
+from tests.docker import stack as laws
+from tests.docker.dashboard import (
+    Exported,
+    asked,
+    dashboard,
+    exported_by,
+    provisioned,
+    scraping,
+    unknown,
+    unscraped,
+)
+from tests.docker.stack import CHECKS, DOCKER, Stack, load, option
+
+STACKS = {"cpu": ("compose.yaml",), "gpu": ("compose.yaml", "compose.gpu.yaml")}
+Change = Callable[[dict[str, Any]], object]
+HEALTHY = {"condition": "service_healthy"}
+
+
+@pytest.fixture(params=list(STACKS.values()), ids=list(STACKS))
+def stack(request: pytest.FixtureRequest) -> Stack:
+    return load(*request.param)
+
+
+def changed(stack: Stack, change: Change) -> Stack:
+    """The same with something wrong with it."""
+    doc = copy.deepcopy(dict(stack.doc))
+    change(doc)
+    return Stack(doc, stack.directory)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_stack_keeps_the_laws(stack: Stack, check: Callable[[Stack], list[str]]) -> None:
+    assert check(stack) == []
+
+
+def test_it_is_what_it_is_said_to_be(stack: Stack) -> None:
+    """A router, two prefill and two decode engines, each with addresses of its own."""
+    assert list(stack.engines()) == ["p1", "p2", "d1", "d2"]
+    assert set(stack.running()) - set(stack.engines()) == {"router", "prometheus", "grafana"}
+    assert stack.doc["networks"]["kv"]["internal"]
+    on_kv = {name for name, one in stack.services.items() if "kv" in one.get("networks", {})}
+    assert on_kv == set(stack.engines())
+    assert not any("ports" in one for one in stack.engines().values())
+
+
+def test_every_gpu_is_one_engines() -> None:
+    reserved = [
+        device["device_ids"]
+        for one in load(*STACKS["gpu"]).engines().values()
+        for device in one["deploy"]["resources"]["reservations"]["devices"]
+    ]
+    assert sorted(reserved) == [["0"], ["1"], ["2"], ["3"]]
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [
+        (laws.misshapen, lambda d: d["services"]["p1"].update(helthcheck={})),
+        (laws.misshapen, lambda d: d["services"]["p1"].update(restart="sometimes")),
+        (laws.misshapen, lambda d: d.update(netwroks={})),
+        (laws.misshapen, lambda d: d["services"]["router"].pop("image")),
+        (laws.unpinned, lambda d: d["services"]["grafana"].update(image="grafana/grafana")),
+        (laws.unpinned, lambda d: d["services"]["p1"].update(image="pdconn:latest")),
+        (laws.collisions, lambda d: d["services"]["grafana"].update(ports=["127.0.0.1:9090:3000"])),
+        (laws.bad_addresses, lambda d: move(d, "p2", "172.30.0.11")),
+        (laws.bad_addresses, lambda d: move(d, "p2", "172.31.0.12")),
+        (laws.bad_addresses, lambda d: move(d, "p2", "172.30.0.1")),
+        (laws.bad_addresses, lambda d: d["services"]["p2"].update(networks={})),
+        (laws.bad_volumes, lambda d: d["services"]["p2"].update(volumes=["./gone:/x"])),
+        (laws.bad_volumes, lambda d: d["volumes"].pop("models")),
+        (laws.bad_volumes, lambda d: d["volumes"].update(spare={})),
+        (laws.bad_secrets, lambda d: d["services"]["p2"].pop("secrets")),
+        (laws.bad_secrets, lambda d: d["services"]["router"].update(secrets=["pdconn_secret"])),
+        (laws.bad_secrets, lambda d: d["secrets"].pop("pdconn_secret")),
+        (laws.bad_secrets, lambda d: d["secrets"]["pdconn_secret"].update(file="./key")),
+        (laws.bad_health, lambda d: d["services"]["d1"].pop("healthcheck")),
+        (laws.bad_health, lambda d: d["services"]["router"]["depends_on"].update(p3=HEALTHY)),
+        (laws.bad_health, lambda d: d["services"]["model"].update(depends_on={"p1": HEALTHY})),
+        (laws.bad_health, lambda d: d["services"]["p1"].update(depends_on={"model": HEALTHY})),
+    ],
+)
+def test_a_stack_with_a_fault_is_refused(
+    check: Callable[[Stack], list[str]], change: Change
+) -> None:
+    assert check(changed(load("compose.yaml"), change)) != []
+
+
+def move(doc: dict[str, Any], service: str, address: str) -> None:
+    doc["services"][service]["networks"]["serving"]["ipv4_address"] = address
+
+
+# What the router is told
+
+
+def proxy_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> ProxyConfig:
+    """What ``pdconn`` makes of its command line, without serving; SystemExit as it does."""
+    made: list[ProxyConfig] = []
+
+    async def serve(config: ProxyConfig, _events: object) -> int:
+        made.append(config)
+        return 0
+
+    monkeypatch.setattr("pdconn.cli.proxy._serve", serve)
+    if (code := main(words)) != 0:
+        raise SystemExit(code)
+    return made[0]
+
+
+def test_the_routers_command_is_one_and_names_every_engine_where_it_listens(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = stack.services["router"]
+    assert router["entrypoint"] == ["pdconn"]
+    config = proxy_config(router["command"], monkeypatch)
+    said = {
+        role: [parse_member("", word, [role]) for word in words]
+        for role, words in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+    }
+    assert [m.url for m in said[Role.PREFILL]] == ["http://p1:8000", "http://p2:8000"]
+    assert [m.url for m in said[Role.DECODE]] == ["http://d1:8000", "http://d2:8000"]
+    for member in [*said[Role.PREFILL], *said[Role.DECODE]]:
+        name = member.url.removeprefix("http://").partition(":")[0]
+        command = stack.engines()[name]["command"]
+        assert member.url == f"http://{name}:{option(command, 'port')}"
+        events = json.loads(option(command, "kv-events-config") or "{}")
+        assert member.events == events["endpoint"].replace("*", "{host}")
+        assert member.replay == events["replay_endpoint"].replace("*", "{host}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["proxy", "--prefil", "http://p1:8000"],
+        ["proxy", "--prefill", "http://p1:8000", "--decode", "d1:8000"],
+        ["proxy", "--prefill", "http://p1:8000,evnts=tcp://p1:1", "--decode", "http://d1:8000"],
+        ["proxy", "--prefill", "http://p1:8000"],
+    ],
+)
+def test_a_router_with_a_fault_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        proxy_config(words, monkeypatch)
+    assert end.value.code == 2
+    assert capsys.readouterr().err
+
+
+# What the engines are told
+
+
+def settings(service: Any, secrets: Path) -> Settings:
+    """What the connector makes of an engine's configuration; its secret lies in ``secrets``."""
+    transfer = json.loads(option(service["command"], "kv-transfer-config") or "")
+    extra = json.loads(
+        json.dumps(transfer["kv_connector_extra_config"]).replace("/run/secrets", str(secrets))
+    )
+    host = service["environment"].get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
+    return read_settings(extra, host, 5600, 0, environ={})
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    """What a machine that runs the stack has at ``/run/secrets``."""
+    path = tmp_path / "pdconn_secret"
+    path.touch(0o600)
+    path.write_text("0123456789abcdef" * 4)
+    return tmp_path
+
+
+def test_the_connector_takes_each_engines_configuration(stack: Stack, secrets: Path) -> None:
+    networks = {name: service["networks"] for name, service in stack.engines().items()}
+    lenders = {f"{at['kv']['ipv4_address']}:5600" for at in networks.values() if "kv" in at}
+    lenders -= {
+        f"{at['kv']['ipv4_address']}:5600" for name, at in networks.items() if name[0] == "d"
+    }
+    for name, service in stack.engines().items():
+        made = settings(service, secrets)
+        assert made.security.secret is not None
+        if name.startswith("p"):
+            assert made.side_channel_host == service["networks"]["kv"]["ipv4_address"]
+            made.security.require(made.side_channel_host)
+        else:
+            assert {str(place) for place in made.warm_peers} == lenders
+
+
+@pytest.mark.parametrize(
+    ("true", "false"),
+    [("secret_file", "secret_flie"), ("pdconn_secret", "another"), ("secret_file", "secret")],
+)
+def test_an_engine_with_a_fault_is_refused(true: str, false: str, secrets: Path) -> None:
+    text = json.dumps(load("compose.yaml").services["p1"]).replace(true, false)
+    with pytest.raises(ConfigError):
+        settings(json.loads(text), secrets)
+
+
+# What the images are made of
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_a_dockerfile_copies_what_is_there_and_what_is_let_in(name: str) -> None:
+    text = (DOCKER / name).read_text()
+    copied = {
+        word
+        for line in text.splitlines()
+        if line.startswith("COPY ")
+        for word in line.split()[1:-1]
+    }
+    let_in = (DOCKER / f"{name}.dockerignore").read_text().split()
+    assert copied
+    assert [word for word in copied if not (DOCKER.parent / word).exists()] == []
+    assert copied <= {word.removeprefix("!") for word in let_in if word.startswith("!")}
+    assert "*" in let_in  # all else stays out, secrets above all
+
+
+def test_the_tiny_model_is_where_engines_look_for_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    stack = load("compose.yaml")
+    model = stack.services["model"]
+    script = next(v for v in model["volumes"] if v.startswith("./")).split(":")
+    assert model["entrypoint"] == ["python3", script[1]]
+    for _ in range(2):
+        subprocess.run([sys.executable, DOCKER / script[0], tmp_path], check=True)
+    written = {f"{model['command'][0]}/{path.name}" for path in tmp_path.iterdir()}
+    assert {option(one["command"], "model") for one in stack.engines().values()} <= written
+    assert (tmp_path / "tiny" / "config.json").exists()
+
+
+# What is measured
+
+
+@pytest.fixture(scope="module")
+def routers_metrics() -> Exported:
+    """All that a router shows, as it registers it."""
+    metrics = ProxyMetrics(Engines(["http://p:1"], ["http://d:1"]))
+    steering = SteeringMetrics(metrics.registry, "prefix")
+    steering.watch(Caches(), dict)
+    families: list[Metric] = list(metrics.registry.collect())
+    return exported_by(families)
+
+
+def test_every_engine_and_the_router_are_scraped(stack: Stack) -> None:
+    assert unscraped(stack, scraping()) == []
+    fewer = scraping()
+    fewer["scrape_configs"][0]["static_configs"][0]["targets"] = ["router:8001"]
+    assert unscraped(stack, fewer) == ["router:8000", "router:8001"]
+
+
+def test_what_is_asked_of_the_router_it_says(routers_metrics: Exported) -> None:
+    assert unknown(dashboard(), routers_metrics, "pdconn_") == []
+
+
+@pytest.mark.parametrize(
+    ("true", "false"),
+    [
+        ("pdconn_proxy_retries_total", "pdconn_proxy_retries"),
+        ("pdconn_proxy_inflight", "pdconn_proxy_in_flight"),
+        ("by (outcome)", "by (result)"),
+        ('role=\\"prefill\\"', 'rank=\\"prefill\\"'),
+    ],
+)
+def test_a_dashboard_with_a_fault_is_refused(
+    true: str, false: str, routers_metrics: Exported
+) -> None:
+    text = json.dumps(dashboard())
+    assert true in text
+    wrong = unknown(json.loads(text.replace(true, false)), routers_metrics, "pdconn_")
+    assert len(wrong) >= 1
+
+
+def test_expressions_are_taken_apart() -> None:
+    about = asked('sum by (le, a) (rate(b:c_bucket{d="e", f!~"g|h"}[5m])) / on (i) max(j)')
+    assert about.names == {"b:c_bucket", "j"}
+    assert about.labels == {"le", "a", "d", "f", "i"}
+
+
+def test_grafana_finds_prometheus_and_the_dashboard(stack: Stack) -> None:
+    (source,) = provisioned("datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    board = dashboard()
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    (provider,) = provisioned("dashboards/pdconn.yaml")["providers"]
+    mounted = [each.split(":")[1] for each in stack.services["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounted

@@ -1,0 +1,94 @@
+"""A lender with a secret serves who knows it, at the place where the ticket says it is."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import replace
+
+import pytest
+
+from pdconn.faults.frames import MessageFaults
+from pdconn.faults.relay import Relay
+from pdconn.lender.server import Lender
+from pdconn.protocol.auth import Secret
+from pdconn.sidechannel.security import Security, Unprotected
+from tests.fakes.pair import Pair
+
+GUARDED = Security(Secret(b"known to engines only"))
+OTHER = Security(Secret(b"known to nobody we know"))
+
+
+def test_who_knows_the_secret_pulls() -> None:
+    with Pair(security=GUARDED) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        assert pair.freed() == "read"
+
+
+@pytest.mark.parametrize("theirs", [OTHER, Security()], ids=["another secret", "no secret"])
+def test_who_does_not_is_told_nothing_counted_and_named(
+    theirs: Security, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with Pair(security=theirs) as pair:
+        pair.lender.close()
+        pair.security = GUARDED
+        pair.lender = pair.open_lender(0)
+        pair.pull("d", pair.lend("r"))
+        assert "side channel" in str(pair.outcome_of("d"))
+        pair.wait(lambda: pair.lender.counts["unauthenticated"] == 1)
+        assert pair.lender.counts["claims"] == 0
+    assert "is turned away" in caplog.text
+
+
+@pytest.mark.parametrize("theirs", [OTHER, Security()], ids=["another secret", "no secret"])
+def test_a_lender_that_proves_nothing_is_counted_apart(theirs: Security) -> None:
+    with Pair(security=GUARDED) as pair:
+        pair.lender.close()
+        pair.security = theirs
+        pair.lender = pair.open_lender(0)
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is not None
+        assert pair.puller.take_counts() == {"pulls_unauthenticated": 1}
+
+
+def test_a_lender_that_is_gone_is_no_stranger() -> None:
+    with Pair(security=GUARDED) as pair:
+        ticket = pair.lend("r")
+        pair.lender.close()
+        pair.pull("d", ticket)
+        assert pair.outcome_of("d") is not None
+        assert pair.puller.take_counts() == {"pulls_unreachable": 1}
+
+
+@pytest.mark.parametrize("security", [GUARDED, Security()], ids=["secret", "none"])
+def test_a_host_that_a_forged_ticket_names_cannot_pass_the_handshake_on(
+    security: Security,
+) -> None:
+    """The relay knows no secret.  Without one, the negative control, it is not noticed."""
+    with Pair(security=security) as pair:
+        relay = Relay("127.0.0.1", pair.lender.port, MessageFaults(), 0)
+        try:
+            pair.pull("d", replace(pair.lend("r"), port=relay.port))
+            assert (pair.outcome_of("d") is None) == (security is not GUARDED)
+        finally:
+            relay.close()
+        assert pair.lender.counts["claims"] == (security is not GUARDED)
+
+
+def test_who_only_looks_whether_the_port_is_open_is_no_attack() -> None:
+    with Pair(security=GUARDED) as pair:
+        for _ in range(3):
+            socket.create_connection(("127.0.0.1", pair.lender.port)).close()
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        assert pair.lender.counts["unauthenticated"] == 0
+
+
+def test_an_unguarded_address_is_neither_served_nor_dialled() -> None:
+    with Pair() as pair:
+        with pytest.raises(Unprotected, match="secret_file"):
+            Lender(pair.welcome(), "192.0.2.1", 0)
+        pair.pull("d", replace(pair.lend("r"), host="192.0.2.1"))
+        assert "PDCONN_SECRET" in str(pair.outcome_of("d"))

@@ -1,0 +1,68 @@
+"""Lending wakes the lender's thread as seldom as may be, and never too late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdconn.protocol.ticket import BlockList
+from pdconn.sidechannel.wakeup_queue import Mailbox
+from tests.fakes.pair import Pair
+
+
+class Woken:
+    """Counts how often a lender's thread is woken."""
+
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        wake = Mailbox.wake
+
+        def counted(mailbox: Mailbox[object]) -> None:
+            self.times += 1
+            wake(mailbox)
+
+        patch.setattr(Mailbox, "wake", counted)
+        self._pair = pair
+        self.lent = 0
+
+    def by_lending(self, ttl_s: float) -> bool:
+        """Whether lending something for so long wakes the thread."""
+        before, self.lent = self.times, self.lent + 1
+        self._pair.lender.lend(f"r{self.lent}", b"x" * 16, ttl_s)
+        return self.times > before
+
+
+def test_only_a_lease_that_ends_before_the_others_wakes_the_lender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pair() as pair:
+        woken = Woken(pair, monkeypatch)
+        assert woken.by_lending(60.0)  # it slept until somebody would come
+        pair.wait(lambda: not woken.by_lending(61.0), 20.0)  # once it knows of the first
+        assert woken.by_lending(0.05)
+        assert pair.freed(20.0) == "expired"
+
+
+def test_a_lease_that_woke_nobody_begins_when_it_was_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        woken = Woken(pair, monkeypatch)
+        assert woken.by_lending(3.0)
+        pair.wait(lambda: not woken.by_lending(4.0), 20.0)
+        lent_at, freed_at = time.monotonic(), []
+        while len(freed_at) < woken.lent:
+            assert time.monotonic() < lent_at + 20.0
+            freed_at += [time.monotonic()] * len(pair.lender.collect())
+            time.sleep(0.005)
+        assert freed_at[-1] - lent_at < 6.5, "not 4 s after the first one ended"
+
+
+def test_a_lease_that_woke_nobody_can_be_claimed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(ttl_s=90.0) as pair:
+        woken = Woken(pair, monkeypatch)
+        pair.wait(lambda: not woken.by_lending(60.0), 20.0)
+        before = woken.times
+        ticket = pair.lend_blocks("quiet", (BlockList(0, (3, 4, 5)),))
+        assert woken.times == before
+        pair.pull("d", ticket)
+        assert pair.outcome_of("d") is None

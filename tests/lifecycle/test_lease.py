@@ -1,0 +1,223 @@
+"""Laws of a lease: who may read, for how long, and when the blocks are free again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdconn.lifecycle.lease import Denied, Freed, Granted, Lease, LeaseState
+from pdconn.lifecycle.lease_table import FreedLease, LeaseBook
+from pdconn.protocol.messages import Reader, Refusal
+
+BLOCKS = b"digest"
+
+
+def lease(ttl_s: float = 10.0) -> Lease:
+    return Lease(BLOCKS, ttl_s, now=0.0)
+
+
+def refusal(answer: Granted | Denied) -> Refusal:
+    assert isinstance(answer, Denied), answer
+    return answer.why
+
+
+def test_lease_is_freed_once_every_reader_is_done() -> None:
+    lent = lease()
+    readers = [Reader("p", rank, 3) for rank in range(3)]
+    for reader in readers:
+        assert lent.claim(reader, BLOCKS, 1.0) == Granted(10.0)
+    for reader in readers[:2]:
+        lent.done(reader, BLOCKS, 2.0)
+        assert lent.freed is None
+    lent.done(readers[2], BLOCKS, 2.0)
+    assert lent.freed is Freed.READ
+
+
+def test_repeated_reports_are_harmless() -> None:
+    lent = lease()
+    for _ in range(3):
+        lent.done(Reader("p", 0, 2), BLOCKS, 1.0)
+    assert lent.freed is None
+    lent.done(Reader("p", 1, 2), BLOCKS, 1.0)
+    assert lent.freed is Freed.READ
+
+
+def test_a_reader_that_never_claimed_may_give_the_lease_up() -> None:
+    lent = lease()
+    lent.done(Reader("p", 0, 1), BLOCKS, 1.0)
+    assert lent.freed is Freed.READ
+
+
+def test_lease_expires_when_nobody_claims() -> None:
+    lent = lease()
+    lent.tick(9.99)
+    assert lent.freed is None
+    lent.tick(10.0)
+    assert lent.freed is Freed.EXPIRED
+
+
+def test_a_claim_keeps_the_blocks_for_its_whole_time() -> None:
+    lent = lease()
+    lent.claim(Reader("p", 0, 1), BLOCKS, 9.0)
+    lent.tick(18.9)
+    assert lent.freed is None
+    lent.tick(19.0)
+    assert lent.freed is Freed.EXPIRED
+
+
+def test_blocks_stay_while_another_pull_may_still_believe_its_claim() -> None:
+    lent = lease()
+    lent.claim(Reader("a", 0, 1), BLOCKS, 1.0)
+    lent.claim(Reader("b", 0, 1), BLOCKS, 5.0)
+    lent.done(Reader("a", 0, 1), BLOCKS, 6.0)
+    assert lent.state is LeaseState.CLOSING
+    assert refusal(lent.claim(Reader("c", 0, 1), BLOCKS, 6.0)) is Refusal.CONSUMED
+    lent.tick(14.9)
+    assert lent.freed is None
+    lent.tick(15.0)
+    assert lent.freed is Freed.READ
+
+
+def test_abort_waits_for_claims_that_hold() -> None:
+    lent = lease()
+    lent.claim(Reader("a", 0, 1), BLOCKS, 1.0)
+    lent.abort(2.0)
+    assert lent.freed is None
+    lent.done(Reader("a", 0, 1), BLOCKS, 3.0)
+    assert lent.freed is Freed.ABORTED
+
+
+def test_abort_frees_at_once_when_nobody_reads() -> None:
+    lent = lease()
+    lent.abort(2.0)
+    assert lent.freed is Freed.ABORTED
+
+
+def test_a_claim_for_other_blocks_is_refused() -> None:
+    assert refusal(lease().claim(Reader("p", 0, 1), b"other", 1.0)) is Refusal.ALTERED
+
+
+def test_a_rank_that_is_done_cannot_claim_again() -> None:
+    lent = lease()
+    lent.done(Reader("p", 0, 2), BLOCKS, 1.0)
+    assert refusal(lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)) is Refusal.CONSUMED
+
+
+def test_ranks_of_one_pull_must_agree_on_their_number() -> None:
+    lent = lease()
+    lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)
+    assert refusal(lent.claim(Reader("p", 1, 4), BLOCKS, 1.0)) is Refusal.BAD_READER
+
+
+def test_a_lease_takes_note_of_so_many_pulls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdconn.lifecycle.lease.MAX_PULLS", 2)
+    lent = lease()
+    for pull in "pq":
+        assert lent.claim(Reader(pull, 0, 2), BLOCKS, 1.0) == Granted(10.0)
+    assert lent.claim(Reader("x", 0, 1), BLOCKS, 1.0) == Denied(
+        Refusal.TOO_MANY, "2 pulls have claimed this lease"
+    )
+    lent.done(Reader("x", 0, 1), BLOCKS, 1.0)
+    assert lent.state is LeaseState.HELD
+    assert lent.claim(Reader("p", 1, 2), BLOCKS, 1.0) == Granted(10.0)
+    assert lent.renew(Reader("q", 0, 2), 2.0) == Granted(10.0)
+
+
+def test_only_a_claim_that_holds_can_be_renewed() -> None:
+    lent = lease()
+    assert refusal(lent.renew(Reader("p", 0, 1), 1.0)) is Refusal.EXPIRED
+    lent.claim(Reader("p", 0, 1), BLOCKS, 1.0)
+    lent.claim(Reader("q", 0, 1), BLOCKS, 8.0)
+    assert lent.renew(Reader("p", 0, 1), 10.0) == Granted(10.0)
+    assert refusal(lent.renew(Reader("p", 0, 1), 20.5)) is Refusal.EXPIRED
+
+
+def test_time_to_live_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"ttl_s: expected 0\.001 or more, got 0"):
+        Lease(BLOCKS, 0, now=0.0)
+
+
+def test_the_book_says_how_a_lease_ended() -> None:
+    book = LeaseBook()
+    reader = Reader("p", 0, 1)
+    assert refusal(book.claim("r", reader, BLOCKS, 0.0)) is Refusal.UNKNOWN
+    book.lend("r", BLOCKS, 10.0, 0.0)
+    assert book.done("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
+    assert refusal(book.claim("r", reader, BLOCKS, 1.0)) is Refusal.CONSUMED
+    assert book.done("r", reader, BLOCKS, 1.0) == []
+    book.lend("s", BLOCKS, 10.0, 1.0)
+    assert book.tick(11.0) == [FreedLease("s", Freed.EXPIRED)]
+    assert refusal(book.claim("s", reader, BLOCKS, 11.0)) is Refusal.EXPIRED
+    assert book.next_deadline() is None
+
+
+def test_one_request_has_one_lease() -> None:
+    book = LeaseBook()
+    book.lend("r", BLOCKS, 10.0, 0.0)
+    with pytest.raises(ValueError, match="has a lease already"):
+        book.lend("r", BLOCKS, 10.0, 0.0)
+
+
+def test_renewed_leases_do_not_hold_up_others() -> None:
+    """A lease behind a renewed one in the timer queue still expires (vLLM issue 58222)."""
+    book = LeaseBook()
+    book.lend("renewed", BLOCKS, 10.0, 0.0)
+    book.lend("silent", BLOCKS, 10.0, 0.1)
+    book.claim("renewed", Reader("p", 0, 1), BLOCKS, 9.0)
+    assert book.tick(10.1) == [FreedLease("silent", Freed.EXPIRED)]
+
+
+def test_the_book_forgets_old_endings() -> None:
+    book = LeaseBook(remember=2)
+    for name in "abc":
+        book.lend(name, BLOCKS, 1.0, 0.0)
+        book.abort(name, 0.0)
+    assert refusal(book.claim("a", Reader("p", 0, 1), BLOCKS, 0.0)) is Refusal.UNKNOWN
+    assert refusal(book.claim("c", Reader("p", 0, 1), BLOCKS, 0.0)) is Refusal.ABORTED
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["claim", "renew", "done", "abort", "tick"]),
+        st.sampled_from("pq"),
+        st.integers(0, 1),
+        st.floats(0, 8, allow_nan=False),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300)
+@given(_STEPS)
+def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # type: ignore[no-untyped-def]
+    """Law 3: against a plain list of everything that was ever granted."""
+    book, now, freed = LeaseBook(), 0.0, []
+    book.lend("r", BLOCKS, 10.0, now)
+    believed: dict[tuple[str, int], float] = {}
+    for step, pull, rank, wait in steps:
+        now += wait
+        reader = Reader(pull, rank, 2)
+        before = len(freed)
+        if step == "claim":
+            answer: object = book.claim("r", reader, BLOCKS, now)
+        elif step == "renew":
+            answer = book.renew("r", reader, now)
+        else:
+            answer = None
+        if isinstance(answer, Granted):
+            assert not freed
+            believed[pull, rank] = now + answer.ttl_s
+        if step == "done":
+            believed.pop((pull, rank), None)
+            freed += book.done("r", reader, BLOCKS, now)
+        elif step == "abort":
+            freed += book.abort("r", now)
+        elif step == "tick":
+            freed += book.tick(now)
+        if len(freed) > before:
+            assert all(end <= now for end in believed.values())
+    freed += book.tick(now + 1000)
+    assert len(freed) == 1
+    assert len(book) == 0
+    assert book.next_deadline() is None

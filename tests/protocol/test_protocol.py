@@ -1,0 +1,232 @@
+"""Laws of the wire: what was said is heard, and nothing else is."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdconn.protocol.errors import FrameError, MessageError, TicketError
+from pdconn.protocol.framing import Frames, frame
+from pdconn.protocol.messages import (
+    Claim,
+    Done,
+    Granted,
+    Hello,
+    RankGeometry,
+    Reader,
+    Refusal,
+    Refused,
+    Renew,
+    Welcome,
+    decode_from_lender,
+    decode_from_reader,
+    encode,
+)
+from pdconn.protocol.ticket import (
+    TICKET_VERSION,
+    BlockList,
+    Ticket,
+    block_digest,
+    parse_ticket,
+    trimmed,
+)
+from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
+from tests.fakes.layouts import layout_memory
+
+READER = Reader("pull", 0, 1)
+DIGEST = bytes(range(16))
+
+
+def geometry() -> RankGeometry:
+    layers = layout_memory(
+        "BHLNC",
+        base=4096,
+        num_blocks=4,
+        layers=["a", "b"],
+        num_heads=2,
+        block_tokens=4,
+        token_nbytes=8,
+    )
+    group = GroupMemory(AttentionKind.SLIDING_WINDOW, 6, 4, layers)
+    return RankGeometry(0, 1, b"address", build_kv_cache_references([group]))
+
+
+def ticket() -> Ticket:
+    blocks = (BlockList(0, (3, 4)), BlockList(1, (5,)))
+    return Ticket("p", "boot", "r", "localhost", 5600, 40, "digest", blocks)
+
+
+def test_messages_of_readers_are_heard_as_said() -> None:
+    said = [
+        Hello(1, "d", "boot"),
+        Claim(1, "r", READER, DIGEST),
+        Renew(2, "r", READER),
+        Done("r", READER, DIGEST, True),
+    ]
+    assert decode_from_reader(encode(said)) == said
+
+
+def test_messages_of_lenders_are_heard_as_said() -> None:
+    said = [
+        Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
+        Granted(1, "r", "pull", 30_000),
+        Refused(2, "r", "pull", Refusal.EXPIRED, "late"),
+    ]
+    assert decode_from_lender(encode(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (Claim(1, "r", Reader("p", 3, 2), DIGEST), "reader.rank"),
+        (Claim(1, "r", Reader("p", 0, 0), DIGEST), "reader.of"),
+        (Claim(1, "", READER, DIGEST), "request"),
+        (Claim(1, "r" * 1000, READER, DIGEST), "request"),
+        (Hello(1, "d", "boot" * 1000), "hello.wants"),
+    ],
+)
+def test_values_out_of_bounds_are_refused_by_name(message: Any, field: str) -> None:
+    with pytest.raises(MessageError) as caught:
+        decode_from_reader(encode([message]))
+    assert caught.value.field == field
+
+
+def test_a_lender_cannot_speak_as_a_reader() -> None:
+    with pytest.raises(MessageError, match="message: expected a list of known messages"):
+        decode_from_reader(encode([Granted(1, "r", "p", 1)]))
+
+
+def test_a_geometry_that_cannot_be_true_is_refused() -> None:
+    made = msgspec.to_builtins(Welcome.of("p", "b", {}, (geometry(),)), builtin_types=(bytes,))
+    made["ranks"][0]["references"]["tensors"][0]["nbytes"] = 3
+    with pytest.raises(MessageError, match="ends at byte"):
+        decode_from_lender(msgspec.msgpack.encode([made]))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_nothing_else(body: bytes) -> None:
+    for decode in (decode_from_lender, decode_from_reader):
+        try:
+            decode(body)
+        except MessageError:
+            continue
+
+
+@settings(max_examples=100)
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 17))
+def test_frames_survive_any_cutting(bodies: list[bytes], cut: int) -> None:
+    stream = b"".join(frame(body) for body in bodies)
+    frames = Frames(max_nbytes=64)
+    heard = []
+    for start in range(0, len(stream), cut):
+        heard += frames.feed(stream[start : start + cut])
+    assert heard == bodies
+
+
+def test_a_long_frame_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(FrameError, match="4 to 68, got 69"):
+        Frames(max_nbytes=64).feed((69).to_bytes(4, "big"))
+
+
+def test_a_body_with_one_wrong_bit_is_refused() -> None:
+    sent = frame(b"body")
+    for bit in range(32, 8 * len(sent)):
+        spoiled = bytearray(sent)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FrameError, match="CRC"):
+            Frames(max_nbytes=64).feed(bytes(spoiled))
+    assert Frames(max_nbytes=64).feed(sent) == [b"body"]
+
+
+def test_a_ticket_survives_the_proxy() -> None:
+    params = ticket().to_params(tp_size=2, pp_size=1)
+    carried = msgspec.json.decode(msgspec.json.encode({**params, "proxy_says": "hi"}))
+    assert parse_ticket(carried) == ticket()
+
+
+def _without(key: str) -> dict[str, Any]:
+    params = ticket().to_params(1, 1)
+    del params[key]
+    return params
+
+
+def _with(**changes: Any) -> dict[str, Any]:
+    return {**ticket().to_params(1, 1), **changes}
+
+
+def test_a_block_list_travels_without_its_array() -> None:
+    blocks = BlockList(3, tuple(range(1, 2000)))
+    before = pickle.dumps(blocks)
+    with pytest.raises(ValueError, match="read-only"):
+        blocks.array[0] = 7
+    assert pickle.dumps(blocks) == before
+    copy = pickle.loads(before)
+    assert copy == blocks
+    assert copy.array.tolist() == list(blocks.ids)
+    assert not copy.array.flags.writeable
+
+
+def _ours(**changes: Any) -> dict[str, Any]:
+    params = ticket().to_params(1, 1)
+    return {**params, "pdconn": {**params["pdconn"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({}, "pdconn"),
+        (_without("pdconn"), "pdconn"),
+        (_without("remote_port"), "remote_port"),
+        (_without("remote_block_ids"), "remote_block_ids"),
+        (_with(remote_port="5600"), "remote_port"),
+        (_with(remote_port=True), "remote_port"),
+        (_with(remote_port=70000), "remote_port"),
+        (_with(remote_host=""), "remote_host"),
+        (_with(remote_engine_id=7), "remote_engine_id"),
+        (_with(remote_block_ids=[[1], 2]), "remote_block_ids[1]"),
+        (_with(remote_block_ids=[[1], [-2]]), "remote_block_ids[1][0]"),
+        (_with(remote_block_ids=[[1], [1 << 40]]), "remote_block_ids[1][0]"),
+        (_with(remote_block_ids=[[1], [True]]), "remote_block_ids[1][0]"),
+        (_with(remote_block_ids=[[1]]), "pdconn.first_blocks"),
+        (_with(remote_block_ids=[[]] * 1000), "remote_block_ids"),
+        (_with(remote_num_tokens=-1), "remote_num_tokens"),
+        (_ours(version=TICKET_VERSION - 1), "pdconn.version"),
+        (_ours(version=TICKET_VERSION + 1), "pdconn.version"),
+        (_ours(incarnation=None), "pdconn.incarnation"),
+        (_ours(first_blocks=[0, -1]), "pdconn.first_blocks[1]"),
+        (_ours(first_blocks="00"), "pdconn.first_blocks"),
+    ],
+)
+def test_a_wrong_ticket_names_the_field_what_was_expected_and_seen(
+    params: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(TicketError) as caught:
+        parse_ticket(params)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: expected ")
+    assert ", got " in str(caught.value)
+
+
+def test_holes_at_the_head_are_trimmed() -> None:
+    assert trimmed([0, 0, 7, 0, 9]) == BlockList(2, (7, 0, 9))
+    assert trimmed([0, 0]) == BlockList(2, ())
+    assert trimmed([]) == BlockList(0, ())
+
+
+def test_the_digest_differs_when_any_block_does() -> None:
+    base = [BlockList(0, (1, 2)), BlockList(0, (3,))]
+    others = [
+        [BlockList(0, (1, 2, 3)), BlockList(0, ())],
+        [BlockList(0, (2, 1)), BlockList(0, (3,))],
+        [BlockList(1, (1, 2)), BlockList(0, (3,))],
+        [BlockList(0, (1, 2))],
+    ]
+    digests = {block_digest(blocks) for blocks in [base, *others]}
+    assert len(digests) == len(others) + 1
+    assert block_digest(base) == block_digest(list(base))

@@ -1,0 +1,196 @@
+"""``verify``: what was read is compared with what was lent, or the pull fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from pdconn.lender.checksums import MAX_ASKS
+from pdconn.lender.sessions import Desk
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import Prove, Proven, Reader, Unproven
+from pdconn.protocol.proof import Answer, Ask, Share
+from pdconn.protocol.ticket import BlockList, Ticket
+from pdconn.puller.proving import Proof, Verify
+from tests.fakes.pair import Pair
+from tests.faults.guests import Guest
+from transport.inprocess.faults import Late
+
+PROVING = [Verify.SAMPLE, Verify.ALWAYS]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])
+@pytest.mark.parametrize("verify", PROVING)
+def test_good_bytes_are_received_with_their_proof(verify: Verify, layout: str) -> None:
+    with Pair(layout, verify=verify, their_verify=verify) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        assert pair.lender.counts["proofs"] == 1
+        assert pair.freed() == "read"
+
+
+@pytest.mark.parametrize("verify", PROVING)
+def test_a_byte_that_changed_after_it_was_lent_fails_the_pull(verify: Verify) -> None:
+    """The last block is in every sample.  Without verify the same is received."""
+    for wanted, problem in ((verify, "Corrupted: sum of what was read"), (Verify.OFF, "None")):
+        with Pair(verify=wanted, their_verify=verify) as pair:
+            ticket = pair.lend("r", (3, 4, 5))
+            row = pair.theirs.bytes.size // 16
+            pair.theirs.bytes[5 * row] ^= 1
+            pair.pull("d", ticket)
+            assert problem in str(pair.outcome_of("d"))
+            assert pair.freed() == "read"
+
+
+def test_a_lender_without_checksums_is_named() -> None:
+    with Pair(verify=Verify.ALWAYS) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert "prefill keeps no checksums: set verify there too" in str(pair.outcome_of("d"))
+
+
+def test_a_sample_is_proven_by_a_lender_that_sums_all_and_not_the_other_way_round() -> None:
+    with Pair(verify=Verify.SAMPLE, their_verify=Verify.ALWAYS) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.SAMPLE) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert "those of the sample" in str(pair.outcome_of("d"))
+
+
+def test_a_pull_waits_for_sums_that_are_made_later() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=60.0) as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        pair.pull("d", pair.lend_blocks("r", blocks))
+        pair.wait(lambda: pair.lender.counts["proofs"])
+        time.sleep(0.1)
+        pair.collect()
+        assert pair.received == []
+        pair.sum("r", blocks)
+        assert pair.outcome_of("d") is None
+
+
+def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=2.5) as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        pair.pull("d", pair.lend_blocks("r", blocks))
+        assert "no proof of what was lent" in str(pair.outcome_of("d"))
+        assert pair.freed() == "read"
+        assert pair.lender._desk.num_summed == 0
+
+
+def test_a_proof_does_not_save_a_read_that_was_late() -> None:
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, ttl_s=2.5, drain_s=20.0) as pair:
+        pair.network.script = lambda _: Late(6.0)
+        ticket = pair.lend("r")
+        pair.pull("d", ticket)
+        pair.wait(pair.network.in_flight)
+        pair.lender.close()
+        pair.wait(lambda: pair.failed, 20.0)
+        assert "ran out" in pair.failed["d"]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before its sums", "after them"])
+def test_an_ask_for_what_is_not_there_costs_its_pull_only(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: Proof, *names: object) -> list[Prove]:
+        asks = real(self, *names)  # type: ignore[arg-type]
+        [share] = asks[0].ask.shares
+        share = msgspec.structs.replace(share, group=7)
+        ask = msgspec.structs.replace(asks[0].ask, shares=(share,))
+        return [msgspec.structs.replace(asks[0], ask=ask)]
+
+    real = Proof.asks
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=60.0) as pair:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        with monkeypatch.context() as patch:
+            patch.setattr(Proof, "asks", wrong)
+            ticket = pair.lend_blocks("r", blocks)
+            if not early:
+                pair.sum("r", blocks)
+            pair.pull("d", ticket)
+            pair.wait(lambda: pair.lender.counts["proofs"])
+            if early:
+                pair.sum("r", blocks)
+            assert "share.group" in str(pair.outcome_of("d"))
+        pair.pull("e", pair.lend("s"))
+        assert pair.outcome_of("e") is None
+
+
+def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Desk.take_frames
+
+    def lying(self: Desk, visitor: object) -> list[bytes]:
+        visitor.answers = [  # type: ignore[attr-defined]
+            msgspec.structs.replace(said, number=99) if isinstance(said, Proven) else said
+            for said in visitor.answers  # type: ignore[attr-defined]
+        ]
+        return real(self, visitor)  # type: ignore[arg-type]
+
+    with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=5.0) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(Desk, "take_frames", lying)
+            pair.pull("d", pair.lend("r"))
+            assert pair.outcome_of("d") is not None
+        pair.pull("e", pair.lend("s"))
+        assert pair.outcome_of("e") is None
+
+
+def test_only_answers_to_asks_are_heard_once() -> None:
+    proof = Proof(())
+    with pytest.raises(MessageError, match=r"proven\.number"):
+        proof.heard(0, Answer(1, 1))
+
+
+def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[Prove]:
+    """Ask after ask for all that ``ticket`` lends, of somebody who claimed it as ``pull``."""
+    ask = Ask(0, False, (Share(0, 0, 2, 0, 2, 0, 3),))
+    return [Prove(number, ticket.request_id, Reader(pull, 0, 1), ask) for number in numbers]
+
+
+def test_a_reader_may_ask_a_few_times_only() -> None:
+    with Pair(their_verify=Verify.ALWAYS, ttl_s=60.0) as pair, Guest(pair.lender.port) as guest:
+        ticket = pair.lend("r")
+        for pull in ("greedy", "modest"):
+            guest.claim("r", ticket.digest(), pull)
+        guest.say(*asks(ticket, "greedy", range(MAX_ASKS)))
+        assert [guest.hear(Proven).number for _ in range(MAX_ASKS)] == list(range(MAX_ASKS))
+        guest.say(*asks(ticket, "greedy", [MAX_ASKS]))
+        assert guest.hear(Unproven) == Unproven(
+            MAX_ASKS, "greedy", f"rank 0 was asked {MAX_ASKS} times already"
+        )
+        guest.say(*asks(ticket, "modest", [0]))
+        assert guest.hear(Proven).pull == "modest"
+
+
+@pytest.mark.parametrize("over", ["summed", "ended"])
+def test_so_many_asks_wait_and_no_more(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were answered, or whose lease has ended, wait no longer."""
+    monkeypatch.setattr("pdconn.lender.checksums.MAX_WAITING", 2)
+    with Pair(their_verify=Verify.ALWAYS, ttl_s=60.0) as pair, Guest(pair.lender.port) as guest:
+        blocks = (BlockList(0, (3, 4, 5)),)
+        slow, next_one = (pair.lend_blocks(name, blocks) for name in ("slow", "next"))
+        pair.sum("next", blocks)
+        for number, ticket in enumerate((slow, slow, slow, next_one)):
+            guest.claim(ticket.request_id, ticket.digest(), f"guest/{number}")
+        for number in range(3):
+            guest.say(*asks(slow, f"guest/{number}", [7]))
+        full = "2 others wait for checksums"
+        assert guest.hear(Unproven) == Unproven(7, "guest/2", full)
+        guest.say(*asks(next_one, "guest/3", [8]))
+        assert guest.hear(Unproven) == Unproven(8, "guest/3", full)
+        if over == "summed":
+            pair.sum("slow", blocks)
+            assert [guest.hear(Proven).pull for _ in range(2)] == ["guest/0", "guest/1"]
+        else:
+            for number in range(3):
+                guest.done("slow", slow.digest(), f"guest/{number}")
+            ended = {guest.hear(Unproven) for _ in range(2)}
+            assert ended == {Unproven(7, f"guest/{n}", "the lease has ended") for n in (0, 1)}
+        guest.say(*asks(next_one, "guest/3", [9]))
+        assert guest.hear(Proven).number == 9

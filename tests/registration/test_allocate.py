@@ -1,0 +1,415 @@
+"""Cross-layer allocation: what lies where, what is refused, and what views promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from registration import (
+    AttentionChunk,
+    AttentionKind,
+    GroupMemory,
+    RegistrationError,
+    StateChunk,
+    build_kv_cache_references,
+)
+from registration.allocation.allocate import (
+    HUGE_PAGE_NBYTES,
+    HeadMajor,
+    HeadMajorRefused,
+    KVCacheAllocation,
+    LayerRefused,
+    RowOrder,
+    allocate,
+)
+from registration.allocation.contents import (
+    AttentionTensor,
+    OpaqueTensor,
+    StateTensor,
+    StateTensors,
+)
+from registration.allocation.layers import GroupPages, LayerPages
+from registration.allocation.strided import Axis, LayerView
+
+B, KV, H, N, C = Axis.BLOCK, Axis.KV, Axis.HEAD, Axis.TOKEN, Axis.CONTENT
+BLOCKS = 5
+
+
+def one(view: LayerView) -> torch.Tensor:
+    assert isinstance(view, torch.Tensor)
+    return view
+
+
+def attention(
+    heads: int = 2, tokens: int = 4, dim: int = 3, dtype: torch.dtype = torch.float16
+) -> AttentionTensor:
+    """Blocks, heads, tokens, content; packed in that order."""
+    return AttentionTensor((BLOCKS, heads, tokens, dim), (B, H, N, C), (0, 1, 2, 3), dtype)
+
+
+def latent(tokens: int = 4, dim: int = 3) -> AttentionTensor:
+    """An MLA latent: no head axis."""
+    return AttentionTensor((BLOCKS, tokens, dim), (B, N, C), (0, 1, 2), torch.float16)
+
+
+def pages(name: str, content: AttentionTensor | OpaqueTensor, padding: int = 0) -> LayerPages:
+    return LayerPages(name, content, content.page_nbytes + padding, padding)
+
+
+def full(*layers: LayerPages) -> GroupPages:
+    return GroupPages(AttentionKind.FULL, None, 4, layers)
+
+
+def window(*layers: LayerPages) -> GroupPages:
+    return GroupPages(AttentionKind.SLIDING_WINDOW, 8, 4, layers)
+
+
+def shapes(made: KVCacheAllocation) -> list[tuple[int, ...]]:
+    return [tuple(allocation.tensor.shape) for allocation in made.allocations]
+
+
+def test_layers_of_equal_pages_share_one_tensor_of_blocks_then_layers() -> None:
+    made = allocate([full(*(pages(f"l{i}", attention()) for i in range(3)))], BLOCKS)
+    assert shapes(made) == [(BLOCKS, 3, 48)]
+    assert made.allocations[0].tensor.dtype == torch.int8
+    assert made.allocations[0].order is RowOrder.ROWS
+    assert [ref.offset for ref in made.references.groups[0].data] == [0, 48, 96]
+    assert {tensor.block_stride for tensor in made.references.tensors} == {144}
+
+
+def test_each_page_size_has_an_allocation_of_its_own() -> None:
+    made = allocate(
+        [full(pages("a", attention()), pages("b", attention(dim=4)), pages("c", attention()))],
+        BLOCKS,
+    )
+    assert shapes(made) == [(BLOCKS, 2, 48), (BLOCKS, 1, 64)]
+    assert made.references.groups[0].layers == ("a", "b", "c")
+    assert list(made.views) == ["a", "b", "c"]
+
+
+def test_head_major_memory_is_blocks_then_heads_then_layers() -> None:
+    layers = [pages(f"l{i}", attention()) for i in range(3)]
+    made = allocate([full(*layers)], BLOCKS, head_major=HeadMajor.REQUIRE)
+    assert shapes(made) == [(BLOCKS, 2, 3, 24)]
+    assert made.allocations[0].order is RowOrder.HEAD_MAJOR
+    first, second, _ = made.references.groups[0].data
+    assert (first.offset, second.offset) == (0, 24)
+    assert first.head_stride == 72
+    assert one(made.views["l1"]).stride() == (72, 36, 3, 1)
+
+
+def test_a_view_has_the_layers_own_shape_dtype_and_memory_order() -> None:
+    nhd = AttentionTensor((BLOCKS, 2, 4, 3), (B, H, N, C), (0, 2, 1, 3), torch.bfloat16)
+    made = allocate([full(pages("a", nhd), pages("b", attention()))], BLOCKS)
+    view = one(made.views["a"])
+    assert (view.shape, view.dtype) == ((BLOCKS, 2, 4, 3), torch.bfloat16)
+    assert view.stride() == (48, 3, 6, 1)
+    assert view.data_ptr() == made.allocations[0].memory.base
+    assert one(made.views["b"]).stride() == (48, 12, 3, 1)
+
+
+def test_views_share_their_allocations_storage_and_start_as_zeros() -> None:
+    made = allocate([full(pages("a", attention()), pages("b", attention()))], BLOCKS)
+    (allocation,) = made.allocations
+    for view in made.views.values():
+        storage = one(view).untyped_storage()
+        assert storage.data_ptr() == allocation.tensor.untyped_storage().data_ptr()
+    assert not allocation.tensor.any()
+
+
+def test_references_are_those_of_the_described_groups() -> None:
+    made = allocate([full(pages("a", attention())), window(pages("b", latent()))], BLOCKS)
+    assert all(isinstance(group, GroupMemory) for group in made.groups)
+    assert made.references == build_kv_cache_references(made.groups)
+    assert [group.kind for group in made.references.groups] == [
+        AttentionKind.FULL,
+        AttentionKind.SLIDING_WINDOW,
+    ]
+    assert made.references.groups[1].window == 8
+
+
+def test_groups_have_columns_of_their_own_without_overlay() -> None:
+    made = allocate(
+        [full(*(pages(f"f{i}", attention()) for i in range(3))), window(pages("w", attention()))],
+        BLOCKS,
+    )
+    assert shapes(made) == [(BLOCKS, 4, 48)]
+    assert made.references.groups[1].data[0].offset == 144
+
+
+def test_overlaid_groups_share_rows_as_wide_as_the_widest() -> None:
+    made = allocate(
+        [window(pages("w", attention())), full(*(pages(f"f{i}", attention()) for i in range(3)))],
+        BLOCKS,
+        overlay=True,
+    )
+    assert shapes(made) == [(BLOCKS, 3, 48)]
+    assert [ref.offset for ref in made.references.groups[0].data] == [0]
+    assert [ref.offset for ref in made.references.groups[1].data] == [0, 48, 96]
+    assert made.references.groups[0].block_nbytes == 48  # the tail of 96 is not described
+
+
+def test_overlay_works_head_major_too() -> None:
+    made = allocate(
+        [window(pages("w", attention())), full(*(pages(f"f{i}", attention()) for i in range(3)))],
+        BLOCKS,
+        overlay=True,
+        head_major=HeadMajor.REQUIRE,
+    )
+    assert shapes(made) == [(BLOCKS, 2, 3, 24)]
+    assert made.references.groups[0].data[0].head_stride == 72
+
+
+def test_a_latent_is_one_head_that_starts_at_zero() -> None:
+    made = allocate([full(pages("a", latent()), pages("b", latent()))], BLOCKS)
+    ref = made.references.groups[0].data[1]
+    assert (ref.num_heads, ref.first_head, ref.num_rows, ref.token_nbytes) == (1, 0, 4, 6)
+
+
+def test_the_first_head_of_a_rank_is_passed_on() -> None:
+    part = AttentionTensor((BLOCKS, 2, 4, 3), (B, H, N, C), (0, 1, 2, 3), torch.float16, 6)
+    made = allocate([full(pages("a", part))], BLOCKS)
+    assert made.references.groups[0].data[0].first_head == 6
+
+
+def test_keys_first_tensors_are_alone_and_have_a_chunk_of_keys_and_one_of_values() -> None:
+    flash = AttentionTensor((2, BLOCKS, 4, 2, 3), (KV, B, N, H, C), (0, 1, 2, 3, 4), torch.float16)
+    # its page is as large as the others', and still it is not laid among them
+    made = allocate([full(pages("a", attention(dim=6)), pages("flash", flash))], BLOCKS)
+    assert shapes(made) == [(BLOCKS, 1, 96), (BLOCKS * 96,)]
+    assert made.allocations[1].order is RowOrder.OWN
+    _, keys, values = made.references.groups[0].data
+    assert (keys.chunk, keys.offset, keys.nbytes) == (0, 0, 48)
+    assert (values.chunk, values.offset, values.nbytes) == (1, BLOCKS * 48, 48)
+    assert (keys.head_stride, keys.token_stride, keys.token_nbytes) == (6, 12, 6)
+    assert made.references.tensors[keys.tensor].block_stride == 48
+    assert one(made.views["flash"]).is_contiguous()
+
+
+def test_keys_and_values_inside_a_token_are_one_chunk() -> None:
+    fused = AttentionTensor((BLOCKS, 4, 2, 2, 3), (B, N, H, KV, C), (0, 2, 1, 3, 4), torch.int8)
+    assert fused.chunks({B: 48}) == (AttentionChunk(2, 24, 24, 6, 6),)
+
+
+def test_keys_and_values_that_lie_apart_in_a_page_are_two_chunks() -> None:
+    apart = AttentionTensor((BLOCKS, 2, 4, 2, 3), (B, KV, N, H, C), (0, 1, 2, 3, 4), torch.int8)
+    assert apart.chunks({B: 48}) == (
+        AttentionChunk(2, 12, 3, 6, 3),
+        AttentionChunk(2, 12, 3, 6, 3, offset=24),
+    )
+
+
+def test_a_head_whose_content_the_tokens_cut_through_is_opaque() -> None:
+    paged = AttentionTensor((BLOCKS, 2, 3, 4, 8), (B, H, C, N, C), (0, 1, 2, 3, 4), torch.int8)
+    assert paged.chunks({B: 192}) == (AttentionChunk(2, 96, 96, None, None),)
+
+
+def test_a_head_without_a_token_axis_is_opaque() -> None:
+    packed = AttentionTensor((BLOCKS, 2, 12), (B, H, C), (0, 1, 2), torch.int8)
+    assert packed.chunks({B: 24}) == (AttentionChunk(2, 12, 12, None, None),)
+
+
+def test_heads_whose_bytes_are_scattered_are_refused() -> None:
+    with pytest.raises(RegistrationError, match=r"\(block, content, head, content\).*opaque"):
+        AttentionTensor((BLOCKS, 2, 3, 8), (B, H, C, C), (0, 2, 1, 3), torch.int8)
+
+
+def test_dimensions_of_one_do_not_decide_a_memory_order() -> None:
+    odd = AttentionTensor((1, BLOCKS, 1, 4, 3), (KV, B, H, N, C), (0, 1, 4, 2, 3), torch.int8)
+    single = AttentionTensor((1, BLOCKS, 4, 3), (KV, B, N, C), (0, 1, 2, 3), torch.int8)
+    assert single.shares_rows
+    assert single.chunks({B: 12}) == (AttentionChunk(1, 12, 12, 3, 3),)
+    assert odd.chunks({B: 12}) == (AttentionChunk(1, 12, 12, None, None),)
+
+
+def test_a_layer_of_unknown_kind_is_alone_and_moves_whole() -> None:
+    unknown = OpaqueTensor((BLOCKS, 24), (B, C), (0, 1), torch.float16)
+    made = allocate(
+        [full(pages("a", attention()), pages("unknown", unknown), pages("b", attention()))], BLOCKS
+    )
+    assert shapes(made) == [(BLOCKS, 2, 48), (BLOCKS, 1, 48)]
+    assert made.groups[0].layers[1].chunks == (StateChunk(48),)
+    assert one(made.views["unknown"]).shape == (BLOCKS, 24)
+
+
+def test_an_unknown_layer_with_inner_blocks_has_a_chunk_per_outer_index() -> None:
+    unknown = OpaqueTensor((2, 3, BLOCKS, 4), (C, C, B, C), (1, 0, 2, 3), torch.float16)
+    made = allocate([full(pages("unknown", unknown))], BLOCKS)
+    chunks = made.groups[0].layers[0].chunks
+    assert [(chunk.nbytes, chunk.offset) for chunk in chunks if isinstance(chunk, StateChunk)] == [
+        (8, i * BLOCKS * 8) for i in range(6)
+    ]
+
+
+def test_an_opaque_tensor_has_no_axis_with_a_meaning() -> None:
+    with pytest.raises(RegistrationError, match="no axis 'head'"):
+        OpaqueTensor((BLOCKS, 2, 24), (B, H, C), (0, 1, 2), torch.float16)
+
+
+def test_states_are_packed_into_a_page_each_aligned_to_its_elements() -> None:
+    states = StateTensors((StateTensor((3, 3), torch.int8), StateTensor((2, 2), torch.float32)))
+    assert states.page_nbytes == 12 + 16
+    layer = LayerPages("mamba", states, 32, page_padding=4)
+    made = allocate([GroupPages(AttentionKind.STATE, None, 4, (layer,))], BLOCKS)
+    assert made.groups[0].layers[0].chunks == (StateChunk(9), StateChunk(16, offset=12))
+    conv, ssm = made.views["mamba"]
+    assert (conv.shape, conv.dtype, conv.stride()) == ((BLOCKS, 3, 3), torch.int8, (32, 3, 1))
+    assert (ssm.shape, ssm.dtype, ssm.stride()) == ((BLOCKS, 2, 2), torch.float32, (8, 2, 1))
+    assert ssm.data_ptr() == conv.data_ptr() + 12
+
+
+def test_state_and_attention_pages_of_one_size_share_rows() -> None:
+    states = StateTensors((StateTensor((5,), torch.float32),))
+    mamba = GroupPages(AttentionKind.STATE, None, 4, (LayerPages("mamba", states, 48, 28),))
+    made = allocate([full(pages("a", attention())), mamba], BLOCKS, overlay=True)
+    assert shapes(made) == [(BLOCKS, 1, 48)]
+    assert [group.block_nbytes for group in made.references.groups] == [48, 20]
+
+
+def test_large_allocations_start_at_a_huge_page() -> None:
+    large = AttentionTensor((BLOCKS, 2, 4, 1 << 16), (B, H, N, C), (0, 1, 2, 3), torch.int8)
+    made = allocate([full(pages("a", large), pages("b", large))], BLOCKS)
+    (allocation,) = made.allocations
+    assert allocation.memory.nbytes == allocation.tensor.nbytes == BLOCKS * 2 * large.page_nbytes
+    assert allocation.memory.base == allocation.tensor.data_ptr()
+    assert allocation.memory.base % HUGE_PAGE_NBYTES == 0
+
+
+@pytest.mark.parametrize("page_nbytes", [47, 49])
+def test_a_page_size_that_its_content_does_not_explain_is_refused(page_nbytes: int) -> None:
+    with pytest.raises(LayerRefused, match=f"a: page bytes: expected 48 and .*{page_nbytes}"):
+        LayerPages("a", attention(), page_nbytes)
+
+
+def test_a_page_that_would_misalign_its_elements_is_refused() -> None:
+    with pytest.raises(LayerRefused, match="a: page bytes: expected a multiple of 2, got 51"):
+        LayerPages("a", attention(), 51, page_padding=3)
+
+
+def test_padding_where_pages_are_scattered_is_refused() -> None:
+    flash = AttentionTensor((2, BLOCKS, 4, 2), (KV, B, N, C), (0, 1, 2, 3), torch.int8)
+    with pytest.raises(LayerRefused, match="flash: padding of scattered pages: expected 0, got 4"):
+        LayerPages("flash", flash, 20, page_padding=4)
+
+
+def test_a_state_layer_belongs_to_a_state_group_only() -> None:
+    states = LayerPages("s", StateTensors((StateTensor((4,), torch.int8),)), 4)
+    with pytest.raises(LayerRefused, match="s: kind of group: expected mamba, got full_attention"):
+        full(states)
+    with pytest.raises(LayerRefused, match=r"a: kind of group: .* got mamba"):
+        GroupPages(AttentionKind.STATE, None, 4, (pages("a", attention()),))
+
+
+def test_a_layer_in_two_groups_is_refused() -> None:
+    with pytest.raises(LayerRefused, match="a: appearances: expected one, as in group 0"):
+        allocate([full(pages("a", attention())), window(pages("a", attention()))], BLOCKS)
+
+
+def test_a_layer_that_counts_other_blocks_is_refused() -> None:
+    with pytest.raises(LayerRefused, match="a: blocks in its shape: expected 6, got 5"):
+        allocate([full(pages("a", attention()))], 6)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_there_is_at_least_one_block(num_blocks: int) -> None:
+    with pytest.raises(RegistrationError, match="num_blocks: expected above 0"):
+        allocate([full()], num_blocks)
+
+
+def test_memory_that_no_transport_can_register_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="expected cpu or cuda, got meta"):
+        allocate([full(pages("a", attention()))], BLOCKS, device=torch.device("meta"))
+
+
+NHD = AttentionTensor((BLOCKS, 2, 4, 3), (B, H, N, C), (0, 2, 1, 3), torch.float16)
+FLASH = AttentionTensor((2, BLOCKS, 4, 3), (KV, B, N, C), (0, 1, 2, 3), torch.float16)
+UNKNOWN = OpaqueTensor((BLOCKS, 24), (B, C), (0, 1), torch.float16)
+CANNOT = {
+    "heads": (pages("odd", attention(heads=4, tokens=2)), "2 as first has", "4"),
+    "tokens in a block": (pages("odd", attention(tokens=2, dim=6)), "4 as first has", "2"),
+    "page bytes": (pages("odd", attention(dim=4)), "48 as first has", "64"),
+    "padding of 2 heads": (pages("odd", attention(), padding=8), "0", "8"),
+    "memory order": (pages("odd", NHD), "block, head", r"\(block, token, head, content\)"),
+    "content": (pages("odd", UNKNOWN), "attention heads", "none that are known"),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_required_head_major_names_the_layer_what_was_expected_and_what_came(what: str) -> None:
+    odd, expected, got = CANNOT[what]
+    groups = [full(pages("first", attention())), window(odd)]
+    with pytest.raises(HeadMajorRefused, match=f"odd: {what}: expected {expected}.*, got {got}"):
+        allocate(groups, BLOCKS, head_major=HeadMajor.REQUIRE)
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "odd"),
+    [
+        ("heads", RowOrder.ROWS, RowOrder.ROWS),
+        ("tokens in a block", RowOrder.ROWS, RowOrder.ROWS),
+        ("page bytes", RowOrder.HEAD_MAJOR, RowOrder.HEAD_MAJOR),
+        ("padding of 2 heads", RowOrder.HEAD_MAJOR, RowOrder.ROWS),
+        ("memory order", RowOrder.ROWS, RowOrder.ROWS),
+        ("content", RowOrder.HEAD_MAJOR, RowOrder.OWN),
+    ],
+)
+def test_preferred_head_major_falls_back_only_for_the_page_size_that_cannot(
+    what: str, first: RowOrder, odd: RowOrder
+) -> None:
+    groups = [
+        full(pages("first", attention()), pages("good", attention(dim=9))),
+        window(CANNOT[what][0]),
+    ]
+    made = allocate(groups, BLOCKS, head_major=HeadMajor.PREFER)
+    orders = {allocation.memory: allocation.order for allocation in made.allocations}
+    got = {layer.layer: orders[layer.allocation] for group in made.groups for layer in group.layers}
+    assert got == {"first": first, "good": RowOrder.HEAD_MAJOR, "odd": odd}
+
+
+def test_scattered_pages_cannot_be_head_major() -> None:
+    with pytest.raises(HeadMajorRefused, match="flash: memory order"):
+        allocate([full(pages("flash", FLASH))], BLOCKS, head_major=HeadMajor.REQUIRE)
+
+
+def test_padded_pages_of_one_head_can_be_head_major() -> None:
+    layers = [pages(name, latent(), padding=8) for name in ("a", "b")]
+    made = allocate([full(*layers)], BLOCKS, head_major=HeadMajor.REQUIRE)
+    assert shapes(made) == [(BLOCKS, 1, 2, 32)]
+    assert made.references.groups[0].block_nbytes == 48
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "order"),
+    [
+        ((BLOCKS, 2), (B, H, C), (0, 1)),
+        ((BLOCKS, 2), (B, C), (0, 0)),
+        ((BLOCKS, 2), (B, C), (0,)),
+        ((BLOCKS, 0), (B, C), (0, 1)),
+        ((BLOCKS, 2), (H, C), (0, 1)),
+        ((BLOCKS, 2), (B, B), (0, 1)),
+        ((BLOCKS, 2, 2), (B, H, H), (0, 1, 2)),
+        ((), (), ()),
+    ],
+)
+def test_axes_that_do_not_fit_their_tensor_are_refused(
+    shape: tuple[int, ...], axes: tuple[Axis, ...], order: tuple[int, ...]
+) -> None:
+    with pytest.raises(RegistrationError, match="axes"):
+        AttentionTensor(shape, axes, order, torch.int8)
+
+
+def test_empty_states_and_negative_heads_are_refused() -> None:
+    with pytest.raises(RegistrationError, match="at least one state"):
+        StateTensors(())
+    with pytest.raises(RegistrationError, match="do not fit"):
+        StateTensor((2, 0), torch.int8)
+    with pytest.raises(RegistrationError, match="first_head"):
+        AttentionTensor((BLOCKS, 2), (B, C), (0, 1), torch.int8, -1)
+
+
+def test_registration_is_imported_without_torch() -> None:
+    code = "import registration, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

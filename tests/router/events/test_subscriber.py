@@ -1,0 +1,445 @@
+"""A subscriber over real sockets, with a publisher that loses, garbles, dies and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdconn.lab.ports import free_ports
+from pdconn.router.errors import BadSetting
+from pdconn.router.events.subscriber import Source, Status, Subscriber
+from pdconn.router.events.tracker import State, Why
+from pdconn.router.prefix.events import Batch, Cleared, Removed, Stored
+
+encode = msgspec.msgpack.encode
+PATIENCE_S = 20.0
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+def two_ports() -> tuple[int, int]:
+    """For events and their replay; vLLM's publisher listens on every address."""
+    events, replay = free_ports(2, "0.0.0.0")
+    return events, replay
+
+
+def source(ports: tuple[int, int]) -> Source:
+    return Source("a", 0, *(f"tcp://127.0.0.1:{port}" for port in ports))
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await test
+
+    asyncio.run(bounded())
+
+
+class Recorder:
+    """What an index would do: the blocks that are known, and all that was said."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+        self.resets: list[str] = []
+        self.statuses: list[Status] = []
+        self._changed = asyncio.Event()
+
+    def apply(self, source: Source, batch: Batch) -> None:
+        for event in batch.events:
+            match event:
+                case Stored(hashes=hashes):
+                    self.blocks.update(hashes)
+                case Removed(hashes=hashes):
+                    self.blocks.difference_update(hashes)
+                case Cleared():
+                    self.blocks.clear()
+        self._changed.set()
+
+    def reset(self, source: Source, why: str) -> None:
+        self.blocks.clear()
+        self.resets.append(why)
+        self._changed.set()
+
+    def state(self, source: Source, status: Status) -> None:
+        self.statuses.append(status)
+        self._changed.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def state_is(self, state: State) -> Status:
+        await self.until(lambda: bool(self.statuses) and self.statuses[-1].state is state)
+        return self.statuses[-1]
+
+    async def blocks_are(self, *blocks: int) -> None:
+        await self.until(lambda: self.blocks == set(blocks))
+
+
+class Publisher:
+    """vLLM's publisher as far as the wire goes, and what goes wrong with it.
+
+    An XPUB in place of the PUB, as it tells when somebody subscribes.
+    """
+
+    def __init__(self, ports: tuple[int, int], memory: int = 100) -> None:
+        self.context = zmq.asyncio.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        for sock, port in zip((self.pub, self.router), ports, strict=True):
+            sock.linger = 0
+            sock.bind(f"tcp://127.0.0.1:{port}")
+        self.memory: deque[tuple[int, bytes]] = deque(maxlen=memory)
+        self.seq = 0
+        self.answers = True
+        self.asked: list[int] = []
+        self.subscribed = asyncio.Event()
+        self._tasks = [asyncio.create_task(work()) for work in (self._greet, self._replay)]
+
+    async def _greet(self) -> None:
+        while True:
+            if (await self.pub.recv())[:1] == b"\1":
+                self.subscribed.set()
+
+    async def _replay(self) -> None:
+        while True:
+            peer, empty, start = await self.router.recv_multipart()
+            assert empty == b""
+            self.asked.append(int.from_bytes(start, "big"))
+            if not self.answers:
+                continue
+            for seq, payload in self.memory:
+                if seq >= self.asked[-1]:
+                    await self.send_answer(peer, b"", b"", seq.to_bytes(8, "big"), payload)
+            await self.send_answer(peer, b"", b"", END, b"")
+
+    async def send_answer(self, *frames: bytes) -> None:
+        await self.router.send_multipart(frames)
+
+    async def store(self, *blocks: int, **how: Any) -> None:
+        await self.publish({"type": "BlockStored", "block_hashes": blocks, "token_ids": [],
+                            "parent_block_hash": None, "block_size": 16}, **how)  # fmt: skip
+
+    async def remove(self, *blocks: int, **how: Any) -> None:
+        await self.publish({"type": "BlockRemoved", "block_hashes": blocks}, **how)
+
+    async def publish(self, event: Any, *, lost: bool = False, payload: bytes = b"") -> None:
+        payload = payload or encode([float(self.seq), [event], 0])
+        self.memory.append((self.seq, payload))
+        if not lost:
+            await self.wire(b"", self.seq.to_bytes(8, "big"), payload)
+        self.seq += 1
+
+    async def wire(self, *frames: bytes) -> None:
+        await self.pub.send_multipart(frames)
+
+    async def die(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.pub.close(linger=0)
+        self.router.close(linger=0)
+        self.context.term()
+
+
+class Rig:
+    """A publisher and a subscriber that is up to date with it."""
+
+    def __init__(self, replay_silence_s: float) -> None:
+        self.ports = two_ports()
+        self.publisher = Publisher(self.ports)
+        self.sink = Recorder()
+        self.subscriber = Subscriber(
+            source(self.ports), self.sink, now=lambda: 100.0, replay_silence_s=replay_silence_s
+        )
+
+
+@asynccontextmanager
+async def rig(replay_silence_s: float = PATIENCE_S) -> Any:
+    made = Rig(replay_silence_s)
+    try:
+        await made.publisher.store(1, 2)  # before anybody listens
+        made.subscriber.start()
+        await made.publisher.subscribed.wait()
+        await made.sink.state_is(State.LIVE)
+        yield made
+    finally:
+        await made.subscriber.close()
+        await made.publisher.die()
+
+
+def test_a_late_joiner_knows_all_and_follows() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            await made.publisher.remove(1)
+            await made.publisher.store(3)
+            await made.sink.blocks_are(2, 3)
+            status = made.subscriber.status
+            assert (status.batches, status.events, status.lag_s) == (3, 3, 98.0)
+            assert (status.gaps, status.malformed, made.sink.resets) == (0, 0, [])
+            said = [one.state for one in made.sink.statuses]
+            assert said[-1] is State.LIVE
+            assert set(said) <= {State.SYNCING, State.LIVE}
+
+    run(test())
+
+
+def test_a_lost_batch_is_replayed() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            await made.publisher.remove(1, lost=True)
+            await made.publisher.store(3)
+            await made.sink.blocks_are(2, 3)
+            assert made.publisher.asked == [0, 0]
+            assert (made.subscriber.status.gaps, made.sink.resets) == (1, [])
+
+    run(test())
+
+
+def test_a_gap_that_nobody_fills_costs_all_and_is_called_incomplete() -> None:
+    async def test() -> None:
+        async with rig(replay_silence_s=2.5) as made:
+            made.publisher.answers = False
+            await made.publisher.remove(1, lost=True)
+            await made.publisher.store(3)
+            await made.sink.state_is(State.STALE)
+            await made.sink.state_is(State.INCOMPLETE)
+            assert (made.sink.blocks, made.sink.resets) == ({3}, [Why.GAP.value])
+            await made.publisher.publish({"type": "AllBlocksCleared"})
+            await made.sink.state_is(State.LIVE)
+
+    run(test())
+
+
+def test_an_engine_that_comes_back_on_its_port_begins_anew() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            await made.publisher.store(3)
+            await made.sink.blocks_are(1, 2, 3)
+            await made.publisher.die()
+            await made.sink.state_is(State.AWAY)
+            made.publisher = Publisher(made.ports)
+            for block in range(10, 15):  # its numbers go on behind those of the old engine
+                await made.publisher.store(block, lost=True)
+            await made.sink.blocks_are(*range(10, 15))
+            await made.sink.state_is(State.LIVE)
+            assert made.sink.resets == [Why.RESTARTED.value]
+            assert made.subscriber.status.restarts == 1
+            await made.publisher.subscribed.wait()
+            await made.publisher.remove(10)
+            await made.sink.blocks_are(*range(11, 15))
+
+    run(test())
+
+
+GARBAGE = [
+    (b"",),
+    (b"", b"\0" * 8),
+    (b"", b"\0" * 7, b"\x90"),
+    (b"", END, b"\x90"),
+    (b"", b"\0" * 8, b"\x90", b"more"),
+]
+
+
+def test_garbage_is_counted_and_passed_over() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            for frames in GARBAGE:
+                await made.publisher.wire(*frames)
+            await made.publisher.store(3)
+            await made.sink.blocks_are(1, 2, 3)
+            status = made.subscriber.status
+            assert (status.malformed, status.gaps) == (len(GARBAGE), 0)
+
+    run(test())
+
+
+def test_garbage_in_a_replay_is_a_hole_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with rig() as made:
+            send = made.publisher.send_answer
+
+            async def garbling(peer: bytes, *frames: bytes) -> None:
+                await send(peer, b"")
+                await send(peer, b"", b"", b"short", b"\x90")
+                await send(peer, *frames)
+
+            monkeypatch.setattr(made.publisher, "send_answer", garbling)
+            await made.publisher.store(3, lost=True)
+            await made.publisher.store(4)
+            await made.sink.blocks_are(1, 2, 3, 4)
+            await made.sink.state_is(State.LIVE)
+            assert made.subscriber.status.malformed >= 6
+
+    run(test())
+
+
+def test_a_payload_that_cannot_be_read_costs_all_that_was_known() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            await made.publisher.publish(None, payload=b"\xc1")
+            await made.sink.state_is(State.INCOMPLETE)
+            await made.publisher.store(3)
+            await made.sink.blocks_are(3)
+            assert made.sink.resets == [Why.UNREADABLE.value]
+            assert made.subscriber.status.malformed == 2
+
+    run(test())
+
+
+def test_an_event_that_cannot_be_read_is_counted() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            await made.publisher.publish({"type": "BlockMoved"})
+            status = await made.sink.state_is(State.INCOMPLETE)
+            assert (status.undecodable, made.sink.blocks) == (1, {1, 2})
+
+    run(test())
+
+
+def test_without_replay_a_late_joiner_is_incomplete_and_an_early_one_is_not() -> None:
+    async def test(first: int, expected: State) -> None:
+        ports = two_ports()
+        publisher, sink = Publisher(ports), Recorder()
+        for block in range(first):
+            await publisher.store(block)
+        alone = Source("a", 0, source(ports).events, None)
+        subscriber = Subscriber(alone, sink)
+        subscriber.start()
+        try:
+            await publisher.subscribed.wait()
+            await sink.state_is(State.INCOMPLETE)
+            await publisher.store(9)
+            await sink.blocks_are(9)
+            await publisher.store(10)
+            await sink.blocks_are(9, 10)
+            assert subscriber.status.state is expected
+        finally:
+            await subscriber.close()
+            await publisher.die()
+
+    run(test(first=0, expected=State.LIVE))
+    run(test(first=2, expected=State.INCOMPLETE))
+
+
+def test_a_sink_that_fails_is_logged_and_nothing_stays_open(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with rig() as made:
+
+            def fail(source: Source, batch: Batch) -> None:
+                raise RuntimeError("the index is broken")
+
+            monkeypatch.setattr(made.sink, "apply", fail)
+            (task,) = (one for one in asyncio.all_tasks() if "kv events" in one.get_name())
+            await made.publisher.store(3)
+            await asyncio.wait([task])
+            assert made.subscriber.status.state is State.AWAY
+
+    run(test())
+    assert "kv events of a rank 0 failed" in caplog.text
+
+
+def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:
+    async def test() -> None:
+        never = Subscriber(source(two_ports()), Recorder())
+        await never.close()
+        never.start()
+        await never.close()
+        deaf = Subscriber(source(two_ports()), Recorder())
+        deaf.start()
+        deaf.start()
+        await asyncio.sleep(0)
+        await deaf.close()
+        await deaf.close()
+        assert deaf.status == Status()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(test())
+
+
+def test_subscribers_may_share_a_context() -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        ports, sinks = two_ports(), [Recorder(), Recorder()]
+        publisher = Publisher(ports)
+        await publisher.store(1)
+        both = [Subscriber(source(ports), sink, context=context) for sink in sinks]
+        for subscriber in both:
+            subscriber.start()
+        for sink in sinks:
+            await sink.blocks_are(1)
+        await asyncio.gather(*(subscriber.close() for subscriber in both))
+        await publisher.die()
+        context.term()  # hangs where a socket is still open
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "tcp://*:5557", "tcp://host", "tcp://host:", "tcp://host:0", "tcp://host:65536",
+     "tcp://:5557", "ipc:///tmp/x", "http://host:5557", "tcp://host:5557/", "tcp://a b:1"],
+)  # fmt: skip
+def test_addresses_that_make_no_sense_are_refused(address: str) -> None:
+    with pytest.raises(BadSetting, match="events: expected tcp://HOST:PORT"):
+        Source("a", 0, address, None)
+    with pytest.raises(BadSetting, match="replay: expected tcp://HOST:PORT"):
+        Source("a", 0, "tcp://[::1]:5557", address)
+    with pytest.raises(BadSetting, match="rank"):
+        Source("a", -1, "tcp://host:5557", None)
+
+
+# --- vLLM's own publisher -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Any:
+    return pytest.importorskip("vllm.distributed.kv_events")
+
+
+def test_vllms_publisher_is_followed_from_the_start_and_across_a_gap(vllm: Any) -> None:
+    ports = two_ports()
+    events, replay = (f"tcp://*:{port}" for port in ports)
+    publisher = vllm.ZmqEventPublisher(0, events, replay, topic="kv")
+
+    def publish(block: int) -> None:
+        stored = vllm.BlockStored([block], None, [1] * 16, 16, None, "GPU", None)
+        publisher.publish(vllm.KVEventBatch(ts=1.0, events=[stored]))
+
+    async def test() -> None:
+        sink = Recorder()
+        address = source(ports)
+        subscriber = Subscriber(Source("a", 0, address.events, address.replay, "kv"), sink)
+        for block in range(3):
+            publish(block)
+        subscriber.start()
+        try:
+            await sink.blocks_are(0, 1, 2)
+            await sink.state_is(State.LIVE)
+            next(publisher._seq_gen)  # a batch that vLLM numbers and then fails to send
+            known = 3
+            while not sink.resets:  # an early batch may pass before PUB knows of us
+                publish(known)
+                known += 1
+                await asyncio.sleep(0.01)
+            await sink.state_is(State.INCOMPLETE)
+            publish(known)
+            await sink.until(lambda: known in sink.blocks)
+            assert sink.resets == [Why.GAP.value]
+        finally:
+            await subscriber.close()
+
+    try:
+        run(test())
+    finally:
+        publisher.shutdown()

@@ -1,0 +1,256 @@
+"""What the router does about a prompt's tokens: asks an engine, or routes without them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pdconn.router.routing import tokenize as tokens
+from tests.fakes.fake_engine import (
+    ANSWER,
+    in_loop,
+)
+from tests.fakes.routed import (
+    PROMPT,
+    fleet,
+    letters,
+    num_asked,
+    refuse,
+)
+
+
+@in_loop
+async def test_text_is_put_into_tokens_by_an_engine_with_the_clients_key():
+    text = "a long beginning, " * 20
+    async with fleet() as f:
+        f.decode[0].tokenize = letters
+        for engine in f.prefill:
+            await f.pod(engine).store([ord(letter) for letter in text[:352]])
+            await f.heard()
+            body = {"model": "m", "prompt": text, "temperature": 0.5, "stream": False}
+            key = {"Authorization": "Bearer k", "X-Other": "1"}
+            async with f.client.post(f.url("/v1/completions"), json=body, headers=key) as response:
+                assert response.status == 200
+            assert f.course.prefill == engine.url
+            assert f.course.hit_tokens(engine.url) == 352
+            asked = f.decode[0].tokenized[-1]
+            assert asked.body == {"model": "m", "prompt": text}
+            assert asked.headers["Authorization"] == "Bearer k"
+            assert "X-Other" not in asked.headers
+            await f.pod(engine).remove([ord(letter) for letter in text[:352]])
+        assert "Authorization" not in (await f.complete(prompt=text)).headers
+        assert "Authorization" not in f.decode[0].tokenized[-1].headers
+
+
+@in_loop
+async def test_a_chat_is_put_into_tokens_with_the_fields_that_tokenize_knows():
+    known = {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "x" * 400}, "y"]},
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "user", "content": "hi"},
+        ],
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "chat_template": "{{ x }}",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    unknown = {"temperature": 0, "max_tokens": 3, "user": "u", "tool_choice": "auto", "seed": 1}
+    async with fleet() as f:
+        f.decode[0].tokenize = letters
+        held = [ord(letter) for letter in json.dumps(known["messages"])]
+        await f.pod(f.prefill[1]).store(held[: len(held) // 16 * 16])
+        await f.heard()
+        reply = await f.complete("/v1/chat/completions", **known, **unknown)
+        assert reply.status == 200
+        (asked,) = f.decode[0].tokenized
+        assert asked.body == known
+        assert f.course.prefill == f.prefill[1].url
+        assert f.course.unknown is None
+        assert f.course.hit_tokens(f.prefill[1].url) > 400
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (IMAGE, "more than text: image_url"),
+        ({"image_url": IMAGE["image_url"]}, "more than text: a part of unnamed type"),
+        ({"type": "input_audio", "input_audio": {}}, "more than text: input_audio"),
+        (7, "messages: "),
+    ],
+)
+@in_loop
+async def test_what_is_more_than_text_is_routed_without_its_prefix(part, why):
+    async with fleet() as f:
+        f.decode[0].tokenize = letters
+        course = await f.chat([{"type": "text", "text": "what is it"}, part])
+        assert (course.looked, f.decode[0].tokenized) == (None, [])
+        assert why in (course.unknown or "")
+        assert f.of_router("unknown_prompts_total") == 1
+        course = await f.chat([{"type": "text", "text": "what is it"}])
+        assert (course.unknown, len(f.decode[0].tokenized)) == (None, 1)
+
+
+def answers(body: bytes | str, status: int = 200) -> Any:
+    raw = body.encode() if isinstance(body, str) else body
+    return lambda seen: web.Response(body=raw, status=status, content_type="application/json")
+
+
+LIES = {
+    "fails": answers("{}", 500),
+    "refuses": answers('{"tokens": [1]}', 401),
+    "empty": answers(""),
+    "html": answers("<html>"),
+    "no tokens": answers('{"count": 3}'),
+    "text": answers('{"tokens": "1 2"}'),
+    "strings": answers('{"tokens": ["1"]}'),
+    "negative": answers('{"tokens": [1, -1]}'),
+    "too large": answers(f'{{"tokens": [{2**31}]}}'),
+    "huge": answers(f'{{"tokens": [{"9" * 1000}]}}'),
+    "infinite": answers('{"tokens": [1e999]}'),
+    "not unicode": answers(b'{"tokens": ["\xff"]}'),
+    "deep": answers(f'{{"x": {"[" * 100_000}{"]" * 100_000}, "tokens": [1]}}'),
+    "too many": answers(json.dumps({"tokens": [1] * 2000})),
+    "too long": answers(json.dumps({"tokens": [1], "x": "x" * 8000})),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@in_loop
+async def test_a_tokenize_that_fails_or_lies_costs_the_prefix_and_not_the_request(lie, monkeypatch):
+    monkeypatch.setattr(tokens, "MOST_TOKENS", 1000)
+    monkeypatch.setattr(tokens, "MAX_NBYTES", 8000)
+    async with fleet() as f:
+        await f.pod(f.prefill[0]).store(PROMPT)
+        await f.heard()
+        f.decode[0].tokenize = LIES[lie]
+        for course in (await f.ask("some text"), await f.chat("some text")):
+            assert course.looked is None
+            assert course.unknown
+        assert f.leases.granted == 2
+        assert f.of_router("unknown_prompts_total") == 2
+        f.decode[0].tokenize = letters  # the control
+        assert (await f.ask("some text")).unknown is None
+
+
+@in_loop
+async def test_a_tokenize_that_is_slow_or_dies_costs_the_prefix_and_not_the_request(monkeypatch):
+    async with fleet(num_decode=2) as f:
+        for engine in f.decode:
+            engine.tokenize = letters
+            engine.tokenizes.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(tokens, "TIMEOUT_S", 0.1)
+            assert "within 0.1 s" in ((await f.ask("some text")).unknown or "")
+        for engine in f.decode:
+            engine.tokenizes.set()
+        assert (await f.ask("some text")).unknown is None
+        for engine in f.decode:
+            engine.tokenize = lambda seen: 1 // 0  # a 500 and a closed connection
+        assert (await f.ask("some text")).unknown
+
+
+@pytest.mark.parametrize("policy", ["prefix", "round-robin"])
+@in_loop
+async def test_where_nobody_publishes_or_nobody_looks_nothing_is_tokenized(policy):
+    async with fleet(publish=policy != "prefix", policy=policy) as f:
+        for engine in (*f.prefill, *f.decode):
+            engine.tokenize = letters
+        course = await f.ask("some text")
+        await f.chat("some text")
+        assert course.unknown in (
+            "no engine tells what its prefix cache holds",
+            "round-robin does not look at prompts",
+        )
+        assert not any(engine.tokenized for engine in (*f.prefill, *f.decode))
+
+
+@in_loop
+async def test_where_somebody_publishes_text_is_tokenized():
+    """The control for the test above."""
+    async with fleet() as f:
+        f.decode[0].tokenize = letters
+        assert (await f.ask("some text")).unknown is None
+        assert f.decode[0].tokenized
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[-1, 2], [2**31], [10**30], [1.5], [True], [1, "x"], [[1, 2], [3]], [["x"]], ["text"], [], ""],
+)
+@in_loop
+async def test_a_prompt_of_odd_tokens_is_the_engines_to_judge(prompt):
+    async with fleet() as f:
+        await f.pod(f.prefill[0]).store(PROMPT)
+        await f.heard()
+        assert (await f.complete(prompt=prompt)).body == ANSWER
+        assert f.course.looked is None
+        assert f.course.unknown
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt_embeds": "AAAA"}),
+        ("/v1/completions", {"prompt_embeds": "AAAA", "prompt": None}),
+        ("/v1/chat/completions", {"prompt_embeds": "AAAA"}),
+    ],
+)
+@in_loop
+async def test_a_body_that_brings_no_prompt_in_words_is_routed_without(path, body):
+    async with fleet() as f:
+        f.decode[0].tokenize = letters
+        assert (await f.send(path, json.dumps(body))).body == ANSWER
+        assert "brings no" in (f.course.unknown or "")
+        assert not f.decode[0].tokenized
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "cache_salt": "\xff"}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "model": 7}',
+    ],
+)
+@in_loop
+async def test_text_that_is_not_unicode_is_the_engines_to_judge(raw):
+    async with fleet() as f:
+        for engine in (*f.prefill, *f.decode):
+            engine.script = refuse
+            engine.tell_lender = lambda seen: None  # it would have to read the body
+        reply = await f.send("/v1/chat/completions", raw)
+        assert (reply.status, reply.error["message"]) == (400, "the engine's own words")
+
+
+@in_loop
+async def test_a_prompt_longer_than_any_model_takes_is_refused_by_the_engine_as_it_is(monkeypatch):
+    monkeypatch.setattr(tokens, "MOST_TOKENS", 1000)
+    async with fleet() as f:
+        for engine in f.prefill:
+            engine.script = refuse
+        for num_tokens, unknown in ((1000, False), (1001, True)):
+            reply = await f.complete(prompt=[5] * num_tokens)
+            assert (reply.status, reply.error["message"]) == (400, "the engine's own words")
+            assert bool(f.course.unknown) == unknown
+        monkeypatch.setattr(tokens, "MAX_NBYTES", 100)
+        assert (await f.complete(prompt=[5] * 100)).status == 400
+        assert "more than 100 bytes" in (f.course.unknown or "")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"prompt": [1, 2'])
+@in_loop
+async def test_a_body_that_is_not_json_is_refused_and_decided_about_by_nobody(raw):
+    async with fleet() as f:
+        assert (await f.send("/v1/completions", raw)).status == 400
+        assert not len(f.steering.decisions)
+        assert num_asked(f.prefill) == [0, 0]

@@ -1,0 +1,32 @@
+"""Threads started off the model's core may run elsewhere, and the starter goes back."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from pdconn.sidechannel.affinity import off_the_models_core, wider_cores
+
+
+def test_only_a_thread_bound_to_one_core_is_let_loose() -> None:
+    assert wider_cores({1}, {0, 1, 2}) == {0, 1, 2}
+    assert wider_cores({1}, {0}) == {0, 1}
+    assert wider_cores({1, 2}, {0, 1, 2, 3}) == {1, 2}
+
+
+def test_threads_inherit_the_wider_choice_and_the_starter_goes_back() -> None:
+    bound = {min(os.sched_getaffinity(0))}
+    seen: list[set[int]] = []
+
+    def worker() -> None:
+        os.sched_setaffinity(0, bound)
+        with off_the_models_core():
+            started = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+            started.start()
+            started.join()
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    thread.join()
+    assert seen == [bound | os.sched_getaffinity(os.getppid()), bound]

@@ -1,0 +1,15 @@
+"""A configuration that makes no sense stops the engine at its start, saying why."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdconn.lab.engine import Engine, wait_ready
+from pdconn.lab.errors import EngineDied
+
+
+def test_an_unknown_key_stops_the_engine_and_names_the_nearest(misconfigured: Engine) -> None:
+    with pytest.raises(EngineDied):
+        wait_ready([misconfigured])
+    log = misconfigured.log.read_text()
+    assert "unknown key 'side_channel_prot'; did you mean 'side_channel_port'?" in log

@@ -1,0 +1,334 @@
+"""Engines that are killed, stopped and restarted while they hand over: no wrong token, ever.
+
+Real engines, real NIXL.  The decode engine reads over TCP, since only there the data
+of a stopped prefill engine comes late; see ``faulty`` for who is who.
+
+A prefill engine dies once, amid 32 other requests, and every request that had to do
+with it is looked at: one that had its ticket only, one in the middle of its read, one
+that had pulled and was generating.  That the comparison notices a wrong byte is shown
+in ``test_requests``, beside ``SPOILED_BESIDE``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdconn.lab.client import Client
+from pdconn.lab.compare import Answer
+from pdconn.lab.engine import Engine
+from pdconn.lab.errors import RequestRefused
+from pdconn.protocol.messages import Done, Granted, Renew
+from tests.vllm.engines.faulty import (
+    CLAIM_TIMEOUT_S,
+    DELAY_S,
+    LEASE_S,
+    OTHERS,
+    PREFILL,
+    Asked,
+    Beside,
+    Fleet,
+    News,
+    ask,
+    ask_in_vain,
+    fleet_of,
+)
+from tests.vllm.engines.tap import Tap, Ticket
+
+AT_ONCE_S = 0.9 * CLAIM_TIMEOUT_S
+"""What needed no time-out; nearly all of it is the machine's other work."""
+GIVEN_UP_S = 4 * LEASE_S
+"""When decode must have given up a lender that is silent."""
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, work: Path) -> Iterator[Fleet]:
+    with fleet_of(model, work) as engines:
+        yield engines
+
+
+@pytest.fixture
+def prefill(fleet: Fleet) -> Engine:
+    """Alive, and no stranger to either decode engine."""
+    fleet.revive(fleet.prefill)
+    for decode in (fleet.decode, fleet.failing):
+        assert fleet.hands_over(decode)
+    return fleet.prefill
+
+
+def right(fleet: Fleet, asked: Asked) -> bool:
+    assert isinstance(asked.outcome, Answer), asked.outcome
+    problem = fleet.wrong(asked.prompt, asked.outcome)
+    assert problem is None, problem
+    return True
+
+
+def refused(asked: Asked) -> bool:
+    assert isinstance(asked.outcome, RequestRefused), asked.outcome
+    return asked.outcome.status == 500
+
+
+# Stopped, and going on
+
+
+@pytest.mark.parametrize("given_up", [False, True], ids=["soon", "when it is given up"])
+def test_a_prefill_stopped_past_its_lease_amid_a_read_spoils_nothing(
+    fleet: Fleet, prefill: Engine, given_up: bool
+) -> None:
+    """Its data comes when it goes on, into blocks that must be nobody's by then.
+
+    While it is stopped nobody can tell whether it ever goes on, so its request must
+    not wait for that.
+    """
+    news = News(fleet.decode)
+    with Tap(prefill) as tap, Beside(fleet) as beside, ThreadPoolExecutor() as pool:
+        try:
+            asked = ask_in_vain(fleet, tap, pool, 60)
+            time.sleep(LEASE_S + 1)
+            if given_up:
+                wait([asked], GIVEN_UP_S)
+        finally:
+            went_on = time.monotonic()
+            prefill.resume()
+        late = asked.result(WAIT_S)
+    assert right(fleet, late)
+    # Neither side died, so the read ended because its data came.
+    assert re.search(r"pull of \S+ failed: (?!PeerLost)", news())
+    assert beside.wrong() == []
+    assert beside.answered >= 3 * OTHERS
+    assert fleet.serves(prefill)
+    assert fleet.hands_over(fleet.decode)
+    assert fleet.used(prefill, 2 * LEASE_S) == 0.0
+    assert fleet.used(fleet.decode, LEASE_S) == 0.0
+    if given_up:
+        assert late.ended < went_on
+
+
+def test_a_prefill_stopped_before_or_after_a_pull_is_not_waited_for(
+    fleet: Fleet, prefill: Engine
+) -> None:
+    """Who holds a ticket only gives up its claim; who has pulled needs prefill no more."""
+    prompts = [fleet.prompt() for _ in range(3)]
+    tickets = [fleet.lent(prompt) for prompt in prompts]
+    with Tap(prefill) as tap, ThreadPoolExecutor() as pool:
+        done = tap.at(Done)
+        generating = pool.submit(ask, fleet.decode, prompts[0], tap.over(tickets[0]), 400)
+        assert done.wait(WAIT_S)
+        prefill.pause()
+        stopped = time.monotonic()
+        try:
+            recomputing = pool.submit(ask, fleet.decode, prompts[1], tickets[1])
+            failing = pool.submit(ask, fleet.failing, prompts[2], tickets[2])
+            after = generating.result(WAIT_S)
+            assert right(fleet, recomputing.result(WAIT_S))
+            assert refused(failing.result(WAIT_S))
+        finally:
+            prefill.resume()
+    assert right(fleet, after)
+    assert after.ended > stopped
+    assert fleet.hands_over(fleet.decode)
+    assert fleet.hands_over(fleet.failing)
+    assert fleet.used(prefill, 2 * LEASE_S) == 0.0
+
+
+def test_a_decode_stopped_past_its_lease_believes_no_reused_block(
+    fleet: Fleet, prefill: Engine
+) -> None:
+    """Its read is posted when prefill has long filled those blocks with other prompts."""
+    prompt = fleet.prompt()
+    ticket, news = fleet.lent(prompt), News(fleet.failing)
+    with Tap(prefill) as tap, ThreadPoolExecutor() as pool:
+        granted = tap.at(Granted)
+        asked = pool.submit(ask, fleet.failing, prompt, tap.over(ticket))
+        fleet.await_blocks(fleet.failing)
+        assert granted.wait(WAIT_S)
+        time.sleep(DELAY_S / 4)  # the read waits by now
+        fleet.failing.pause()
+        try:
+            assert fleet.used(prefill, 3 * LEASE_S) == 0.0
+            for _ in range(3):
+                assert fleet.serves(prefill)
+                Client(prefill.url).complete(fleet.prompt(2000), 1)
+        finally:
+            fleet.failing.resume()
+        assert refused(asked.result(WAIT_S))
+    assert re.search(r"pull of \S+ failed: ", news())
+    assert fleet.hands_over(fleet.failing)
+
+
+# Killed
+
+
+@dataclass(frozen=True)
+class Death:
+    """A prefill engine was killed; who had to do with it, and how they fared."""
+
+    killed: float
+    before_recomputing: Asked
+    before_failing: Asked
+    during_recomputing: Asked
+    during_failing: Asked
+    after: Asked
+    beside: Beside
+    said_by_decode: str
+    said_by_failing: str
+    left_over: Ticket
+    left_over_prompt: tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def death(fleet: Fleet) -> Death:
+    """One death amid 32 other requests.
+
+    ``decode`` has a read in the air, which hangs since prefill is stopped first;
+    ``failing`` has one that waits to be posted.
+    """
+    fleet.revive(fleet.prefill)
+    prefill, news, failing_news = fleet.prefill, News(fleet.decode), News(fleet.failing)
+    with (
+        Tap(prefill) as to_generating,
+        Tap(prefill) as to_decode,
+        Tap(prefill) as to_failing,
+        Beside(fleet) as beside,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def give(engine: Engine, tap: Tap, kind: type, num_tokens: int = 24) -> Future[Asked]:
+            """Ask, and wait for the message that tells how far it came."""
+            prompt, heard = fleet.prompt(), tap.at(kind)
+            ticket = tap.over(fleet.lent(prompt))
+            asked = pool.submit(ask, engine, prompt, ticket, num_tokens)
+            assert heard.wait(WAIT_S)
+            return asked
+
+        early = [fleet.prompt() for _ in range(3)]
+        tickets = [fleet.lent(prompt) for prompt in early]
+        generating = give(fleet.decode, to_generating, Done, 400)
+        waiting: list[Future[Asked]] = []
+        renewed = to_decode.at(Renew)
+        hanging = ask_in_vain(
+            fleet,
+            to_decode,
+            pool,
+            24,
+            first=lambda: waiting.append(give(fleet.failing, to_failing, Granted)),
+        )
+        assert renewed.wait(WAIT_S)  # so its read was posted
+        killed = time.monotonic()  # what dies takes a while to be gone, and is missed before
+        prefill.kill()
+        before_recomputing = ask(fleet.decode, early[0], tickets[0])
+        before_failing = ask(fleet.failing, early[1], tickets[1])
+        during_failing, during_recomputing = waiting[0].result(WAIT_S), hanging.result(WAIT_S)
+        generated = generating.result(WAIT_S)
+    return Death(
+        killed,
+        before_recomputing,
+        before_failing,
+        during_recomputing,
+        during_failing,
+        generated,
+        beside,
+        news(),
+        failing_news(),
+        tickets[2],
+        early[2],
+    )
+
+
+def test_killed_before_the_read_the_prompt_is_recomputed(fleet: Fleet, death: Death) -> None:
+    assert right(fleet, death.before_recomputing)
+    assert death.before_recomputing.took_s < AT_ONCE_S
+    assert fleet.serves(fleet.decode)
+
+
+def test_killed_before_the_read_the_request_fails_and_the_log_says_why(
+    fleet: Fleet, death: Death
+) -> None:
+    assert refused(death.before_failing)
+    assert death.before_failing.took_s < AT_ONCE_S
+    side_channel = rf"{PREFILL} at 127\.0\.0\.1:{fleet.prefill.spec.side_channel_port}"
+    assert re.search(rf"pull of \S+ failed: {side_channel}: side channel: ", death.said_by_failing)
+    assert fleet.serves(fleet.failing)
+
+
+def test_killed_amid_a_hanging_read_the_prompt_is_recomputed(fleet: Fleet, death: Death) -> None:
+    assert right(fleet, death.during_recomputing)
+    assert death.during_recomputing.ended > death.killed
+    # Not the side channel's end: the read itself was under way, and where the machine
+    # is slow the claim runs out before its end is seen.
+    assert re.search(r"pull of \S+ failed: (PeerLost: |the claim ran out )", death.said_by_decode)
+
+
+def test_killed_before_a_late_read_is_posted_the_request_fails(fleet: Fleet, death: Death) -> None:
+    assert refused(death.during_failing)
+    assert death.during_failing.ended > death.killed
+    assert re.search(r"pull of \S+ failed: PeerLost: ", death.said_by_failing)
+
+
+def test_killed_after_the_pull_the_answer_goes_on(fleet: Fleet, death: Death) -> None:
+    assert right(fleet, death.after)
+    assert death.after.ended > death.killed
+    assert fleet.serves(fleet.decode)
+
+
+def test_requests_beside_a_death_are_all_answered_right(fleet: Fleet, death: Death) -> None:
+    assert death.beside.wrong() == []
+    assert death.beside.answered >= 3 * OTHERS
+    assert fleet.used(fleet.decode, LEASE_S) == 0.0
+
+
+# Restarted
+
+
+def test_a_restarted_prefill_refuses_old_tickets_at_once_and_serves_new_ones(
+    fleet: Fleet, death: Death
+) -> None:
+    """Same host, same ports, same engine id: only the incarnation tells."""
+    fleet.revive(fleet.prefill)
+    news = News(fleet.decode)
+    old = ask(fleet.decode, death.left_over_prompt, death.left_over)
+    assert right(fleet, old)
+    assert re.search(r"pull of \S+ failed: .*incarnation: theirs \w+, ours \w+", news())
+    assert old.took_s < AT_ONCE_S
+    began = time.monotonic()
+    assert fleet.hands_over(fleet.decode)
+    assert fleet.hands_over(fleet.failing)
+    assert time.monotonic() - began < AT_ONCE_S + DELAY_S
+
+
+def test_a_decode_killed_again_and_again_costs_prefill_nothing(
+    fleet: Fleet, prefill: Engine
+) -> None:
+    """Killed as its claims are granted, amid its reads' delay, and as they are posted.
+
+    Over UCX's default transports, here CMA, where prefill takes no part in a read.
+    Over TCP it answers in software, and UCX 1.23 may abort the process that cannot
+    send its answer: 3 of 11 readers killed amid a READ took their lender along.
+    """
+    for wait_s in (0.0, DELAY_S / 2, DELAY_S):
+        fleet.revive(fleet.failing)
+        assert fleet.hands_over(fleet.failing)
+        prompts = [fleet.prompt(400) for _ in range(6)]
+        with Tap(prefill) as tap, ThreadPoolExecutor() as pool:
+            tickets = [tap.over(fleet.lent(prompt)) for prompt in prompts]
+            granted = tap.at(Granted)
+            asked = [
+                pool.submit(ask, fleet.failing, *each, 1500)  # who was served still generates
+                for each in zip(prompts, tickets, strict=True)
+            ]
+            assert granted.wait(WAIT_S)
+            time.sleep(wait_s)
+            fleet.failing.kill()
+            for each in asked:
+                assert isinstance(each.exception(WAIT_S), OSError)
+        prefill.check()
+        assert fleet.serves(prefill)
+        assert fleet.hands_over(fleet.decode)
+    assert fleet.used(prefill, 2 * LEASE_S) == 0.0

@@ -1,0 +1,109 @@
+"""Prefill to decode through real vLLM and NIXL, in every layout, against one engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pdconn.lab.client import Client, prefill_then_decode
+from pdconn.lab.compare import compare
+from tests.vllm.engines.engines import (
+    MAX_TOKENS,
+    Expected,
+    PdPair,
+    Prompt,
+    all_at_once,
+    one_after_another,
+)
+
+
+def mismatches(expected: Expected, answers: dict[Prompt, object]) -> list[str]:
+    found = []
+    for prompt, answer in answers.items():
+        difference = compare(expected[prompt], answer)  # type: ignore[arg-type]
+        if difference is not None:
+            found.append(f"{len(prompt)} tokens: {difference}")
+    return found
+
+
+def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
+    pair: PdPair, expected: Expected
+) -> None:
+    """Prefill, then decode with ``kv_transfer_params`` passed on untouched."""
+    prompts = one_after_another()
+    assert len(prompts) == 200
+    before = pair.decode.metrics()
+    answers = {
+        prompt: prefill_then_decode(pair.prefill, pair.decode, prompt, MAX_TOKENS)
+        for prompt in prompts
+    }
+    after = pair.decode.metrics()
+    assert mismatches(expected, answers) == []
+
+    def change(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    pulled = change("pdconn:pulls_total")
+    assert pulled >= 150  # the rest were one token long or wholly cached
+    assert change("pdconn:pulls_proven_total") == (pulled if pair.verifies else 0)
+    assert (change("pdconn:saved_by_hits_bytes_total") > 0) == pair.configuration.prefix_caching
+    assert change("vllm:nixl_num_failed_transfers_total") == 0
+
+
+def test_decode_knows_prefill_beforehand_if_it_was_told_to(pair: PdPair) -> None:
+    prompt = tuple(range(300, 400))
+    prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
+    assert pair.has_said("pdconn: ready to read from ")
+    assert pair.has_said("pdconn: warm: ", 60.0 if pair.configuration.warms else 0.0) == (
+        pair.configuration.warms
+    )
+
+
+def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) -> None:
+    prompts = all_at_once()
+    assert len(prompts) == 32
+    before = pair.decode.metrics().get("pdconn:pulls_total", 0.0)
+    with pair.proxy() as url, ThreadPoolExecutor(32) as pool:
+        client = Client(url)
+        answers = dict(
+            zip(prompts, pool.map(lambda p: client.complete(p, MAX_TOKENS), prompts), strict=True)
+        )
+    assert mismatches(expected, answers) == []
+    pulled = pair.decode.metrics()["pdconn:pulls_total"] - before
+    assert pulled >= len({prompt[:2] for prompt in prompts if len(prompt) > 1})  # no two alike
+
+
+@pytest.mark.only(prefix_caching=False)
+def test_one_descriptor_per_block_where_blocks_are_outermost(pair: PdPair) -> None:
+    """NIXL's own count: whole block rows where a row is one piece, pages otherwise.
+
+    Rows that lie beside each other on both sides travel as one piece, so these are upper bounds.
+    """
+    before = pair.decode.metrics()
+    prompt = tuple(range(100, 100 + 1500))
+    prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
+    after = pair.decode.metrics()
+
+    def change(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    descriptors = change("vllm:nixl_num_descriptors_sum")
+    full_blocks = -(-1499 // 32)
+    window_blocks = 3 * 2  # two groups of two layers, 64 tokens over 32-token blocks
+    blocks = full_blocks + window_blocks
+    layers_per_block = 2
+    if pair.configuration.layout == "LBHNC":
+        groups = 3
+        assert groups * layers_per_block <= descriptors <= blocks * layers_per_block
+    else:
+        assert 0 < descriptors <= blocks
+
+
+def test_prefill_gets_all_its_blocks_back(pair: PdPair) -> None:
+    """One more request, and nothing is lent; a ticket that nobody redeems is the control."""
+    prompt = tuple(range(200, 700))
+    prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
+    assert pair.lent_after_one_more() == 0.0
+    with pair.lending([prompt]):
+        assert pair.lent_after_one_more(seconds=1.0) > 0.0

@@ -1,0 +1,228 @@
+"""Laws of the decode scheduler: every ticket is pulled, given up, or failed; once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdconn.protocol.ticket import BlockList, Ticket
+from pdconn.vllm.consumer import Borrowing
+from pdconn.vllm.prompt import prompt_digest
+
+PROMPT = list(range(100, 140))
+BLOCKS = ([1, 2, 3], [0, 5, 6])
+
+
+def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) -> Any:
+    """A decode request with a ticket for ``prompt``; ``changes`` alter its parameters."""
+    tokens = PROMPT if prompt is None else prompt
+    made = SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=list(tokens),
+        num_prompt_tokens=len(tokens),
+        lora_request=None,
+        mm_features=[],
+    )
+    ticket = Ticket(
+        "p", "boot", "r", "localhost", 5600, 40,
+        prompt_digest(SimpleNamespace(prompt_token_ids=PROMPT)),
+        (BlockList(0, (7, 8, 9)), BlockList(1, (3, 4))),
+    )  # fmt: skip
+    made.kv_transfer_params = {**ticket.to_params(1, 1), **changes}
+    return made
+
+
+def borrowing(recompute: bool = False, prefix_caching: bool = False) -> Borrowing:
+    return Borrowing("here", recompute, prefix_caching)
+
+
+def test_a_ticket_is_held_from_its_arrival_and_pulled_with_blocks() -> None:
+    side, asked = borrowing(), request()
+    side.arrived(asked)
+    [(name, pull, ticket)] = side.take_orders().holds
+    assert (name, ticket.request_id) == ("d", "r")
+    assert pull.startswith("here/")
+    assert side.matched(asked, 0) == (39, True)
+    side.allocated(asked, BLOCKS, 39)
+    [(name, need)] = side.take_orders().pulls
+    assert (name, need.held, need.until) == ("d", 0, 39)
+    assert need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
+    side.reported("d")
+    assert len(side) == 0
+
+
+def test_the_last_token_is_never_pulled() -> None:
+    side, asked = borrowing(), request(prompt=PROMPT[:1])
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (0, False)
+
+
+def test_a_local_hit_is_not_pulled_again() -> None:
+    side, asked = borrowing(), request()
+    side.arrived(asked)
+    side.take_orders()
+    assert side.matched(asked, 32) == (7, True)
+    side.allocated(asked, BLOCKS, 7)
+    [(_, need)] = side.take_orders().pulls
+    assert (need.held, need.until) == (32, 39)
+
+
+def test_a_full_local_hit_gives_the_claim_up_and_reports_nothing() -> None:
+    side, asked = borrowing(), request()
+    side.arrived(asked)
+    assert side.matched(asked, 39) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    orders = side.take_orders()
+    assert orders.cancels == ["d"]
+    assert orders.pulls == orders.doomed == []
+    assert len(side) == 0
+
+
+def test_a_request_rejected_at_the_door_gives_its_claim_up() -> None:
+    side, asked = borrowing(), request()
+    side.arrived(asked)
+    side.finished(asked)
+    orders = side.take_orders()
+    assert [hold[0] for hold in orders.holds] == orders.cancels == ["d"]
+    assert len(side) == 0
+
+
+def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None:
+    side, asked = borrowing(), request()
+    side.arrived(asked)
+    side.matched(asked, 0)
+    side.allocated(asked, BLOCKS, 39)
+    side.finished(asked)
+    assert side.take_orders().cancels == ["d"]
+    assert len(side) == 1
+    side.reported("d")
+    assert len(side) == 0
+
+
+def test_the_engine_is_not_told_to_pull_twice() -> None:
+    """A pull that failed is recomputed, not pulled again; so is a preempted request."""
+    side, asked = borrowing(recompute=True), request()
+    side.arrived(asked)
+    side.matched(asked, 0)
+    side.allocated(asked, BLOCKS, 39)
+    side.reported("d")
+    assert side.matched(asked, 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_port": "x"},
+        {"pdconn": None},
+        {"remote_num_tokens": 3},
+    ],
+)
+def test_a_wrong_ticket_fails_the_request_when_failing_is_the_policy(wrong: Any) -> None:
+    side, asked = borrowing(), request(**wrong)
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (39, True)
+    side.allocated(asked, BLOCKS, 39)
+    orders = side.take_orders()
+    assert orders.pulls == []
+    [(name, reason)] = orders.doomed
+    assert name == "d"
+    assert "expected" in reason
+    side.reported("d")
+    assert len(side) == 0
+
+
+def test_a_wrong_ticket_is_recomputed_when_that_is_the_policy() -> None:
+    side, asked = borrowing(recompute=True), request(remote_port="x")
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    orders = side.take_orders()
+    assert orders.doomed == orders.pulls == orders.cancels == []
+    assert len(side) == 0
+
+
+def test_another_prompts_ticket_is_refused_and_given_up() -> None:
+    side, asked = borrowing(), request(prompt=[*PROMPT[:-1], 7])
+    side.arrived(asked)
+    side.matched(asked, 0)
+    side.allocated(asked, BLOCKS, 39)
+    orders = side.take_orders()
+    [(_, reason)] = orders.doomed
+    assert reason.startswith("pdconn.prompt: expected ")
+    assert orders.cancels == ["d"]
+
+
+def test_siblings_wait_for_the_first_pull_and_then_hit_it() -> None:
+    side = borrowing(prefix_caching=True)
+    first, second = request("0_d"), request("1_d")
+    for asked in (first, second):
+        side.arrived(asked)
+    side.matched(first, 0)
+    side.allocated(first, BLOCKS, 39)
+    assert side.matched(second, 0) == (None, False)
+    side.reported("0_d")
+    assert side.matched(second, 32) == (7, True)
+
+
+def test_siblings_without_prefix_caching_pull_each_for_itself() -> None:
+    side = borrowing()
+    first, second = request("0_d"), request("1_d")
+    for asked in (first, second):
+        side.arrived(asked)
+    for asked in (first, second):
+        assert side.matched(asked, 0) == (39, True)
+        side.allocated(asked, BLOCKS, 39)
+    orders = side.take_orders()
+    assert len({pull for _, pull, _ in orders.holds}) == len(orders.pulls) == 2
+
+
+def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
+    side, first, late = borrowing(), request("0_d"), request("1_d")
+    side.arrived(first)
+    side.matched(first, 0)
+    side.allocated(first, BLOCKS, 39)
+    side.reported("0_d")
+    side.take_orders()
+    side.arrived(late)
+    assert side.matched(late, 0) == (0, False)
+    side.allocated(late, BLOCKS, 0)
+    orders = side.take_orders()
+    assert orders.holds == orders.cancels == orders.doomed == []
+
+
+def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
+    """The lease may be consumed before the engine hears that the first pull is over."""
+    side, first, late = borrowing(prefix_caching=True), request("0_d"), request("1_d")
+    side.arrived(first)
+    side.matched(first, 0)
+    side.allocated(first, BLOCKS, 39)
+    side.take_orders()
+    side.arrived(late)
+    assert side.take_orders().holds == []
+    assert side.matched(late, 0) == (None, False)
+    side.reported("0_d")
+    assert side.matched(late, 32) == (0, False)
+
+
+def test_a_stranger_with_a_used_ticket_is_no_sibling() -> None:
+    """It asks the lender, who refuses: a consumed ticket is not silently recomputed."""
+    side, first, other = borrowing(), request("0_d"), request("1_e")
+    side.arrived(first)
+    side.matched(first, 0)
+    side.allocated(first, BLOCKS, 39)
+    side.reported("0_d")
+    side.take_orders()
+    side.arrived(other)
+    assert len(side.take_orders().holds) == 1
+
+
+def test_requests_without_a_ticket_are_left_alone() -> None:
+    side, asked = borrowing(), request()
+    asked.kv_transfer_params = None
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    side.finished(asked)
+    assert len(side) == 0

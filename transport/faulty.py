@@ -1,0 +1,229 @@
+"""A transport that disturbs the reads of another one: late, failed, stalled, spoiled.
+
+It wraps a real backend, so what runs above it is what runs in production.  With
+``corrupt`` it is the negative control of every end-to-end check: a check that
+stays green while every read is spoiled checks nothing.  What befalls read n is
+drawn from a seeded generator, see ``transport.fault_schedule``, so a run can be replayed::
+
+            fail ──► settled: BackendFailure, nothing was posted
+    read ── stall ─► pending ──────────── disconnect or close ──► settled: PeerLost
+            delay ─► pending ── delay_s ──► posted ─► settled by the backend ─► corrupt
+            else ─────────────────────────► posted
+                                             └► kill: this process dies
+
+A read that waits was not posted, so it can write nothing and may be dropped at
+once; what it copies is what the peer's memory holds when it is posted.  A read
+of nothing is left alone: it must settle at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from transport.base import Transport
+from transport.errors import BackendFailure, PeerLost, TransportError
+from transport.fault_schedule import check_chances, check_seconds, drawn, in_words
+from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
+
+_KINDS = ("fail", "stall", "delay", "corrupt", "kill")
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFaults:
+    """The chance that each fault befalls a read, from 0 to 1; see the module for what they do.
+
+    ``fail`` goes before ``stall``, and that before the others, which add up.
+
+    Raises:
+        FaultError: a value out of range, by its field.
+    """
+
+    delay: float = 0.0
+    delay_s: float = 0.1
+    corrupt: float = 0.0
+    fail: float = 0.0
+    stall: float = 0.0
+    kill: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_chances(self, _KINDS)
+        check_seconds("delay_s", self.delay_s)
+
+    def __str__(self) -> str:
+        return in_words(self, _KINDS)
+
+    def __bool__(self) -> bool:
+        """Whether anything can happen."""
+        return bool(str(self))
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A read that was not posted yet; a stalled one never will be."""
+
+    peer: PeerId
+    spans: Spans
+    due: float
+    fate: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A read of the backend, under the name that the backend gave it."""
+
+    read: ReadId
+    spans: Spans
+    fate: frozenset[str]
+
+
+def kill_ourselves() -> None:
+    """End this process as a crash would: nothing is flushed, closed or said."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DisturbedTransport(Transport):
+    """``inner``, with ``faults`` drawn from ``rng`` for every read.
+
+    Args:
+        inner: owned from now on; connect to peers through this transport only.
+        kill: ends this process; a test passes something milder.
+
+    ``counts`` says how often each fault took place.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        faults: ReadFaults,
+        rng: Random,
+        clock: Callable[[], float] = time.monotonic,
+        kill: Callable[[], None] = kill_ourselves,
+    ) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._rng = rng
+        self._clock = clock
+        self._kill = kill
+        self._peers: set[PeerId] = set()
+        self._ids = itertools.count()
+        self._reads: dict[ReadId, _Waiting | _Posted | Settled] = {}
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        """As ``Transport.register``.
+
+        Raises:
+            BackendFailure: other than host memory cannot be corrupted; said here, as
+                reads that stayed whole would look like a check that notices nothing.
+        """
+        for memory in memories:
+            if self._faults.corrupt and memory.device.kind != "cpu":
+                raise BackendFailure(f"corrupt: expected host memory, got {memory.device}")
+        self._inner.register(memories)
+
+    def address(self) -> bytes:
+        return self._inner.address()
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = self._inner.connect(address)
+        self._peers.add(peer)
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._peers.discard(peer)
+        self._drop_waiting(peer, f"{peer} was disconnected while this read waited")
+        self._inner.disconnect(peer)
+
+    def read(self, peer: PeerId, spans: Spans) -> ReadId:
+        fate = self._fate(peer, spans)
+        state: _Waiting | _Posted | Settled
+        if "fail" in fate:
+            state = _failed(spans, BackendFailure(f"a read from {peer} failed on purpose"))
+        elif "stall" in fate:
+            state = _Waiting(peer, spans, _NEVER, fate)
+        elif "delay" in fate:
+            state = _Waiting(peer, spans, self._clock() + self._faults.delay_s, fate)
+        else:
+            state = self._post(peer, spans, fate)
+        read = ReadId(next(self._ids))
+        self._reads[read] = state
+        self.counts.update(fate & {"fail"} or fate & {"stall"} or fate & {"delay"})
+        return read
+
+    def poll(self, read: ReadId) -> Settled | None:
+        state = self._reads[read]
+        if isinstance(state, _Waiting):
+            if self._clock() < state.due:
+                return None
+            state = self._reads[read] = self._post_late(state)
+        settled = self._poll_posted(state) if isinstance(state, _Posted) else state
+        if settled is not None:
+            del self._reads[read]
+        return settled
+
+    def describe(self) -> dict[str, str]:
+        return {**self._inner.describe(), "disturbed": str(self._faults) or "never"}
+
+    def close(self) -> None:
+        for peer in self._peers:
+            self._drop_waiting(peer, f"closed while a read from {peer} waited")
+        self._peers.clear()
+        self._inner.close()
+        self._reads.clear()
+
+    def _fate(self, peer: PeerId, spans: Spans) -> frozenset[str]:
+        if peer not in self._peers or not len(spans):
+            return frozenset()  # the backend refuses it, or settles it at once
+        return drawn(self._rng, self._faults, _KINDS)
+
+    def _post(self, peer: PeerId, spans: Spans, fate: frozenset[str]) -> _Posted:
+        posted = _Posted(self._inner.read(peer, spans), spans, fate)
+        if "kill" in fate:
+            self.counts["kill"] += 1
+            self._kill()
+        return posted
+
+    def _post_late(self, waiting: _Waiting) -> _Posted | Settled:
+        try:
+            return self._post(waiting.peer, waiting.spans, waiting.fate)
+        except TransportError as error:  # nobody would catch it where it is polled
+            return _failed(waiting.spans, error)
+
+    def _poll_posted(self, posted: _Posted) -> Settled | None:
+        settled = self._inner.poll(posted.read)
+        if settled is not None and settled.ok and "corrupt" in posted.fate:
+            self.counts["corrupt"] += 1
+            _spoil(posted.spans)
+        return settled
+
+    def _drop_waiting(self, peer: PeerId, why: str) -> None:
+        for read, state in self._reads.items():
+            if isinstance(state, _Waiting) and state.peer == peer:
+                self._reads[read] = _failed(state.spans, PeerLost(why))
+
+
+def _failed(spans: Spans, error: TransportError) -> Settled:
+    return Settled(ReadStats(spans.total_bytes, len(spans.coalesced()), 0.0, 0.0), error)
+
+
+def _spoil(spans: Spans) -> None:
+    """Make one byte wrong, in the last number of the first span; host memory only.
+
+    It is the highest byte of a little-endian float: a number around 1 turns into one
+    of some thousands, and does not turn into infinity.
+    """
+    last = int(spans.local[0]) + int(spans.nbytes[0]) - 1
+    ctypes.c_uint8.from_address(last).value ^= 0x7B

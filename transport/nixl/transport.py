@@ -1,0 +1,308 @@
+"""The transport for real engines: one-sided READs over NIXL, by default over UCX.
+
+NIXL's agent is wrapped in ``transport.nixl.agent``; when a read is over is
+decided in ``transport.nixl.reads``, and why is told there.  Here peers come and
+go.  NIXL cannot tell how a READ ends once its peer was removed, so a peer with
+reads in flight is only marked as leaving, and removed with its last read::
+
+    connect ──► connected ──disconnect, idle──────────► removed
+                  ▲   └──disconnect, reads in flight──► leaving ──last read over──► removed
+                  └──────────connect again───────────────┘
+
+This spares the lender, too.  Over TCP the lender answers READs in software, and
+UCX 1.23 aborts the *lender's* process when it cannot send such an answer: a
+reader that is killed amid a read over TCP may take its lender along; one that
+closes first does not.  Over CMA or RDMA the lender takes no part and is safe.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+from transport.address import MAX_NAME_CHARS, pack, unpack
+from transport.base import Transport
+from transport.errors import (
+    BackendFailure,
+    BadAddress,
+    PeerUnknown,
+    TransportClosed,
+    TransportError,
+    TransportUnavailable,
+)
+from transport.hugepages import CollapseReport, collapse
+from transport.nixl.agent import Agent, Library
+from transport.nixl.errors import ChangedConnection
+from transport.nixl.options import backend_params, ucx_environment, ucx_version
+from transport.nixl.reads import Peer, Reads
+from transport.pages import small_pages
+from transport.regions import Regions
+from transport.types import Memory, PeerId, ReadId, Settled, Spans
+
+_log = logging.getLogger(__name__)
+
+_BACKEND = "nixl"
+_CLOSE_POLL_S = 0.001
+
+
+def load_library() -> Library:
+    """Import nixl, which takes one to two seconds the first time.
+
+    Raises:
+        TransportUnavailable: it is not installed, or does not load here.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # it logs every agent otherwise
+    try:
+        import nixl._api as api
+        import nixl._bindings as bindings
+    except (ImportError, OSError) as error:
+        raise TransportUnavailable(
+            f"nixl cannot be imported: {error}. Install pdconn[engine]; nixl needs Linux, "
+            "and nixl-cu12 or nixl-cu13 as fits the CUDA of this machine"
+        ) from error
+    try:
+        version = importlib.metadata.version("nixl")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown"
+    return Library(api, bindings, version)
+
+
+class NixlTransport(Transport):
+    """A NIXL agent called ``name`` plus a suffix that differs at every boot.
+
+    Args:
+        backends: NIXL plugins to start.
+        backend_options: parameters per backend, over our defaults, see
+            ``transport.nixl.options``.
+        progress_delay_us: how long NIXL's progress thread rests when no event
+            wakes it, in steps of 1000; at 5000 it costs 1 % of a core.
+        telemetry: let NIXL count descriptors and time each read.
+        huge_pages: back host memory with huge pages before it is registered,
+            for at most ``huge_page_s`` seconds over the transport's life.
+        close_wait_s: how long ``close`` waits for reads in flight.
+        boot: the suffix; random by default.
+
+    Raises:
+        TransportUnavailable: nixl or one of the backends cannot be used here.
+        ValueError: an option that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backends: Sequence[str] = ("UCX",),
+        backend_options: Mapping[str, Mapping[str, str]] | None = None,
+        progress_delay_us: int = 5000,
+        telemetry: bool = True,
+        huge_pages: bool = True,
+        huge_page_s: float = 10.0,
+        close_wait_s: float = 5.0,
+        boot: str | None = None,
+        library: Library | None = None,
+    ) -> None:
+        agent_name = f"{name}-{boot or secrets.token_hex(4)}"
+        if len(agent_name) > MAX_NAME_CHARS or not name:
+            raise ValueError(f"name of {len(name)} characters; with its suffix 1 to 256 fit")
+        if progress_delay_us < 1000:
+            raise ValueError(f"progress_delay_us={progress_delay_us}: below 1000 the thread spins")
+        self._params = backend_params(backends, backend_options)
+        self._library = library or load_library()
+        self._settings = {"progress_delay_us": progress_delay_us, "telemetry": telemetry}
+        self._agent = Agent(
+            self._library,
+            agent_name,
+            self._params,
+            progress_delay_us=progress_delay_us,
+            telemetry=telemetry,
+        )
+        self._registered = Regions()
+        self._reads = Reads(self._agent, self._registered, time.perf_counter)
+        self._peers: dict[PeerId, Peer] = {}
+        self._leaving: dict[PeerId, Peer] = {}
+        self._huge_page_s = huge_page_s if huge_pages else 0.0
+        self._may_complain = huge_pages
+        self._collapsed: list[CollapseReport] = []
+        self._close_wait_s = close_wait_s
+        self._state = "open"
+
+    @property
+    def name(self) -> str:
+        return _BACKEND
+
+    @property
+    def peer_id(self) -> PeerId:
+        """How others name this transport: its agent's name."""
+        return PeerId(self._agent.name)
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        self._check_open()
+        Regions([*self._registered, *memories])  # raises if two overlap
+        done = 0
+        try:
+            for memory in memories:
+                self._collapse(memory)
+                self._agent.register(memory)
+                done += 1
+        except TransportError:
+            for _ in range(done):
+                self._agent.unregister_newest()
+            raise
+        self._registered.add(memories)
+        self._complain_of_small_pages()
+
+    def address(self) -> bytes:
+        self._check_open()
+        return pack(_BACKEND, self._agent.name, self._agent.metadata())
+
+    def connect(self, address: bytes) -> PeerId:
+        """As ``Transport.connect``; takes a newer address of a known peer, or of its next boot.
+
+        Raises:
+            BadAddress: the bytes are not the address of another NIXL agent that we can reach.
+            BackendFailure: the peer was started anew under its old name, and reads
+                from its former boot can still write; connect again once they settled.
+        """
+        self._check_open()
+        envelope = unpack(_BACKEND, address)
+        peer_id = PeerId(envelope.name)
+        if peer_id == self._agent.name:
+            raise BadAddress(f"{peer_id} is this transport itself")
+        known = self._peers.get(peer_id) or self._leaving.get(peer_id)
+        if known and known.lost:
+            self._forget(known)
+            known = None
+        if known is None or known.metadata != envelope.payload:
+            known = self._learn(known, peer_id, envelope.payload)
+        self._leaving.pop(peer_id, None)
+        self._peers[peer_id] = known
+        return peer_id
+
+    def disconnect(self, peer: PeerId) -> None:
+        """As ``Transport.disconnect``; reads in flight settle when they can write no more."""
+        theirs = self._peers.pop(peer, None)
+        if theirs is not None:
+            self._leaving[peer] = theirs
+            self._reads.doom(theirs)
+            self._reads.advance(theirs)
+            self._remove_those_that_left()
+
+    def read(self, peer: PeerId, spans: Spans) -> ReadId:
+        self._check_open()
+        if peer not in self._peers:
+            raise PeerUnknown(f"{peer} is not connected to {self._agent.name}")
+        return self._reads.start(self._peers[peer], spans)
+
+    def poll(self, read: ReadId) -> Settled | None:
+        settled = self._reads.poll(read)
+        if self._leaving:
+            self._remove_those_that_left()
+        return settled
+
+    def describe(self) -> dict[str, str]:
+        facts = {
+            "backend": _BACKEND,
+            "agent": self._agent.name,
+            "nixl": self._library.version,
+            "ucx": ucx_version(),
+            "huge_pages": self._huge_pages_in_words(),
+            **{key: str(value) for key, value in self._settings.items()},
+        }
+        for backend, params in self._params.items():
+            facts[backend] = ", ".join(f"{key}: {value}" for key, value in params.items())
+        return {**facts, **ucx_environment()}
+
+    def close(self) -> None:
+        """As ``Transport.close``: disconnects from all peers and waits for reads in flight.
+
+        Raises:
+            BackendFailure: reads can still write after ``close_wait_s``.  Memory
+                stays registered and must stay allocated; reads can be polled,
+                and ``close`` called again.
+        """
+        if self._state == "closed":
+            return
+        self._state = "closing"
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._reads.advance()
+        deadline = time.monotonic() + self._close_wait_s
+        while len(self._reads) and time.monotonic() < deadline:
+            time.sleep(_CLOSE_POLL_S)
+            self._reads.advance()
+        self._remove_those_that_left()
+        if len(self._reads):
+            raise BackendFailure(
+                f"{self._agent.name}: {len(self._reads)} reads from {', '.join(self._leaving)} "
+                f"can still write after {self._close_wait_s} s; memory stays registered"
+            )
+        self._reads.clear()
+        self._agent.close()
+        self._state = "closed"
+
+    def _collapse(self, memory: Memory) -> None:
+        if memory.device.kind == "cpu" and self._huge_page_s > 0:
+            report = collapse(memory, max_seconds=self._huge_page_s)
+            self._huge_page_s -= report.seconds
+            self._collapsed.append(report)
+
+    def _complain_of_small_pages(self) -> None:
+        """Once: an engine's memory is registered early, and pages do not change by themselves."""
+        if self._may_complain:
+            reasons = (report.reason for report in self._collapsed)
+            text = small_pages(list(self._registered), reasons)
+            self._may_complain = text is None
+            if text is not None:
+                _log.warning("%s: %s", self._agent.name, text)
+
+    def _huge_pages_in_words(self) -> str:
+        done = sum(report.collapsed_bytes for report in self._collapsed)
+        of = sum(memory.nbytes for memory in self._registered if memory.device.kind == "cpu")
+        return f"{done} of {of} bytes of host memory"
+
+    def _learn(self, known: Peer | None, peer_id: PeerId, metadata: bytes) -> Peer:
+        """Load metadata of a new peer, of one that registered more, or of its next boot."""
+        try:
+            self._load(peer_id, metadata)
+        except ChangedConnection:
+            if known is None:
+                raise
+            known.lost = True
+            self._forget(known)
+            self._load(peer_id, metadata)
+            known = None
+        if known is None:
+            return Peer(peer_id, metadata)
+        known.metadata = metadata
+        return known
+
+    def _load(self, peer: PeerId, metadata: bytes) -> None:
+        loaded = self._agent.add(metadata)
+        if loaded != peer:
+            if loaded not in self._peers and loaded not in self._leaving:
+                self._agent.remove(loaded)
+            raise BadAddress(f"address of {peer!r} holds metadata of {loaded!r}")
+
+    def _forget(self, peer: Peer) -> None:
+        self._reads.doom(peer)
+        self._reads.advance(peer)
+        if peer.reads:
+            raise BackendFailure(
+                f"{len(peer.reads)} reads from the former boot of {peer.id} can still write"
+            )
+        self._peers.pop(peer.id, None)
+        self._leaving.pop(peer.id, None)
+        self._agent.remove(peer.id)
+
+    def _remove_those_that_left(self) -> None:
+        for peer in [peer for peer in self._leaving.values() if not peer.reads]:
+            del self._leaving[peer.id]
+            self._agent.remove(peer.id)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise TransportClosed(f"{self._agent.name} is {self._state}")

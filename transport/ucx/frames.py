@@ -1,0 +1,182 @@
+"""What a reader and a lender say to each other beside the bytes themselves.
+
+    reader                                         lender
+    Hello(session, our worker's address)  ───►     a way back to the reader
+    Want(session, number, reply tag, runs) ──►     checked, gathered, sent as one
+        ◄── the runs' bytes, tagged with the reply tag
+    Want(…)  ─────────────────────────────►
+        ◄── Refused(session, reply tag, why), and an empty message with the tag
+
+A frame fits one packet of UCX, and so arrives whole or not at all.  Every frame
+ends in a keyed BLAKE2b of the rest.  The key is the lender's: random at every
+boot, it travels in the lender's address through the side channel only.  Nothing
+of a frame is looked at before that holds, so who does not know the address
+cannot make us allocate, connect or answer; and a frame recorded before a restart
+holds no more after it.  The numbers of a session's frames only grow, so that a
+frame cannot be played back either.
+
+    "pdU1" | kind u8 | 0 u8 | count u16 | number u64 | tag u64 | session 16 | body | mac 32
+    body:   Hello    the address of the reader's worker, ``count`` bytes
+            Want     ``count`` addresses u64, then ``count`` lengths u32
+            Refused  ``count`` bytes of UTF-8: what went wrong; number 1: out of bounds
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+
+from transport.errors import TransportError
+from transport.types import U64
+from transport.ucx.library import EAGER_BYTES
+
+Session = NewType("Session", bytes)
+"""16 random bytes that a reader draws for each connection."""
+
+SECRET_BYTES = 32
+SESSION_BYTES = 16
+MAC_BYTES = 32
+MAX_RUNS = 512
+MAX_WORKER_ADDRESS_BYTES = 6000
+MAX_REASON_BYTES = 500
+MAX_FRAME_BYTES = EAGER_BYTES - 512
+"""512 bytes are left for UCX's own headers."""
+
+_HEAD = struct.Struct("<4sBBHQQ16s")
+_MAGIC = b"pdU1"
+_LAST_ADDRESS = np.uint64(2**63 - 1)
+
+
+class BadFrame(TransportError):
+    """The bytes are no frame of ours, or were not made by who holds the secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A reader's first frame: where its worker can be reached."""
+
+    session: Session
+    worker_address: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """Send these runs, one after the other, as one message tagged ``tag``.
+
+    ``addresses`` and ``nbytes`` are uint64 of shape (n,), 1 <= n <= ``MAX_RUNS``;
+    no run is empty or ends beyond 63 bits.
+    """
+
+    session: Session
+    number: int
+    tag: int
+    addresses: U64
+    nbytes: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The lender's answer to a ``Want`` that it will not serve.
+
+    ``out_of_bounds``: a run lies outside what is registered.
+    """
+
+    session: Session
+    tag: int
+    out_of_bounds: bool
+    reason: str
+
+
+Frame = Hello | Want | Refused
+
+
+def encode(frame: Frame, secret: bytes) -> bytes:
+    """``frame`` with its proof of ``secret``, the lender's.
+
+    Raises:
+        BadFrame: it is larger than ``decode`` would accept.
+    """
+    number, tag = 0, 0
+    if isinstance(frame, Hello):
+        kind, count, body = 1, len(frame.worker_address), frame.worker_address
+    elif isinstance(frame, Want):
+        kind, count, number, tag = 2, len(frame.addresses), frame.number, frame.tag
+        body = frame.addresses.astype("<u8").tobytes() + frame.nbytes.astype("<u4").tobytes()
+    else:
+        body = frame.reason.encode()[:MAX_REASON_BYTES]
+        kind, count, number, tag = _REFUSED, len(body), int(frame.out_of_bounds), frame.tag
+    plain = _HEAD.pack(_MAGIC, kind, 0, count, number, tag, frame.session) + body
+    if len(plain) + MAC_BYTES > MAX_FRAME_BYTES:
+        raise BadFrame(f"frame of {len(plain) + MAC_BYTES} bytes, at most {MAX_FRAME_BYTES}")
+    return plain + _mac(plain, secret)
+
+
+def session_in(data: bytes) -> Session:
+    """Which session a frame says it belongs to, to find the secret that would prove it."""
+    return Session(data[_HEAD.size - SESSION_BYTES : _HEAD.size])
+
+
+def is_answer(data: bytes) -> bool:
+    """Whether this says it is a ``Refused``, so meant for us as a reader; nothing is checked."""
+    return len(data) > _HEAD.size and data[4] == _REFUSED
+
+
+def decode(data: bytes, secret: bytes) -> Frame:
+    """The frame that ``data`` holds, once it proved that its sender knows ``secret``.
+
+    Raises:
+        BadFrame: it does not; or it is no frame, with what was expected.
+    """
+    if not _HEAD.size + MAC_BYTES <= len(data) <= MAX_FRAME_BYTES:
+        raise BadFrame(
+            f"frame of {len(data)} bytes, expected {_HEAD.size + MAC_BYTES} to {MAX_FRAME_BYTES}"
+        )
+    plain, mac = data[:-MAC_BYTES], data[-MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(plain, secret)):
+        raise BadFrame(f"frame of {len(data)} bytes was not made by a holder of our address")
+    magic, kind, zero, count, number, tag, session = _HEAD.unpack_from(plain)
+    if magic != _MAGIC or zero != 0 or kind not in _BODIES:
+        raise BadFrame(f"frame {magic!r}, kind {kind}, {zero}: expected {_MAGIC!r}, 1 to 3, 0")
+    return _BODIES[kind](Session(session), number, tag, count, plain[_HEAD.size :])
+
+
+def _hello(session: Session, number: int, tag: int, count: int, body: bytes) -> Hello:
+    if len(body) != count or not 0 < count <= MAX_WORKER_ADDRESS_BYTES:
+        raise BadFrame(f"hello names {count} bytes and has {len(body)}")
+    return Hello(session, body)
+
+
+def _want(session: Session, number: int, tag: int, count: int, body: bytes) -> Want:
+    if not 0 < count <= MAX_RUNS or len(body) != 12 * count:
+        raise BadFrame(f"{count} runs in {len(body)} bytes, expected 1 to {MAX_RUNS}, 12 each")
+    addresses = np.frombuffer(body, "<u8", count).astype(np.uint64)
+    nbytes = np.frombuffer(body, "<u4", count, 8 * count).astype(np.uint64)
+    if not nbytes.all():
+        raise BadFrame(f"run {int(np.argmin(nbytes))} has 0 bytes")
+    if (addresses > _LAST_ADDRESS - nbytes).any():
+        raise BadFrame("a run ends beyond 63 bits")
+    return Want(session, number, tag, addresses, nbytes)
+
+
+def _refused(session: Session, number: int, tag: int, count: int, body: bytes) -> Refused:
+    if len(body) != count or count > MAX_REASON_BYTES:
+        raise BadFrame(f"refusal names {count} bytes and has {len(body)}")
+    return Refused(session, tag, number == 1, body.decode(errors="replace"))
+
+
+_REFUSED = 3
+_BODIES: dict[int, Callable[[Session, int, int, int, bytes], Frame]] = {
+    1: _hello,
+    2: _want,
+    _REFUSED: _refused,
+}
+
+
+def _mac(plain: bytes, secret: bytes) -> bytes:
+    return hashlib.blake2b(plain, key=secret, digest_size=MAC_BYTES).digest()

@@ -1,0 +1,258 @@
+"""The transport over UCX alone, through UCXX, for machines where NIXL does not load.
+
+UCXX offers messages and no one-sided READ, so a read is *answered*: our thread
+asks the lender's thread for pieces, and that one gathers and sends them.
+
+    owner of the reader        its thread              the lender's thread
+    read ───────────────────►  cut into pieces ─want─► check, gather
+                               receive, scatter ◄───── send
+    poll ◄── settled ─────────
+
+``transport.ucx.frames`` tells what they say and how the lender knows who may
+ask, ``transport.ucx.reader`` when a read is over, ``transport.ucx.lender`` what
+bounds a lender's memory, ``transport.ucx.thread`` how one thread does it all.
+
+What differs from NIXL: the lender's CPU takes part; disconnecting and closing
+*do* end reads, as cutting the connection keeps its bytes away; what a lender
+registers later can be read through its older address; host memory only.
+
+UCX itself authenticates nobody: who reaches its ports can harm this process
+whatever we check above it, with NIXL as well.  Keep them on a trusted network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from transport.address import MAX_NAME_CHARS, Envelope, pack, unpack
+from transport.base import Transport
+from transport.errors import (
+    BackendFailure,
+    BadAddress,
+    PeerUnknown,
+    TransportClosed,
+    TransportError,
+)
+from transport.hugepages import CollapseReport, collapse
+from transport.regions import Regions
+from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
+from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, Session
+from transport.ucx.lender import lendable
+from transport.ucx.library import Library, context_options, load_library
+from transport.ucx.pulls import Source
+from transport.ucx.thread import UcxThread
+
+_BACKEND = "ucx"
+
+
+class _Payload(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What an address holds: the proof that a reader must give, and where the worker is."""
+
+    secret: bytes
+    worker_address: bytes
+
+
+class UcxTransport(Transport):
+    """A UCX worker called ``name`` plus a suffix that differs at every boot.
+
+    Args:
+        options: UCX's settings over our defaults, see ``transport.ucx.library``.
+        huge_pages: back host memory with huge pages before it is registered,
+            for at most ``huge_page_s`` seconds over the transport's life.
+        close_wait_s: how long ``close`` waits for connections to end.
+        boot: the suffix; random by default.
+
+    Raises:
+        TransportUnavailable: ucxx cannot be used here.
+        BackendFailure: UCX does not start with these options.
+        ValueError: an option that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        options: Mapping[str, str] | None = None,
+        huge_pages: bool = True,
+        huge_page_s: float = 10.0,
+        close_wait_s: float = 5.0,
+        boot: str | None = None,
+        library: Library | None = None,
+    ) -> None:
+        self.peer_id = PeerId(f"{name}-{boot or secrets.token_hex(4)}")
+        if len(self.peer_id) > MAX_NAME_CHARS or not name:
+            raise ValueError(f"name of {len(name)} characters; with its suffix 1 to 256 fit")
+        self._options = context_options(options)
+        self._library = library or load_library()
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._ids = itertools.count()
+        self._reads: dict[ReadId, Settled | None] = {}
+        self._registered = Regions()
+        self._sources: dict[PeerId, Source] = {}
+        self._huge_page_s = huge_page_s if huge_pages else 0.0
+        self._collapsed: list[CollapseReport] = []
+        self._close_wait_s = close_wait_s
+        self._state = "open"
+        self._thread = UcxThread(
+            self.peer_id,
+            library=self._library,
+            options=self._options,
+            secret=self._secret,
+            settle=self._settle,
+            clock=time.perf_counter,
+            draw=secrets.randbelow,
+        )
+
+    @property
+    def name(self) -> str:
+        return _BACKEND
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        self._check_open()
+        for memory in memories:
+            if memory.device.kind != "cpu":
+                raise BackendFailure(
+                    f"{memory.device}: the ucx backend moves host memory only; "
+                    "device memory needs the nixl backend"
+                )
+        self._registered.add(memories)
+        for memory in memories:
+            if self._huge_page_s > 0:
+                report = collapse(memory, max_seconds=self._huge_page_s)
+                self._huge_page_s -= report.seconds
+                self._collapsed.append(report)
+        self._thread.lender.lent = lendable(self._registered)
+
+    def address(self) -> bytes:
+        self._check_open()
+        payload = _Payload(self._secret, self._thread.worker_address)
+        return pack(_BACKEND, self.peer_id, msgspec.msgpack.encode(payload))
+
+    def connect(self, address: bytes) -> PeerId:
+        """As ``Transport.connect``; takes the address of a known peer's next boot as well.
+
+        Nothing is sent before the first read, so a peer that is gone is found then.
+        """
+        self._check_open()
+        envelope = unpack(_BACKEND, address)
+        peer = PeerId(envelope.name)
+        if peer == self.peer_id:
+            raise BadAddress(f"{peer} is this transport itself")
+        known = self._sources.get(peer)
+        if known is not None and known.payload == envelope.payload and not known.lost:
+            return peer
+        source = _source(envelope)
+        self.disconnect(peer)
+        self._sources[peer] = source
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        """As ``Transport.disconnect``; cuts the connection, which ends its reads soon."""
+        source = self._sources.pop(peer, None)
+        if source is not None:
+            with suppress(BackendFailure):  # the thread is gone, and its reads with it
+                self._thread.post(lambda: self._thread.reader.leave(source))
+
+    def read(self, peer: PeerId, spans: Spans) -> ReadId:
+        self._check_open()
+        if peer not in self._sources:
+            raise PeerUnknown(f"{peer} is not connected to {self.peer_id}")
+        read, began = ReadId(next(self._ids)), time.perf_counter()
+        self._reads[read] = None
+        try:
+            error = self._outside(spans) if len(spans) else None
+            if error is None and len(spans):
+                source = self._sources[peer]
+                self._thread.post(lambda: self._thread.reader.start(source, read, spans, began))
+                return read
+        except BackendFailure as failure:
+            error = failure
+        stats = ReadStats(spans.total_bytes, len(spans.coalesced()), 0.0, 0.0)
+        self._reads[read] = Settled(stats, error)
+        return read
+
+    def poll(self, read: ReadId) -> Settled | None:
+        settled = self._reads[read]
+        if settled is not None:
+            del self._reads[read]
+        return settled
+
+    def check(self) -> None:
+        self._thread.check()
+
+    def describe(self) -> dict[str, str]:
+        done = sum(report.collapsed_bytes for report in self._collapsed)
+        of = sum(memory.nbytes for memory in self._registered)
+        return {
+            "backend": _BACKEND,
+            "agent": self.peer_id,
+            "ucxx": self._library.version,
+            "ucx": self._library.ucx_version,
+            "huge_pages": f"{done} of {of} bytes of host memory",
+            **{f"UCX_{key}": self._thread.config.get(key, "?") for key in self._options},
+        }
+
+    def close(self) -> None:
+        """As ``Transport.close``: cuts all connections and waits until UCX let go of memory.
+
+        Raises:
+            BackendFailure: something can still be written after ``close_wait_s``;
+                reads can be polled, and ``close`` called again.
+        """
+        if self._state == "closed":
+            return
+        self._state = "closing"
+        self._sources.clear()
+        if not self._thread.close(self._close_wait_s):
+            raise BackendFailure(
+                f"{self.peer_id}: connections have not ended after {self._close_wait_s} s; "
+                "memory stays registered"
+            )
+        self._reads.clear()
+        self._state = "closed"
+
+    def _settle(self, read: ReadId, settled: Settled) -> None:
+        # On the thread; the owner only ever removes reads that have settled.
+        self._reads[read] = settled
+
+    def _outside(self, spans: Spans) -> TransportError | None:
+        """What the runs have wrong on our side; the lender checks its own."""
+        for device in (spans.local_device, spans.remote_device):
+            if device.kind != "cpu":
+                return BackendFailure(f"{device}: the ucx backend moves host memory only")
+        return self._registered.outside("local", spans.local, spans.nbytes, spans.local_device)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise TransportClosed(f"{self.peer_id} is {self._state}")
+
+
+def _source(envelope: Envelope) -> Source:
+    """The peer that an address names.
+
+    Raises:
+        BadAddress: its payload is none of ours.
+    """
+    try:
+        payload = msgspec.msgpack.decode(envelope.payload, type=_Payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadAddress(f"address of {envelope.name!r}: {error}") from error
+    size = len(payload.worker_address)
+    if len(payload.secret) != SECRET_BYTES or not 0 < size <= MAX_WORKER_ADDRESS_BYTES:
+        raise BadAddress(
+            f"address of {envelope.name!r}: secret of {len(payload.secret)} bytes, expected "
+            f"{SECRET_BYTES}; worker at {size} bytes, expected 1 to {MAX_WORKER_ADDRESS_BYTES}"
+        )
+    return Source(
+        PeerId(envelope.name),
+        envelope.payload,
+        payload.secret,
+        payload.worker_address,
+        Session(secrets.token_bytes(SESSION_BYTES)),
+    )

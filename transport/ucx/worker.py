@@ -1,0 +1,195 @@
+"""One UCX worker and its connections, as the transport's own thread uses them.
+
+Only that thread may call anything here.  What arrives and nobody asked for is
+taken off the worker at once: frames are handed out, all else is received into
+one byte, which makes UCX drop it.  So a stranger cannot fill our memory with
+messages that wait to be fetched.
+
+A message that was asked for lands in the array given to ``receive``, until its
+request is completed *and not before*.  UCX completes a request that was
+cancelled only when it will not touch the array any more; a request that was
+matched with a message already is not cancelled, it ends with its connection.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from transport.errors import TransportUnavailable
+from transport.ucx.frames import MAX_FRAME_BYTES
+from transport.ucx.gather import Bytes
+from transport.ucx.library import Library
+
+FRAME_TAG = 0x7064636F6E6E
+"""Tags all frames; tags of data have their highest bit set."""
+
+_MAX_INCOMING = 64
+"""Frames that were announced but not sent: ours never are, so these are somebody's attempts."""
+
+_MAX_DRAIN = 256
+
+_NO_CACHE = (
+    "UCX does not start with a registration cache, without which a dying peer would take this "
+    "process along; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and what else turns its hooks "
+    "off, and load no other UCX, such as NIXL's, in the same process"
+)
+
+
+class Request:
+    """A message on its way; ``array`` is in use until ``done``."""
+
+    __slots__ = ("_library", "_raw", "array")
+
+    def __init__(self, library: Library, raw: Any, array: Bytes) -> None:
+        self._library, self._raw, self.array = library, raw, array
+
+    @property
+    def done(self) -> bool:
+        """Whether UCX will neither read nor write ``array`` any more."""
+        return bool(self._raw.completed)
+
+    def check(self, doing: str) -> None:
+        """How it went, once ``done``.
+
+        Raises:
+            PeerLost, BackendFailure: it failed.
+        """
+        with self._library.mapped(doing):
+            self._raw.check_error()
+
+
+class Line:
+    """A connection to one peer's worker."""
+
+    def __init__(self, library: Library, endpoint: Any) -> None:
+        self._library = library
+        self._endpoint = endpoint
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be used; once False it stays False."""
+        return self._endpoint is not None and bool(self._endpoint.alive)
+
+    def send(self, array: Bytes, tag: int) -> Request:
+        """Start sending; zero bytes are a message as well."""
+        with self._library.mapped("send"):
+            api = self._library.api
+            raw = self._endpoint.tag_send(self._library.array(array), api.UCXXTag(tag))
+        return Request(self._library, raw, array)
+
+    def receive(self, array: Bytes, tag: int) -> Request:
+        """Expect a message tagged ``tag`` of at most the array's size."""
+        with self._library.mapped("receive"):
+            api = self._library.api
+            raw = self._endpoint.tag_recv(self._library.array(array), api.UCXXTag(tag))
+        return Request(self._library, raw, array)
+
+    def close(self) -> None:
+        """Cut the connection, at once and whatever the peer does; its requests end soon."""
+        if self._endpoint is not None:
+            endpoint, self._endpoint = self._endpoint, None
+            with self._library.mapped("close"):
+                endpoint.close_blocking(0, 1)
+
+
+class Wire:
+    """Our worker.  ``wake_fd``: an eventfd that ends ``rest`` when it is written to.
+
+    Raises:
+        TransportUnavailable, BackendFailure: UCX does not start with these options.
+    """
+
+    def __init__(self, library: Library, options: Mapping[str, str], wake_fd: int) -> None:
+        self._library = library
+        api = library.api
+        features = (api.Feature.TAG, api.Feature.WAKEUP)
+        with library.mapped(f"start UCX with {dict(options)}"):
+            try:
+                self._context = api.UCXContext(dict(options), features)
+            except api.UCXUnsupportedError as error:
+                raise TransportUnavailable(f"{_NO_CACHE}: {error}") from error
+            self._worker = api.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+            self.address: bytes = self._worker.address.tobytes()
+        self.config: dict[str, str] = dict(self._context.config)
+        self._any = (api.UCXXTag(0), api.UCXXTagMask(0))
+        self._void = library.array(np.empty(1, dtype=np.uint8))
+        self._incoming: list[Request] = []
+        self._wake_fd = wake_fd
+        self._events = select.epoll()
+        self._events.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        self._events.register(wake_fd, select.EPOLLIN)
+
+    def dial(self, worker_address: bytes) -> Line:
+        """Connect to a worker.  The address must come from somebody who is trusted: UCX
+        does not check it.
+
+        Raises:
+            PeerLost: nobody is there.
+            BackendFailure: anything else.
+        """
+        with self._library.mapped("connect"):
+            address = self._library.api.UCXAddress.create_from_buffer(worker_address)
+            return Line(
+                self._library, self._worker.create_endpoint_from_worker_address(address, True)
+            )
+
+    def progress(self) -> bool:
+        """Let UCX work; whether there was anything to do."""
+        return bool(self._worker.progress_once())
+
+    def cancel_lost(self) -> None:
+        """Cancel what was asked of connections that broke."""
+        with self._library.mapped("cancel"):
+            self._worker.cancel_inflight_requests(0, 1)
+
+    def frames(self) -> Iterator[bytes]:
+        """The frames that came, at most ``_MAX_DRAIN`` messages at a time; the rest is dropped."""
+        done: list[Request] = []
+        for _ in range(_MAX_DRAIN):
+            found = self._worker.tag_probe(*self._any, remove=True)
+            if not found.matched:
+                break
+            request = self._take(found)
+            if request is not None:
+                self._incoming.append(request)
+                if request.done:  # most are: only what is announced and not sent yet counts
+                    done.append(self._incoming.pop())
+        done += [request for request in self._incoming if request.done]
+        self._incoming = [request for request in self._incoming if not request.done]
+        for request in done:
+            yield request.array.tobytes()
+
+    def rest(self, seconds: float) -> None:
+        """Sleep until there is work, for this worker or from ``wake_fd``, or time is up."""
+        if self._worker.arm():
+            self._events.poll(seconds)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def close(self) -> None:
+        """Give everything back.  All lines are closed and all requests done."""
+        self._events.close()
+        self._incoming.clear()
+        self._worker = None
+        self._context = None
+
+    def _take(self, found: Any) -> Request | None:
+        """Fetch a message that nobody waits for; None if it is no frame."""
+        wanted = (
+            int(found.sender_tag.value) == FRAME_TAG
+            and found.length <= MAX_FRAME_BYTES
+            and len(self._incoming) < _MAX_INCOMING
+        )
+        if not wanted:
+            self._worker.tag_recv_with_handle(self._void, found)
+            return None
+        array = np.zeros(found.length, dtype=np.uint8)
+        raw = self._worker.tag_recv_with_handle(self._library.array(array), found)
+        return Request(self._library, raw, array)
