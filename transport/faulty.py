@@ -90,7 +90,7 @@ def kill_ourselves() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DisturbedTransport(Transport):
+class FaultyTransport(Transport):
     """``inner``, with ``faults`` drawn from ``rng`` for every read.
 
     Args:

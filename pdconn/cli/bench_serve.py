@@ -17,7 +17,7 @@ from pdconn.bench.serving.lineup import CONNECTORS, CORES
 from pdconn.bench.serving.replies import Taken
 from pdconn.bench.serving.report import Report, render, to_json
 from pdconn.bench.serving.summary import Bounds
-from pdconn.bench.serving.turns import Plan, Say, measure
+from pdconn.bench.serving.turns import RunPlan, Say, measure
 from pdconn.lab.errors import LabError
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.spec import SERVED_NAME, EngineSpec
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured_here(
-    args: argparse.Namespace, names: Sequence[str], plan: Plan, say: Say
+    args: argparse.Namespace, names: Sequence[str], plan: RunPlan, say: Say
 ) -> list[Taken]:
     model = write_model(args.directory / "models", SPECS[args.model or _MODEL])
     directory = args.directory / "run"
@@ -174,8 +174,8 @@ def _publish(file: str | None, report: Report) -> None:
         Path(file).write_text(document + "\n")
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    return Plan(
+def _plan(args: argparse.Namespace) -> RunPlan:
+    return RunPlan(
         args.prompt,
         args.output,
         args.requests,
@@ -221,7 +221,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _check_lab(args: argparse.Namespace, plan: Plan) -> None:
+def _check_lab(args: argparse.Namespace, plan: RunPlan) -> None:
     if args.model is not None and args.model not in SPECS:
         raise BadCase("model", f"{', '.join(SPECS)}, or a --target that serves it", args.model)
     longest = EngineSpec.max_model_len

@@ -18,7 +18,7 @@ from pdconn.bench.manifest import manifest
 from pdconn.bench.transfer.lender import MAX_BYTES, Afar, Beside, listen
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.report import CaseResult, render, to_json
-from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
 from pdconn.forecast.engine import EngineShape, parse_engine
@@ -121,7 +121,7 @@ def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -
     try:
         for number, (path, workload) in enumerate(cases, 1):
             progress = _Progress(f"case {number} of {len(cases)}")
-            with Rig(workload, PATHS[path], lender.talk, mooncake=args.mooncake) as rig:
+            with OpenCase(workload, PATHS[path], lender.talk, mooncake=args.mooncake) as rig:
                 lines = take_rounds(rig, args.rounds, rng, progress.say)
                 result = CaseResult(workload, path, tuple(lines), rig.facts())
             progress.clear()

@@ -16,7 +16,7 @@ from pdconn.planning.compare import Comparison, compare
 from pdconn.protocol.compat import Difference
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Described, check_geometry
-from pdconn.sidechannel.connection import ChannelLost
+from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security, SecurityError
 from registration import RegistrationError
@@ -124,7 +124,7 @@ def _described(where: str, timeout_s: float, security: Security) -> Described:
         raise NoDescription(f"{where!r}: expected HOST:PORT or an existing file")
     try:
         return describe(host.strip("[]"), int(port), timeout_s, security)
-    except (OSError, ChannelLost, ProtocolError) as error:
+    except (OSError, SideChannelLost, ProtocolError) as error:
         raise NoDescription(f"{where}: {error}") from error
 
 

@@ -89,7 +89,7 @@ class FlowState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class DelayedFrame:
     """A frame, its length included, to be sent at ``due`` seconds."""
 
     due: float
@@ -137,7 +137,7 @@ class FrameFaults:
         """When to call :meth:`flush` unless another frame was fed before."""
         return None if self._held is None else self._held.until
 
-    def feed(self, frame: bytes, now: float) -> list[Outgoing]:
+    def feed(self, frame: bytes, now: float) -> list[DelayedFrame]:
         """A frame arrived; what is to be sent, in order.  See also :attr:`state`."""
         befallen, where = drawn(self._rng, self._faults, _KINDS), self._rng.random()
         if self.state is not FlowState.OPEN:
@@ -161,12 +161,12 @@ class FrameFaults:
             self.counts["reorder"] += 1
         return [*self._out(copies, due), *self.flush(now)]
 
-    def flush(self, now: float) -> list[Outgoing]:
+    def flush(self, now: float) -> list[DelayedFrame]:
         """Let go of a frame that waits for the next one, at the end of a stream too."""
         held, self._held = self._held, None
         return self._out(held.copies, max(held.due, now)) if held else []
 
-    def _withhold(self, kind: str, now: float) -> list[Outgoing]:
+    def _withhold(self, kind: str, now: float) -> list[DelayedFrame]:
         self.counts[kind] += 1
         if kind == "drop":
             return []
@@ -177,12 +177,12 @@ class FrameFaults:
         self._held = None
         return []
 
-    def _out(self, copies: tuple[bytes, ...], due: float) -> list[Outgoing]:
+    def _out(self, copies: tuple[bytes, ...], due: float) -> list[DelayedFrame]:
         self._last_due = max(self._last_due, due)
-        return [Outgoing(self._last_due, copy) for copy in copies]
+        return [DelayedFrame(self._last_due, copy) for copy in copies]
 
 
-class Units:
+class FrameCutter:
     """Cuts a byte stream into frames, lengths included, and nothing is lost or judged.
 
     A stream whose next length is above ``max_frame`` is not framed, as TLS is not: it

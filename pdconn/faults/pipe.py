@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections import deque
 
-from pdconn.faults.frames import FlowState, FrameFaults, Outgoing, Units
+from pdconn.faults.frames import DelayedFrame, FlowState, FrameCutter, FrameFaults
 
 _CHUNK = 1 << 18
 
@@ -34,8 +34,8 @@ class Pipe:
         self._source = source
         self._sink = sink
         self._faults = faults
-        self._units = Units()
-        self._queue: deque[Outgoing] = deque()
+        self._units = FrameCutter()
+        self._queue: deque[DelayedFrame] = deque()
         self._queued = 0
         self._unsent = bytearray()
         self._ended = False
@@ -101,7 +101,7 @@ class Pipe:
             with contextlib.suppress(OSError):
                 self._sink.shutdown(socket.SHUT_WR)
 
-    def _enqueue(self, outgoing: list[Outgoing]) -> None:
+    def _enqueue(self, outgoing: list[DelayedFrame]) -> None:
         self._queue.extend(outgoing)
         self._queued += sum(len(out.frame) for out in outgoing)
 

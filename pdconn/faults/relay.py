@@ -27,7 +27,7 @@ from random import Random
 
 from pdconn.faults.frames import FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe, PipeLost
-from pdconn.sidechannel.wakeup_queue import Mailbox
+from pdconn.sidechannel.wakeup_queue import WakeupQueue
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Relay:
         self._links: set[_Link] = set()
         self._stopping = False
         self.counts: Counter[str] = Counter()
-        self._mailbox: Mailbox[None] = Mailbox()
+        self._mailbox: WakeupQueue[None] = WakeupQueue()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._listener.setblocking(False)
         self.host, self.port = self._listener.getsockname()[:2]

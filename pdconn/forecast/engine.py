@@ -13,7 +13,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 from pdconn.forecast.errors import ShapeError
-from pdconn.forecast.grouping import Group, Paged, group_layers
+from pdconn.forecast.grouping import LayerGroup, Paged, group_layers
 from pdconn.forecast.memory import LAYOUTS, RankPlace, rank_memory
 from pdconn.forecast.model import LayerSort, ModelShape
 from registration.references import KVCacheReferences, build_kv_cache_references
@@ -62,7 +62,7 @@ class EngineShape:
             raise ShapeError("layout", f"{within}, for pages of {pages} bytes", self.layout)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[LayerGroup, ...]:
         """KV cache groups of the whole model, the same on every rank."""
         return group_layers(
             [

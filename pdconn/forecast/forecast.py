@@ -23,7 +23,7 @@ import numpy as np
 
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
-from pdconn.forecast.grouping import Group
+from pdconn.forecast.grouping import LayerGroup
 from pdconn.forecast.link import Link
 from pdconn.forecast.tables import Ids, block_tables
 from pdconn.planning.plan import Moved, Need, Pairing
@@ -80,7 +80,7 @@ class GroupForecast:
     """
 
     number: int
-    group: Group
+    group: LayerGroup
     their_block_tokens: int
     sources: tuple[int, ...]
     cost: Cost
@@ -194,7 +194,7 @@ class _Pulled:
 
 
 def _group(
-    number: int, group: Group, pulled: Sequence[_Pulled], busiest: int, prefill: EngineShape
+    number: int, group: LayerGroup, pulled: Sequence[_Pulled], busiest: int, prefill: EngineShape
 ) -> GroupForecast:
     sizes = [one.their_block_tokens for one in pulled if one.their_block_tokens is not None]
     return GroupForecast(

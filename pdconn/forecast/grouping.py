@@ -21,7 +21,7 @@ from registration.references import AttentionKind, KVCacheGroupReference
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedTable:
     """Layers of one sort in one group, and the bytes of each one's page on a rank."""
 
     sort: LayerSort
@@ -30,13 +30,13 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """One KV cache group of the whole model: shares of one kind, window and block size."""
 
     kind: AttentionKind
     window: int | None
     block_tokens: int
-    shares: tuple[Share, ...]
+    shares: tuple[SharedTable, ...]
 
     @property
     def header(self) -> KVCacheGroupReference:
@@ -63,7 +63,7 @@ class Paged:
         return self.sort.kind, self.sort.window, self.block_tokens
 
 
-def group_layers(paged: Sequence[Paged]) -> tuple[Group, ...]:
+def group_layers(paged: Sequence[Paged]) -> tuple[LayerGroup, ...]:
     """The groups of a model whose sorts have these pages, in the order of the sorts.
 
     >>> sort = LayerSort((0, 1), AttentionKind.FULL, None, 8, 512)
@@ -85,13 +85,13 @@ def group_layers(paged: Sequence[Paged]) -> tuple[Group, ...]:
     )
 
 
-def _dealt(bucket: list[Paged], number: int, count: int) -> Group:
+def _dealt(bucket: list[Paged], number: int, count: int) -> LayerGroup:
     """Group ``number`` of the ``count`` that a bucket is split into: each n-th layer."""
     shares = tuple(
-        Share(one.sort, one.sort.layers[number::count], one.page_nbytes) for one in bucket
+        SharedTable(one.sort, one.sort.layers[number::count], one.page_nbytes) for one in bucket
     )
     kind, window, block_tokens = bucket[0].key
-    return Group(kind, window, block_tokens, tuple(share for share in shares if share.layers))
+    return LayerGroup(kind, window, block_tokens, tuple(share for share in shares if share.layers))
 
 
 def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:

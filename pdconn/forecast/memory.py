@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdconn.forecast.grouping import Group, Share
+from pdconn.forecast.grouping import LayerGroup, SharedTable
 from registration.references import AttentionChunk, GroupMemory, LayerMemory
 from transport import Memory
 
@@ -41,7 +41,7 @@ class RankPlace:
 
 
 def rank_memory(
-    groups: Sequence[Group], layout: str, num_blocks: int, place: RankPlace
+    groups: Sequence[LayerGroup], layout: str, num_blocks: int, place: RankPlace
 ) -> tuple[GroupMemory, ...]:
     """A rank's groups, laid out; a group of which the stage has no layer is empty."""
     here = [_on_stage(group, place.stage) for group in groups]
@@ -59,9 +59,9 @@ def rank_memory(
     return tuple(made)
 
 
-def _on_stage(group: Group, stage: range) -> list[Share]:
+def _on_stage(group: LayerGroup, stage: range) -> list[SharedTable]:
     shares = [
-        Share(share.sort, tuple(n for n in share.layers if n in stage), share.page_nbytes)
+        SharedTable(share.sort, tuple(n for n in share.layers if n in stage), share.page_nbytes)
         for share in group.shares
     ]
     return [share for share in shares if share.layers]
@@ -71,7 +71,7 @@ def _on_stage(group: Group, stage: range) -> list[Share]:
 class _Region:
     """The pages of one share: side by side in a block row, or each a region of its own."""
 
-    share: Share
+    share: SharedTable
     block_tokens: int
     layout: str
     num_blocks: int

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.forecast.grouping import Group
+from pdconn.forecast.grouping import LayerGroup
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 
@@ -38,7 +38,7 @@ class Tables:
     lists: tuple[BlockList, ...]
 
 
-def block_tables(groups: Sequence[Group], until: int, ids: Ids, seed: int) -> Tables:
+def block_tables(groups: Sequence[LayerGroup], until: int, ids: Ids, seed: int) -> Tables:
     """Blocks that an engine keeps for tokens ``[0, until)``, without those before a window.
 
     The pool is twice what the request needs.  Id 0 is vLLM's null block and never used.
@@ -47,7 +47,7 @@ def block_tables(groups: Sequence[Group], until: int, ids: Ids, seed: int) -> Ta
 
 
 def tables_of_requests(
-    groups: Sequence[Group], until: int, ids: Ids, seed: int, requests: int
+    groups: Sequence[LayerGroup], until: int, ids: Ids, seed: int, requests: int
 ) -> list[Tables]:
     """As ``block_tables``, for ``requests`` requests that share a pool and no block."""
     spans = [_span(group, until) for group in groups]
@@ -74,7 +74,7 @@ def _pool(needed: int, ids: Ids, seed: int) -> tuple[int, NDArray[np.int64]]:
     return len(pool) + 1, pool
 
 
-def _span(group: Group, until: int) -> tuple[int, int]:
+def _span(group: LayerGroup, until: int) -> tuple[int, int]:
     """First block that a token to come still reads, and how many there are from it on."""
     first = window_start(group.header, until) // group.block_tokens
     return first, max(0, -(-until // group.block_tokens) - first)

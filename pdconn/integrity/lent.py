@@ -17,7 +17,7 @@ from pdconn.integrity.memory import Cells, ReadMemory
 from pdconn.integrity.sample import counted
 from pdconn.integrity.sums import I64, U64, Grain, Terms, Units, piece_sums, total
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.proof import NOTHING, Answer, Ask, Share
+from pdconn.protocol.proof import NOTHING, ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList
 from registration.references import (
     KVCacheDataReference,
@@ -71,7 +71,7 @@ class LentSums:
         """Bytes that the sums take."""
         return sum(chunk.sums.nbytes for group in self.groups for chunk in group.chunks)
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: ChecksumQuery) -> PieceSum:
         """The sum over what is asked.
 
         Work is bounded: no honest ask names a chunk twice, since a reader takes from one
@@ -90,7 +90,7 @@ class LentSums:
         terms = replace(self.terms, sampled=ask.sampled)
         return sum((self._share(terms, share) for share in ask.shares), NOTHING)
 
-    def _share(self, terms: Terms, share: Share) -> Answer:
+    def _share(self, terms: Terms, share: PieceRange) -> PieceSum:
         if share.group >= len(self.groups):
             raise MessageError("share.group", f"below {len(self.groups)}", share.group)
         group = self.groups[share.group]
@@ -169,7 +169,7 @@ def _chunk_sums(
     return ChunkSums(ref.first_head, shaped, -(-written // grain.rows))
 
 
-def _of_chunk(terms: Terms, share: Share, group: GroupSums, chunk: ChunkSums) -> Answer:
+def _of_chunk(terms: Terms, share: PieceRange, group: GroupSums, chunk: ChunkSums) -> PieceSum:
     """The share of one chunk.
 
     Raises:
@@ -193,4 +193,4 @@ def _of_chunk(terms: Terms, share: Share, group: GroupSums, chunk: ChunkSums) ->
     numbers = asked[:, None] * units + np.arange(units)
     inside = (numbers >= share.first_unit) & (numbers < stop)
     found = chunk.sums[at][inside][:, skipped : skipped + share.num_heads]
-    return Answer(total(found), found.size)
+    return PieceSum(total(found), found.size)

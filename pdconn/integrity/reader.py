@@ -16,7 +16,7 @@ from pdconn.integrity.memory import Cells, ReadMemory
 from pdconn.integrity.sums import Terms, Units, piece_sums, total
 from pdconn.planning.plan import Need
 from pdconn.planning.topology import Piece, match_pieces
-from pdconn.protocol.proof import MAX_SHARES, NOTHING, Answer, Ask, Share
+from pdconn.protocol.proof import MAX_SHARES, NOTHING, ChecksumQuery, PieceRange, PieceSum
 from registration.references import KVCacheDataReference, KVCacheReferences
 
 
@@ -35,14 +35,14 @@ class Bundle:
     chunks: tuple[int, ...]
     ours: tuple[KVCacheDataReference, ...]
 
-    def shares(self, units: range) -> list[Share]:
+    def shares(self, units: range) -> list[PieceRange]:
         """What to ask for: a share for every run of neighbouring chunks."""
         made = []
         start = 0
         for end in range(1, len(self.chunks) + 1):
             if end == len(self.chunks) or self.chunks[end] != self.chunks[end - 1] + 1:
                 made.append(
-                    Share(
+                    PieceRange(
                         self.match.their_group, self.chunks[start], end - start,
                         self.first_head, self.num_heads, units.start, len(units),
                     )
@@ -59,7 +59,7 @@ class Expected:
     """
 
     rank: int
-    asks: tuple[Ask, ...]
+    asks: tuple[ChecksumQuery, ...]
     cells: tuple[tuple[KVCacheDataReference, Cells, Units], ...]
 
     @property
@@ -70,15 +70,15 @@ class Expected:
             for _, cells, units in self.cells
         )
 
-    def ours(self, read: ReadMemory) -> Answer:
+    def ours(self, read: ReadMemory) -> PieceSum:
         """The same sum over our memory: compute it once every read has settled."""
         found = NOTHING
         for ref, cells, units in self.cells:
             sums = piece_sums(read, ref, cells, units)
-            found += Answer(total(sums), sums.size)
+            found += PieceSum(total(sums), sums.size)
         return found
 
-    def compare(self, theirs: Answer, ours: Answer) -> None:
+    def compare(self, theirs: PieceSum, ours: PieceSum) -> None:
         """Hold the lender's answer (the sum of its answers, if asked more often) to ours.
 
         Raises:
@@ -117,7 +117,7 @@ class Checks:
         Raises:
             MissingBlock: a block of ours is a hole where the pull wrote.
         """
-        shares: dict[int, list[Share]] = defaultdict(list)
+        shares: dict[int, list[PieceRange]] = defaultdict(list)
         cells: dict[int, list[tuple[KVCacheDataReference, Cells, Units]]] = defaultdict(list)
         for bundle in self.bundles:
             found = covered(bundle.match, need, terms)
@@ -170,6 +170,6 @@ def _bundle(
     )
 
 
-def _asks(rank: int, sampled: bool, shares: list[Share]) -> tuple[Ask, ...]:
+def _asks(rank: int, sampled: bool, shares: list[PieceRange]) -> tuple[ChecksumQuery, ...]:
     starts = range(0, len(shares), MAX_SHARES)
-    return tuple(Ask(rank, sampled, tuple(shares[at : at + MAX_SHARES])) for at in starts)
+    return tuple(ChecksumQuery(rank, sampled, tuple(shares[at : at + MAX_SHARES])) for at in starts)

@@ -22,7 +22,7 @@ MAX_LOITERERS = 512
 LOITER_S = 10.0
 
 
-class Door(Generic[V]):
+class AdmissionControl(Generic[V]):
     """Counts visitors by host, and times those that loiter.
 
     Args:

@@ -2,8 +2,8 @@
 
 Workers sum a request's blocks one step after it finished, so an ask may come before the
 sums: it waits, until they are there or the lease has ended.  An answer adds up thousands of
-sums, so it is made when :meth:`Proofs.work` is called, one at a time: whoever calls that in
-turn with other work keeps renewals prompt.
+sums, so it is made when :meth:`ChecksumResponder.work` is called, one at a time: a caller that
+alternates it with other work keeps renewals prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from pdconn.integrity.errors import NotSummed
 from pdconn.integrity.lent import LentSums
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.messages import Prove, Proven, Reader, Unproven
+from pdconn.protocol.messages import Checksum, ChecksumRequest, ChecksumUnavailable, Reader
 
 MAX_WAITING = 1024
 """Asks that may wait, of all visitors together; some 20 kB each at the most."""
@@ -24,7 +24,7 @@ MAX_ASKS = 4
 """Of one reader for one rank; honest ones need one, unless they have thousands of shares."""
 
 Visitor = TypeVar("Visitor")
-Waiting = tuple[Visitor, Prove]
+Waiting = tuple[Visitor, ChecksumRequest]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Lent(Generic[Visitor]):
     asks: Counter[tuple[Reader, int]] = field(default_factory=Counter)
 
 
-class Proofs(Generic[Visitor]):
+class ChecksumResponder(Generic[Visitor]):
     """Sums by request and rank.
 
     Args:
@@ -69,7 +69,7 @@ class Proofs(Generic[Visitor]):
         lent.sums[rank] = sums
         self._ready += lent.waiting.pop(rank, [])
 
-    def ask(self, visitor: Visitor, prove: Prove) -> Unproven | None:
+    def ask(self, visitor: Visitor, prove: ChecksumRequest) -> ChecksumUnavailable | None:
         """A visitor that holds a claim asks; None says that the answer comes later."""
         if not self._is_summing:
             return _unproven(prove, "prefill keeps no checksums: set verify there too")
@@ -89,7 +89,7 @@ class Proofs(Generic[Visitor]):
             lent.waiting[rank].append((visitor, prove))
         return None
 
-    def work(self) -> tuple[Visitor, Proven | Unproven] | None:
+    def work(self) -> tuple[Visitor, Checksum | ChecksumUnavailable] | None:
         """Make one answer; None when there is none to make."""
         if not self._ready:
             return None
@@ -100,7 +100,7 @@ class Proofs(Generic[Visitor]):
             return visitor, _unproven(prove, "the lease has ended")
         return visitor, _answer(lent.sums[prove.ask.rank], prove)
 
-    def forget(self, request: str) -> list[tuple[Visitor, Unproven]]:
+    def forget(self, request: str) -> list[tuple[Visitor, ChecksumUnavailable]]:
         """A lease ended; answers to those that still waited for its sums."""
         lent = self._lent.pop(request, None)
         if lent is None:
@@ -110,14 +110,14 @@ class Proofs(Generic[Visitor]):
         return [(visitor, _unproven(prove, "the lease has ended")) for visitor, prove in over]
 
 
-def _answer(sums: LentSums | None, prove: Prove) -> Proven | Unproven:
+def _answer(sums: LentSums | None, prove: ChecksumRequest) -> Checksum | ChecksumUnavailable:
     if sums is None:
         return _unproven(prove, "prefill failed to make its checksums")
     try:
-        return Proven(prove.number, prove.reader.pull, sums.answer(prove.ask))
+        return Checksum(prove.number, prove.reader.pull, sums.answer(prove.ask))
     except (NotSummed, MessageError) as error:
         return _unproven(prove, str(error))
 
 
-def _unproven(prove: Prove, detail: str) -> Unproven:
-    return Unproven(prove.number, prove.reader.pull, detail)
+def _unproven(prove: ChecksumRequest, detail: str) -> ChecksumUnavailable:
+    return ChecksumUnavailable(prove.number, prove.reader.pull, detail)

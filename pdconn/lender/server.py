@@ -25,16 +25,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdconn.integrity.lent import LentSums
-from pdconn.lender.admission import MAX_VISITORS, Door
-from pdconn.lender.sessions import Desk, Visitor
+from pdconn.lender.admission import MAX_VISITORS, AdmissionControl
+from pdconn.lender.sessions import LenderSessions, Session
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.sidechannel.clock import steady
-from pdconn.sidechannel.connection import Channel, ChannelLost, Unauthenticated
+from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wakeup_queue import Mailbox
-from pdconn.sidechannel.wire import Wire
+from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.wire import PolledConnection
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +105,10 @@ class Lender:
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._place = f"{host}:{self.port}"
-        self._mailbox: Mailbox[_Lend | _Abort | _Sums] = Mailbox()
-        self._desk = Desk(welcome, is_summing, self._warn)
-        self._door: Door[Visitor] = Door(_half_of_our_files())
-        self._wires: dict[Visitor, Wire] = {}
+        self._mailbox: WakeupQueue[_Lend | _Abort | _Sums] = WakeupQueue()
+        self._desk = LenderSessions(welcome, is_summing, self._warn)
+        self._door: AdmissionControl[Session] = AdmissionControl(_half_of_our_files())
+        self._wires: dict[Session, PolledConnection] = {}
         self._accept_from: float | None = None
         self._sleeps_until = 0.0
         self._silent_until = 0.0
@@ -248,16 +248,16 @@ class Lender:
             sock.close()
 
     def _let_in(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        visitor = Visitor(f"{address[0]}:{address[1]}")
-        channel = Channel(
+        visitor = Session(f"{address[0]}:{address[1]}")
+        channel = Connection(
             sock, MAX_INBOUND_FRAME, MAX_UNSENT, self._security.for_lender(self._place)
         )
-        self._wires[visitor] = Wire(channel, self._selector, visitor)
+        self._wires[visitor] = PolledConnection(channel, self._selector, visitor)
         crowded_out = self._door.enter(visitor, address[0], self._clock())
         if crowded_out is not None:
             self._show_out(crowded_out, "too many others wait to greet")
 
-    def _serve(self, visitor: Visitor) -> None:
+    def _serve(self, visitor: Session) -> None:
         wire = self._wires.get(visitor)
         if wire is None or visitor.leaving or wire.has_unsent:
             return  # who does not hear us out is not heard: each word would make an answer more
@@ -273,19 +273,19 @@ class Lender:
             self._desk.counts["unauthenticated"] += 1
             self._warn("side channel: %s is turned away: %s", visitor.name, error)
             self._drop(visitor, str(error))
-        except ChannelLost as error:
+        except SideChannelLost as error:
             self._drop(visitor, str(error))
         except ProtocolError as error:
             self._desk.reject(visitor, error)
 
-    def _answer(self, visitor: Visitor, now: float) -> None:
+    def _answer(self, visitor: Session, now: float) -> None:
         """Send this turn's answers in one frame, and see whether the visitor loiters."""
         wire = self._wires.get(visitor)
         if wire is None:
             return
         try:
             wire.send(self._desk.take_frames(visitor))
-        except ChannelLost as error:
+        except SideChannelLost as error:
             self._drop(visitor, str(error))
             return
         if visitor.leaving and not wire.has_unsent:
@@ -303,11 +303,11 @@ class Lender:
         log.warning(text + " (%d more before, unsaid)", *values, self._unsaid)
         self._silent_until, self._unsaid = now + 1.0, 0
 
-    def _show_out(self, visitor: Visitor, why: str) -> None:
+    def _show_out(self, visitor: Session, why: str) -> None:
         self._desk.counts["loiterers"] += 1
         self._drop(visitor, why)
 
-    def _drop(self, visitor: Visitor, why: str) -> None:
+    def _drop(self, visitor: Session, why: str) -> None:
         wire = self._wires.pop(visitor, None)
         if wire is None:
             return

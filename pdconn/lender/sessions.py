@@ -18,13 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdconn.integrity.lent import LentSums
-from pdconn.lender.checksums import Proofs
+from pdconn.lender.checksums import ChecksumResponder
 from pdconn.lifecycle import lease
 from pdconn.lifecycle.lease import Denied
-from pdconn.lifecycle.lease_table import FreedLease, LeaseBook
+from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
+    ChecksumRequest,
+    ChecksumUnavailable,
     Claim,
     Describe,
     Described,
@@ -33,13 +35,11 @@ from pdconn.protocol.messages import (
     FromReader,
     Granted,
     Hello,
-    Prove,
     Reader,
-    Refusal,
+    RefusalReason,
     Refused,
     Rejected,
     Renew,
-    Unproven,
     Welcome,
     encode,
     encode_frames,
@@ -54,7 +54,7 @@ _MAX_SHOWN = 256
 
 
 @dataclass(slots=True, eq=False)
-class Visitor:
+class Session:
     """A connection: who it is once it has greeted, and what it is still to hear.
 
     ``claimed`` are its readers by request, until the lease ends.
@@ -69,7 +69,7 @@ class Visitor:
     num_claims: int = 0
 
 
-class Desk:
+class LenderSessions:
     """Leases of one lender, and the visitors that ask for them.
 
     Args:
@@ -89,10 +89,10 @@ class Desk:
         self._described = Described.of(welcome)
         # What is said to everybody is encoded once.
         self._frames = {id(said): encode([said]) for said in (welcome, self._described)}
-        self._book = LeaseBook()
-        self._proofs: Proofs[Visitor] = Proofs(len(welcome.ranks), is_summing)
-        self._claimants: dict[str, set[Visitor]] = {}
-        self._told: list[Visitor] = []
+        self._book = LeaseTable()
+        self._proofs: ChecksumResponder[Session] = ChecksumResponder(len(welcome.ranks), is_summing)
+        self._claimants: dict[str, set[Session]] = {}
+        self._told: list[Session] = []
         self.freed: deque[FreedLease] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -127,7 +127,7 @@ class Desk:
         if made is not None:
             self._tell(*made)
 
-    def take_told(self) -> list[Visitor]:
+    def take_told(self) -> list[Session]:
         """Visitors with an answer to hear that they did not ask for just now."""
         told, self._told = self._told, []
         return told
@@ -144,7 +144,7 @@ class Desk:
         """When ``tick`` should run next, or None when nothing is lent."""
         return self._book.next_deadline()
 
-    def hear(self, visitor: Visitor, messages: list[FromReader], now: float) -> None:
+    def hear(self, visitor: Session, messages: list[FromReader], now: float) -> None:
         """Heed what a visitor said; what is wrong is answered, and ends its visit."""
         try:
             for message in messages:
@@ -153,13 +153,13 @@ class Desk:
         except ProtocolError as error:
             self.reject(visitor, error)
 
-    def reject(self, visitor: Visitor, error: ProtocolError) -> None:
+    def reject(self, visitor: Session, error: ProtocolError) -> None:
         """Tell a visitor what was wrong, as its last answer."""
         self.counts["bad_messages"] += 1
         self._warn("side channel: %s said something wrong: %s", visitor.name, error)
         self._send_away(visitor, error.field, str(error.expected), str(error.seen))
 
-    def take_frames(self, visitor: Visitor) -> list[bytes]:
+    def take_frames(self, visitor: Session) -> list[bytes]:
         """What the visitor is to hear now, as frame bodies."""
         if not visitor.answers:
             return []
@@ -168,7 +168,7 @@ class Desk:
             return encode_frames(answers)
         return [self._frames.get(id(answer)) or encode([answer]) for answer in answers]
 
-    def _heed(self, visitor: Visitor, message: FromReader, now: float) -> None:
+    def _heed(self, visitor: Session, message: FromReader, now: float) -> None:
         if isinstance(message, Hello):
             self._greet(visitor, message)
         elif isinstance(message, Describe):
@@ -187,11 +187,13 @@ class Desk:
         else:
             self._prove(visitor, message)
 
-    def _claim(self, visitor: Visitor, message: Claim, now: float) -> None:
+    def _claim(self, visitor: Session, message: Claim, now: float) -> None:
         self.counts["claims"] += 1
-        answer: lease.Granted | Denied
+        answer: lease.Grant | Denied
         if visitor.num_claims >= MAX_CLAIMS:
-            answer = Denied(Refusal.TOO_MANY, f"{MAX_CLAIMS} claims are held by this connection")
+            answer = Denied(
+                RefusalReason.TOO_MANY, f"{MAX_CLAIMS} claims are held by this connection"
+            )
         else:
             answer = self._book.claim(message.request, message.reader, message.ticket, now)
         if isinstance(answer, Denied):
@@ -203,26 +205,26 @@ class Desk:
             self._claimants.setdefault(message.request, set()).add(visitor)
         visitor.answers.append(_reply(message, answer))
 
-    def _renewed(self, visitor: Visitor, message: Renew, now: float) -> lease.Granted | Denied:
+    def _renewed(self, visitor: Session, message: Renew, now: float) -> lease.Grant | Denied:
         """Only who claimed may prolong a claim, too."""
         if message.reader in visitor.claimed.get(message.request, ()):
             return self._book.renew(message.request, message.reader, now)
         if self._book.is_claimed(message.request, message.reader, now):
-            return Denied(Refusal.BAD_READER, "another connection holds this claim")
+            return Denied(RefusalReason.BAD_READER, "another connection holds this claim")
         return self._book.renew(message.request, message.reader, now)
 
-    def _prove(self, visitor: Visitor, message: Prove) -> None:
+    def _prove(self, visitor: Session, message: ChecksumRequest) -> None:
         """Only who holds a claim learns anything about the content of what is lent."""
         self.counts["proofs"] += 1
         if message.reader not in visitor.claimed.get(message.request, ()):
             detail = "no claim of this connection holds it"
-            visitor.answers.append(Unproven(message.number, message.reader.pull, detail))
+            visitor.answers.append(ChecksumUnavailable(message.number, message.reader.pull, detail))
             return
         answer = self._proofs.ask(visitor, message)
         if answer is not None:
             visitor.answers.append(answer)
 
-    def _done(self, visitor: Visitor, message: Done, now: float) -> None:
+    def _done(self, visitor: Session, message: Done, now: float) -> None:
         """Only who claimed may end a claim that holds; others could be a mistake or a lie."""
         ours = visitor.claimed.get(message.request, set())
         if message.reader not in ours and self._book.is_claimed(
@@ -234,7 +236,7 @@ class Desk:
         ours.discard(message.reader)
         self._note(self._book.done(message.request, message.reader, message.ticket, now))
 
-    def _greet(self, visitor: Visitor, hello: Hello) -> None:
+    def _greet(self, visitor: Session, hello: Hello) -> None:
         if visitor.greeted:
             self._send_away(visitor, "hello", "one on a connection", "another")
         elif hello.version != PROTOCOL_VERSION:
@@ -246,7 +248,7 @@ class Desk:
             visitor.name = f"{hello.engine_id} at {visitor.name}"
             visitor.answers.append(self._welcome)
 
-    def _send_away(self, visitor: Visitor, field: str, expected: str, seen: str) -> None:
+    def _send_away(self, visitor: Session, field: str, expected: str, seen: str) -> None:
         self.counts["rejected"] += 1
         visitor.answers.append(Rejected(field, expected[:_MAX_SHOWN], seen[:_MAX_SHOWN]))
         visitor.leaving = True
@@ -260,12 +262,12 @@ class Desk:
             for visitor in self._claimants.pop(ended.request, ()):
                 visitor.num_claims -= len(visitor.claimed.pop(ended.request, ()))
 
-    def _tell(self, visitor: Visitor, answer: FromLender) -> None:
+    def _tell(self, visitor: Session, answer: FromLender) -> None:
         visitor.answers.append(answer)
         self._told.append(visitor)
 
 
-def _reply(message: Claim | Renew, answer: lease.Granted | Denied) -> Granted | Refused:
+def _reply(message: Claim | Renew, answer: lease.Grant | Denied) -> Granted | Refused:
     pull = message.reader.pull
     if isinstance(answer, Denied):
         return Refused(message.seq, message.request, pull, answer.why, answer.detail)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdconn.protocol.messages import Reader, Refusal
+from pdconn.protocol.messages import Reader, RefusalReason
 
 MAX_PULLS = 1024
 """Pulls that one lease takes note of; best-of-n makes one for each answer."""
@@ -58,19 +58,19 @@ TRANSITIONS: dict[tuple[LeaseState, str], LeaseState] = {
 
 _CAUSES = {"consumed": Freed.READ, "expired": Freed.EXPIRED, "aborted": Freed.ABORTED}
 _REFUSALS = {
-    Freed.READ: Refusal.CONSUMED,
-    Freed.EXPIRED: Refusal.EXPIRED,
-    Freed.ABORTED: Refusal.ABORTED,
+    Freed.READ: RefusalReason.CONSUMED,
+    Freed.EXPIRED: RefusalReason.EXPIRED,
+    Freed.ABORTED: RefusalReason.ABORTED,
 }
 
 
-def refusal_after(freed: Freed) -> Refusal:
+def refusal_after(freed: Freed) -> RefusalReason:
     """What a claim on a lease that ended this way is told."""
     return _REFUSALS[freed]
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class Grant:
     """The claim holds for ``ttl_s`` seconds from now."""
 
     ttl_s: float
@@ -80,7 +80,7 @@ class Granted:
 class Denied:
     """The claim does not hold."""
 
-    why: Refusal
+    why: RefusalReason
     detail: str
 
 
@@ -120,19 +120,19 @@ class Lease:
         """Why the lease ended, or None while it has not."""
         return self._cause if self.state is LeaseState.FREED else None
 
-    def claim(self, reader: Reader, ticket: bytes, now: float) -> Granted | Denied:
+    def claim(self, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
         """A rank asks to read.  Repeating a claim prolongs it."""
         denied = self._denied(reader, now)
         if denied is not None:
             return denied
         if ticket != self._ticket:
             # Ours is not told: who knows it may claim and end the lease.
-            return Denied(Refusal.ALTERED, "the ticket is not the one that was given out")
+            return Denied(RefusalReason.ALTERED, "the ticket is not the one that was given out")
         if self._is_one_too_many(reader):
-            return Denied(Refusal.TOO_MANY, f"{MAX_PULLS} pulls have claimed this lease")
+            return Denied(RefusalReason.TOO_MANY, f"{MAX_PULLS} pulls have claimed this lease")
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if reader.rank in pull.done:
-            return Denied(Refusal.CONSUMED, f"rank {reader.rank} was done with it already")
+            return Denied(RefusalReason.CONSUMED, f"rank {reader.rank} was done with it already")
         return self._hold(pull, reader.rank, now)
 
     def is_claimed(self, reader: Reader, now: float) -> bool:
@@ -140,12 +140,12 @@ class Lease:
         pull = self._pulls.get(reader.pull)
         return pull is not None and pull.claims.get(reader.rank, now) > now
 
-    def renew(self, reader: Reader, now: float) -> Granted | Denied:
+    def renew(self, reader: Reader, now: float) -> Grant | Denied:
         """A rank asks for more time.  Only a claim that still holds can be renewed."""
         pull = self._pulls.get(reader.pull)
         if pull is None or pull.claims.get(reader.rank, now) <= now:
             cause = self._cause
-            why = Refusal.EXPIRED if cause is None else refusal_after(cause)
+            why = RefusalReason.EXPIRED if cause is None else refusal_after(cause)
             return Denied(why, "no claim that still holds")
         return self._hold(pull, reader.rank, now)
 
@@ -184,10 +184,10 @@ class Lease:
 
     def _denied(self, reader: Reader, now: float) -> Denied | None:
         if self.state is LeaseState.HELD and now >= self.deadline:
-            return Denied(Refusal.EXPIRED, "the lease is over")
+            return Denied(RefusalReason.EXPIRED, "the lease is over")
         pull = self._pulls.get(reader.pull)
         if pull is not None and pull.of != reader.of:
-            return Denied(Refusal.BAD_READER, f"ranks: theirs {reader.of}, before {pull.of}")
+            return Denied(RefusalReason.BAD_READER, f"ranks: theirs {reader.of}, before {pull.of}")
         if self._cause is not None and (pull is None or reader.rank not in pull.claims):
             return Denied(refusal_after(self._cause), f"the lease is {self.state}")
         return None
@@ -195,10 +195,10 @@ class Lease:
     def _is_one_too_many(self, reader: Reader) -> bool:
         return len(self._pulls) >= MAX_PULLS and reader.pull not in self._pulls
 
-    def _hold(self, pull: _Pull, rank: int, now: float) -> Granted:
+    def _hold(self, pull: _Pull, rank: int, now: float) -> Grant:
         pull.claims[rank] = now + self._ttl_s
         self.deadline = max(self.deadline, now + self._ttl_s)
-        return Granted(self._ttl_s)
+        return Grant(self._ttl_s)
 
     def _enter(self, cause: str) -> None:
         entered = TRANSITIONS.get((self.state, cause))

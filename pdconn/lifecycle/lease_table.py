@@ -10,8 +10,8 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from pdconn.lifecycle.lease import Denied, Freed, Granted, Lease, refusal_after
-from pdconn.protocol.messages import Reader, Refusal
+from pdconn.lifecycle.lease import Denied, Freed, Grant, Lease, refusal_after
+from pdconn.protocol.messages import Reader, RefusalReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class FreedLease:
     why: Freed
 
 
-class LeaseBook:
+class LeaseTable:
     """Leases by request id.
 
     Args:
@@ -50,7 +50,7 @@ class LeaseBook:
         lease = self._leases[request] = Lease(ticket, ttl_s, now)
         heapq.heappush(self._timers, (lease.deadline, request))
 
-    def claim(self, request: str, reader: Reader, ticket: bytes, now: float) -> Granted | Denied:
+    def claim(self, request: str, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
         """Answer a claim; see :meth:`Lease.claim`."""
         lease = self._leases.get(request)
         return self._absent(request) if lease is None else lease.claim(reader, ticket, now)
@@ -64,7 +64,7 @@ class LeaseBook:
         lease = self._leases.get(request)
         return lease is not None and lease.is_claimed(reader, now)
 
-    def renew(self, request: str, reader: Reader, now: float) -> Granted | Denied:
+    def renew(self, request: str, reader: Reader, now: float) -> Grant | Denied:
         """Answer a renewal; see :meth:`Lease.renew`."""
         lease = self._leases.get(request)
         return self._absent(request) if lease is None else lease.renew(reader, now)
@@ -117,5 +117,5 @@ class LeaseBook:
     def _absent(self, request: str) -> Denied:
         ended = self._ended.get(request)
         if ended is None:
-            return Denied(Refusal.UNKNOWN, "nothing is lent under this request")
+            return Denied(RefusalReason.UNKNOWN, "nothing is lent under this request")
         return Denied(refusal_after(ended), "the lease has ended")

@@ -114,15 +114,15 @@ class AskProof:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReportReceived:
     """Every byte is there and was lent while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ReportFailed:
     """The bytes are not there, or cannot be believed.
 
-    ``quarantined``: a read can still write to the blocks, until :class:`Released`.
+    ``quarantined``: a read can still write to the blocks, until :class:`ReportReleased`.
     """
 
     reason: str
@@ -130,11 +130,20 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class ReportReleased:
     """Nothing can write to the blocks of a pull that failed quarantined any more."""
 
 
-Effect = SendClaim | SendRenew | SendDone | StartRead | AskProof | Received | Failed | Released
+Effect = (
+    SendClaim
+    | SendRenew
+    | SendDone
+    | StartRead
+    | AskProof
+    | ReportReceived
+    | ReportFailed
+    | ReportReleased
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +234,7 @@ class Pull:
         """The engine has blocks for this pull and waits for a report."""
         self._wanted = True
         if self.state is PullState.FAILED:
-            return [Failed(self._reason or "failed")]
+            return [ReportFailed(self._reason or "failed")]
         if self.state is PullState.HELD and now >= self._deadline:
             return self.fail(_RAN_OUT, now)
         return self._read_if_wanted(now)
@@ -238,8 +247,8 @@ class Pull:
         if not self._enter("settled"):
             return []
         if was is PullState.QUARANTINED:
-            return [SendDone(ok=False), Released()]
-        return [SendDone(ok=False), Failed(self._reason or "failed")]
+            return [SendDone(ok=False), ReportReleased()]
+        return [SendDone(ok=False), ReportFailed(self._reason or "failed")]
 
     def answered(self, now: float) -> list[Effect]:
         """The lender has told its checksums; ours are still to be made."""
@@ -251,7 +260,7 @@ class Pull:
         """The checksums were compared; ``problem`` says how they differ."""
         if problem is not None:
             return self.fail(problem, now) if self.state is PullState.VERIFYING else []
-        return [SendDone(ok=True), Received()] if self._enter("verified") else []
+        return [SendDone(ok=True), ReportReceived()] if self._enter("verified") else []
 
     def fail(self, reason: str, now: float, tell: bool = True) -> list[Effect]:
         """The pull cannot succeed; ``tell`` whether the lender is to hear that."""
@@ -262,7 +271,7 @@ class Pull:
             self._wait_until = now + self._patience.drain_s
             return []
         done: list[Effect] = [SendDone(ok=False)] if tell else []
-        return [*done, Failed(reason)] if self._wanted else done
+        return [*done, ReportFailed(reason)] if self._wanted else done
 
     def tick(self, now: float) -> list[Effect]:
         """Time passed: renew, or give up."""
@@ -273,7 +282,7 @@ class Pull:
             return self.fail("no proof of what was lent", now)
         if state is PullState.DRAINING and now >= self._wait_until:
             self._enter("waited")
-            return [Failed(self._reason or "failed", quarantined=True)]
+            return [ReportFailed(self._reason or "failed", quarantined=True)]
         return self._hold_on(now) if state in (PullState.HELD, PullState.READING) else []
 
     def next_deadline(self) -> float | None:
@@ -292,7 +301,7 @@ class Pull:
         if error is None and now < self._deadline:
             if not self._proof:
                 self._enter("settled")
-                return [SendDone(ok=True), Received()]
+                return [SendDone(ok=True), ReportReceived()]
             self._enter("copied")
             self._wait_until = now + self._patience.claim_s
             return [AskProof()]
@@ -300,7 +309,7 @@ class Pull:
         self._reason = late if error is None else error
         self._enter("failed")
         self._enter("settled")
-        return [SendDone(ok=False), Failed(self._reason)]
+        return [SendDone(ok=False), ReportFailed(self._reason)]
 
     def _hold_on(self, now: float) -> list[Effect]:
         if now >= self._deadline:

@@ -39,14 +39,14 @@ from pdconn.protocol.limits import (
     MAX_TEXT,
     MAX_TRAITS,
 )
-from pdconn.protocol.proof import Answer, Ask
+from pdconn.protocol.proof import ChecksumQuery, PieceSum
 from registration.references import KVCacheReferences
 
 PROTOCOL_VERSION = 2
 """Raised whenever an engine of the version before could misread a message."""
 
 
-class Refusal(StrEnum):
+class RefusalReason(StrEnum):
     """Why a claim or renewal was refused."""
 
     UNKNOWN = "unknown"
@@ -195,28 +195,28 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     seq: int
     request: str
     pull: str
-    why: Refusal
+    why: RefusalReason
     detail: str
 
 
-class Prove(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_fields=True):
+class ChecksumRequest(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_fields=True):
     """Asks for the checksum of what a claim holder has read; ``number`` names the ask."""
 
     number: int
     request: str
     reader: Reader
-    ask: Ask
+    ask: ChecksumQuery
 
 
-class Proven(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=True):
+class Checksum(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=True):
     """The checksum of what was lent, when it was lent."""
 
     number: int
     pull: str
-    answer: Answer
+    answer: PieceSum
 
 
-class Unproven(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_fields=True):
+class ChecksumUnavailable(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_fields=True):
     """There is no such checksum."""
 
     number: int
@@ -224,8 +224,8 @@ class Unproven(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_field
     detail: str
 
 
-FromReader = Hello | Describe | Claim | Renew | Prove | Done
-FromLender = Welcome | Described | Rejected | Granted | Refused | Proven | Unproven
+FromReader = Hello | Describe | Claim | Renew | ChecksumRequest | Done
+FromLender = Welcome | Described | Rejected | Granted | Refused | Checksum | ChecksumUnavailable
 
 _WITH_TICKET = (Claim, Done)
 _encoder = msgspec.msgpack.Encoder()
@@ -286,7 +286,7 @@ def decode_from_lender(body: bytes) -> list[FromLender]:
         elif isinstance(message, Rejected):
             for text in (message.field, message.expected, message.seen):
                 _short("rejected", text)
-        elif isinstance(message, Refused | Unproven):
+        elif isinstance(message, Refused | ChecksumUnavailable):
             _short("detail", message.detail)
         if isinstance(message, Granted) and not 0 < message.ttl_ms < 2**31:
             raise MessageError("granted.ttl_ms", "1 to 2^31 - 1", message.ttl_ms)
@@ -352,6 +352,9 @@ def _check_reader(reader: Reader) -> None:
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "Checksum",
+    "ChecksumRequest",
+    "ChecksumUnavailable",
     "Claim",
     "Describe",
     "Described",
@@ -360,15 +363,12 @@ __all__ = [
     "FromReader",
     "Granted",
     "Hello",
-    "Prove",
-    "Proven",
     "RankGeometry",
     "Reader",
-    "Refusal",
+    "RefusalReason",
     "Refused",
     "Rejected",
     "Renew",
-    "Unproven",
     "Welcome",
     "check_geometry",
     "decode_from_lender",

@@ -19,7 +19,7 @@ MAX_SHARES = 256
 MAX_NUMBER = 2**31 - 1
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PieceRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Pieces of one group: a range of chunks, of model-wide heads and of units.
 
     ``first_chunk`` counts in the lender's ``groups[group].data``; ``first_unit`` counts
@@ -43,19 +43,19 @@ class Share(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             _bounded(f"share.{field}", getattr(self, field), 1, MAX_NUMBER)
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChecksumQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sum over ``shares`` of what ``rank`` lends, of the sample only or of all."""
 
     rank: int
     sampled: bool
-    shares: tuple[Share, ...]
+    shares: tuple[PieceRange, ...]
 
     def __post_init__(self) -> None:
         _bounded("ask.rank", self.rank, 0, MAX_RANKS - 1)
         _bounded("shares of an ask", len(self.shares), 1, MAX_SHARES)
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PieceSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sum modulo 2^64, and how many pieces it is of."""
 
     total: int
@@ -65,8 +65,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _bounded("answer.total", self.total, 0, 2**64 - 1)
         _bounded("answer.pieces", self.pieces, 0, 2**63 - 1)
 
-    def __add__(self, other: Answer) -> Answer:
-        return Answer((self.total + other.total) % 2**64, self.pieces + other.pieces)
+    def __add__(self, other: PieceSum) -> PieceSum:
+        return PieceSum((self.total + other.total) % 2**64, self.pieces + other.pieces)
 
 
 def _bounded(field: str, number: int, low: int, high: int) -> None:
@@ -74,4 +74,4 @@ def _bounded(field: str, number: int, low: int, high: int) -> None:
         raise MessageError(field, f"{low} to {high}", number)
 
 
-NOTHING = Answer(0, 0)
+NOTHING = PieceSum(0, 0)

@@ -1,6 +1,6 @@
 """A decode rank's connections to lenders: one peer per lender boot.
 
-``Connections`` greets and sorts what lenders say; wires come from a
+``PeerTable`` greets and sorts what lenders say; wires come from a
 :class:`~pdconn.puller.peers.Dialer`, and what a message means for a pull is the business of
 the :class:`~pdconn.puller.peers.Listener`.
 """
@@ -30,7 +30,7 @@ from pdconn.protocol.messages import (
 )
 from pdconn.puller.jobs import Connect, Connected, Disconnect, Job
 from pdconn.puller.peers import AboutPull, Dialer, Listener, Peer, PeerKey
-from pdconn.sidechannel.connection import ChannelLost, Unauthenticated
+from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ MAX_PEERS = 1024
 """Lenders that are known at once; the one that was idle for longest makes room."""
 
 
-class Connections:
+class PeerTable:
     """Every peer of one decode rank.
 
     Args:
@@ -116,7 +116,7 @@ class Connections:
                 for message in decode_from_lender(body):
                     if not peer.is_closed:
                         self._hear(peer, message)
-        except ChannelLost as error:
+        except SideChannelLost as error:
             self._lost(peer, error)
         except (ProtocolError, PlanningError) as error:
             self.close(peer, str(error))
@@ -134,7 +134,7 @@ class Connections:
             bodies = encode_frames(outgoing)
         try:
             peer.wire.send(bodies)
-        except ChannelLost as error:
+        except SideChannelLost as error:
             self._lost(peer, error)
 
     def flush_all(self) -> None:
@@ -173,7 +173,7 @@ class Connections:
             peer.wire = None
         self._listener.peer_closed(peer)
 
-    def _lost(self, peer: Peer, error: ChannelLost) -> None:
+    def _lost(self, peer: Peer, error: SideChannelLost) -> None:
         peer.untrusted = isinstance(error, Unauthenticated)
         self.close(peer, f"side channel: {error}")
 

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdconn.puller.connections import Connections
+from pdconn.puller.connections import PeerTable
 from pdconn.puller.peers import Peer
-from pdconn.sidechannel.connection import Channel
+from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_WELCOME, Address, connecting_to, literal_address, resolve
 from pdconn.sidechannel.security import Security, Unprotected
-from pdconn.sidechannel.wire import Wire
+from pdconn.sidechannel.wire import PolledConnection
 
 MAX_LOOKUPS = 32
 """Names that are looked up at once; others wait for their turn."""
@@ -72,7 +72,7 @@ class SocketDialer:
         (self._asks if _is_ask(peer) else self._waiting).append(peer)
         self._look_for_more()
 
-    def looked_up(self, answer: LookedUp, connections: Connections) -> None:
+    def looked_up(self, answer: LookedUp, connections: PeerTable) -> None:
         """Go on with a peer whose name is known now."""
         self._num_looking -= 1
         self._num_asking -= _is_ask(answer.peer)
@@ -90,8 +90,8 @@ class SocketDialer:
     def _open(self, peer: Peer, address: Address) -> None:
         host, port = peer.key.host, peer.key.port
         guard = self._security.for_reader(host, f"{host}:{port}")
-        channel = Channel(connecting_to(address), MAX_WELCOME, guard=guard)
-        peer.wire = Wire(channel, self._selector, peer, connecting=True)
+        channel = Connection(connecting_to(address), MAX_WELCOME, guard=guard)
+        peer.wire = PolledConnection(channel, self._selector, peer, connecting=True)
 
     def _look_for_more(self) -> None:
         while self._num_looking < MAX_LOOKUPS:

@@ -10,7 +10,7 @@ from pdconn.planning.plan import Need, Plan
 from pdconn.protocol.messages import Reader
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.peers import Peer
-from pdconn.puller.proving import Proof
+from pdconn.puller.proving import Verification
 from pdconn.puller.results import Measured
 
 
@@ -31,7 +31,7 @@ class Entry:
     measured: Measured
     need: Need | None = None
     plan: Plan | str | None = None
-    proof: Proof | None = None
+    proof: Verification | None = None
     reading: int = 0
     error: str | None = None
     alarm: float | None = None

@@ -36,7 +36,7 @@ class _Queued(Generic[Pull]):
     pull: Pull = field(compare=False)
 
 
-class Turns(Generic[Pull]):
+class FairQueue(Generic[Pull]):
     """Pulls in the order in which equal shares would end them.
 
     Example:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdconn.integrity.reader import Expected
-from pdconn.protocol.proof import Answer
+from pdconn.protocol.proof import PieceSum
 from transport import PeerId, Settled, Spans
 
 
@@ -46,7 +46,7 @@ class Summed:
     """Our checksums, one per ``expected``; or ``error`` says why there are none."""
 
     tag: object
-    answers: tuple[Answer, ...]
+    answers: tuple[PieceSum, ...]
     error: str | None = None
 
 

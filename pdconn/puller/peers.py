@@ -10,18 +10,18 @@ from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import PeerState, after
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.messages import (
+    Checksum,
+    ChecksumUnavailable,
     Described,
     FromReader,
     Granted,
-    Proven,
     Refused,
-    Unproven,
     Welcome,
 )
 from pdconn.protocol.ticket import Ticket
 from transport import PeerId
 
-AboutPull = Granted | Refused | Proven | Unproven
+AboutPull = Granted | Refused | Checksum | ChecksumUnavailable
 """What a lender says to one pull."""
 
 
@@ -44,13 +44,13 @@ class PeerKey:
 
 
 class PeerWire(Protocol):
-    """A connection to a lender, as :class:`pdconn.sidechannel.wire.Wire` is one."""
+    """A connection to a lender, as :class:`pdconn.sidechannel.wire.PolledConnection` is one."""
 
     def send(self, bodies: Iterable[bytes]) -> None:
-        """Send frames; raises ChannelLost."""
+        """Send frames; raises SideChannelLost."""
 
     def receive(self) -> Sequence[bytes]:
-        """Frames that arrived; raises ChannelLost."""
+        """Frames that arrived; raises SideChannelLost."""
 
     def close(self) -> None:
         """Harmless when closed."""

@@ -8,8 +8,8 @@ from enum import StrEnum
 from pdconn.integrity.errors import Corrupted
 from pdconn.integrity.reader import Expected
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.messages import Prove, Reader
-from pdconn.protocol.proof import NOTHING, Answer
+from pdconn.protocol.messages import ChecksumRequest, Reader
+from pdconn.protocol.proof import NOTHING, PieceSum
 
 
 class Verify(StrEnum):
@@ -21,17 +21,17 @@ class Verify(StrEnum):
 
 
 @dataclass(slots=True)
-class Proof:
+class Verification:
     """What one pull has heard and computed so far.
 
     Asks are numbered in order of ``expected`` and of their ``asks``.
     """
 
     expected: tuple[Expected, ...]
-    theirs: dict[int, Answer] = field(default_factory=dict)
-    ours: tuple[Answer, ...] | None = None
+    theirs: dict[int, PieceSum] = field(default_factory=dict)
+    ours: tuple[PieceSum, ...] | None = None
 
-    def heard(self, number: int, answer: Answer) -> None:
+    def heard(self, number: int, answer: PieceSum) -> None:
         """The lender answered ask ``number``.
 
         Raises:
@@ -41,10 +41,10 @@ class Proof:
             raise MessageError("proven.number", f"one of {self._num_asks}, once", number)
         self.theirs[number] = answer
 
-    def asks(self, request: str, reader: Reader) -> list[Prove]:
+    def asks(self, request: str, reader: Reader) -> list[ChecksumRequest]:
         """What to ask the lender."""
         asks = [ask for expected in self.expected for ask in expected.asks]
-        return [Prove(number, request, reader, ask) for number, ask in enumerate(asks)]
+        return [ChecksumRequest(number, request, reader, ask) for number, ask in enumerate(asks)]
 
     @property
     def is_answered(self) -> bool:

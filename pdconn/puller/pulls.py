@@ -25,26 +25,26 @@ from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Need, Plan
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import (
+    Checksum,
+    ChecksumUnavailable,
     Claim,
     Described,
     Done,
     FromReader,
     Granted,
-    Proven,
     Reader,
     Renew,
-    Unproven,
 )
 from pdconn.protocol.ticket import Ticket, check_blocks
-from pdconn.puller.connections import Connections
+from pdconn.puller.connections import PeerTable
 from pdconn.puller.entries import Alarms, Entry
 from pdconn.puller.jobs import Connected, Job, News, Read, ReadSettled, Summed
 from pdconn.puller.peers import AboutPull, Dialer, Peer, PeerKey
 from pdconn.puller.proving import Verify
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import FailedPull, Measured, Released, Report
-from pdconn.puller.verification import Unprovable, Verifying
-from pdconn.puller.warming import Touch, Warming, WarmUp
+from pdconn.puller.verification import CannotVerify, Verifier
+from pdconn.puller.warming import PeerWarmup, ProbeRead, WarmUp
 from transport import PeerLost, PeerUnknown, TransportError
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Pulls:
         self._by_pull: dict[str, Entry] = {}
         self._alarms = Alarms()
         self._unplanned: deque[Entry] = deque()
-        self.connections = Connections(me.engine_id, me.pair, post, dialer, self)
-        self.warming = Warming(
+        self.connections = PeerTable(me.engine_id, me.pair, post, dialer, self)
+        self.warming = PeerWarmup(
             me.engine_id,
             warm_up or WarmUp(),
             self.connections,
@@ -98,7 +98,7 @@ class Pulls:
             clock=clock,
             rng=Random(f"{me.engine_id}/{me.rank}"),
         )
-        self._verifying = Verifying(me, verify, post, self._say)
+        self._verifying = Verifier(me, verify, post, self._say)
         self.outbox: deque[Report] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -199,7 +199,7 @@ class Pulls:
             entry = answer.tag
             assert isinstance(entry, Entry)
             self._summed(entry, answer)
-        elif isinstance(answer.tag, Touch):
+        elif isinstance(answer.tag, ProbeRead):
             self.warming.touched(answer)
         else:
             self._settled(answer)
@@ -207,7 +207,7 @@ class Pulls:
     def _summed(self, entry: Entry, answer: Summed) -> None:
         try:
             self._verifying.summed(entry, answer)
-        except Unprovable as error:
+        except CannotVerify as error:
             self._unproven(entry, str(error))
         else:
             self._conclude(entry)
@@ -283,11 +283,11 @@ class Pulls:
         if isinstance(message, Granted):
             entry.measured.granted = entry.measured.granted or now
             self._do(entry, entry.machine.granted(message.seq, message.ttl_ms / 1000, now))
-        elif isinstance(message, Proven):
+        elif isinstance(message, Checksum):
             if self._verifying.heard(entry, message):
                 self._do(entry, entry.machine.answered(now))
             self._conclude(entry)
-        elif isinstance(message, Unproven):
+        elif isinstance(message, ChecksumUnavailable):
             self._unproven(entry, message.detail)
         else:
             self.counts[f"pulls_refused_{message.why}"] += 1
@@ -313,14 +313,14 @@ class Pulls:
             self._read(entry)
         elif isinstance(effect, machine.AskProof):
             self._ask_proof(entry)
-        elif isinstance(effect, machine.Received):
+        elif isinstance(effect, machine.ReportReceived):
             self.outbox.append(entry.measured.record(entry.request, self._clock()))
-        elif isinstance(effect, machine.Failed):
+        elif isinstance(effect, machine.ReportFailed):
             self._failed(entry, effect)
-        elif isinstance(effect, machine.Released):
+        elif isinstance(effect, machine.ReportReleased):
             self.outbox.append(Released(entry.request))
 
-    def _failed(self, entry: Entry, effect: machine.Failed) -> None:
+    def _failed(self, entry: Entry, effect: machine.ReportFailed) -> None:
         log.warning("pdconn: pull of %s failed: %s", entry.request, effect.reason)
         self.outbox.append(FailedPull(entry.request, effect.reason, effect.quarantined))
 
@@ -357,7 +357,7 @@ class Pulls:
     def _ask_proof(self, entry: Entry) -> None:
         try:
             self._verifying.ask(entry)
-        except Unprovable as error:
+        except CannotVerify as error:
             self._unproven(entry, str(error))
 
     def _conclude(self, entry: Entry) -> None:

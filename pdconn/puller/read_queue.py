@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdconn.puller.fair_queue import Turns
+from pdconn.puller.fair_queue import FairQueue
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
 from transport.types import U64
 
@@ -30,7 +30,7 @@ LEAST_NBYTES = 16 << 20
 MOST_NBYTES = 1 << 30
 
 
-class Pace:
+class ChunkSizer:
     """How many bytes a slice may have, learnt from the slices before it.
 
     Args:
@@ -51,7 +51,7 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False)
-class Whole:
+class QueuedRead:
     """A read as it was asked for; ``tag`` is whose it is.
 
     ``ends`` are the running sums of its runs' bytes, ``posted`` the bytes that were
@@ -71,7 +71,7 @@ class Whole:
     error: TransportError | None = None
 
     @classmethod
-    def of(cls, tag: object, peer: PeerId, spans: Spans) -> Whole:
+    def of(cls, tag: object, peer: PeerId, spans: Spans) -> QueuedRead:
         """Nothing of it is posted yet."""
         ends = np.cumsum(spans.nbytes)
         return cls(tag, peer, spans, ends, int(ends[-1]) if len(ends) else 0)
@@ -86,12 +86,12 @@ class Whole:
         """Whether nothing of it can be written any more, nor will be posted."""
         return not self.in_flight and not self.has_more
 
-    def cut(self, nbytes: int) -> Slice:
+    def cut(self, nbytes: int) -> ReadChunk:
         """The next ``nbytes`` bytes, or what is left of them."""
         start, self.begun = self.posted, True
         self.posted = min(self.total, start + nbytes)
         spans = _between(self.spans, self.ends, start, self.posted)
-        return Slice(self, spans, self.posted - start)
+        return ReadChunk(self, spans, self.posted - start)
 
     def add(self, stats: ReadStats, at: float) -> None:
         """A slice settled, seen at ``at`` seconds."""
@@ -110,33 +110,33 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ReadChunk:
     """A part of a read, to be posted in one piece."""
 
-    whole: Whole
+    whole: QueuedRead
     spans: Spans
     nbytes: int
 
 
-class Lane:
+class PeerReadQueue:
     """The reads from one peer that are not over.
 
     Two slices' bytes may be in flight: while one settles the other is under way.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: ChunkSizer) -> None:
         self._pace = pace
-        self._turns: Turns[Whole] = Turns()
-        self._open: dict[Whole, None] = {}
+        self._turns: FairQueue[QueuedRead] = FairQueue()
+        self._open: dict[QueuedRead, None] = {}
         self._in_flight_nbytes = 0
 
     def add(self, tag: object, peer: PeerId, spans: Spans) -> None:
         """Queue a read."""
-        whole = Whole.of(tag, peer, spans)
+        whole = QueuedRead.of(tag, peer, spans)
         self._open[whole] = None
         self._turns.add(whole, whole.total)
 
-    def __iter__(self) -> Iterator[Whole]:
+    def __iter__(self) -> Iterator[QueuedRead]:
         """Reads that are not over, oldest first."""
         return iter(self._open)
 
@@ -150,7 +150,7 @@ class Lane:
         window = 2 * self._pace.slice_nbytes
         return self._first() is not None and self._in_flight_nbytes < window
 
-    def next(self) -> Slice:
+    def next(self) -> ReadChunk:
         """The slice to post now; only while the lane is ready."""
         whole = self._first()
         assert whole is not None
@@ -166,7 +166,7 @@ class Lane:
             self._turns.done()
         return part
 
-    def settled(self, part: Slice, settled: Settled, at: float) -> None:
+    def settled(self, part: ReadChunk, settled: Settled, at: float) -> None:
         """A slice can write nothing any more, seen at ``at`` seconds."""
         whole = part.whole
         whole.in_flight -= 1
@@ -179,7 +179,7 @@ class Lane:
         if whole.is_over:
             del self._open[whole]
 
-    def _first(self) -> Whole | None:
+    def _first(self) -> QueuedRead | None:
         """Whose turn it is, of those that did not fail while they waited for it."""
         while (whole := self._turns.first()) is not None and not whole.has_more:
             self._turns.done()

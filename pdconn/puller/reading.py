@@ -21,7 +21,7 @@ from pdconn.puller.jobs import (
     Sum,
     Summed,
 )
-from pdconn.puller.read_queue import Lane, Pace, Slice
+from pdconn.puller.read_queue import ChunkSizer, PeerReadQueue, ReadChunk
 from pdconn.sidechannel.clock import steady
 from transport import PeerId, ReadId, ReadStats, Settled, Transport, TransportError
 from transport.address import named_in
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _NOTHING = ReadStats(0, 0, 0.0, 0.0)
 
 
-class Reading:
+class TransportJobs:
     """Carries out jobs on a transport, on whichever thread calls it.
 
     Args:
@@ -46,14 +46,14 @@ class Reading:
         transport: Transport,
         deliver: Callable[[News], None],
         clock: Callable[[], float] = steady,
-        pace: Pace | None = None,
+        pace: ChunkSizer | None = None,
     ) -> None:
         self._transport = transport
         self._deliver = deliver
         self._clock = clock
-        self._pace = pace or Pace()
-        self._lanes: dict[PeerId, Lane] = {}
-        self._flights: dict[ReadId, Slice] = {}
+        self._pace = pace or ChunkSizer()
+        self._lanes: dict[PeerId, PeerReadQueue] = {}
+        self._flights: dict[ReadId, ReadChunk] = {}
         self._users: Counter[PeerId] = Counter()
         self._addresses: dict[PeerId, bytes] = {}
         self._memory = AnyMemory()
@@ -86,7 +86,7 @@ class Reading:
                 self._addresses.pop(job.peer, None)
                 self._transport.disconnect(job.peer)
         else:
-            lane = self._lanes.setdefault(job.peer, Lane(self._pace))
+            lane = self._lanes.setdefault(job.peer, PeerReadQueue(self._pace))
             lane.add(job.tag, job.peer, job.spans)
 
     def post(self) -> bool:
@@ -114,7 +114,7 @@ class Reading:
                 ended = True
         return ended
 
-    def _ended(self, part: Slice, settled: Settled) -> None:
+    def _ended(self, part: ReadChunk, settled: Settled) -> None:
         whole = part.whole
         lane = self._lanes[whole.peer]
         now = self._clock()

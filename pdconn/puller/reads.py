@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 
 from pdconn.puller.jobs import Job, News, Read, ReaderStopped
-from pdconn.puller.read_queue import Pace
-from pdconn.puller.reading import Reading
+from pdconn.puller.read_queue import ChunkSizer
+from pdconn.puller.reading import TransportJobs
 from pdconn.sidechannel.clock import steady
 from transport import Transport
 
@@ -37,7 +37,7 @@ class ReaderThread:
     Args:
         transport: owned from now on, and closed by :meth:`close`.
         deliver: must not block; also hears of an error of our own.
-        pace: as of :class:`Reading`.
+        pace: as of :class:`TransportJobs`.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ReaderThread:
         transport: Transport,
         deliver: Callable[[News | ReaderStopped], None],
         clock: Callable[[], float] = steady,
-        pace: Pace | None = None,
+        pace: ChunkSizer | None = None,
     ) -> None:
-        self._reading = Reading(transport, deliver, clock, pace)
+        self._reading = TransportJobs(transport, deliver, clock, pace)
         self._deliver = deliver
         self._clock = clock
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -92,7 +92,7 @@ Report = PullRecord | FailedPull | Released
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PullResults:
     """What happened since the engine last asked.
 
     Attributes:
@@ -106,7 +106,7 @@ class Outcome:
     released: tuple[str, ...]
 
     @classmethod
-    def of(cls, outbox: deque[Report]) -> Outcome:
+    def of(cls, outbox: deque[Report]) -> PullResults:
         """Empty ``outbox``, which another thread may be filling."""
         reports = [outbox.popleft() for _ in range(len(outbox))]
         return cls(
@@ -121,5 +121,5 @@ class Outcome:
         return tuple(record.request for record in self.records)
 
 
-NO_NEWS = Outcome((), (), ())
+NO_NEWS = PullResults((), (), ())
 """Most steps of an engine end without any."""

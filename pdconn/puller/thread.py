@@ -30,11 +30,11 @@ from pdconn.puller.proving import Verify
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
 from pdconn.puller.reads import ReaderThread
-from pdconn.puller.results import NO_NEWS, Outcome
+from pdconn.puller.results import NO_NEWS, PullResults
 from pdconn.puller.warming import WarmUp
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wakeup_queue import Mailbox
+from pdconn.sidechannel.wakeup_queue import WakeupQueue
 from transport import Transport
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Puller:
         clock: Callable[[], float] = steady,
     ) -> None:
         self._clock = clock
-        self._mailbox: Mailbox[_Post] = Mailbox()
+        self._mailbox: WakeupQueue[_Post] = WakeupQueue()
         self._selector = selectors.DefaultSelector()
         self._news = threading.Event()
         self._owed = 0
@@ -128,7 +128,7 @@ class Puller:
         """Give the claim up.  A pull under way is still reported, once it is safe."""
         self._mailbox.post(_Cancel(request))
 
-    def collect(self) -> Outcome:
+    def collect(self) -> PullResults:
         """What was received and what failed since the last call; never blocks.
 
         Raises:
@@ -140,7 +140,7 @@ class Puller:
             raise PullerBroken(self._broken)
         if not self._pulls.outbox:
             return NO_NEWS
-        outcome = Outcome.of(self._pulls.outbox)
+        outcome = PullResults.of(self._pulls.outbox)
         self._owed -= len(outcome.records) + len(outcome.failed)
         return outcome
 

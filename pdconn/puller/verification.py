@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 from pdconn.integrity.reader import Checks
 from pdconn.integrity.sums import Terms
-from pdconn.protocol.messages import FromReader, Proven
+from pdconn.protocol.messages import Checksum, FromReader
 from pdconn.puller.entries import Entry
 from pdconn.puller.jobs import Job, Sum, Summed
 from pdconn.puller.peers import Peer
-from pdconn.puller.proving import Proof, Verify
+from pdconn.puller.proving import Verification, Verify
 from pdconn.puller.rank import Rank
 
 
-class Unprovable(Exception):
+class CannotVerify(Exception):
     """There will be no proof, and the text says why."""
 
 
-class Verifying:
+class Verifier:
     """Proofs of one rank's pulls.
 
     Args:
@@ -54,10 +54,10 @@ class Verifying:
         need, ticket = entry.need, entry.ticket
         assert need is not None
         if entry.peer.is_closed:
-            raise Unprovable(f"{entry.peer.key}: {entry.peer.reason}")
+            raise CannotVerify(f"{entry.peer.key}: {entry.peer.reason}")
         terms = Terms(ticket.request_id, ticket.num_tokens, self._verify is Verify.SAMPLE)
         expected = self._checks_of(entry.peer).expect(need, terms)
-        entry.proof = Proof(expected)
+        entry.proof = Verification(expected)
         for prove in entry.proof.asks(ticket.request_id, entry.reader):
             self._say(entry, prove)
         self._post(Sum(entry, expected))
@@ -70,10 +70,10 @@ class Verifying:
         """
         assert entry.proof is not None
         if ours.error is not None:
-            raise Unprovable(f"no checksum of ours: {ours.error}")
+            raise CannotVerify(f"no checksum of ours: {ours.error}")
         entry.proof.ours = ours.answers
 
-    def heard(self, entry: Entry, said: Proven) -> bool:
+    def heard(self, entry: Entry, said: Checksum) -> bool:
         """The lender has told something; whether that was all.
 
         Raises:

@@ -21,10 +21,10 @@ import numpy as np
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import Described
-from pdconn.puller.connections import Connections
+from pdconn.puller.connections import PeerTable
 from pdconn.puller.jobs import Job, Read, ReadSettled
 from pdconn.puller.peers import Peer, PeerKey
-from pdconn.puller.warmup import Place, Step, Warmth, WarmthState
+from pdconn.puller.warmup import Place, PlaceWarmup, Step, WarmupState
 from registration.references import KVCacheReferences
 from transport import Memory, PeerId, PeerLost, PeerUnknown, Spans, TransportError
 
@@ -54,7 +54,7 @@ class _Site:
     """
 
     place: Place
-    warmth: Warmth
+    warmth: PlaceWarmup
     key: PeerKey | None = None
     peer: Peer | None = None
     reads: int = 0
@@ -62,14 +62,14 @@ class _Site:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Touch:
+class ProbeRead:
     """The tag of a read that nobody waits for but us."""
 
     site: _Site
     peer: Peer
 
 
-class Warming:
+class PeerWarmup:
     """Keeps the lenders at some places warm, for one decode rank.
 
     Args:
@@ -86,7 +86,7 @@ class Warming:
         self,
         engine_id: str,
         warm_up: WarmUp,
-        connections: Connections,
+        connections: PeerTable,
         post: Callable[[Job], None],
         *,
         patience: Patience,
@@ -100,7 +100,7 @@ class Warming:
         self._clock = clock
         now = clock()
         self._sites = [
-            _Site(place, Warmth(patience.claim_s, patience.read_s, now, rng))
+            _Site(place, PlaceWarmup(patience.claim_s, patience.read_s, now, rng))
             for place in warm_up.places
         ]
         self._by_peer: dict[Peer, _Site] = {}
@@ -109,7 +109,7 @@ class Warming:
     @property
     def num_warm(self) -> int:
         """Places whose lender is warm now."""
-        return sum(site.warmth.state is WarmthState.WARM for site in self._sites)
+        return sum(site.warmth.state is WarmupState.WARM for site in self._sites)
 
     @property
     def num_open(self) -> int:
@@ -146,11 +146,11 @@ class Warming:
 
     def welcomed(self, peer: Peer) -> None:
         """A peer has answered a greeting."""
-        self._heard(peer, WarmthState.GREETING, "welcomed")
+        self._heard(peer, WarmupState.GREETING, "welcomed")
 
     def ready(self, peer: Peer) -> None:
         """A peer's ranks are connected."""
-        self._heard(peer, WarmthState.CONNECTING, "ready")
+        self._heard(peer, WarmupState.CONNECTING, "ready")
 
     def closed(self, peer: Peer) -> None:
         """A peer is of no use any more; its place rests, and is asked again."""
@@ -161,10 +161,10 @@ class Warming:
     def touched(self, answer: ReadSettled) -> None:
         """A touch is over."""
         touch = answer.tag
-        assert isinstance(touch, Touch)
+        assert isinstance(touch, ProbeRead)
         site, error = touch.site, answer.settled.error
         site.reads -= 1
-        if site.peer is not touch.peer or site.warmth.state is not WarmthState.TOUCHING:
+        if site.peer is not touch.peer or site.warmth.state is not WarmupState.TOUCHING:
             return
         if error is not None:
             self._unfollow(site)
@@ -176,7 +176,7 @@ class Warming:
 
     # What is to be done
 
-    def _heard(self, peer: Peer, state: WarmthState, event: str) -> None:
+    def _heard(self, peer: Peer, state: WarmupState, event: str) -> None:
         site = self._by_peer.get(peer)
         if site is not None and site.warmth.state is state:
             self._enter(site, event)
@@ -253,7 +253,7 @@ class Warming:
                 return
             site.reads = len(reads)
             for rank, spans in reads:
-                self._post(Read(Touch(site, peer), rank, spans))
+                self._post(Read(ProbeRead(site, peer), rank, spans))
 
     def _is_warm(self, site: _Site) -> None:
         assert site.peer is not None
@@ -269,10 +269,10 @@ class Warming:
 def _touches(scratch: Memory, peer: Peer) -> Iterator[tuple[PeerId, Spans]]:
     assert peer.welcome is not None
     for rank, connected in peer.ranks.items():
-        yield connected, touching(scratch, peer.welcome.ranks[rank].references)
+        yield connected, probe_page(scratch, peer.welcome.ranks[rank].references)
 
 
-def touching(scratch: Memory, theirs: KVCacheReferences) -> Spans:
+def probe_page(scratch: Memory, theirs: KVCacheReferences) -> Spans:
     """A read of the first bytes of every region of ``theirs``, into ``scratch``.
 
     Regions on another device than the first are left out, and those beyond ``MAX_TOUCHED``.

@@ -82,7 +82,7 @@ def parse_places(listed: Any) -> tuple[Place, ...]:
     return tuple(places)
 
 
-class WarmthState(StrEnum):
+class WarmupState(StrEnum):
     """Where the warming of one place stands."""
 
     RESTING = "resting"
@@ -94,9 +94,9 @@ class WarmthState(StrEnum):
     NEEDLESS = "needless"
 
 
-_S = WarmthState
+_S = WarmupState
 
-TRANSITIONS: dict[tuple[WarmthState, str], WarmthState] = {
+TRANSITIONS: dict[tuple[WarmupState, str], WarmupState] = {
     (_S.RESTING, "due"): _S.ASKING,
     (_S.ASKING, "told"): _S.GREETING,
     (_S.ASKING, "ourselves"): _S.NEEDLESS,
@@ -128,7 +128,7 @@ class Step(Enum):
 _STEPS = {_S.ASKING: Step.ASK, _S.GREETING: Step.GREET, _S.TOUCHING: Step.TOUCH}
 
 
-class Warmth:
+class PlaceWarmup:
     """The warming of one place.
 
     Args:
@@ -140,7 +140,7 @@ class Warmth:
     """
 
     def __init__(self, answer_s: float, connect_s: float, now: float, rng: Random) -> None:
-        self.state = WarmthState.RESTING
+        self.state = WarmupState.RESTING
         self._allowed = {_S.ASKING: answer_s, _S.GREETING: answer_s, _S.CONNECTING: connect_s}
         self._until: float | None = now
         self._warm_since: float | None = None

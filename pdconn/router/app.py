@@ -16,9 +16,9 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.router.debug_page import Board
+from pdconn.router.debug_page import DebugPage
 from pdconn.router.errors import BadBody, BodyTooLarge, Miss, NoEngineLeft, NoSuchRoute, Refusal
-from pdconn.router.fleet.client import Answer, Lost, Unreached
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.stream import REQUEST_ID_HEADER, Ending, relay
 from pdconn.router.metrics import Outcome
@@ -47,10 +47,10 @@ _AS_SAID = {"X-Content-Type-Options": "nosniff"}
 _ENDINGS = {Ending.ENGINE_DIED: Outcome.BROKEN_STREAM, Ending.CLIENT_LEFT: Outcome.CLIENT_LEFT}
 
 
-class Proxy:
+class RouterApp:
     """Answers clients; everything it needs is given to it."""
 
-    def __init__(self, handover: Handover, board: Board, max_body_nbytes: int) -> None:
+    def __init__(self, handover: Handover, board: DebugPage, max_body_nbytes: int) -> None:
         self._handover = handover
         self._board = board
         self._engines = handover.engines
@@ -121,7 +121,7 @@ class Proxy:
         return await self._pass_on(http, answer, exchange)
 
     async def _pass_on(
-        self, http: web.Request, answer: Answer, exchange: Exchange
+        self, http: web.Request, answer: EngineAnswer, exchange: Exchange
     ) -> tuple[web.StreamResponse, Outcome]:
         response, ending = await relay(http, answer, exchange.request_id)
         if ending is Ending.ENGINE_DIED:
@@ -148,7 +148,7 @@ class Proxy:
         for engine in self._engines.live(Role.DECODE):
             try:
                 answer = await self._handover.upstream.get(engine, "/v1/models", headers)
-            except (Unreached, Lost) as error:
+            except (ConnectFailed, ConnectionLost) as error:
                 self._metrics.asked_in_vain(Role.DECODE, engine)
                 self._health.report_down(engine, str(error), request_id)
                 misses.append(Miss(engine, str(error)))

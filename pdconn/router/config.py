@@ -9,7 +9,7 @@ from typing import Self
 
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import engine_name
-from pdconn.router.fleet.sources import DNS, Source, WatchedFile, parse_source
+from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
@@ -79,13 +79,13 @@ class ProxyConfig:
         """From words as people write them."""
         return cls(prefill=tuple(prefill), decode=tuple(decode), **settings)  # type: ignore[arg-type]
 
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[FleetSource, ...]:
         """Who tells which engines there are.
 
         Raises:
             BadSetting: a word makes no sense, or names an engine twice in one role.
         """
-        sources: list[Source] = []
+        sources: list[FleetSource] = []
         for option, role, words in (
             ("--prefill", Role.PREFILL, self.prefill),
             ("--decode", Role.DECODE, self.decode),

@@ -21,9 +21,9 @@ from pdconn.router.fleet.loads import Load
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
-from pdconn.router.routing.decide import LOAD_FOR_S, Steering
-from pdconn.router.routing.decision_log import Course
-from pdconn.router.routing.policy import Role, Weighed
+from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
+from pdconn.router.routing.decision_log import RouteRecord
+from pdconn.router.routing.policy import Role, ScoredCandidate
 
 SHOWN = 50
 """Recent decisions on the page."""
@@ -53,7 +53,7 @@ class NoPrompt(Refusal):
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """Prompts that were sent to one place, and how much of them it was predicted to hold."""
 
     requests: int = 0
@@ -72,15 +72,15 @@ class Tally:
         return _share(self.hit_tokens, self.tokens)
 
 
-Tallies = Mapping[tuple[str, Role], Tally]
+Tallies = Mapping[tuple[str, Role], RequestTally]
 """By pod, and by what it was asked to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class DebugPage:
     """Shows a router's state."""
 
-    steering: Steering
+    steering: RequestRouter
     statuses: Callable[[], Mapping[str, Status]]
 
     def state(self) -> bytes:
@@ -136,13 +136,13 @@ class Board:
         pods = caches.pods_by(scheme)
         return msgspec.json.encode(take_snapshot(caches.index, prompt, caches.weights, pods))
 
-    def _course(self, request_id: str) -> Course:
+    def _course(self, request_id: str) -> RouteRecord:
         course = self.steering.decisions.get(request_id)
         if course is None:
             raise NoSuchDecision(request_id, len(self.steering.decisions))
         return course
 
-    def _now(self, course: Course) -> dict[str, Explained]:
+    def _now(self, course: RouteRecord) -> dict[str, Explained]:
         caches = self.steering.caches
         found: dict[str, Explained] = {}
         for scheme, prompt in {} if course.looked is None else course.looked.prompts.items():
@@ -158,7 +158,7 @@ class Board:
         Requests of which nobody knows what an engine held of them are left out, and so are
         those from before it came, or came back.
         """
-        tallies: defaultdict[tuple[str, Role], Tally] = defaultdict(Tally)
+        tallies: defaultdict[tuple[str, Role], RequestTally] = defaultdict(RequestTally)
         feeds, since = self.steering.caches.feeds, self.steering.since
         pods = {(feed.source.engine, feed.source.rank): name for name, feed in feeds.items()}
         for course in self.steering.decisions.newest():
@@ -209,7 +209,7 @@ class Board:
         }
 
 
-def _brief(course: Course) -> dict[str, object]:
+def _brief(course: RouteRecord) -> dict[str, object]:
     return {
         "request_id": _printable(course.request_id),
         "at": course.at,
@@ -235,13 +235,13 @@ def _in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
-def _hit_tokens(course: Course, engine: str | None) -> int | None:
+def _hit_tokens(course: RouteRecord, engine: str | None) -> int | None:
     """What was predicted of an engine; None where nobody knew what it holds."""
     known = course.looked is not None and engine in course.looked.ranks
     return course.hit_tokens(engine) if known else None
 
 
-def _why(ordered: Sequence[Weighed], engine: str | None) -> str | None:
+def _why(ordered: Sequence[ScoredCandidate], engine: str | None) -> str | None:
     """What choosing an engine was said to cost; None of one that came up later."""
     return next((one.why for one in ordered if one.candidate.engine == engine), None)
 
@@ -255,7 +255,7 @@ def _hashing(scheme: HashScheme) -> dict[str, object]:
     }
 
 
-def _tallied(tally: Tally) -> dict[str, object]:
+def _tallied(tally: RequestTally) -> dict[str, object]:
     return {
         "requests": tally.requests,
         "tokens": tally.tokens,
@@ -264,8 +264,8 @@ def _tallied(tally: Tally) -> dict[str, object]:
     }
 
 
-def _sum(tallies: Tallies, pods: Iterable[str], roles: Iterable[Role]) -> Tally:
-    total = Tally()
+def _sum(tallies: Tallies, pods: Iterable[str], roles: Iterable[Role]) -> RequestTally:
+    total = RequestTally()
     for key in product(pods, roles):
         if key in tallies:
             tally = tallies[key]
@@ -282,7 +282,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _weighed(one: Weighed) -> dict[str, object]:
+def _weighed(one: ScoredCandidate) -> dict[str, object]:
     return {
         "engine": one.candidate.engine,
         "rank": one.candidate.rank,

@@ -11,7 +11,7 @@ from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.policy import Role
 
@@ -42,7 +42,7 @@ class TicketFate(Enum):
 class ProxyMetrics:
     """The proxy's counters, all under ``pdconn_proxy_``."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()

@@ -20,23 +20,23 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from pdconn.router.app import Proxy
+from pdconn.router.app import RouterApp
 from pdconn.router.config import ProxyConfig
-from pdconn.router.debug_page import Board
+from pdconn.router.debug_page import DebugPage
 from pdconn.router.errors import CannotListen, EnginesMissing, Miss
-from pdconn.router.events.caches import Caches
-from pdconn.router.events.feeds import Feeding
-from pdconn.router.fleet.client import Upstream
+from pdconn.router.events.caches import PrefixCaches
+from pdconn.router.events.feeds import EventFeeds
+from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.loads import LoadPoller
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import Members, Watch
-from pdconn.router.handover.abandoned import Farewells
+from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.ticket_return import Returns
+from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.routing.decide import Steering
-from pdconn.router.routing.metrics import SteeringMetrics
+from pdconn.router.routing.decide import RequestRouter
+from pdconn.router.routing.metrics import RoutingMetrics
 from pdconn.router.routing.policy import Policy, Role
 from pdconn.router.routing.tokenize import Tokeniser
 
@@ -99,38 +99,38 @@ async def running_proxy(
 class _Services:
     """What a proxy is made of, as far as this module needs it again."""
 
-    engines: Engines
+    engines: EngineRegistry
     health: Health
     metrics: ProxyMetrics
-    proxy: Proxy
+    proxy: RouterApp
 
 
 @asynccontextmanager
 async def _services(config: ProxyConfig, policy: Policy) -> AsyncIterator[_Services]:
-    engines = Engines((), ())
+    engines = EngineRegistry((), ())
     metrics = ProxyMetrics(engines)
-    upstream = Upstream(config.connect_timeout_s)
+    upstream = EngineClient(config.connect_timeout_s)
     health = Health(engines, upstream, metrics)
-    farewells = Farewells(Returns(engines, upstream, metrics))
-    caches = Caches(
+    farewells = AbandonedRequests(TicketReturner(engines, upstream, metrics))
+    caches = PrefixCaches(
         scheme=config.scheme(),
         seed=config.hash_seed,
         weights=config.weights,
         eagle_groups=frozenset(config.eagle_groups),
     )
-    feeding = Feeding(caches)
+    feeding = EventFeeds(caches)
     loads = LoadPoller(engines, upstream)
-    steering = Steering(
+    steering = RequestRouter(
         engines,
         policy,
         caches,
         Tokeniser(engines, upstream),
         loads,
-        SteeringMetrics(metrics.registry, policy.name),
+        RoutingMetrics(metrics.registry, policy.name),
     )
     steering.metrics.watch(caches, feeding.statuses)
     handover = Handover(engines, upstream, steering, health, metrics, farewells)
-    proxy = Proxy(handover, Board(steering, feeding.statuses), config.max_body_nbytes)
+    proxy = RouterApp(handover, DebugPage(steering, feeding.statuses), config.max_body_nbytes)
 
     def fleet_changed(members: Members) -> None:
         changes = engines.update(members)
@@ -151,7 +151,9 @@ async def _services(config: ProxyConfig, policy: Policy) -> AsyncIterator[_Servi
 
 
 @asynccontextmanager
-async def _listening(proxy: Proxy, sock: socket.socket, config: ProxyConfig) -> AsyncIterator[None]:
+async def _listening(
+    proxy: RouterApp, sock: socket.socket, config: ProxyConfig
+) -> AsyncIterator[None]:
     app = proxy.app()
 
     async def drain(app: web.Application) -> None:

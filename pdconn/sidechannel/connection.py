@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from pdconn.sidechannel.session import ChannelLost, Guard, Layers, Unauthenticated
+from pdconn.sidechannel.session import AuthPolicy, SecureSession, SideChannelLost, Unauthenticated
 
 _CHUNK = 1 << 15
 """Asked of a socket at once; Python allocates as much first, and beyond 128 KiB that means
 new pages from the system for every frame."""
 
 
-class Channel:
+class Connection:
     """Owns a connected, or connecting, stream socket.
 
     With a guard, what is sent before the peer has proven itself waits here, and what
@@ -32,14 +32,14 @@ class Channel:
         sock: socket.socket,
         max_frame: int,
         max_unsent: int = 1 << 26,
-        guard: Guard | None = None,
+        guard: AuthPolicy | None = None,
     ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = sock
-        self._layers = Layers(max_frame, guard)
+        self._layers = SecureSession(max_frame, guard)
         self._max_unsent = max_unsent
 
     @property
@@ -61,20 +61,20 @@ class Channel:
         """Send a frame, and keep what the socket does not take or the peer may not have yet.
 
         Raises:
-            ChannelLost: the connection broke, or too much waits to be sent.
+            SideChannelLost: the connection broke, or too much waits to be sent.
         """
         self._layers.send(body)
         self.flush()
         waiting = self._layers.waiting_nbytes
         if waiting > self._max_unsent:
             does_not = "read" if self.is_trusted else "authenticate"
-            raise ChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
+            raise SideChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
 
     def flush(self) -> None:
         """Send what waits.
 
         Raises:
-            ChannelLost: the connection broke.
+            SideChannelLost: the connection broke.
         """
         out = self._layers.out
         while out:
@@ -85,7 +85,7 @@ class Channel:
             except (ConnectionResetError, BrokenPipeError) as error:
                 raise self._layers.closed(str(error)) from error
             except OSError as error:
-                raise ChannelLost(str(error)) from error
+                raise SideChannelLost(str(error)) from error
             del out[:sent]
 
     def receive(self) -> list[bytes]:
@@ -93,7 +93,7 @@ class Channel:
 
         Raises:
             Unauthenticated: the peer did not prove itself, or someone else spoke.
-            ChannelLost: the other side closed, the connection broke, or a frame is
+            SideChannelLost: the other side closed, the connection broke, or a frame is
                 longer than allowed.
         """
         try:
@@ -103,14 +103,14 @@ class Channel:
         except ConnectionResetError as error:
             raise self._layers.closed(str(error)) from error
         except OSError as error:
-            raise ChannelLost(str(error)) from error
+            raise SideChannelLost(str(error)) from error
         if not data:
             raise self._layers.closed("closed by the peer")
         waited = len(self._layers.out)
         try:
             bodies = self._layers.feed(data)
-        except ChannelLost:
-            with contextlib.suppress(ChannelLost):
+        except SideChannelLost:
+            with contextlib.suppress(SideChannelLost):
                 self.flush()  # TLS tells the peer why
             raise
         if len(self._layers.out) > waited:
@@ -122,4 +122,4 @@ class Channel:
         self.socket.close()
 
 
-__all__ = ["Channel", "ChannelLost", "Guard", "Unauthenticated"]
+__all__ = ["AuthPolicy", "Connection", "SideChannelLost", "Unauthenticated"]

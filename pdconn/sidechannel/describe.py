@@ -16,7 +16,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.sidechannel.connection import Channel
+from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_WELCOME, connecting_to, resolve
 from pdconn.sidechannel.security import Security
 
@@ -31,13 +31,13 @@ def describe(
 
     Raises:
         OSError: it cannot be reached, or does not answer in ``timeout_s`` seconds.
-        ChannelLost: it closed the connection before it answered, or proved nothing.
+        SideChannelLost: it closed the connection before it answered, or proved nothing.
         ProtocolError: it answered something else.
     """
     give_up = time.monotonic() + timeout_s
     guard = security.for_reader(host, f"{host}:{port}") if security is not None else None
     with connecting_to(resolve(host, port)) as sock:
-        channel = Channel(sock, MAX_WELCOME, guard=guard)
+        channel = Connection(sock, MAX_WELCOME, guard=guard)
         if not select.select([], [sock], [], timeout_s)[1]:
             raise TimeoutError(f"{host}:{port}: no connection in {timeout_s:g} s")
         failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -24,7 +24,7 @@ from pdconn.sidechannel.credentials import (
     reader_context,
     secret_of,
 )
-from pdconn.sidechannel.session import LenderGuard, ReaderGuard
+from pdconn.sidechannel.session import LenderAuthPolicy, ReaderAuthPolicy
 
 
 class NoHostName(SecurityError, OSError):
@@ -114,7 +114,7 @@ class Security:
         if not (self.authenticates or self.insecure or is_loopback(host)):
             raise Unprotected(host)
 
-    def for_lender(self, place: str = "") -> LenderGuard | None:
+    def for_lender(self, place: str = "") -> LenderAuthPolicy | None:
         """For a channel to whoever dialled us; None trusts them.
 
         ``place`` is ``host:port`` as our tickets name it, and a reader's must be the same.
@@ -122,9 +122,9 @@ class Security:
         if not self.authenticates:
             return None
         context = None if self._contexts is None else self._contexts.lender
-        return LenderGuard(self.secret, context, place)
+        return LenderAuthPolicy(self.secret, context, place)
 
-    def for_reader(self, host: str, place: str = "") -> ReaderGuard | None:
+    def for_reader(self, host: str, place: str = "") -> ReaderAuthPolicy | None:
         """For a channel to the lender at ``host``; None trusts it.
 
         ``place`` is ``host:port`` as the ticket names it.
@@ -135,12 +135,12 @@ class Security:
         if not self.authenticates:
             return None
         if self._contexts is None:
-            return ReaderGuard(self.secret, None, host, place)
+            return ReaderAuthPolicy(self.secret, None, host, place)
         try:
             self._contexts.reader.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=host)
         except (TypeError, ValueError, ssl.SSLError):  # a zero byte, no IDNA name, too long
             raise NoHostName(host) from None
-        return ReaderGuard(self.secret, self._contexts.reader, host, place)
+        return ReaderAuthPolicy(self.secret, self._contexts.reader, host, place)
 
 
 def is_loopback(host: str) -> bool:

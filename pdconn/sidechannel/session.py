@@ -31,16 +31,16 @@ from pdconn.sidechannel.tls import Tls, TlsClosed, TlsFailed
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 
 
-class ChannelLost(Exception):
+class SideChannelLost(Exception):
     """The connection is over: closed, reset, flooded or out of step."""
 
 
-class Unauthenticated(ChannelLost):
+class Unauthenticated(SideChannelLost):
     """The peer is not, or no longer, proven to be who may talk to us; or we to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class LenderGuard:
+class LenderAuthPolicy:
     """What a lender demands of whoever dials.  One serves any number of connections."""
 
     secret: Secret | None
@@ -57,7 +57,7 @@ class LenderGuard:
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderGuard:
+class ReaderAuthPolicy:
     """What a reader demands of the lender that it dials at ``host``."""
 
     secret: Secret | None
@@ -74,10 +74,10 @@ class ReaderGuard:
         )
 
 
-Guard = LenderGuard | ReaderGuard
+AuthPolicy = LenderAuthPolicy | ReaderAuthPolicy
 
 
-class Layers:
+class SecureSession:
     """Both directions of one connection.  Bytes to send collect in :attr:`out`.
 
     Args:
@@ -86,8 +86,8 @@ class Layers:
         guard: None trusts anyone.
     """
 
-    def __init__(self, max_frame: int, guard: Guard | None) -> None:
-        self._awaits_reader = isinstance(guard, LenderGuard)
+    def __init__(self, max_frame: int, guard: AuthPolicy | None) -> None:
+        self._awaits_reader = isinstance(guard, LenderAuthPolicy)
         self._tls: Tls | None = None
         self._auth: LenderAuth | ReaderAuth | None = None
         if guard is not None:
@@ -135,7 +135,7 @@ class Layers:
 
         Raises:
             Unauthenticated: the peer failed to prove itself, or a frame is not its own.
-            ChannelLost: a frame is longer than allowed, or the peer ended the session.
+            SideChannelLost: a frame is longer than allowed, or the peer ended the session.
         """
         if len(self._first) < 4:
             self._first = (self._first + data[:4])[:4]
@@ -154,10 +154,10 @@ class Layers:
         self._has_heard |= bool(bodies)
         return bodies
 
-    def closed(self, how: str) -> ChannelLost:
+    def closed(self, how: str) -> SideChannelLost:
         """What it means that the peer is gone: the error to raise."""
         if self._awaits_reader and not self._first:
-            return ChannelLost(how)  # it looked whether somebody listens
+            return SideChannelLost(how)  # it looked whether somebody listens
         if not self._has_tls_done:
             return Unauthenticated(f"{how} before it authenticated: does it speak TLS?")
         if self._auth is not None and not self._auth.is_ready:
@@ -173,7 +173,7 @@ class Layers:
             ]
             ask = f"does it demand {' or '.join(lacks)} that we do not have?"
             return Unauthenticated(f"{how} before it answered: {ask}")
-        return ChannelLost(how)
+        return SideChannelLost(how)
 
     @property
     def _has_tls_done(self) -> bool:
@@ -222,9 +222,9 @@ class Layers:
             for message in held:
                 self._put(self._auth.seal(message))
 
-    def _misframed(self, error: FrameError) -> ChannelLost:
+    def _misframed(self, error: FrameError) -> SideChannelLost:
         if self._tls is None and self._first[:2] in _TLS_RECORDS and not self._has_heard:
             return Unauthenticated("the peer speaks TLS and we do not")
         if not self.is_trusted:
             return Unauthenticated(f"before it authenticated: {error}")
-        return ChannelLost(str(error))
+        return SideChannelLost(str(error))

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
+class WakeupQueue(Generic[T]):
     """Many posters, one owner that waits for ``self.socket`` to be readable."""
 
     def __init__(self) -> None:

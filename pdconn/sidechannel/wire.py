@@ -5,10 +5,10 @@ from __future__ import annotations
 import selectors
 from collections.abc import Iterable
 
-from pdconn.sidechannel.connection import Channel
+from pdconn.sidechannel.connection import Connection
 
 
-class Wire:
+class PolledConnection:
     """Watches ``channel`` for reading, and for writing while bytes wait to be sent.
 
     Args:
@@ -19,7 +19,7 @@ class Wire:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Connection,
         selector: selectors.BaseSelector,
         data: object,
         connecting: bool = False,
@@ -46,7 +46,7 @@ class Wire:
         """Send frames and what waited before them.
 
         Raises:
-            ChannelLost: the connection broke, or too much waits to be sent.
+            SideChannelLost: the connection broke, or too much waits to be sent.
         """
         for body in bodies:
             self._channel.send(body)
@@ -57,7 +57,7 @@ class Wire:
         """Frames that arrived.
 
         Raises:
-            ChannelLost: the connection is over.
+            SideChannelLost: the connection is over.
         """
         bodies = self._channel.receive()
         self._watch()

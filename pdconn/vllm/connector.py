@@ -30,11 +30,11 @@ from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.messages import Described
 from pdconn.vllm.config import Settings, read_settings
-from pdconn.vllm.consumer import Borrowing
+from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.logs import join_vllms_log
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.orders import Orders
-from pdconn.vllm.producer import Lending
+from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -67,8 +67,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         check_served(vllm_config)
         self._settings = settings = _settings(vllm_config)
         self._incarnation = incarnation = secrets.token_hex(8)
-        self._lending: Lending | None = None
-        self._borrowing: Borrowing | None = None
+        self._lending: ProducerScheduler | None = None
+        self._borrowing: ConsumerScheduler | None = None
         self._quarantine = Quarantine()
         self._worker: PdWorker | None = None
         if role is KVConnectorRole.WORKER:
@@ -78,9 +78,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = transfer.engine_id
         if transfer.is_kv_producer:
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self._lending = Lending(settings, transfer.engine_id, incarnation, sizes)
+            self._lending = ProducerScheduler(settings, transfer.engine_id, incarnation, sizes)
         if transfer.is_kv_consumer:
-            self._borrowing = Borrowing(
+            self._borrowing = ConsumerScheduler(
                 incarnation,
                 recompute=transfer.kv_load_failure_policy == "recompute",
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -129,7 +129,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`Borrowing.matched`."""
+        """See :meth:`ConsumerScheduler.matched`."""
         if self._borrowing is None:
             return 0, False
         return self._borrowing.matched(request, num_computed_tokens)
@@ -137,7 +137,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See :meth:`Borrowing.allocated`."""
+        """See :meth:`ConsumerScheduler.allocated`."""
         if self._borrowing is not None:
             ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
             self._borrowing.allocated(request, ids, num_external_tokens)

@@ -50,7 +50,7 @@ class _Tracked:
     held: int = 0
 
 
-class Borrowing:
+class ConsumerScheduler:
     """Tickets of one decode engine.
 
     Args:

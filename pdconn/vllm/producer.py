@@ -27,7 +27,7 @@ from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
 log = logging.getLogger(__name__)
 
 
-class Lending:
+class ProducerScheduler:
     """Leases of one prefill engine.
 
     Args:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from pdconn.protocol.messages import Refusal
+from pdconn.protocol.messages import RefusalReason
 from pdconn.puller.results import PullRecord
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
@@ -63,7 +63,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
             ("", "claims_refused", "Claims that we refused"),
             ("pulls_", "pulls_refused", "KV pulls whose claim was refused"),
         )
-        for why in Refusal
+        for why in RefusalReason
     },
     "bad_messages": ("pdconn:bad_messages", "Side-channel messages that made no sense."),
     "rejected": ("pdconn:connections_rejected", "Side-channel visitors turned away."),

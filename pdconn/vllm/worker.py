@@ -20,7 +20,7 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.rank import Rank
-from pdconn.puller.results import NO_NEWS, Outcome
+from pdconn.puller.results import NO_NEWS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warming import WarmUp
 from pdconn.sidechannel.affinity import off_the_models_core
@@ -35,7 +35,7 @@ from registration.references import KVCacheReferences
 from registration.scratch import Scratch
 from transport import Transport, TransportError
 from transport.choose import choose, ucx_options
-from transport.faulty import DisturbedTransport
+from transport.faulty import FaultyTransport
 from transport.nixl.transport import NixlTransport
 from transport.ucx.transport import UcxTransport
 
@@ -179,7 +179,7 @@ class PdWorker:
             self._memory.close()
         self._puller = self._relays = self._memory = self._scratch = None
 
-    def _note(self, outcome: Outcome, results: KVConnectorTransferResults) -> None:
+    def _note(self, outcome: PullResults, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(outcome.received)
         for record in outcome.records:
             self._stats.record(record)
@@ -208,7 +208,7 @@ class PdWorker:
         # Every rank draws for itself, or all would fail alike.
         if faults.reads:
             rng = Random(f"{faults.seed}/{me.rank}")
-            transport = DisturbedTransport(transport, faults.reads, rng)
+            transport = FaultyTransport(transport, faults.reads, rng)
         if faults.messages:
             self._relays = Relays(faults.messages, faults.seed + 1000 * me.rank)
         patience = Patience(settings.claim_timeout, settings.read_timeout, settings.drain_timeout)

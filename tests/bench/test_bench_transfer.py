@@ -20,10 +20,10 @@ from pdconn.bench.transfer import rig as rig_module
 from pdconn.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
-    Ask,
+    AskCpu,
+    CannotLend,
     Open,
     Opened,
-    Refused,
     Shut,
     Talk,
     Used,
@@ -32,7 +32,7 @@ from pdconn.bench.transfer.lender import Beside, lend
 from pdconn.bench.transfer.lines import Line
 from pdconn.bench.transfer.moves import Sample
 from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
 from pdconn.cli.main import main
@@ -71,7 +71,7 @@ def test_a_lender_lends_gives_back_and_counts_its_cpu(talk: Talk) -> None:
     assert isinstance(answer, Opened)
     assert [one.rank for one in answer.lent] == [0, 1]
     assert answer.facts["nixl"]
-    for message in (Ask(), Shut(), Shut()):
+    for message in (AskCpu(), Shut(), Shut()):
         talk.send(message)
         used = talk.receive()
         assert isinstance(used, Used)
@@ -91,7 +91,7 @@ def test_what_cannot_be_lent_is_refused_and_the_lender_goes_on(
     talk: Talk, settings: dict[str, object], why: str
 ) -> None:
     answer = opened(talk, **settings)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, CannotLend)
     assert re.search(why, answer.why), answer.why
     assert isinstance(opened(talk), Opened)
 
@@ -122,7 +122,7 @@ def workload(prefill: str = "", decode: str = "", **settings: object) -> Workloa
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_every_line_moves_the_bytes_that_it_says(beside: Beside, path: str) -> None:
     case = workload("tp=4", "tp=2", rank=1, requests=3)
-    with Rig(case, PATHS[path], beside.talk) as rig:
+    with OpenCase(case, PATHS[path], beside.talk) as rig:
         results = {one.line: one for one in take_rounds(rig, 2, random.Random(1), lambda _: None)}
     ours = results[Line.PDCONN]
     assert ours.nbytes == results[Line.RAW].nbytes == results[Line.LAYERED].nbytes
@@ -135,11 +135,11 @@ def test_every_line_moves_the_bytes_that_it_says(beside: Beside, path: str) -> N
 
 
 def test_wrong_bytes_are_noticed(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Rig(workload(), PATHS["shm"], beside.talk) as rig:
+    with OpenCase(workload(), PATHS["shm"], beside.talk) as rig:
         rig.check()
-        measure = Rig.measure
+        measure = OpenCase.measure
 
-        def spoiling(self: Rig, line: Line) -> Sample:
+        def spoiling(self: OpenCase, line: Line) -> Sample:
             sample = measure(self, line)
             spans = self._planned[0][0][1]
             rig_module.copy(
@@ -149,7 +149,7 @@ def test_wrong_bytes_are_noticed(beside: Beside, monkeypatch: pytest.MonkeyPatch
             )
             return sample
 
-        monkeypatch.setattr(Rig, "measure", spoiling)
+        monkeypatch.setattr(OpenCase, "measure", spoiling)
         with pytest.raises(WrongBytes, match="request 0, rank 0: 1 bytes are wrong"):
             rig.check()
 

@@ -11,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.bench.errors import BadCase
-from pdconn.bench.serving.replies import Failed, Reply, Said, Taken, Whole
+from pdconn.bench.serving.replies import FailedReply, Reply, SaidReply, Taken, WholeReply
 from pdconn.bench.serving.report import Report, render, to_json
 from pdconn.bench.serving.schedule import due_times, order, prompts
 from pdconn.bench.serving.stream import BrokenAnswer, Line, read_answer
 from pdconn.bench.serving.summary import Bounds, Spread, check, summarise
-from pdconn.bench.serving.turns import Plan
+from pdconn.bench.serving.turns import RunPlan
 
 BOUNDS = Bounds(ttft_s=1.0, itl_s=0.1)
-PLAN = Plan(prompt_tokens=10, output_tokens=3, requests=2, rounds=1)
+PLAN = RunPlan(prompt_tokens=10, output_tokens=3, requests=2, rounds=1)
 
 
-def whole(prompt: int, arrivals_s: tuple[float, ...], *tokens: int, began_s: float = 0.0) -> Whole:
-    return Whole(prompt, began_s, arrivals_s, len(arrivals_s), Said("", tokens))
+def whole(
+    prompt: int, arrivals_s: tuple[float, ...], *tokens: int, began_s: float = 0.0
+) -> WholeReply:
+    return WholeReply(prompt, began_s, arrivals_s, len(arrivals_s), SaidReply("", tokens))
 
 
 def turn(name: str, *replies: Reply, number: int = 1, seconds: float = 2.0) -> Taken:
@@ -53,7 +55,7 @@ def test_an_answer_is_its_tokens_and_the_times_at_which_they_came() -> None:
     answer = read_answer(
         3, 0.5, stream(event("a", [7]), event("bc", [8, 9]), event("", [], "length"))
     )
-    assert answer.said == Said("abc", (7, 8, 9))
+    assert answer.said == SaidReply("abc", (7, 8, 9))
     assert (answer.prompt, answer.num_tokens) == (3, 3)
     assert answer.arrivals_s == (1.0, 2.0), "an event without tokens is no arrival"
     assert answer.ttft_s == 0.5
@@ -63,7 +65,7 @@ def test_an_answer_is_its_tokens_and_the_times_at_which_they_came() -> None:
 
 def test_without_token_ids_the_text_counts() -> None:
     answer = read_answer(0, 0.0, stream(event("a"), event("bc"), b"data: [DONE]\n"))
-    assert answer.said == Said("abc", None)
+    assert answer.said == SaidReply("abc", None)
     assert answer.num_tokens == 2
 
 
@@ -97,12 +99,12 @@ def test_comments_and_other_fields_of_events_are_passed_over() -> None:
 
 
 def test_a_difference_names_the_first_place_and_both_values() -> None:
-    right = Said("abc", (4, 5, 6))
+    right = SaidReply("abc", (4, 5, 6))
     assert right.difference(right) is None
-    assert Said("abd", (4, 5, 7)).difference(right) == "token 2: expected 6, seen 7"
-    assert Said("ab", (4, 5)).difference(right) == "expected 3 tokens, seen 2"
-    assert Said("abd").difference(right) == "character 2: expected c, seen d"
-    assert Said("abc").difference(right) is None, "texts are compared where ids are not known"
+    assert SaidReply("abd", (4, 5, 7)).difference(right) == "token 2: expected 6, seen 7"
+    assert SaidReply("ab", (4, 5)).difference(right) == "expected 3 tokens, seen 2"
+    assert SaidReply("abd").difference(right) == "character 2: expected c, seen d"
+    assert SaidReply("abc").difference(right) is None, "texts are compared where ids are not known"
 
 
 # Who runs when
@@ -187,8 +189,8 @@ def test_goodput_counts_what_is_whole_right_and_in_time() -> None:
     late = whole(1, (2.0, 2.05), 6, 7)
     wrong = whole(2, (0.5, 0.55), 8, 8)
     taken = [
-        turn("ref", right, late, replace(wrong, said=Said("", (8, 9)))),
-        turn("one", right, late, wrong, Failed(3, 0.0, "gone"), seconds=4.0),
+        turn("ref", right, late, replace(wrong, said=SaidReply("", (8, 9)))),
+        turn("one", right, late, wrong, FailedReply(3, 0.0, "gone"), seconds=4.0),
     ]
     checked = check(taken, "ref")
     assert [(one.contestant, one.prompt) for one in checked.wrong] == [("one", 2)]
@@ -225,7 +227,7 @@ def test_an_answer_is_compared_within_its_round_only() -> None:
 
 
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
-    taken = [turn("ref", Failed(0, 0.0, "gone")), turn("one", whole(0, (1.0,), 4))]
+    taken = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", whole(0, (1.0,), 4))]
     checked = check(taken, "ref")
     assert checked.unchecked == {(1, "one", 0)}
     assert summarise("one", taken, checked, BOUNDS).met == 0

@@ -20,8 +20,8 @@ from pdconn.bench.serving.contestants import (
     TooLittleMemory,
     running_contestants,
 )
-from pdconn.bench.serving.replies import Failed, Reply, Whole
-from pdconn.bench.serving.turns import WAKING, Plan, in_closed_loop, measure, when_due
+from pdconn.bench.serving.replies import FailedReply, Reply, WholeReply
+from pdconn.bench.serving.turns import WAKING, RunPlan, in_closed_loop, measure, when_due
 from pdconn.lab.engine import no_progress
 from pdconn.lab.errors import EngineDied
 from tests.fakes.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, hang, in_loop
@@ -29,7 +29,7 @@ from tests.fakes.openai_server import MODEL, serving
 
 
 def nothing(prompt: int) -> Reply:
-    return Failed(prompt, 0.0, "asked by a test")
+    return FailedReply(prompt, 0.0, "asked by a test")
 
 
 # The pace
@@ -82,8 +82,8 @@ async def test_a_request_that_is_sent_late_counts_from_when_it_was_due() -> None
         async with service("one", server.url, MODEL, PATIENCE_S) as asked:
             on_time = await asked.ask(0, (4, 5), 2)
             late = await asked.ask(1, (4, 5), 2, time.perf_counter() - late_s)
-    assert isinstance(on_time, Whole)
-    assert isinstance(late, Whole)
+    assert isinstance(on_time, WholeReply)
+    assert isinstance(late, WholeReply)
     assert on_time.ttft_s < late_s < late.ttft_s
 
 
@@ -93,7 +93,7 @@ async def test_an_answer_that_takes_too_long_has_failed() -> None:
         d.prefill[0].script = hang
         async with service("one", d.proxy.url, MODEL, timeout_s=0.2) as asked:
             reply = await asked.ask(0, (4, 5), 2)
-    assert isinstance(reply, Failed)
+    assert isinstance(reply, FailedReply)
     assert reply.why == "no whole answer within 0.2 s"
 
 
@@ -124,12 +124,12 @@ async def _tokens(engine: FakeEngine, seen: Seen, http: web.Request) -> web.Stre
 async def test_a_handover_is_what_is_left_of_the_first_tokens_time_after_prefill() -> None:
     async with deployment() as d:
         d.prefill[0].script, d.decode[0].script = _slow_prefill, _tokens
-        plan = Plan(20, 4, requests=3, rounds=1, concurrency=3)
+        plan = RunPlan(20, 4, requests=3, rounds=1, concurrency=3)
         target = Target("pd", d.proxy.url)
         [turn] = await asyncio.to_thread(measure, [target], plan, lambda _: None, watch=False)
         assert len(d.decode[0].seen) == WAKING + 3
         for reply in turn.replies:
-            assert isinstance(reply, Whole)
+            assert isinstance(reply, WholeReply)
             assert reply.said.tokens == (0, 1, 2, 3)
             assert reply.handover_s is not None
             assert reply.handover_s > 0

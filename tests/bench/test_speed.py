@@ -16,7 +16,7 @@ import pytest
 from pdconn.bench.transfer.lender import Beside
 from pdconn.bench.transfer.lines import Line
 from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import LineResult, take_rounds
 from pdconn.bench.transfer.workload import Workload
 from pdconn.forecast.engine import parse_engine
@@ -38,7 +38,7 @@ def measured(
     beside: Beside, path: str, prefill: str, decode: str, tokens: int
 ) -> dict[Line, LineResult]:
     engines = [parse_engine(words, MODEL) for words in (prefill, decode)]
-    with Rig(Workload(*engines, tokens), PATHS[path], beside.talk) as rig:
+    with OpenCase(Workload(*engines, tokens), PATHS[path], beside.talk) as rig:
         return {one.line: one for one in take_rounds(rig, 5, random.Random(1), lambda _: None)}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdconn.bench.errors import BadCase
-from pdconn.bench.transfer.arena import Arena, copy
+from pdconn.bench.transfer.arena import BenchMemory, copy
 from pdconn.bench.transfer.lines import LayerByLayer, raw_reads
 from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.forecast.engine import EngineShape, parse_engine
@@ -34,14 +34,14 @@ def spans_of(*runs: tuple[int, int, int]) -> Spans:
 
 
 @pytest.fixture
-def lent() -> Arena:
-    with Arena(1 << 20, huge_pages=False) as arena:
+def lent() -> BenchMemory:
+    with BenchMemory(1 << 20, huge_pages=False) as arena:
         arena.fill(seed=3)
         yield arena
 
 
-def test_what_was_copied_is_right_and_one_flipped_byte_is_found(lent: Arena) -> None:
-    with Arena(1 << 20, huge_pages=True) as ours:
+def test_what_was_copied_is_right_and_one_flipped_byte_is_found(lent: BenchMemory) -> None:
+    with BenchMemory(1 << 20, huge_pages=True) as ours:
         copy(ours.memory, lent.memory, 1 << 20)
         base, there = ours.memory.base, lent.memory.base
         runs = spans_of((base, there, 4096), (base + 5001, there + 5001, 777))
@@ -50,8 +50,8 @@ def test_what_was_copied_is_right_and_one_flipped_byte_is_found(lent: Arena) -> 
         assert ours.wrong_bytes(runs, lent.memory, seed=3) == 1
 
 
-def test_nothing_copied_and_another_seed_are_wrong(lent: Arena) -> None:
-    with Arena(1 << 20, huge_pages=False) as ours:
+def test_nothing_copied_and_another_seed_are_wrong(lent: BenchMemory) -> None:
+    with BenchMemory(1 << 20, huge_pages=False) as ours:
         runs = spans_of((ours.memory.base, lent.memory.base, 65536))
         assert ours.wrong_bytes(runs, lent.memory, seed=3) > 65000
         copy(ours.memory, lent.memory, 65536)
@@ -61,7 +61,7 @@ def test_nothing_copied_and_another_seed_are_wrong(lent: Arena) -> None:
 
 
 def test_an_arena_begins_at_a_huge_page_and_can_be_closed_twice() -> None:
-    arena = Arena(12345, huge_pages=True)
+    arena = BenchMemory(12345, huge_pages=True)
     assert arena.memory.base % (2 << 20) == 0
     assert arena.memory.nbytes == 12345
     arena.close()

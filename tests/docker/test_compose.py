@@ -18,11 +18,11 @@ from prometheus_client.core import Metric
 
 from pdconn.cli.main import main
 from pdconn.router.config import ProxyConfig
-from pdconn.router.events.caches import Caches
+from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.fleet.member import parse_member
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.routing.metrics import SteeringMetrics
+from pdconn.router.routing.metrics import RoutingMetrics
 from pdconn.router.routing.policy import Role
 from pdconn.vllm.config import ConfigError, Settings, read_settings
 from tests.docker import stack as laws
@@ -259,9 +259,9 @@ def test_the_tiny_model_is_where_engines_look_for_it(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def routers_metrics() -> Exported:
     """All that a router shows, as it registers it."""
-    metrics = ProxyMetrics(Engines(["http://p:1"], ["http://d:1"]))
-    steering = SteeringMetrics(metrics.registry, "prefix")
-    steering.watch(Caches(), dict)
+    metrics = ProxyMetrics(EngineRegistry(["http://p:1"], ["http://d:1"]))
+    steering = RoutingMetrics(metrics.registry, "prefix")
+    steering.watch(PrefixCaches(), dict)
     families: list[Metric] = list(metrics.registry.collect())
     return exported_by(families)
 

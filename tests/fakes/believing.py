@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.lifecycle.pull import Effect, Failed, Pull, PullState, Received, SendDone
+from pdconn.lifecycle.pull import Effect, Pull, PullState, ReportFailed, ReportReceived, SendDone
 
 
 def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,7 +14,7 @@ def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def copied(self: Pull, error: str | None, now: float) -> list[Effect]:
         del now
         self._enter("settled")
-        return [SendDone(ok=error is None), Failed(error) if error else Received()]
+        return [SendDone(ok=error is None), ReportFailed(error) if error else ReportReceived()]
 
     def patient_tick(self: Pull, now: float) -> list[Effect]:
         return self._renew(now) if self.state is PullState.READING else tick(self, now)

@@ -13,7 +13,7 @@ from pathlib import Path
 import trustme
 
 from pdconn.protocol.auth import Secret
-from pdconn.sidechannel.connection import Channel, ChannelLost, Guard
+from pdconn.sidechannel.connection import AuthPolicy, Connection, SideChannelLost
 from pdconn.sidechannel.security import Security, TlsFiles
 
 SECRET = b"correct horse battery"
@@ -52,10 +52,10 @@ class Authority:
 class Ends:
     """A reader's and a lender's channel, what each heard, and what each lost."""
 
-    reader: Channel
-    lender: Channel
+    reader: Connection
+    lender: Connection
     heard: dict[str, list[bytes]] = field(default_factory=lambda: {"reader": [], "lender": []})
-    lost: dict[str, ChannelLost] = field(default_factory=dict)
+    lost: dict[str, SideChannelLost] = field(default_factory=dict)
 
     def turn(self) -> None:
         """Each end that lives flushes and receives once; one that is lost closes."""
@@ -65,7 +65,7 @@ class Ends:
             try:
                 end.flush()
                 self.heard[name] += end.receive()
-            except ChannelLost as error:
+            except SideChannelLost as error:
                 self.lost[name] = error
                 end.close()
 
@@ -112,10 +112,13 @@ def ends(
 
 
 @contextmanager
-def between(reader: Guard | None, lender: Guard | None, max_frame: int = 1 << 24) -> Iterator[Ends]:
+def between(
+    reader: AuthPolicy | None, lender: AuthPolicy | None, max_frame: int = 1 << 24
+) -> Iterator[Ends]:
     """Channels with these guards."""
     dialled, accepted = sockets()
     with dialled, accepted:
         yield Ends(
-            Channel(dialled, max_frame, guard=reader), Channel(accepted, max_frame, guard=lender)
+            Connection(dialled, max_frame, guard=reader),
+            Connection(accepted, max_frame, guard=lender),
         )

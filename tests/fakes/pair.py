@@ -19,7 +19,7 @@ from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.proving import Verify
 from pdconn.puller.rank import Rank
-from pdconn.puller.results import Outcome, PullRecord
+from pdconn.puller.results import PullRecord, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warming import WarmUp
 from pdconn.puller.warmup import Place
@@ -33,8 +33,8 @@ from registration.references import (
 from registration.scratch import Scratch
 from tests.fakes.layouts import layout_memory
 from transport import HOST
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 NUM_BLOCKS = 16
 BLOCK_TOKENS = 4
@@ -97,15 +97,15 @@ class Pair:
     warms: bool = False
     touches: bool = True
     also_warm: tuple[Place, ...] = ()
-    network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    network: InProcessNetwork = field(default_factory=InProcessNetwork)
 
     def __post_init__(self) -> None:
         self.theirs = Cache(self.layout, filled=True, groups=self.their_groups)
         self.ours = Cache(self.layout, filled=False, groups=self.groups)
-        self.their_transport = MemoryTransport(self.network, "prefill")
+        self.their_transport = InProcessTransport(self.network, "prefill")
         self.their_transport.register(self.theirs.references.memories())
         self.lender = self.open_lender(port=0)
-        transport = MemoryTransport(self.network, "decode")
+        transport = InProcessTransport(self.network, "decode")
         transport.register(self.ours.references.memories())
         me = Rank(self.our_name, 0, 1, 0, self.ours.references, dict(TRAITS))
         patience = Patience(self.claim_timeout_s, self.read_s, self.drain_s)
@@ -176,7 +176,7 @@ class Pair:
         self.hold(request, ticket)
         self.want(request, ids)
 
-    def collect(self) -> Outcome:
+    def collect(self) -> PullResults:
         outcome = self.puller.collect()
         self.received += outcome.received
         self.failed.update({failed.request: failed.reason for failed in outcome.failed})

@@ -14,8 +14,8 @@ import pytest
 from pdconn.lab.ports import free_ports
 from pdconn.router import server
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
-from pdconn.router.routing.decide import Steering
-from pdconn.router.routing.decision_log import Course
+from pdconn.router.routing.decide import RequestRouter
+from pdconn.router.routing.decision_log import RouteRecord
 from pdconn.router.routing.policy import PrefixAware
 from tests.fakes.fake_engine import (
     ANSWER,
@@ -72,7 +72,7 @@ class Pod:
 class Fleet(Deployment):
     """A deployment whose engines publish."""
 
-    steering: Steering
+    steering: RequestRouter
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def pod(self, engine: FakeEngine, rank: int = 0) -> Pod:
@@ -95,25 +95,25 @@ class Fleet(Deployment):
         await until(all_of_them)
 
     @property
-    def course(self) -> Course:
+    def course(self) -> RouteRecord:
         """Of the newest request."""
         return next(self.steering.decisions.newest())
 
-    async def ask(self, prompt: Any = None, **body: Any) -> Course:
+    async def ask(self, prompt: Any = None, **body: Any) -> RouteRecord:
         reply = await self.complete(prompt=ASKED if prompt is None else prompt, **body)
         assert (reply.status, reply.body) == (200, ANSWER)
         return self.course
 
-    async def chat(self, content: Any, **body: Any) -> Course:
+    async def chat(self, content: Any, **body: Any) -> RouteRecord:
         messages = [{"role": "user", "content": content}]
         reply = await self.complete("/v1/chat/completions", messages=messages, **body)
         assert (reply.status, reply.body) == (200, ANSWER)
         return self.course
 
 
-def spied(made: list[Steering]) -> Any:
-    def make(*parts: Any) -> Steering:
-        made.append(Steering(*parts))
+def spied(made: list[RequestRouter]) -> Any:
+    def make(*parts: Any) -> RequestRouter:
+        made.append(RequestRouter(*parts))
         return made[-1]
 
     return make
@@ -129,7 +129,7 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     """Engines that publish (prefill ones ``ranks`` times) and a router that knows of them."""
     pods: dict[str, Pod] = {}
-    made: list[Steering] = []
+    made: list[RequestRouter] = []
     order = itertools.count()
 
     def word(engine: FakeEngine) -> str:
@@ -146,7 +146,7 @@ async def fleet(
         return f"{engine.url},events={host}{ports[0]},replay={host}{ports[mine]},ranks={mine}"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "Steering", spied(made))
+        patch.setattr(server, "RequestRouter", spied(made))
         settings = {"policy": PrefixAware.name, **settings}
         try:
             async with deployment(num_prefill, num_decode, word, **settings) as d:

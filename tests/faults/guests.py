@@ -25,7 +25,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.sidechannel.connection import Channel
+from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.security import Security
 
 M = TypeVar("M")
@@ -40,7 +40,7 @@ class Guest:
     def __init__(self, port: int, security: Security | None = None, wants: str = "boot-1") -> None:
         sock = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
         guard = (security or Security()).for_reader("127.0.0.1", f"127.0.0.1:{port}")
-        self._channel = Channel(sock, 1 << 24, guard=guard)
+        self._channel = Connection(sock, 1 << 24, guard=guard)
         self._heard: list[FromLender] = []
         try:
             self.say(Hello(PROTOCOL_VERSION, "guest", wants))

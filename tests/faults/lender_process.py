@@ -25,8 +25,8 @@ from pdconn.sidechannel.security import Security
 from tests.faults.child import obey
 from tests.faults.engines import Prefill
 from tests.faults.footprint import Footprint, peak_nbytes
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 
 class _Served:
@@ -47,7 +47,7 @@ class _Served:
         if mutant is not None:
             _break(mutant)
         security = Security(None if secret is None else Secret(secret.encode()))
-        transport = MemoryTransport(MemoryNetwork(), "prefill")
+        transport = InProcessTransport(InProcessNetwork(), "prefill")
         self._prefill = Prefill(transport, security=security)
         return self._lender.port
 

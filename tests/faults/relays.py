@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from pdconn.faults.frames import FrameFaults, MessageFaults, Outgoing
+from pdconn.faults.frames import DelayedFrame, FrameFaults, MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import Renew, decode_from_reader, encode
@@ -17,11 +17,11 @@ _HEAD = len(frame(b""))
 class _RenewalsLost(FrameFaults):
     """Cuts renewals out of frames, and counts them; a frame of nothing else is dropped."""
 
-    def feed(self, frame_: bytes, now: float) -> list[Outgoing]:
+    def feed(self, frame_: bytes, now: float) -> list[DelayedFrame]:
         messages = decode_from_reader(frame_[_HEAD:])
         kept = [message for message in messages if not isinstance(message, Renew)]
         self.counts["renewals_lost"] += len(messages) - len(kept)
-        return [Outgoing(now, frame(encode(kept)))] if kept else []
+        return [DelayedFrame(now, frame(encode(kept)))] if kept else []
 
 
 class RelayWithoutRenewals(Relay):

@@ -28,10 +28,10 @@ from tests.faults.engines import Decode, Prefill
 from tests.faults.prefill_process import PrefillProcess
 from tests.faults.relays import RelayWithoutRenewals
 from tests.transport.contract.rigs import nixl_options
-from transport.faulty import DisturbedTransport, ReadFaults
+from transport.faulty import FaultyTransport, ReadFaults
 from transport.inprocess.faults import Late
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 LEASE_S = 0.05
 LATE = ReadFaults(delay=1.0, delay_s=2.0)
@@ -95,14 +95,14 @@ def trap(
     ttl_s: float = LEASE_S,
     lossy: bool = True,
     pool: int = 24,
-    network: MemoryNetwork | None = None,
+    network: InProcessNetwork | None = None,
     enough: Enough = lambda _: True,
 ) -> Decode:
     """``count`` requests over the in-process transport."""
-    network = network or MemoryNetwork()
-    late = DisturbedTransport(MemoryTransport(network, "decode"), faults, Random(7))
+    network = network or InProcessNetwork()
+    late = FaultyTransport(InProcessTransport(network, "decode"), faults, Random(7))
     with ExitStack() as stack:
-        lending = MemoryTransport(network, "prefill")
+        lending = InProcessTransport(network, "prefill")
         prefill = stack.enter_context(Prefill(lending, pool=pool, ttl_s=ttl_s))
         through: Callable[[str, int], tuple[str, int]] | None = None
         if lossy:
@@ -141,7 +141,7 @@ def test_without_the_deadline_the_same_gives_wrong_tokens(monkeypatch: pytest.Mo
 def test_reads_that_land_about_the_deadline_are_believed_or_not_and_never_wrong() -> None:
     """Some land in time, some under a lease that is just over, some on reused blocks."""
     rng = Random(11)
-    network = MemoryNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
+    network = InProcessNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
     decode = trap(
         300,
         faults=ReadFaults(),
@@ -156,7 +156,7 @@ def test_reads_that_land_about_the_deadline_are_believed_or_not_and_never_wrong(
 def test_about_the_deadline_too_it_is_the_check_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     without_deadline(monkeypatch)
     rng = Random(11)
-    network = MemoryNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
+    network = InProcessNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
     enough: Enough = lambda decode: decode.wrong  # noqa: E731
     assert trap(150, faults=ReadFaults(), network=network, enough=enough).wrong
 
@@ -206,7 +206,7 @@ class TestNixlOverTcp:
         with ExitStack() as stack:
             port = prefill.open(ttl_s, options)
             inner = NixlTransport("decode", **options)
-            late = DisturbedTransport(inner, faults, Random(7))
+            late = FaultyTransport(inner, faults, Random(7))
             through: Callable[[str, int], tuple[str, int]] | None = None
             if lossy:
                 relay = stack.enter_context(closing(RelayWithoutRenewals(port)))

@@ -24,7 +24,7 @@ from pdconn.protocol.messages import (
     Granted,
     Hello,
     Reader,
-    Refusal,
+    RefusalReason,
     Refused,
     Renew,
     decode_from_lender,
@@ -34,7 +34,7 @@ from pdconn.puller import connections
 from pdconn.puller import dialer as dialing
 from pdconn.sidechannel.connection import Unauthenticated
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wire import Wire
+from pdconn.sidechannel.wire import PolledConnection
 from tests.fakes.guards import FOREIGN, SHARED
 from tests.fakes.pair import Pair
 from tests.faults.child import Child
@@ -420,16 +420,16 @@ def _serves_at(pair: Pair, host: str, request: str) -> None:
 def test_a_claim_does_not_overtake_its_lease(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lent while the lender is about to read is in the book before its claim is heard."""
     reading, go = threading.Event(), threading.Event()
-    real = Wire.receive
+    real = PolledConnection.receive
 
-    def receive(wire: Wire) -> list[bytes]:
+    def receive(wire: PolledConnection) -> list[bytes]:
         reading.set()
         go.wait(20.0)
         return real(wire)
 
     reader = Reader("guest/1", 0, 1)
     with Guest(pair.lender.port) as guest:
-        monkeypatch.setattr(Wire, "receive", receive)
+        monkeypatch.setattr(PolledConnection, "receive", receive)
         guest.say(Renew(1, "other", reader))
         assert reading.wait(20.0)  # the mailbox was emptied, and the socket was not read
         pair.lender.lend("r", BLOCKS, 60.0)
@@ -471,4 +471,4 @@ def test_a_visitor_holds_so_many_claims_and_no_more(
         for number in range(3):
             guest.claim("r", BLOCKS, f"guest/{number}")
         guest.say(Claim(4, "r", Reader("guest/4", 0, 1), BLOCKS))
-        assert guest.hear(Refused).why is Refusal.TOO_MANY
+        assert guest.hear(Refused).why is RefusalReason.TOO_MANY

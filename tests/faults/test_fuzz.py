@@ -21,17 +21,17 @@ from pdconn.protocol.auth import ReaderAuth, Secret
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
+    ChecksumRequest,
     Claim,
     Describe,
     Done,
     FromReader,
     Hello,
-    Prove,
     Reader,
     Renew,
     encode,
 )
-from pdconn.protocol.proof import Ask, Share
+from pdconn.protocol.proof import ChecksumQuery, PieceRange
 from pdconn.sidechannel.security import Security
 from tests.faults.child import Child
 from tests.faults.engines import until
@@ -113,7 +113,9 @@ def body(rng: Random) -> bytes:
         Claim(1, request, reader, ticket),
         Renew(2, request, reader),
         Done(request, reader, ticket, True),
-        Prove(3, request, reader, Ask(0, False, (Share(0, 0, 2, 0, 2, 0, 3),))),
+        ChecksumRequest(
+            3, request, reader, ChecksumQuery(0, False, (PieceRange(0, 0, 2, 0, 2, 0, 3),))
+        ),
     ]
     return encode([rng.choice(said)] * rng.choice((1, 1, 3)))
 

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdconn.faults.frames import FrameFaults, MessageFaults, Outgoing
+from pdconn.faults.frames import DelayedFrame, FrameFaults, MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.errors import MessageError
@@ -35,8 +35,8 @@ from pdconn.protocol.messages import decode_from_lender
 from pdconn.puller import connections
 from tests.faults.engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 LIES = max(200, int(os.environ.get("PDCONN_FUZZ", "0")) // 50)
 SEED = int(os.environ.get("PDCONN_SEED", "1"))
@@ -81,12 +81,12 @@ class _Lying(FrameFaults):
         super().__init__(MessageFaults(), rng, counts)
         self._lie = lie
 
-    def feed(self, frame_: bytes, now: float) -> list[Outgoing]:
+    def feed(self, frame_: bytes, now: float) -> list[DelayedFrame]:
         self.counts["said"] += 1
         if self._rng.random() < 0.5:
-            return [Outgoing(now, frame_)]
+            return [DelayedFrame(now, frame_)]
         self.counts["lies"] += 1
-        return [Outgoing(now, self._lie(self._rng, frame_[_HEAD:]))]
+        return [DelayedFrame(now, self._lie(self._rng, frame_[_HEAD:]))]
 
 
 class LyingRelay(Relay):
@@ -108,9 +108,9 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
 
     ``believes``: whether a lie may be believed, so that a wrong token is no surprise.
     """
-    network = MemoryNetwork()
+    network = InProcessNetwork()
     with ExitStack() as stack:
-        lending = MemoryTransport(network, "prefill")
+        lending = InProcessTransport(network, "prefill")
         prefill = stack.enter_context(Prefill(lending, pool=3000, ttl_s=20.0))
         relay = stack.enter_context(closing(LyingRelay(prefill.lender.port, lie)))
 
@@ -118,7 +118,7 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
             return (host, port) if host == "127.0.0.1" else (relay.host, relay.port)
 
         decode = Decode(
-            MemoryTransport(network, "decode"),
+            InProcessTransport(network, "decode"),
             pool=AT_ONCE * PER_REQUEST + 3,
             patience=Patience(claim_s=2.5, drain_s=0.3),
             through=through,

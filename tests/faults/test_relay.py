@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from pdconn.faults import pipe as pipes
 from pdconn.faults.frames import (
     HOLD_S,
+    DelayedFrame,
     FlowState,
+    FrameCutter,
     FrameFaults,
     MessageFaults,
-    Outgoing,
-    Units,
 )
 from pdconn.faults.pipe import Pipe
 from pdconn.faults.relay import Relay, Relays
@@ -411,10 +411,10 @@ def test_there_is_one_relay_per_lender() -> None:
 # What follows needs no sockets.
 
 
-def fed(faults: MessageFaults, frames: list[bytes], times: list[float]) -> list[Outgoing]:
+def fed(faults: MessageFaults, frames: list[bytes], times: list[float]) -> list[DelayedFrame]:
     """What goes out when ``frames`` arrive at ``times``, and the stream ends with them."""
     direction = FrameFaults(faults, Random(7))
-    out: list[Outgoing] = []
+    out: list[DelayedFrame] = []
     for one, now in zip(frames, times, strict=True):
         out += direction.feed(one, now)
     return out + direction.flush(times[-1] if times else 0.0)
@@ -466,7 +466,7 @@ def test_a_late_frame_that_is_overtaken_is_no_earlier_for_it() -> None:
     rng = Scripted([0.9] * 5 + [0.0, 0.0, 0.1] + [0.9] * 8)
     direction = FrameFaults(MessageFaults(delay=0.5, delay_s=5.0, reorder=0.5), rng)
     assert direction.feed(b"late", 1.0) == []
-    assert direction.feed(b"next", 1.1) == [Outgoing(1.1, b"next"), Outgoing(6.0, b"late")]
+    assert direction.feed(b"next", 1.1) == [DelayedFrame(1.1, b"next"), DelayedFrame(6.0, b"late")]
 
 
 class Scripted(Random):
@@ -485,7 +485,7 @@ def test_units_lose_and_add_nothing_however_the_stream_is_cut(
     some: list[bytes], data: st.DataObject
 ) -> None:
     stream = framed(some) + data.draw(st.sampled_from([b"", b"\0", b"\0\0\0\x09abc"]))
-    units, seen, at = Units(), [], 0
+    units, seen, at = FrameCutter(), [], 0
     while at < len(stream):
         size = data.draw(st.integers(1, 60))
         seen += units.feed(stream[at : at + size])
@@ -496,7 +496,7 @@ def test_units_lose_and_add_nothing_however_the_stream_is_cut(
 
 @given(st.binary(max_size=300), st.integers(1, 60))
 def test_units_pass_any_bytes_on(stream: bytes, size: int) -> None:
-    units, seen = Units(max_frame=40), []
+    units, seen = FrameCutter(max_frame=40), []
     for at in range(0, len(stream), size):
         seen += units.feed(stream[at : at + size])
     assert b"".join(seen + units.rest()) == stream

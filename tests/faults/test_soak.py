@@ -26,20 +26,20 @@ import pytest
 from pdconn.faults.frames import MessageFaults
 from pdconn.faults.relay import Relays
 from pdconn.lab.ports import free_ports
-from pdconn.lifecycle.lease_table import LeaseBook
+from pdconn.lifecycle.lease_table import LeaseTable
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
-from pdconn.puller.connections import Connections
+from pdconn.puller.connections import PeerTable
 from pdconn.puller.pulls import Pulls
 from tests.faults.engines import Decode, Prefill, until
 from tests.faults.footprint import MIB, Footprint
 from tests.transport.contract.rigs import nixl_options
 from transport import PeerLost
 from transport.base import Transport
-from transport.faulty import DisturbedTransport, ReadFaults
+from transport.faulty import FaultyTransport, ReadFaults
 from transport.inprocess.faults import Failing, Fault, Late
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 PULLS = int(os.environ.get("PDCONN_SOAK", "600"))
 SEED = int(os.environ.get("PDCONN_SEED", "1"))
@@ -247,10 +247,10 @@ class Sea:
 
     def __init__(self) -> None:
         self._rng = Random(SEED)
-        self._network = MemoryNetwork(script=lambda _: self._drawn())
+        self._network = InProcessNetwork(script=lambda _: self._drawn())
 
     def open(self, name: str) -> Transport:
-        return MemoryTransport(self._network, name)
+        return InProcessTransport(self._network, name)
 
     def _drawn(self) -> Fault:
         chance = self._rng.random()
@@ -281,7 +281,7 @@ def test_pulls_over_nixl_with_faults_leave_nothing_behind() -> None:
 
     def open_transport(name: str) -> Transport:
         inner = NixlTransport(name, **nixl_options("tcp"))
-        return DisturbedTransport(inner, faults, Random(SEED)) if name == "decode" else inner
+        return FaultyTransport(inner, faults, Random(SEED)) if name == "decode" else inner
 
     with ExitStack() as stack:
         soak(Soak(stack, open_transport), max(150, PULLS // 10), growth=16 * MIB)
@@ -302,13 +302,13 @@ def _hoarding(heap: list[bytearray], nbytes: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Pulls, "_forget_if_over"), (Connections, "forget"), (LeaseBook, "tick")],
+    [(Pulls, "_forget_if_over"), (PeerTable, "forget"), (LeaseTable, "tick")],
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_a_table_that_never_forgets_is_noticed(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, lambda *_, **__: [] if owner is LeaseBook else None)
+    monkeypatch.setattr(owner, name, lambda *_, **__: [] if owner is LeaseTable else None)
     with ExitStack() as stack, pytest.raises(AssertionError, match=r"is left|in vain"):
         soak(Soak(stack, Sea().open, quiet_s=3.0), 90)
 

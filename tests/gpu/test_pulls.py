@@ -17,7 +17,7 @@ from pdconn.planning.plan import Pairing
 from pdconn.protocol.messages import RankGeometry
 from pdconn.puller.proving import Verify
 from pdconn.puller.rank import Rank
-from pdconn.puller.results import Outcome
+from pdconn.puller.results import PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warming import WarmUp
 from pdconn.puller.warmup import Place
@@ -125,10 +125,10 @@ def until(done: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def pull(case: Case, port: int, made: list[tuple[Puller, BytesOn]]) -> list[Outcome]:
+def pull(case: Case, port: int, made: list[tuple[Puller, BytesOn]]) -> list[PullResults]:
     """Pull the case's request with every rank; how it ended for each."""
     request = Request.of(case)
-    ended: dict[int, Outcome] = {}
+    ended: dict[int, PullResults] = {}
     for puller, _ in made:
         puller.hold("d", "here/1", ticket_of(request, port))
         puller.pull("d", request.need)

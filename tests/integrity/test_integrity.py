@@ -19,7 +19,7 @@ from pdconn.integrity.sample import ONE_IN, counted
 from pdconn.integrity.sums import Grain, Terms, Units, piece_sums, seeds_of, total
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.proof import NOTHING, Answer, Ask, Share
+from pdconn.protocol.proof import NOTHING, ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList
 from registration.references import (
     AttentionKind,
@@ -93,8 +93,10 @@ def expectation(
     return expected
 
 
-def whole_ask(engine: Engine, units: int, **changes: int) -> Ask:
-    return Ask(0, False, (msgspec.structs.replace(Share(0, 0, 3, 4, 2, 0, units), **changes),))
+def whole_ask(engine: Engine, units: int, **changes: int) -> ChecksumQuery:
+    return ChecksumQuery(
+        0, False, (msgspec.structs.replace(PieceRange(0, 0, 3, 4, 2, 0, units), **changes),)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -190,7 +192,7 @@ def test_a_late_step_of_the_lender_is_no_corruption() -> None:
 def test_answers_that_count_other_pieces_are_told_apart() -> None:
     expected = expectation(Engine(seed=1), Engine(), 0, 100)
     with pytest.raises(Corrupted, match="pieces of what was read from rank 0: theirs 3, ours 4"):
-        expected.compare(Answer(1, 3), Answer(1, 4))
+        expected.compare(PieceSum(1, 3), PieceSum(1, 4))
 
 
 def test_sums_of_shares_add_up_modulo_two_to_the_64() -> None:
@@ -220,9 +222,9 @@ def test_what_was_not_lent_is_refused(change: dict[str, int], message: str) -> N
 
 
 def test_shares_that_overlap_are_refused() -> None:
-    share = Share(0, 0, 2, 4, 2, 0, 1)
+    share = PieceRange(0, 0, 2, 4, 2, 0, 1)
     with pytest.raises(MessageError, match="chunks of an ask: expected at most 3, got 4"):
-        Engine().lend().answer(Ask(0, False, (share, share)))
+        Engine().lend().answer(ChecksumQuery(0, False, (share, share)))
 
 
 def test_holes_and_unsummed_blocks_are_refused() -> None:
@@ -273,10 +275,10 @@ def test_opaque_blocks_and_few_long_rows_are_units_of_their_own() -> None:
 def test_an_ask_is_small_and_survives_the_wire() -> None:
     expected = expectation(Engine(seed=1), Engine(), 0, 100)
     body = msgspec.msgpack.encode(expected.asks[0])
-    assert msgspec.msgpack.decode(body, type=Ask) == expected.asks[0]
+    assert msgspec.msgpack.decode(body, type=ChecksumQuery) == expected.asks[0]
     assert len(body) < 64
-    answer = Answer(2**64 - 1, 9)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=Answer) == answer
+    answer = PieceSum(2**64 - 1, 9)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=PieceSum) == answer
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_an_ask_is_small_and_survives_the_wire() -> None:
 )
 def test_asks_out_of_bounds_are_refused_when_they_are_read(body: dict[str, object]) -> None:
     with pytest.raises((MessageError, msgspec.ValidationError)):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=Ask)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=ChecksumQuery)
 
 
 def test_sums_take_a_thousandth_of_the_kv() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.sidechannel.wakeup_queue import Mailbox
+from pdconn.sidechannel.wakeup_queue import WakeupQueue
 from tests.fakes.pair import Pair
 
 
@@ -16,13 +16,13 @@ class Woken:
 
     def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
         self.times = 0
-        wake = Mailbox.wake
+        wake = WakeupQueue.wake
 
-        def counted(mailbox: Mailbox[object]) -> None:
+        def counted(mailbox: WakeupQueue[object]) -> None:
             self.times += 1
             wake(mailbox)
 
-        patch.setattr(Mailbox, "wake", counted)
+        patch.setattr(WakeupQueue, "wake", counted)
         self._pair = pair
         self.lent = 0
 

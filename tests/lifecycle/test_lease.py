@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdconn.lifecycle.lease import Denied, Freed, Granted, Lease, LeaseState
-from pdconn.lifecycle.lease_table import FreedLease, LeaseBook
-from pdconn.protocol.messages import Reader, Refusal
+from pdconn.lifecycle.lease import Denied, Freed, Grant, Lease, LeaseState
+from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
+from pdconn.protocol.messages import Reader, RefusalReason
 
 BLOCKS = b"digest"
 
@@ -17,7 +17,7 @@ def lease(ttl_s: float = 10.0) -> Lease:
     return Lease(BLOCKS, ttl_s, now=0.0)
 
 
-def refusal(answer: Granted | Denied) -> Refusal:
+def refusal(answer: Grant | Denied) -> RefusalReason:
     assert isinstance(answer, Denied), answer
     return answer.why
 
@@ -26,7 +26,7 @@ def test_lease_is_freed_once_every_reader_is_done() -> None:
     lent = lease()
     readers = [Reader("p", rank, 3) for rank in range(3)]
     for reader in readers:
-        assert lent.claim(reader, BLOCKS, 1.0) == Granted(10.0)
+        assert lent.claim(reader, BLOCKS, 1.0) == Grant(10.0)
     for reader in readers[:2]:
         lent.done(reader, BLOCKS, 2.0)
         assert lent.freed is None
@@ -72,7 +72,7 @@ def test_blocks_stay_while_another_pull_may_still_believe_its_claim() -> None:
     lent.claim(Reader("b", 0, 1), BLOCKS, 5.0)
     lent.done(Reader("a", 0, 1), BLOCKS, 6.0)
     assert lent.state is LeaseState.CLOSING
-    assert refusal(lent.claim(Reader("c", 0, 1), BLOCKS, 6.0)) is Refusal.CONSUMED
+    assert refusal(lent.claim(Reader("c", 0, 1), BLOCKS, 6.0)) is RefusalReason.CONSUMED
     lent.tick(14.9)
     assert lent.freed is None
     lent.tick(15.0)
@@ -95,42 +95,42 @@ def test_abort_frees_at_once_when_nobody_reads() -> None:
 
 
 def test_a_claim_for_other_blocks_is_refused() -> None:
-    assert refusal(lease().claim(Reader("p", 0, 1), b"other", 1.0)) is Refusal.ALTERED
+    assert refusal(lease().claim(Reader("p", 0, 1), b"other", 1.0)) is RefusalReason.ALTERED
 
 
 def test_a_rank_that_is_done_cannot_claim_again() -> None:
     lent = lease()
     lent.done(Reader("p", 0, 2), BLOCKS, 1.0)
-    assert refusal(lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)) is Refusal.CONSUMED
+    assert refusal(lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)) is RefusalReason.CONSUMED
 
 
 def test_ranks_of_one_pull_must_agree_on_their_number() -> None:
     lent = lease()
     lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)
-    assert refusal(lent.claim(Reader("p", 1, 4), BLOCKS, 1.0)) is Refusal.BAD_READER
+    assert refusal(lent.claim(Reader("p", 1, 4), BLOCKS, 1.0)) is RefusalReason.BAD_READER
 
 
 def test_a_lease_takes_note_of_so_many_pulls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdconn.lifecycle.lease.MAX_PULLS", 2)
     lent = lease()
     for pull in "pq":
-        assert lent.claim(Reader(pull, 0, 2), BLOCKS, 1.0) == Granted(10.0)
+        assert lent.claim(Reader(pull, 0, 2), BLOCKS, 1.0) == Grant(10.0)
     assert lent.claim(Reader("x", 0, 1), BLOCKS, 1.0) == Denied(
-        Refusal.TOO_MANY, "2 pulls have claimed this lease"
+        RefusalReason.TOO_MANY, "2 pulls have claimed this lease"
     )
     lent.done(Reader("x", 0, 1), BLOCKS, 1.0)
     assert lent.state is LeaseState.HELD
-    assert lent.claim(Reader("p", 1, 2), BLOCKS, 1.0) == Granted(10.0)
-    assert lent.renew(Reader("q", 0, 2), 2.0) == Granted(10.0)
+    assert lent.claim(Reader("p", 1, 2), BLOCKS, 1.0) == Grant(10.0)
+    assert lent.renew(Reader("q", 0, 2), 2.0) == Grant(10.0)
 
 
 def test_only_a_claim_that_holds_can_be_renewed() -> None:
     lent = lease()
-    assert refusal(lent.renew(Reader("p", 0, 1), 1.0)) is Refusal.EXPIRED
+    assert refusal(lent.renew(Reader("p", 0, 1), 1.0)) is RefusalReason.EXPIRED
     lent.claim(Reader("p", 0, 1), BLOCKS, 1.0)
     lent.claim(Reader("q", 0, 1), BLOCKS, 8.0)
-    assert lent.renew(Reader("p", 0, 1), 10.0) == Granted(10.0)
-    assert refusal(lent.renew(Reader("p", 0, 1), 20.5)) is Refusal.EXPIRED
+    assert lent.renew(Reader("p", 0, 1), 10.0) == Grant(10.0)
+    assert refusal(lent.renew(Reader("p", 0, 1), 20.5)) is RefusalReason.EXPIRED
 
 
 def test_time_to_live_must_be_positive() -> None:
@@ -139,21 +139,21 @@ def test_time_to_live_must_be_positive() -> None:
 
 
 def test_the_book_says_how_a_lease_ended() -> None:
-    book = LeaseBook()
+    book = LeaseTable()
     reader = Reader("p", 0, 1)
-    assert refusal(book.claim("r", reader, BLOCKS, 0.0)) is Refusal.UNKNOWN
+    assert refusal(book.claim("r", reader, BLOCKS, 0.0)) is RefusalReason.UNKNOWN
     book.lend("r", BLOCKS, 10.0, 0.0)
     assert book.done("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
-    assert refusal(book.claim("r", reader, BLOCKS, 1.0)) is Refusal.CONSUMED
+    assert refusal(book.claim("r", reader, BLOCKS, 1.0)) is RefusalReason.CONSUMED
     assert book.done("r", reader, BLOCKS, 1.0) == []
     book.lend("s", BLOCKS, 10.0, 1.0)
     assert book.tick(11.0) == [FreedLease("s", Freed.EXPIRED)]
-    assert refusal(book.claim("s", reader, BLOCKS, 11.0)) is Refusal.EXPIRED
+    assert refusal(book.claim("s", reader, BLOCKS, 11.0)) is RefusalReason.EXPIRED
     assert book.next_deadline() is None
 
 
 def test_one_request_has_one_lease() -> None:
-    book = LeaseBook()
+    book = LeaseTable()
     book.lend("r", BLOCKS, 10.0, 0.0)
     with pytest.raises(ValueError, match="has a lease already"):
         book.lend("r", BLOCKS, 10.0, 0.0)
@@ -161,7 +161,7 @@ def test_one_request_has_one_lease() -> None:
 
 def test_renewed_leases_do_not_hold_up_others() -> None:
     """A lease behind a renewed one in the timer queue still expires (vLLM issue 58222)."""
-    book = LeaseBook()
+    book = LeaseTable()
     book.lend("renewed", BLOCKS, 10.0, 0.0)
     book.lend("silent", BLOCKS, 10.0, 0.1)
     book.claim("renewed", Reader("p", 0, 1), BLOCKS, 9.0)
@@ -169,12 +169,12 @@ def test_renewed_leases_do_not_hold_up_others() -> None:
 
 
 def test_the_book_forgets_old_endings() -> None:
-    book = LeaseBook(remember=2)
+    book = LeaseTable(remember=2)
     for name in "abc":
         book.lend(name, BLOCKS, 1.0, 0.0)
         book.abort(name, 0.0)
-    assert refusal(book.claim("a", Reader("p", 0, 1), BLOCKS, 0.0)) is Refusal.UNKNOWN
-    assert refusal(book.claim("c", Reader("p", 0, 1), BLOCKS, 0.0)) is Refusal.ABORTED
+    assert refusal(book.claim("a", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.UNKNOWN
+    assert refusal(book.claim("c", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.ABORTED
 
 
 _STEPS = st.lists(
@@ -192,7 +192,7 @@ _STEPS = st.lists(
 @given(_STEPS)
 def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # type: ignore[no-untyped-def]
     """Law 3: against a plain list of everything that was ever granted."""
-    book, now, freed = LeaseBook(), 0.0, []
+    book, now, freed = LeaseTable(), 0.0, []
     book.lend("r", BLOCKS, 10.0, now)
     believed: dict[tuple[str, int], float] = {}
     for step, pull, rank, wait in steps:
@@ -205,7 +205,7 @@ def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # t
             answer = book.renew("r", reader, now)
         else:
             answer = None
-        if isinstance(answer, Granted):
+        if isinstance(answer, Grant):
             assert not freed
             believed[pull, rank] = now + answer.ttl_s
         if step == "done":

@@ -9,12 +9,12 @@ from pdconn.lifecycle.pull import (
     TRANSITIONS,
     AskProof,
     Effect,
-    Failed,
     Patience,
     Pull,
     PullState,
-    Received,
-    Released,
+    ReportFailed,
+    ReportReceived,
+    ReportReleased,
     SendClaim,
     SendDone,
     SendRenew,
@@ -36,7 +36,7 @@ def reading(now: float = 0.0, proof: bool = False) -> Pull:
 
 def test_a_pull_that_settles_in_time_is_received() -> None:
     pull = reading()
-    assert pull.settled(None, 8.99) == [SendDone(ok=True), Received()]
+    assert pull.settled(None, 8.99) == [SendDone(ok=True), ReportReceived()]
     assert pull.state is PullState.DONE
 
 
@@ -45,7 +45,7 @@ def test_a_read_that_settles_after_its_deadline_is_failed() -> None:
     pull = reading()
     effects = pull.settled(None, 9.0)
     assert effects[0] == SendDone(ok=False)
-    assert isinstance(effects[1], Failed)
+    assert isinstance(effects[1], ReportFailed)
     assert "after the claim was over" in effects[1].reason
 
 
@@ -53,13 +53,13 @@ def test_a_renewal_moves_the_deadline() -> None:
     pull = reading()
     assert pull.tick(3.0) == [SendRenew(2)]
     assert pull.granted(2, TTL_S, 3.1) == []
-    assert pull.settled(None, 11.9) == [SendDone(ok=True), Received()]
+    assert pull.settled(None, 11.9) == [SendDone(ok=True), ReportReceived()]
 
 
 def test_an_unanswered_renewal_does_not_move_the_deadline() -> None:
     pull = reading()
     assert pull.tick(3.0) == [SendRenew(2)]
-    assert Received() not in pull.settled(None, 9.5)
+    assert ReportReceived() not in pull.settled(None, 9.5)
 
 
 def test_an_answer_to_an_older_message_counts_from_that_message() -> None:
@@ -67,13 +67,13 @@ def test_an_answer_to_an_older_message_counts_from_that_message() -> None:
     pull.tick(3.0)
     pull.tick(5.0)
     assert pull.granted(2, TTL_S, 6.0) == []
-    assert Received() not in pull.settled(None, 12.5)
+    assert ReportReceived() not in pull.settled(None, 12.5)
 
 
 def test_answers_out_of_the_blue_are_ignored() -> None:
     pull = reading()
     assert pull.granted(77, 1e9, 1.0) == []
-    assert Received() not in pull.settled(None, 10.0)
+    assert ReportReceived() not in pull.settled(None, 10.0)
 
 
 def test_a_claim_is_kept_while_the_request_queues() -> None:
@@ -96,7 +96,7 @@ def test_a_claim_that_cannot_be_renewed_fails_before_reading() -> None:
     pull.granted(1, TTL_S, 0.1)
     assert pull.tick(9.0) == [SendDone(ok=False)]
     [failed] = pull.want(9.5)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, ReportFailed)
 
 
 def test_no_answer_to_the_claim_is_a_failure() -> None:
@@ -104,7 +104,7 @@ def test_no_answer_to_the_claim_is_a_failure() -> None:
     pull.want(0.0)
     pull.greeted(0.0)
     assert pull.tick(4.9) == []
-    assert [type(effect) for effect in pull.tick(5.0)] == [SendDone, Failed]
+    assert [type(effect) for effect in pull.tick(5.0)] == [SendDone, ReportFailed]
 
 
 def test_nothing_is_reported_while_a_read_can_still_write() -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_reported_while_a_read_can_still_write() -> None:
     assert pull.fail("again", 1.0) == []
     assert pull.settled(None, 2.0) == [
         SendDone(ok=False),
-        Failed("the lender refused a renewal"),
+        ReportFailed("the lender refused a renewal"),
     ]
 
 
@@ -124,10 +124,10 @@ def test_a_read_that_hangs_ends_in_quarantine_and_is_released_when_it_settles() 
     assert pull.tick(9.0) == []  # the claim is over, the read is not
     assert pull.tick(10.9) == []
     [failed] = pull.tick(11.0)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, ReportFailed)
     assert failed.quarantined
     assert pull.next_deadline() is None
-    assert pull.settled(None, 60.0) == [SendDone(ok=False), Released()]
+    assert pull.settled(None, 60.0) == [SendDone(ok=False), ReportReleased()]
     assert pull.state is PullState.FAILED
 
 
@@ -137,21 +137,21 @@ def test_a_grant_that_arrives_after_its_own_time_grants_nothing() -> None:
     pull.want(0.0)
     [done, failed] = pull.granted(1, 1.0, 1.0)
     assert done == SendDone(ok=False)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, ReportFailed)
 
 
 def test_what_was_read_is_received_only_with_its_proof() -> None:
     pull = reading(proof=True)
     assert pull.settled(None, 1.0) == [AskProof()]
-    assert pull.verified(None, 2.0) == [SendDone(ok=True), Received()]
+    assert pull.verified(None, 2.0) == [SendDone(ok=True), ReportReceived()]
     pull = reading(proof=True)
     pull.settled(None, 1.0)
-    assert pull.verified("differs", 2.0) == [SendDone(ok=False), Failed("differs")]
+    assert pull.verified("differs", 2.0) == [SendDone(ok=False), ReportFailed("differs")]
     assert pull.verified(None, 3.0) == []
     pull = reading(proof=True)
     pull.settled(None, 1.0)
     assert pull.tick(5.9) == []
-    assert pull.tick(6.0) == [SendDone(ok=False), Failed("no proof of what was lent")]
+    assert pull.tick(6.0) == [SendDone(ok=False), ReportFailed("no proof of what was lent")]
 
 
 def test_a_late_read_is_not_worth_a_proof() -> None:
@@ -161,13 +161,13 @@ def test_a_late_read_is_not_worth_a_proof() -> None:
 def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:
     pull = Pull(PATIENCE, 0.0)
     assert pull.fail("refused", 0.0) == [SendDone(ok=False)]
-    assert pull.want(1.0) == [Failed("refused")]
+    assert pull.want(1.0) == [ReportFailed("refused")]
 
 
 def test_a_lost_peer_is_not_told() -> None:
     pull = Pull(PATIENCE, 0.0)
     pull.want(0.0)
-    assert pull.fail("gone", 0.0, tell=False) == [Failed("gone")]
+    assert pull.fail("gone", 0.0, tell=False) == [ReportFailed("gone")]
 
 
 def test_every_state_but_the_last_two_can_be_left() -> None:
@@ -203,10 +203,10 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
                 sent[effect.seq] = now
             elif isinstance(effect, StartRead):
                 in_flight = True
-            elif isinstance(effect, (Received, Failed)):
-                assert in_flight == (isinstance(effect, Failed) and effect.quarantined)
+            elif isinstance(effect, (ReportReceived, ReportFailed)):
+                assert in_flight == (isinstance(effect, ReportFailed) and effect.quarantined)
                 reports.append(effect)
-            elif isinstance(effect, Released):
+            elif isinstance(effect, ReportReleased):
                 assert not in_flight
                 released += 1
 
@@ -223,14 +223,14 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
         elif event in ("settled", "error") and in_flight:
             in_flight = False
             heed(pull.settled(None if event == "settled" else "broken", now))
-            if reports and isinstance(reports[-1], Received):
+            if reports and isinstance(reports[-1], ReportReceived):
                 assert event == "settled"
                 assert now < good_until
         elif event == "fail":
             heed(pull.fail("told to", now))
         elif event == "tick":
             heed(pull.tick(now))
-    assert sum(isinstance(report, Received) for report in reports) <= 1
-    quarantined = sum(isinstance(report, Failed) and report.quarantined for report in reports)
+    assert sum(isinstance(report, ReportReceived) for report in reports) <= 1
+    quarantined = sum(isinstance(report, ReportFailed) and report.quarantined for report in reports)
     assert released == (quarantined if not in_flight else 0)
     assert len({type(report) for report in reports}) <= 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.puller.fair_queue import Turns
+from pdconn.puller.fair_queue import FairQueue
 
 Asked = list[tuple[int, int]]
 """(bytes served in all when it was asked for, bytes wanted) of each pull, in order."""
@@ -99,12 +99,12 @@ def latest(asked: Asked, order: Order) -> Fraction:
 
 @given(asked_for)
 def test_nobody_ends_later_than_with_equal_shares(asked: Asked) -> None:
-    assert latest(asked, Turns[int]()) <= 1
+    assert latest(asked, FairQueue[int]()) <= 1
 
 
 @given(asked_for)
 def test_the_link_is_never_idle_while_somebody_waits(asked: Asked) -> None:
-    ours, plain = one_by_one(Turns[int](), asked), one_by_one(FirstCome(), asked)
+    ours, plain = one_by_one(FairQueue[int](), asked), one_by_one(FirstCome(), asked)
     assert max(ours.values()) == max(plain.values())
 
 
@@ -113,19 +113,19 @@ def test_first_come_breaks_that_law() -> None:
 
 
 def test_equal_pulls_asked_at_once_go_one_after_the_other() -> None:
-    ends = one_by_one(Turns[int](), [(0, 8)] * 4)
+    ends = one_by_one(FairQueue[int](), [(0, 8)] * 4)
     assert list(ends.values()) == [8, 16, 24, 32]
 
 
 def test_the_picture_of_the_module() -> None:
     asked = [(0, 8), (0, 8), (4, 1)]
     assert one_by_one(FirstCome(), asked) == {0: 8, 1: 16, 2: 17}
-    assert one_by_one(Turns[int](), asked) == {0: 9, 1: 17, 2: 5}
+    assert one_by_one(FairQueue[int](), asked) == {0: 9, 1: 17, 2: 5}
     assert {pull: float(end) for pull, end in shared(asked).items()} == {0: 17, 1: 17, 2: 7}
 
 
 def test_nobody_is_first_where_nobody_waits() -> None:
-    turns = Turns[str]()
+    turns = FairQueue[str]()
     turns.served(10)
     assert turns.first() is None
     assert len(turns) == 0

@@ -19,7 +19,7 @@ from pdconn.protocol.messages import (
     Hello,
     RankGeometry,
     Reader,
-    Refusal,
+    RefusalReason,
     Refused,
     Renew,
     Welcome,
@@ -75,7 +75,7 @@ def test_messages_of_lenders_are_heard_as_said() -> None:
     said = [
         Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
         Granted(1, "r", "pull", 30_000),
-        Refused(2, "r", "pull", Refusal.EXPIRED, "late"),
+        Refused(2, "r", "pull", RefusalReason.EXPIRED, "late"),
     ]
     assert decode_from_lender(encode(said)) == said
 

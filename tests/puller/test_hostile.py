@@ -25,7 +25,7 @@ from pdconn.protocol.messages import (
     Done,
     Hello,
     Reader,
-    Refusal,
+    RefusalReason,
     Refused,
     Rejected,
     Welcome,
@@ -33,7 +33,7 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.ticket import BlockList
-from pdconn.sidechannel.wire import Wire
+from pdconn.sidechannel.wire import PolledConnection
 from registration.references import (
     AttentionKind,
     KVCacheGroupReference,
@@ -101,7 +101,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         [peer] = [
             p for p in pair.puller._pulls.connections._peers.values() if p.key.host != "localhost"
         ]
-        assert isinstance(peer.wire, Wire)
+        assert isinstance(peer.wire, PolledConnection)
         peer.wire._channel.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
             pair.wait(lambda: peer.is_closed)
@@ -157,7 +157,7 @@ def _connected(pair: Pair) -> socket.socket:
     "message",
     [
         Rejected("x" * (MAX_TEXT + 1), "", ""),
-        Refused(1, "r", "p", Refusal.UNKNOWN, "x" * (MAX_TEXT + 1)),
+        Refused(1, "r", "p", RefusalReason.UNKNOWN, "x" * (MAX_TEXT + 1)),
         Welcome.of("p", "b", {"model": "x" * (MAX_TEXT + 1)}, ()),
         Welcome.of("p", "b", {}, ()),
     ],

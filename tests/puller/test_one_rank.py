@@ -21,7 +21,7 @@ from pdconn.puller.thread import Puller
 from tests.fakes.pair import TRAITS, Cache, Pair
 from transport import PeerLost
 from transport.inprocess.faults import Failing
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.transport import InProcessTransport
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -38,7 +38,7 @@ def ranks() -> Iterator[tuple[Pair, list[Puller], list[str]]]:
         for number in range(2):
             cache = Cache("BHLNC", filled=False)
             caches.append(cache)  # its memory must outlive the reads
-            transport = MemoryTransport(pair.network, f"rank{number}")
+            transport = InProcessTransport(pair.network, f"rank{number}")
             transport.register(cache.references.memories())
             pullers.append(Puller(Rank("d", number, 2, 0, cache.references, TRAITS), transport))
             names.append(transport.peer_id)

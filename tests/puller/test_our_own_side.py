@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 
 from pdconn.integrity.reader import Expected
-from pdconn.lender.sessions import Desk
+from pdconn.lender.sessions import LenderSessions
 from pdconn.lifecycle.pull import Patience, Pull, PullState
-from pdconn.protocol.messages import Claim, Prove, Reader, Refused, Unproven
-from pdconn.protocol.proof import Ask, Share
+from pdconn.protocol.messages import ChecksumRequest, ChecksumUnavailable, Claim, Reader, Refused
+from pdconn.protocol.proof import ChecksumQuery, PieceRange
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.jobs import Connect, Connected, Disconnect, News
 from pdconn.puller.proving import Verify
-from pdconn.puller.reading import Reading
+from pdconn.puller.reading import TransportJobs
 from tests.fakes.pair import Pair
 from tests.faults.guests import Guest
 from transport import Memory, PeerId
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 BLOCKS = (BlockList(0, (3, 4, 5)),)
 
@@ -81,13 +81,13 @@ def test_our_own_sums_may_take_longer_than_a_lender_may(monkeypatch: pytest.Monk
 
 
 def test_our_own_transport_may_take_longer_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = MemoryTransport.connect
+    connect = InProcessTransport.connect
 
-    def slow(self: MemoryTransport, address: bytes) -> Any:
+    def slow(self: InProcessTransport, address: bytes) -> Any:
         time.sleep(3.5)
         return connect(self, address)
 
-    monkeypatch.setattr(MemoryTransport, "connect", slow)
+    monkeypatch.setattr(InProcessTransport, "connect", slow)
     with Pair(claim_timeout_s=2.5) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
@@ -167,17 +167,21 @@ def test_who_waits_for_checksums_hears_that_the_lease_has_ended() -> None:
         ticket = pair.lend_blocks("r", BLOCKS)
         guest.claim("r", ticket.digest(), "here/1")
         reader = Reader("here/1", 0, 1)
-        guest.say(Prove(0, "r", reader, Ask(0, False, (Share(0, 0, 1, 0, 2, 0, 1),))))
-        assert "the lease has ended" in guest.hear(Unproven).detail
+        guest.say(
+            ChecksumRequest(
+                0, "r", reader, ChecksumQuery(0, False, (PieceRange(0, 0, 1, 0, 2, 0, 1),))
+            )
+        )
+        assert "the lease has ended" in guest.hear(ChecksumUnavailable).detail
 
 
 def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or it would keep the blocks for a whole lease, just when it has too much to do."""
-    hear = Desk.hear
+    hear = LenderSessions.hear
 
-    def late(self: Desk, visitor: Any, messages: list[Any], now: float) -> None:
+    def late(self: LenderSessions, visitor: Any, messages: list[Any], now: float) -> None:
         if any(isinstance(message, Claim) for message in messages):
             time.sleep(3.5)
         hear(self, visitor, messages, now)
@@ -185,7 +189,7 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     with Pair(claim_timeout_s=2.5, ttl_s=60.0) as pair:
         assert serves(pair, "before")
         assert pair.freed() == "read"
-        monkeypatch.setattr(Desk, "hear", late)
+        monkeypatch.setattr(LenderSessions, "hear", late)
         pair.pull("d", pair.lend("r"))
         assert "no answer to the claim" in str(pair.outcome_of("d"))
         assert pair.freed(seconds=20.0) == "read"
@@ -196,12 +200,12 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
 
 def test_nobody_is_connected_under_the_name_of_a_peer_in_use() -> None:
     """Until nobody uses it any more: that is its next boot."""
-    network, told = MemoryNetwork(), list[News]()
-    reading = Reading(MemoryTransport(network, "decode"), told.append)
-    honest = MemoryTransport(network, "prefill").address()
-    elsewhere = MemoryNetwork()
-    MemoryTransport(elsewhere, "decode")  # so that the next one gets the same number
-    other = MemoryTransport(elsewhere, "prefill")
+    network, told = InProcessNetwork(), list[News]()
+    reading = TransportJobs(InProcessTransport(network, "decode"), told.append)
+    honest = InProcessTransport(network, "prefill").address()
+    elsewhere = InProcessNetwork()
+    InProcessTransport(elsewhere, "decode")  # so that the next one gets the same number
+    other = InProcessTransport(elsewhere, "prefill")
     room = np.zeros(64, np.uint8)
     other.register([Memory(room.ctypes.data, room.nbytes)])
     reading.do(Connect(1, honest))

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.puller.jobs import News, Read, ReadSettled
-from pdconn.puller.read_queue import MOST_NBYTES, SLICE_S, Lane, Pace, Whole
-from pdconn.puller.reading import Reading
+from pdconn.puller.read_queue import MOST_NBYTES, SLICE_S, ChunkSizer, PeerReadQueue, QueuedRead
+from pdconn.puller.reading import TransportJobs
 from pdconn.puller.reads import ReaderThread
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.inprocess.faults import Failing, Held
-from transport.inprocess.network import MemoryNetwork
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.network import InProcessNetwork
+from transport.inprocess.transport import InProcessTransport
 
 SLICE = 1024
 
@@ -41,7 +41,7 @@ def copied(parts: list[Spans]) -> dict[int, int]:
 
 
 def in_parts(spans: Spans, nbytes: int) -> list[Spans]:
-    whole, parts = Whole.of("r", PeerId("p"), spans), []
+    whole, parts = QueuedRead.of("r", PeerId("p"), spans), []
     while whole.has_more:
         part = whole.cut(nbytes)
         assert part.nbytes == part.spans.total_bytes
@@ -72,7 +72,7 @@ def taken(nbytes: int, seconds: float) -> ReadStats:
 
 
 def test_slices_are_as_long_as_the_link_takes_a_slices_time_for() -> None:
-    pace = Pace()
+    pace = ChunkSizer()
     pace.learn(taken(64 << 20, 0.016))
     assert pace.slice_nbytes == int((64 << 20) / 0.016 * SLICE_S)
     pace.learn(taken(64 << 20, 0.1))
@@ -80,7 +80,7 @@ def test_slices_are_as_long_as_the_link_takes_a_slices_time_for() -> None:
 
 
 def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
-    pace = Pace()
+    pace = ChunkSizer()
     first = pace.slice_nbytes
     pace.learn(taken(4096, 1.0))
     pace.learn(taken(64 << 20, 0.0))
@@ -95,7 +95,7 @@ def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
 
 
 def test_no_more_than_two_slices_are_in_flight() -> None:
-    lane = Lane(Pace(SLICE))
+    lane = PeerReadQueue(ChunkSizer(SLICE))
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     begun = [lane.next(), lane.next()]
     assert not lane.is_ready
@@ -111,7 +111,7 @@ def test_no_more_than_two_slices_are_in_flight() -> None:
 def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
     slices: float, others: int, parts: list[float]
 ) -> None:
-    lane = Lane(Pace(SLICE))
+    lane = PeerReadQueue(ChunkSizer(SLICE))
     for number in range(others):
         lane.add(f"other{number}", PeerId("p"), spans_of((0x900000, 0x9000, 9 * SLICE)))
     lane.add("read", PeerId("p"), spans_of((0x100000, 0x9000, int(slices * SLICE))))
@@ -151,7 +151,7 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
 def test_time_in_which_two_slices_are_in_flight_counts_once(
     settled: list[tuple[float, float]], seconds: float
 ) -> None:
-    whole = Whole.of("r", PeerId("p"), spans_of((0x1000, 0x9000, SLICE)))
+    whole = QueuedRead.of("r", PeerId("p"), spans_of((0x1000, 0x9000, SLICE)))
     for at, took in settled:
         whole.add(ReadStats(10, 2, 0.25, took), at)
     stats = whole.settled().stats
@@ -161,7 +161,7 @@ def test_time_in_which_two_slices_are_in_flight_counts_once(
 
 
 def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
-    lane = Lane(Pace(SLICE))
+    lane = PeerReadQueue(ChunkSizer(SLICE))
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     first = lane.next()
     lane.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
@@ -175,16 +175,16 @@ class Rig:
     """A reader with 64 KiB of its own and a lender with as many."""
 
     def __init__(self) -> None:
-        self.network = MemoryNetwork(clock=lambda: 0.0)
-        self.lender = MemoryTransport(self.network, "prefill")
-        self.reader = MemoryTransport(self.network, "decode")
+        self.network = InProcessNetwork(clock=lambda: 0.0)
+        self.lender = InProcessTransport(self.network, "prefill")
+        self.reader = InProcessTransport(self.network, "decode")
         self.theirs = np.random.default_rng(1).integers(0, 255, 1 << 16, dtype=np.uint8)
         self.ours = np.zeros(1 << 16, dtype=np.uint8)
         for transport, room in ((self.lender, self.theirs), (self.reader, self.ours)):
             transport.register([Memory(room.ctypes.data, room.nbytes)])
         self.peer = self.reader.connect(self.lender.address())
         self.told: list[ReadSettled] = []
-        self.reading = Reading(self.reader, self._hear, pace=Pace(SLICE))
+        self.reading = TransportJobs(self.reader, self._hear, pace=ChunkSizer(SLICE))
 
     def _hear(self, news: News) -> None:
         assert isinstance(news, ReadSettled)
@@ -240,7 +240,7 @@ def test_a_read_with_a_failed_slice_has_no_further_slice_posted(rig: Rig) -> Non
 
 
 def test_a_peer_that_hangs_holds_up_nobody_else(rig: Rig) -> None:
-    other = MemoryTransport(rig.network, "other")
+    other = InProcessTransport(rig.network, "other")
     other.register([Memory(rig.theirs.ctypes.data, rig.theirs.nbytes)])
     second = rig.reader.connect(other.address())
     rig.network.inject(rig.reader.peer_id, rig.peer, *[Held()] * 9)
@@ -297,7 +297,7 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
         told.append(news.tag)
         over.release()
 
-    thread = ReaderThread(rig.reader, hear, pace=Pace(SLICE))
+    thread = ReaderThread(rig.reader, hear, pace=ChunkSizer(SLICE))
     try:
         where, there = rig.ours.ctypes.data, rig.theirs.ctypes.data
         thread.post(Read("long", rig.peer, spans_of((where, there, 20 * SLICE))))

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from pdconn.lender.checksums import MAX_ASKS
-from pdconn.lender.sessions import Desk
+from pdconn.lender.sessions import LenderSessions
 from pdconn.protocol.errors import MessageError
-from pdconn.protocol.messages import Prove, Proven, Reader, Unproven
-from pdconn.protocol.proof import Answer, Ask, Share
+from pdconn.protocol.messages import Checksum, ChecksumRequest, ChecksumUnavailable, Reader
+from pdconn.protocol.proof import ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.proving import Proof, Verify
+from pdconn.puller.proving import Verification, Verify
 from tests.fakes.pair import Pair
 from tests.faults.guests import Guest
 from transport.inprocess.faults import Late
@@ -96,18 +96,18 @@ def test_a_proof_does_not_save_a_read_that_was_late() -> None:
 def test_an_ask_for_what_is_not_there_costs_its_pull_only(
     early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(self: Proof, *names: object) -> list[Prove]:
+    def wrong(self: Verification, *names: object) -> list[ChecksumRequest]:
         asks = real(self, *names)  # type: ignore[arg-type]
         [share] = asks[0].ask.shares
         share = msgspec.structs.replace(share, group=7)
         ask = msgspec.structs.replace(asks[0].ask, shares=(share,))
         return [msgspec.structs.replace(asks[0], ask=ask)]
 
-    real = Proof.asks
+    real = Verification.asks
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=60.0) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         with monkeypatch.context() as patch:
-            patch.setattr(Proof, "asks", wrong)
+            patch.setattr(Verification, "asks", wrong)
             ticket = pair.lend_blocks("r", blocks)
             if not early:
                 pair.sum("r", blocks)
@@ -123,18 +123,18 @@ def test_an_ask_for_what_is_not_there_costs_its_pull_only(
 def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = Desk.take_frames
+    real = LenderSessions.take_frames
 
-    def lying(self: Desk, visitor: object) -> list[bytes]:
+    def lying(self: LenderSessions, visitor: object) -> list[bytes]:
         visitor.answers = [  # type: ignore[attr-defined]
-            msgspec.structs.replace(said, number=99) if isinstance(said, Proven) else said
+            msgspec.structs.replace(said, number=99) if isinstance(said, Checksum) else said
             for said in visitor.answers  # type: ignore[attr-defined]
         ]
         return real(self, visitor)  # type: ignore[arg-type]
 
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=5.0) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(Desk, "take_frames", lying)
+            patch.setattr(LenderSessions, "take_frames", lying)
             pair.pull("d", pair.lend("r"))
             assert pair.outcome_of("d") is not None
         pair.pull("e", pair.lend("s"))
@@ -142,15 +142,17 @@ def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
 
 
 def test_only_answers_to_asks_are_heard_once() -> None:
-    proof = Proof(())
+    proof = Verification(())
     with pytest.raises(MessageError, match=r"proven\.number"):
-        proof.heard(0, Answer(1, 1))
+        proof.heard(0, PieceSum(1, 1))
 
 
-def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[Prove]:
+def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[ChecksumRequest]:
     """Ask after ask for all that ``ticket`` lends, of somebody who claimed it as ``pull``."""
-    ask = Ask(0, False, (Share(0, 0, 2, 0, 2, 0, 3),))
-    return [Prove(number, ticket.request_id, Reader(pull, 0, 1), ask) for number in numbers]
+    ask = ChecksumQuery(0, False, (PieceRange(0, 0, 2, 0, 2, 0, 3),))
+    return [
+        ChecksumRequest(number, ticket.request_id, Reader(pull, 0, 1), ask) for number in numbers
+    ]
 
 
 def test_a_reader_may_ask_a_few_times_only() -> None:
@@ -159,13 +161,13 @@ def test_a_reader_may_ask_a_few_times_only() -> None:
         for pull in ("greedy", "modest"):
             guest.claim("r", ticket.digest(), pull)
         guest.say(*asks(ticket, "greedy", range(MAX_ASKS)))
-        assert [guest.hear(Proven).number for _ in range(MAX_ASKS)] == list(range(MAX_ASKS))
+        assert [guest.hear(Checksum).number for _ in range(MAX_ASKS)] == list(range(MAX_ASKS))
         guest.say(*asks(ticket, "greedy", [MAX_ASKS]))
-        assert guest.hear(Unproven) == Unproven(
+        assert guest.hear(ChecksumUnavailable) == ChecksumUnavailable(
             MAX_ASKS, "greedy", f"rank 0 was asked {MAX_ASKS} times already"
         )
         guest.say(*asks(ticket, "modest", [0]))
-        assert guest.hear(Proven).pull == "modest"
+        assert guest.hear(Checksum).pull == "modest"
 
 
 @pytest.mark.parametrize("over", ["summed", "ended"])
@@ -181,16 +183,18 @@ def test_so_many_asks_wait_and_no_more(over: str, monkeypatch: pytest.MonkeyPatc
         for number in range(3):
             guest.say(*asks(slow, f"guest/{number}", [7]))
         full = "2 others wait for checksums"
-        assert guest.hear(Unproven) == Unproven(7, "guest/2", full)
+        assert guest.hear(ChecksumUnavailable) == ChecksumUnavailable(7, "guest/2", full)
         guest.say(*asks(next_one, "guest/3", [8]))
-        assert guest.hear(Unproven) == Unproven(8, "guest/3", full)
+        assert guest.hear(ChecksumUnavailable) == ChecksumUnavailable(8, "guest/3", full)
         if over == "summed":
             pair.sum("slow", blocks)
-            assert [guest.hear(Proven).pull for _ in range(2)] == ["guest/0", "guest/1"]
+            assert [guest.hear(Checksum).pull for _ in range(2)] == ["guest/0", "guest/1"]
         else:
             for number in range(3):
                 guest.done("slow", slow.digest(), f"guest/{number}")
-            ended = {guest.hear(Unproven) for _ in range(2)}
-            assert ended == {Unproven(7, f"guest/{n}", "the lease has ended") for n in (0, 1)}
+            ended = {guest.hear(ChecksumUnavailable) for _ in range(2)}
+            assert ended == {
+                ChecksumUnavailable(7, f"guest/{n}", "the lease has ended") for n in (0, 1)
+            }
         guest.say(*asks(next_one, "guest/3", [9]))
-        assert guest.hear(Proven).number == 9
+        assert guest.hear(Checksum).number == 9

@@ -31,7 +31,7 @@ from pdconn.protocol.messages import (
 from pdconn.puller import connections
 from pdconn.puller import dialer as dialing
 from pdconn.puller import warmup as warmth
-from pdconn.puller.warming import MAX_TOUCHED, touching
+from pdconn.puller.warming import MAX_TOUCHED, probe_page
 from pdconn.puller.warmup import Place
 from pdconn.sidechannel.security import Security
 from registration.references import (
@@ -47,7 +47,7 @@ from tests.fakes.guards import Authority
 from tests.fakes.pair import Pair
 from transport import HOST, BackendFailure, Device, Memory, PeerLost, TransportError
 from transport.inprocess.faults import Failing, Held, ReadRequest
-from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.network import InProcessNetwork
 
 SECONDS = 30.0
 
@@ -90,7 +90,7 @@ def test_a_touch_reads_one_page_and_changes_no_byte_of_our_kv() -> None:
     def note(request: ReadRequest) -> None:
         seen.append(request.spans.total_bytes)
 
-    with Pair(warms=True, network=MemoryNetwork(script=note)) as pair:
+    with Pair(warms=True, network=InProcessNetwork(script=note)) as pair:
         until_warm(pair)
         assert seen == [min(PAGE_NBYTES, pair.theirs.bytes.size)]
         assert not pair.ours.bytes.any()
@@ -168,7 +168,7 @@ def test_certificates_are_shown_by_a_warm_up_too(tmp_path: Path) -> None:
 
 
 def test_a_failed_touch_fails_no_request_and_is_tried_again() -> None:
-    network = MemoryNetwork(script=lambda request: Failing(PeerLost("cut")))
+    network = InProcessNetwork(script=lambda request: Failing(PeerLost("cut")))
     with Pair(warms=True, network=network) as pair:
         pair.wait(lambda: pair.lender.counts["described"] > 2, SECONDS)
         assert pair.puller.num_warm == 0
@@ -180,7 +180,7 @@ def test_a_failed_touch_fails_no_request_and_is_tried_again() -> None:
 
 def test_a_peer_whose_touch_failed_is_left() -> None:
     """Or one that names a new boot whenever it is asked would fill the table of peers."""
-    network = MemoryNetwork(script=lambda request: Failing(BackendFailure("no")))
+    network = InProcessNetwork(script=lambda request: Failing(BackendFailure("no")))
     with Pair(warms=True, network=network) as pair:
         pair.wait(lambda: pair.lender.counts["described"] > 2, SECONDS)
         pair.wait(lambda: pair.puller.num_peers == 0, SECONDS)
@@ -211,7 +211,7 @@ def test_dead_names_of_warm_places_hold_up_no_pull(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("error", [PeerLost("cut"), BackendFailure("no")], ids=repr)
 def test_a_request_that_holds_a_lease_survives_a_failed_touch(error: TransportError) -> None:
-    network = MemoryNetwork(script=lambda request: Failing(error) if is_touch(request) else None)
+    network = InProcessNetwork(script=lambda request: Failing(error) if is_touch(request) else None)
     with Pair(warms=True, network=network, ttl_s=60.0, claim_timeout_s=20.0) as pair:
         pair.hold("d", pair.lend("r"))
         pair.wait(lambda: pair.lender.counts["claims"], SECONDS)
@@ -222,7 +222,7 @@ def test_a_request_that_holds_a_lease_survives_a_failed_touch(error: TransportEr
 
 
 def test_a_touch_that_hangs_is_one_and_holds_nobody_up() -> None:
-    network = MemoryNetwork(script=lambda request: Held() if is_touch(request) else None)
+    network = InProcessNetwork(script=lambda request: Held() if is_touch(request) else None)
     with Pair(warms=True, network=network) as pair:
         pair.wait(network.in_flight, SECONDS)
         pair.pull("d", pair.lend("r"))
@@ -337,7 +337,7 @@ def test_a_touch_reaches_every_region_and_stays_inside_its_page() -> None:
     scratch = Memory(1 << 20, PAGE_NBYTES)
     for num in (1, 3, MAX_TOUCHED, 2 * MAX_TOUCHED):
         memories = [Memory((1 << 30) + i * 100_000, 64_000) for i in range(num)]
-        spans = touching(scratch, one_layer_each(memories))
+        spans = probe_page(scratch, one_layer_each(memories))
         assert spans.remote.tolist() == [memory.base for memory in memories][:MAX_TOUCHED]
         assert spans.local[0] == scratch.base
         assert (spans.local[1:] >= spans.local[:-1] + spans.nbytes[:-1]).all()
@@ -347,7 +347,7 @@ def test_a_touch_reaches_every_region_and_stays_inside_its_page() -> None:
 def test_a_touch_reads_no_more_than_a_region_has_and_from_one_device() -> None:
     scratch, gpu = Memory(1 << 20, PAGE_NBYTES), Device("cuda", 1)
     memories = [Memory(1 << 30, 640, gpu), Memory(1 << 31, 64_000), Memory(1 << 32, 6400, gpu)]
-    spans = touching(scratch, one_layer_each(memories))
+    spans = probe_page(scratch, one_layer_each(memories))
     assert spans.nbytes.tolist() == [640, PAGE_NBYTES // 2]
     assert (spans.local_device, spans.remote_device) == (HOST, gpu)
 

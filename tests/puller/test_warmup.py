@@ -11,30 +11,30 @@ from pdconn.puller.warmup import (
     LONGEST_PAUSE_S,
     TRANSITIONS,
     Place,
+    PlaceWarmup,
     Step,
-    Warmth,
-    WarmthState,
+    WarmupState,
 )
 
 ANSWER_S, CONNECT_S = 10.0, 120.0
 TO_WARM = ("told", "welcomed", "ready", "touched")
 
 
-def begun(now: float = 0.0) -> Warmth:
-    warmth = Warmth(ANSWER_S, CONNECT_S, now, Random(7))
+def begun(now: float = 0.0) -> PlaceWarmup:
+    warmth = PlaceWarmup(ANSWER_S, CONNECT_S, now, Random(7))
     assert list(warmth.tick(now)) == [Step.ASK]
     return warmth
 
 
-def warm(now: float = 0.0) -> Warmth:
+def warm(now: float = 0.0) -> PlaceWarmup:
     warmth = begun(now)
     for event in TO_WARM:
         warmth.enter(event, now)
-    assert warmth.state is WarmthState.WARM
+    assert warmth.state is WarmupState.WARM
     return warmth
 
 
-def pause(warmth: Warmth, now: float) -> float:
+def pause(warmth: PlaceWarmup, now: float) -> float:
     """How long it rests from now on; it is asleep until then, and asks at the end."""
     until = warmth.next_deadline()
     assert until is not None
@@ -73,30 +73,30 @@ def test_pauses_grow_to_a_bound_while_nobody_answers() -> None:
 @pytest.mark.parametrize(
     ("state", "allowed_s"),
     [
-        (WarmthState.ASKING, ANSWER_S),
-        (WarmthState.GREETING, ANSWER_S),
-        (WarmthState.CONNECTING, CONNECT_S),
+        (WarmupState.ASKING, ANSWER_S),
+        (WarmupState.GREETING, ANSWER_S),
+        (WarmupState.CONNECTING, CONNECT_S),
     ],
 )
 def test_each_answer_has_its_time_and_then_what_was_begun_is_left(
-    state: WarmthState, allowed_s: float
+    state: WarmupState, allowed_s: float
 ) -> None:
     warmth = begun()
     for event in TO_WARM:
         if warmth.state is not state:
-            warmth.enter(event, 5.0 if state is not WarmthState.ASKING else 0.0)
-    began = 0.0 if state is WarmthState.ASKING else 5.0
+            warmth.enter(event, 5.0 if state is not WarmupState.ASKING else 0.0)
+    began = 0.0 if state is WarmupState.ASKING else 5.0
     assert warmth.state is state
     assert warmth.tick(began + allowed_s - 0.001) == ()
     assert list(warmth.tick(began + allowed_s)) == [Step.LEAVE]
-    assert warmth.state is WarmthState.RESTING
+    assert warmth.state is WarmupState.RESTING
 
 
 def test_a_touch_has_all_the_time_it_takes() -> None:
     warmth = begun()
     for event in TO_WARM[:-1]:
         warmth.enter(event, 0.0)
-    assert warmth.state is WarmthState.TOUCHING
+    assert warmth.state is WarmupState.TOUCHING
     assert warmth.tick(1e9) == ()
 
 
@@ -122,8 +122,8 @@ def test_we_ourselves_are_never_tried_again() -> None:
 
 
 def test_everything_under_way_can_be_lost() -> None:
-    lasting = {WarmthState.RESTING, WarmthState.NEEDLESS}
-    assert {state for state, event in TRANSITIONS if event == "lost"} == set(WarmthState) - lasting
+    lasting = {WarmupState.RESTING, WarmupState.NEEDLESS}
+    assert {state for state, event in TRANSITIONS if event == "lost"} == set(WarmupState) - lasting
 
 
 def test_an_event_without_sense_is_refused() -> None:

@@ -38,7 +38,7 @@ from transport import (
     Transport,
     TransportClosed,
 )
-from transport.inprocess.transport import MemoryNetwork, MemoryTransport
+from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 
 
 class RecordingTransport(Transport):
@@ -217,12 +217,14 @@ def test_what_one_cache_holds_can_be_read_into_another_by_references_alone() -> 
     for number, view in enumerate(theirs.views.values()):
         assert isinstance(view, torch.Tensor)
         view.copy_(torch.arange(1, view.numel() + 1).view(view.shape) + 100 * number)
-    network = MemoryNetwork()
+    network = InProcessNetwork()
     with (
         RegisteredKVMemory(
-            MemoryTransport(network, "p0"), theirs.references, theirs.owners
+            InProcessTransport(network, "p0"), theirs.references, theirs.owners
         ) as lender,
-        RegisteredKVMemory(MemoryTransport(network, "d0"), ours.references, ours.owners) as reader,
+        RegisteredKVMemory(
+            InProcessTransport(network, "d0"), ours.references, ours.owners
+        ) as reader,
     ):
         remote = {label: at for at, label in described_bytes(lender.references).items()}
         local = {label: at for at, label in described_bytes(reader.references).items()}

@@ -20,7 +20,16 @@ from pdconn.router.routing.policy import TIE
 from pdconn.router.routing.tokenize import MAX_SALT
 from tests.fakes.fake_engine import ANSWER, in_loop
 from tests.fakes.routed import fleet, other_prompt
-from tests.router.events.test_caches import CBOR, PICKLE, PROMPT, Caches, held, source, stored, tell
+from tests.router.events.test_caches import (
+    CBOR,
+    PICKLE,
+    PROMPT,
+    PrefixCaches,
+    held,
+    source,
+    stored,
+    tell,
+)
 
 KINDS = ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "fuzzy")
 
@@ -74,7 +83,7 @@ def test_waiting_batches_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -
 
 def test_engines_that_hash_alike_tell_each_other_of_their_groups() -> None:
     """One that has only pulled may have spoken of full attention alone."""
-    caches = Caches()
+    caches = PrefixCaches()
     window = {"group": 1, "kind": "sliding_window", "window": 33}
     tell(caches, stored(), stored(**window), source=source("a"))
     tell(caches, stored(), source=source("b"))
@@ -89,7 +98,7 @@ def test_engines_that_hash_alike_tell_each_other_of_their_groups() -> None:
 
 
 def test_chains_of_schemes_that_nobody_has_any_more_are_forgotten() -> None:
-    caches = Caches()
+    caches = PrefixCaches()
     for scheme in (CBOR, PICKLE, CBOR):
         tell(caches, stored(scheme=scheme))
         caches.look_for(PROMPT, NOTHING)

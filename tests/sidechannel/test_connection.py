@@ -17,9 +17,9 @@ import pytest
 
 from pdconn.protocol.auth import ReaderAuth, Secret
 from pdconn.protocol.framing import Frames, frame
-from pdconn.sidechannel.connection import Channel, ChannelLost, Unauthenticated
+from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.session import ReaderGuard
+from pdconn.sidechannel.session import ReaderAuthPolicy
 from tests.fakes.guards import (
     FOREIGN,
     OPEN,
@@ -125,8 +125,8 @@ def test_bytes_may_come_one_by_one(security: Security) -> None:
     with reader_end, relay_a, relay_b, lender_end:
         relay_a.setblocking(False)
         relay_b.setblocking(False)
-        reader = Channel(reader_end, 1 << 20, guard=security.for_reader("localhost"))
-        lender = Channel(lender_end, 1 << 20, guard=security.for_lender())
+        reader = Connection(reader_end, 1 << 20, guard=security.for_reader("localhost"))
+        lender = Connection(lender_end, 1 << 20, guard=security.for_lender())
         reader.send(HELLO)
         heard: list[bytes] = []
         give_up = time.monotonic() + PATIENCE_S
@@ -195,7 +195,7 @@ def test_who_is_not_guarded_alike_hears_nothing_and_both_are_told_why(
     ours, theirs = worlds.by_name[reader], worlds.by_name[lender]
     dialling = ours.for_reader("localhost")
     if reader == "nobody":
-        dialling = ReaderGuard(None, without_certificate(worlds.ours.file), "localhost")
+        dialling = ReaderAuthPolicy(None, without_certificate(worlds.ours.file), "localhost")
     with between(dialling, theirs.for_lender()) as both:
         both.reader.send(HELLO)
         if theirs.authenticates:
@@ -235,7 +235,7 @@ class Stranger:
     def __init__(self, security: Security) -> None:
         self.socket, self.accepted = sockets()
         self.socket.setblocking(False)
-        self.lender = Channel(self.accepted, 1 << 20, guard=security.for_lender())
+        self.lender = Connection(self.accepted, 1 << 20, guard=security.for_lender())
         self.seen = b""
 
     def __enter__(self) -> Stranger:
@@ -318,8 +318,8 @@ class Relay:
         reader, self._a, self._b, self._there = self.sockets
         for end in (self._a, self._b):
             end.setblocking(False)
-        self.reader = Channel(reader, 1 << 20, guard=security.for_reader("localhost"))
-        self.lender = Channel(self._there, 1 << 20, guard=security.for_lender())
+        self.reader = Connection(reader, 1 << 20, guard=security.for_reader("localhost"))
+        self.lender = Connection(self._there, 1 << 20, guard=security.for_lender())
         self.passed = {"there": bytearray(), "back": bytearray()}
         self.change = change
         self.heard: list[bytes] = []
@@ -407,7 +407,7 @@ def test_a_bit_that_flips_by_accident_is_noticed_in_any_case(security: Security)
         relay.until_heard(1)
         relay.change = lambda data: flipped(data, len(data) * 8 - 3)
         relay.reader.send(b"one")
-        with pytest.raises(ChannelLost):
+        with pytest.raises(SideChannelLost):
             relay.until_heard(2)
 
 
@@ -449,9 +449,9 @@ def test_a_stranger_may_send_no_frame_over_one_kibibyte(length: int) -> None:
 def test_what_waits_for_the_handshake_is_bounded(guarded: Security) -> None:
     dialled, accepted = sockets()
     with dialled, accepted:
-        lender = Channel(accepted, 1 << 20, max_unsent=4096, guard=guarded.for_lender())
+        lender = Connection(accepted, 1 << 20, max_unsent=4096, guard=guarded.for_lender())
         lender.send(bytes(2000))
-        with pytest.raises(ChannelLost, match="wait for a peer that does not authenticate"):
+        with pytest.raises(SideChannelLost, match="wait for a peer that does not authenticate"):
             lender.send(bytes(3000))
 
 
@@ -460,10 +460,10 @@ def test_what_waits_for_a_peer_that_does_not_read_is_bounded() -> None:
     with dialled, accepted:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-        lender = Channel(accepted, 1 << 20, max_unsent=1024)
+        lender = Connection(accepted, 1 << 20, max_unsent=1024)
         lender.send(bytes(2000))  # longer than may wait, and taken whole
         assert not lender.has_unsent
-        with pytest.raises(ChannelLost, match="wait for a peer that does not read"):
+        with pytest.raises(SideChannelLost, match="wait for a peer that does not read"):
             lender.send(bytes(1 << 22))
 
 
@@ -491,7 +491,7 @@ def test_half_a_frame_is_midway_and_a_whole_one_is_not() -> None:
 def test_a_lender_that_leaves_before_it_answers_is_asked_what_it_wanted() -> None:
     dialled, accepted = sockets()
     with dialled:
-        reader = Channel(dialled, 1 << 20)
+        reader = Connection(dialled, 1 << 20)
         reader.send(HELLO)
         accepted.recv(100)
         accepted.close()
@@ -503,14 +503,14 @@ def test_a_lender_that_leaves_before_it_answers_is_asked_what_it_wanted() -> Non
 def test_a_plain_peer_that_leaves_after_it_spoke_is_only_gone() -> None:
     dialled, accepted = sockets()
     with dialled:
-        reader = Channel(dialled, 1 << 20)
+        reader = Connection(dialled, 1 << 20)
         reader.send(HELLO)
         accepted.recv(100)
         accepted.sendall(frame(WELCOME))
         accepted.close()
         await_end(dialled)
         assert reader.receive() == [WELCOME]
-        with pytest.raises(ChannelLost, match=r"^closed by the peer$") as lost:
+        with pytest.raises(SideChannelLost, match=r"^closed by the peer$") as lost:
             reader.receive()
         assert not isinstance(lost.value, Unauthenticated)
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from pdconn.sidechannel.wakeup_queue import Mailbox
+from pdconn.sidechannel.wakeup_queue import WakeupQueue
 
 PATIENCE_S = 20.0
 
 
-def is_woken(mailbox: Mailbox[int], seconds: float) -> bool:
+def is_woken(mailbox: WakeupQueue[int], seconds: float) -> bool:
     return bool(select.select([mailbox.socket], [], [], seconds)[0])
 
 
@@ -38,7 +38,7 @@ class Interrupted(deque[int]):
 
 
 def test_one_byte_is_written_until_the_owner_looks() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: WakeupQueue[int] = WakeupQueue()
     for number in range(100):
         mailbox.post(number)
     assert mailbox.socket.recv(4096) == b"\0"
@@ -53,7 +53,7 @@ def test_one_byte_is_written_until_the_owner_looks() -> None:
 
 
 def test_what_is_left_does_not_wake_the_owner() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: WakeupQueue[int] = WakeupQueue()
     assert not mailbox
     mailbox.leave(1)
     assert mailbox
@@ -66,7 +66,7 @@ def test_what_is_left_does_not_wake_the_owner() -> None:
 
 
 def test_taking_without_hushing_leaves_the_owner_awake() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: WakeupQueue[int] = WakeupQueue()
     mailbox.post(1)
     assert mailbox.take() == [1]
     assert is_woken(mailbox, 0.0)
@@ -90,7 +90,7 @@ class Full:
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOBUFS, "no room"), KeyboardInterrupt()])
 def test_who_could_not_be_woken_is_woken_by_the_next_post(error: BaseException) -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: WakeupQueue[int] = WakeupQueue()
     mailbox._poke = Full(mailbox._poke, error)  # type: ignore[assignment]
     with contextlib.suppress(KeyboardInterrupt):
         mailbox.post(1)
@@ -102,7 +102,7 @@ def test_who_could_not_be_woken_is_woken_by_the_next_post(error: BaseException) 
 
 
 def test_what_is_posted_while_the_owner_takes_wakes_it_again() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: WakeupQueue[int] = WakeupQueue()
     mailbox._items = Interrupted(lambda: mailbox.post(2))
     mailbox.post(1)
     mailbox.hush()
@@ -113,7 +113,7 @@ def test_what_is_posted_while_the_owner_takes_wakes_it_again() -> None:
 
 
 def test_nothing_is_left_behind_by_many_posters() -> None:
-    mailbox: Mailbox[int] = Mailbox()
+    mailbox: WakeupQueue[int] = WakeupQueue()
     posters, posts = 4, 5000
 
     def post(first: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
-from pdconn.lender.sessions import Desk, Visitor
+from pdconn.lender.sessions import LenderSessions, Session
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import ProtocolError
@@ -19,18 +19,18 @@ from pdconn.puller.peers import Peer
 from pdconn.puller.proving import Verify
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
-from pdconn.puller.read_queue import Pace
-from pdconn.puller.reading import Reading
-from pdconn.puller.results import Outcome
-from pdconn.puller.warming import Touch, WarmUp
+from pdconn.puller.read_queue import ChunkSizer
+from pdconn.puller.reading import TransportJobs
+from pdconn.puller.results import PullResults
+from pdconn.puller.warming import ProbeRead, WarmUp
 from pdconn.puller.warmup import Place
-from pdconn.sidechannel.connection import ChannelLost
+from pdconn.sidechannel.connection import SideChannelLost
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedWire
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.world import Wire, World, connect
 from transport import HOST
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.transport import InProcessTransport
 
 POOL = 24
 SLICE_NBYTES = 200
@@ -77,16 +77,18 @@ class Prefill:
         self.memory = Memory("BHLNC", POOL, 0, HEADS)
         self.boots = 0
         self.freed_twice: list[str] = []
-        self._wires: dict[Visitor, Wire] = {}
+        self._wires: dict[Session, Wire] = {}
         self._start()
 
     def _start(self) -> None:
         self.boots += 1
         self.incarnation = f"{self.name}/{self.boots}"
-        self.transport = MemoryTransport(self.world.network, self.name)
+        self.transport = InProcessTransport(self.world.network, self.name)
         self.transport.register(self.memory.references.memories())
         rank = RankGeometry(0, 0, self.transport.address(), self.memory.references)
-        self.desk = Desk(Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True)
+        self.desk = LenderSessions(
+            Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
+        )
         self.free = list(range(1, POOL))
         self.lent: dict[str, tuple[int, ...]] = {}
         self._alarm = Clockwork(self.world)
@@ -137,7 +139,7 @@ class Prefill:
 
     def open(self, arrived: Callable[[], None]) -> Wire:
         """Somebody dials; its end of the wire."""
-        visitor = Visitor("somebody")
+        visitor = Session("somebody")
         theirs, ours = connect(self.world, arrived, lambda: self._serve(visitor))
         self._wires[visitor] = ours
         return theirs
@@ -157,7 +159,7 @@ class Prefill:
             self._say(visitor)
         self._alarm.set(self.desk.next_deadline(), self.turn)
 
-    def _serve(self, visitor: Visitor) -> None:
+    def _serve(self, visitor: Session) -> None:
         wire = self._wires.get(visitor)
         if wire is None:
             return
@@ -166,19 +168,19 @@ class Prefill:
                 self.desk.hear(visitor, decode_from_reader(body), self.world.now)
         except ProtocolError as error:
             self.desk.reject(visitor, error)
-        except ChannelLost:
+        except SideChannelLost:
             del self._wires[visitor]
             return
         self.turn()
         self._say(visitor)
 
-    def _say(self, visitor: Visitor) -> None:
+    def _say(self, visitor: Session) -> None:
         wire = self._wires.get(visitor)
         if wire is None:
             return
         try:
             wire.send(self.desk.take_frames(visitor))
-        except ChannelLost:
+        except SideChannelLost:
             del self._wires[visitor]
             return
         if visitor.leaving:
@@ -192,11 +194,13 @@ class DecodeRank:
         self.world = world
         self._engine = engine
         self.memory = Memory("BLHNC", POOL, rank * HEADS // of, HEADS // of)
-        self.transport = MemoryTransport(world.network, f"{engine.name}.{rank}")
+        self.transport = InProcessTransport(world.network, f"{engine.name}.{rank}")
         self.transport.register(self.memory.references.memories())
         self.log = ReaderLog()
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
-        self.reading = Reading(self.transport, self._answer, world.clock, Pace(SLICE_NBYTES))
+        self.reading = TransportJobs(
+            self.transport, self._answer, world.clock, ChunkSizer(SLICE_NBYTES)
+        )
         verify = list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(
             me,
@@ -235,7 +239,7 @@ class DecodeRank:
         while self.pulls.has_unplanned:
             self.pulls.plan_one()
         self._alarm.set(self.pulls.next_deadline(), self.turn)
-        outcome = Outcome.of(self.pulls.outbox)
+        outcome = PullResults.of(self.pulls.outbox)
         if outcome.records or outcome.failed or outcome.released:
             for record in outcome.records:
                 self.log.received(record.request)
@@ -275,7 +279,7 @@ class DecodeRank:
             pass
 
     def _answer(self, answer: News) -> None:
-        if isinstance(answer, ReadSettled) and not isinstance(answer.tag, Touch):
+        if isinstance(answer, ReadSettled) and not isinstance(answer.tag, ProbeRead):
             self.log.settled(answer.tag.request, self.world.now)  # type: ignore[attr-defined]
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
@@ -330,7 +334,7 @@ class Decode:
         if self.world.chance(self.world.chances.cancel):
             self.world.at(self.world.rng.expovariate(5.0), lambda: self._cancel(name))
 
-    def reported(self, rank: DecodeRank, outcome: Outcome) -> None:
+    def reported(self, rank: DecodeRank, outcome: PullResults) -> None:
         """A rank's pulls ended, or came out of quarantine."""
         me = self.ranks.index(rank)
         for record in outcome.records:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdconn.lifecycle.pull import PullState
-from pdconn.puller.warming import Touch
+from pdconn.puller.warming import ProbeRead
 from tests.simulation.engines import Decode, DecodeRank, Prefill
 from tests.simulation.world import World
 from transport.inprocess.faults import ReadRequest
@@ -121,7 +121,7 @@ class Laws:
         listed = [(peer, request) for peer in peers for request in peer.pulls]
         self._subset(pulls._entries, decode.requests, f"{name} has pulls of no request")
         self._subset(pulls._by_pull.values(), entries, f"{name} awaits answers to no pull")
-        reads = [tag for tag in rank.reading.tags if not isinstance(tag, Touch)]
+        reads = [tag for tag in rank.reading.tags if not isinstance(tag, ProbeRead)]
         self._subset(reads, entries, f"{name} has reads of no pull")
         self._subset(listed, uses, f"{name} has peers with pulls that are none")
         self._subset(over, used, f"{name} has peers that are over")

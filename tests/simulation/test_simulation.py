@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.faults.frames import MessageFaults
-from pdconn.lender.checksums import Proofs
+from pdconn.lender.checksums import ChecksumResponder
 from pdconn.lifecycle.lease import Lease, LeaseState
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.puller.pulls import Pulls
@@ -209,7 +209,7 @@ def test_a_cancelled_pull_that_stays_is_noticed_at_once(monkeypatch: pytest.Monk
 def test_checksums_that_outlive_their_lease_are_noticed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Proofs, "forget", lambda _self, _request: [])
+    monkeypatch.setattr(ChecksumResponder, "forget", lambda _self, _request: [])
     breaks("has checksums of nothing lent")
 
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.faults.frames import FlowState, FrameFaults, MessageFaults
-from pdconn.sidechannel.connection import ChannelLost
+from pdconn.sidechannel.connection import SideChannelLost
 from transport import PeerId, PeerLost
 from transport.inprocess.faults import Failing, Fault, Late, ManualClock, ReadRequest
-from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.network import InProcessNetwork
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class World:
         self.chances = chances
         self.rng = random.Random(seed)
         self.clock = ManualClock(1000.0)
-        self.network = MemoryNetwork(clock=self.clock, script=self._fault_of)
+        self.network = InProcessNetwork(clock=self.clock, script=self._fault_of)
         self.counts: Counter[str] = Counter()
         self.readers: dict[PeerId, Callable[[], None]] = {}
         """Whom to wake when a read of theirs lands."""
@@ -120,27 +120,27 @@ class Wire:
     _due: float = 0.0
 
     def send(self, bodies: Iterable[bytes]) -> None:
-        """As ``pdconn.sidechannel.wire.Wire.send``."""
+        """As ``pdconn.sidechannel.wire.PolledConnection.send``."""
         for body in bodies:
             if self.is_cut:
-                raise ChannelLost("cut")
+                raise SideChannelLost("cut")
             for out in self.faults.feed(body, self.world.now):
                 self._carry(out.frame, out.due - self.world.now)
             if self.faults.state is FlowState.CUT:
                 self.cut()
-                raise ChannelLost("cut on purpose")
+                raise SideChannelLost("cut on purpose")
             if self.faults.held_until is not None:
                 self.world.at(self.faults.held_until - self.world.now, self._flush)
 
     def receive(self) -> Sequence[bytes]:
-        """As ``pdconn.sidechannel.wire.Wire.receive``."""
+        """As ``pdconn.sidechannel.wire.PolledConnection.receive``."""
         arrived, self.arrived = self.arrived, []
         if not arrived and self.is_cut:
-            raise ChannelLost("closed by the peer")
+            raise SideChannelLost("closed by the peer")
         return arrived
 
     def close(self) -> None:
-        """As ``pdconn.sidechannel.wire.Wire.close``: the other end learns of it."""
+        """As ``pdconn.sidechannel.wire.PolledConnection.close``: the other end learns of it."""
         self.cut()
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from pdconn.bench.transfer.arena import Arena
+from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.workload import extent, placed
 from pdconn.lab.ports import LOCALHOST
@@ -50,7 +50,7 @@ class Memory:
         [rank] = like.ranks
         self.traits = like.traits
         self._open = ExitStack()
-        arena = self._open.enter_context(Arena(extent(rank.references), huge_pages=True))
+        arena = self._open.enter_context(BenchMemory(extent(rank.references), huge_pages=True))
         _fill(arena.memory.base, arena.memory.nbytes)
         self.references = placed(rank.references, arena.memory)
         self.transport = PATHS["auto"].open(name)

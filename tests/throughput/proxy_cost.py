@@ -13,7 +13,7 @@ a queue of 32.  Engines answer at once, so a first token's time is the cost of a
 
 ``look-up`` means that prefill publishes events, so each prompt of 1000 tokens is hashed and
 scored; half of it is cached.  Lag is from the stamp that an engine's batch gets as it is sent to
-the moment when ``Caches.apply`` has returned in the router: from then on it counts in scores.
+the moment when ``PrefixCaches.apply`` has returned in the router: from then on it counts in scores.
 It is taken by a probe in the router's own process, a router started like the others but for it,
 with nothing else to do and with the same 32 streams.
 """
@@ -345,20 +345,20 @@ def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     """A router that notes how old each batch is once it has been applied."""
     from pdconn.cli.proxy import _loop_factory
     from pdconn.router.config import ProxyConfig
-    from pdconn.router.events.caches import Caches
-    from pdconn.router.events.subscriber import Source
+    from pdconn.router.events.caches import PrefixCaches
+    from pdconn.router.events.subscriber import EventSource
     from pdconn.router.prefix.events import Batch
     from pdconn.router.server import running_proxy as in_this_process
 
     seen: list[float] = []
-    began, apply = time.time(), Caches.apply
+    began, apply = time.time(), PrefixCaches.apply
 
-    def noted(self: Caches, source: Source, batch: Batch) -> None:
+    def noted(self: PrefixCaches, source: EventSource, batch: Batch) -> None:
         apply(self, source, batch)
         if batch.ts >= began:  # replayed ones are older
             seen.append(time.time() - batch.ts)
 
-    Caches.apply = noted  # type: ignore[method-assign]
+    PrefixCaches.apply = noted  # type: ignore[method-assign]
 
     async def serve() -> None:
         stop = asyncio.Event()

@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.bench.transfer.arena import Arena
+from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.forecast.engine import parse_engine
@@ -81,7 +81,7 @@ def lend(prompt: int) -> None:
     """For each line ``path boot``: end the boot before, begin that, lend two requests."""
     workload = workload_of(prompt)
     [described] = workload.theirs()
-    with Arena(extent(described), huge_pages=False) as arena:
+    with BenchMemory(extent(described), huge_pages=False) as arena:
         references = placed(described, arena.memory)
         line = sys.stdin.readline()
         while line:
@@ -137,7 +137,7 @@ def measure(
     workload = workload_of(prompt)
     ours = workload.ours()
     taken = []
-    with Arena(extent(ours), huge_pages=False) as arena, lending(prompt) as lender:
+    with BenchMemory(extent(ours), huge_pages=False) as arena, lending(prompt) as lender:
         me = Rank("decode", 0, 1, 0, placed(ours, arena.memory), TRAITS)
         for number in range(rounds + 1):
             for path in paths:
@@ -149,7 +149,7 @@ def measure(
 
 
 def _turn(
-    workload: Workload, me: Rank, arena: Arena, lender: Lending, *, path: str, kind: str
+    workload: Workload, me: Rank, arena: BenchMemory, lender: Lending, *, path: str, kind: str
 ) -> Turn:
     port, boot = lender.boot(path)
     transport = PATHS[path].open(f"warm-decode-{boot}")

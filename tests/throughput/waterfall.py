@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdconn.bench.transfer.arena import Arena
+from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.forecast.engine import parse_engine
@@ -86,7 +86,7 @@ def lend(options: argparse.Namespace) -> None:
     workload, path = workload_of(options), PATHS[options.path]
     [described] = workload.theirs()
     with (
-        Arena(extent(described), huge_pages=path.huge_pages) as arena,
+        BenchMemory(extent(described), huge_pages=path.huge_pages) as arena,
         path.open("waterfall-prefill") as transport,
     ):
         transport.register([arena.memory])
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace) -> list[Waterfall]:
         command += [f"--{name}", str(getattr(options, name))]
     ours = workload.ours()
     with (
-        Arena(extent(ours), huge_pages=path.huge_pages) as arena,
+        BenchMemory(extent(ours), huge_pages=path.huge_pages) as arena,
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as child,

@@ -11,11 +11,11 @@ from transport.address import pack
 from transport.base import Transport
 from transport.choose import WANTED, Choice, Wanted, choose, ucx_options
 from transport.errors import BackendFailure, BadAddress, TransportUnavailable
-from transport.inprocess.transport import MemoryNetwork, MemoryTransport
+from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 
 
 def runs() -> Transport:
-    return MemoryTransport(MemoryNetwork(), "x")
+    return InProcessTransport(InProcessNetwork(), "x")
 
 
 def missing(text: str) -> Callable[[], Transport]:

@@ -12,9 +12,9 @@ import pytest
 
 from transport.base import Transport
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, PeerUnknown, TransportClosed
-from transport.faulty import DisturbedTransport, ReadFaults
+from transport.faulty import FaultyTransport, ReadFaults
 from transport.inprocess.faults import Held, ManualClock
-from transport.inprocess.transport import MemoryNetwork, MemoryTransport
+from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.testing.contract import Arena, Rig
 from transport.types import Device, Memory, PeerId
 
@@ -27,13 +27,13 @@ class Reading:
 
     def __init__(self, faults: ReadFaults, seed: int = 7) -> None:
         self.clock = ManualClock()
-        self.network = MemoryNetwork(clock=self.clock)
+        self.network = InProcessNetwork(clock=self.clock)
         self.kills = 0
         self.lending, reading = Arena.patterned(), Arena.blank()
-        lender = MemoryTransport(self.network, "lender")
+        lender = InProcessTransport(self.network, "lender")
         lender.register([self.lending.memory])
-        inner = MemoryTransport(self.network, "reader")
-        self.reader = DisturbedTransport(inner, faults, Random(seed), self.clock, self._kill)
+        inner = InProcessTransport(self.network, "reader")
+        self.reader = FaultyTransport(inner, faults, Random(seed), self.clock, self._kill)
         self.reader.register([reading.memory])
         peer = self.reader.connect(lender.address())
         self.rig = Rig(self.reader, peer, lender.address(), reading, self.lending.memory)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.vllm.consumer import Borrowing
+from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 
 PROMPT = list(range(100, 140))
@@ -34,8 +34,8 @@ def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) ->
     return made
 
 
-def borrowing(recompute: bool = False, prefix_caching: bool = False) -> Borrowing:
-    return Borrowing("here", recompute, prefix_caching)
+def borrowing(recompute: bool = False, prefix_caching: bool = False) -> ConsumerScheduler:
+    return ConsumerScheduler("here", recompute, prefix_caching)
 
 
 def test_a_ticket_is_held_from_its_arrival_and_pulled_with_blocks() -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.consumer import Borrowing
+from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.pair import NUM_BLOCKS, Pair
 from transport.inprocess.faults import Held
-from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.network import InProcessNetwork
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -57,7 +57,7 @@ class Decode:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._borrowing = Borrowing("here", recompute=False, prefix_caching=True)
+        self._borrowing = ConsumerScheduler("here", recompute=False, prefix_caching=True)
         # A worker takes its puller from its engine's memory; here there is no engine.
         self._worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
         self._worker._puller = pair.puller
@@ -100,7 +100,7 @@ class Decode:
 @contextmanager
 def in_flight(count: int) -> Iterator[Decode]:
     """Decode with ``count`` pulls whose reads do not move; they are received in the end."""
-    network = MemoryNetwork(script=lambda _: Held())
+    network = InProcessNetwork(script=lambda _: Held())
     with Pair(network=network, claim_timeout_s=_PATIENCE_S) as pair:
         decode = Decode(pair)
         decode.step(decode.requests(count))
@@ -131,7 +131,7 @@ def least_s(decode: Decode, clock: Any = time.thread_time) -> float:
     return min(took)
 
 
-class Scanning(Borrowing):
+class Scanning(ConsumerScheduler):
     """As one that looks through all requests when one arrives."""
 
     def arrived(self, request: Any) -> None:
@@ -140,7 +140,7 @@ class Scanning(Borrowing):
         super().arrived(request)
 
 
-def arriving_s(count: int, kind: type[Borrowing] = Borrowing) -> float:
+def arriving_s(count: int, kind: type[ConsumerScheduler] = ConsumerScheduler) -> float:
     """The least processor time that the scheduler's half takes for a request, of ``count``."""
     took = []
     for _ in range(_ROUNDS):

@@ -23,7 +23,7 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.producer import Lending
+from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.pair import Cache
 
 
@@ -69,10 +69,10 @@ def lease_s() -> float:
 
 
 @pytest.fixture
-def lending(pool: Pool, lease_s: float) -> Iterator[Lending]:
+def lending(pool: Pool, lease_s: float) -> Iterator[ProducerScheduler]:
     [port] = free_ports(1)
     settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
-    made = Lending(settings, "p", "boot", (1, 1))
+    made = ProducerScheduler(settings, "p", "boot", (1, 1))
     made.bind(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.of("p", "boot", {}, (geometry,)))
@@ -80,14 +80,16 @@ def lending(pool: Pool, lease_s: float) -> Iterator[Lending]:
     made.close()
 
 
-def settle(lending: Lending, pool: Pool, seconds: float = 20.0) -> None:
+def settle(lending: ProducerScheduler, pool: Pool, seconds: float = 20.0) -> None:
     give_up = time.monotonic() + seconds
     while pool.pinned() and time.monotonic() < give_up:
         lending.unpin_freed()
         time.sleep(0.01)
 
 
-def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Pool) -> None:
+def test_lent_blocks_are_pinned_until_the_lease_ends(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
     params = lending.lend(request("r"), ([0, 0, 3, 4], [7]))
     assert params is not None
     assert pool.pinned() == [3, 4, 7]
@@ -99,7 +101,7 @@ def test_lent_blocks_are_pinned_until_the_lease_ends(lending: Lending, pool: Poo
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
-    lending: Lending, pool: Pool, lease_s: float
+    lending: ProducerScheduler, pool: Pool, lease_s: float
 ) -> None:
     params = lending.lend(request("r"), ([3],))
     assert params is not None
@@ -113,12 +115,12 @@ def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
     assert time.monotonic() - began < lease_s / 2
 
 
-def test_nothing_to_lend_is_no_ticket(lending: Lending, pool: Pool) -> None:
+def test_nothing_to_lend_is_no_ticket(lending: ProducerScheduler, pool: Pool) -> None:
     assert lending.lend(request("r"), ([0, 0], [])) is None
     assert pool.pinned() == []
 
 
-def test_two_leases_on_one_block_are_two_references(lending: Lending, pool: Pool) -> None:
+def test_two_leases_on_one_block_are_two_references(lending: ProducerScheduler, pool: Pool) -> None:
     lending.lend(request("a"), ([5],))
     lending.lend(request("b"), ([5],))
     assert pool.blocks[5].ref_cnt == 2

@@ -33,7 +33,7 @@ class _Flight:
     doomed: PeerLost | None = None
 
 
-class MemoryNetwork:
+class InProcessNetwork:
     """What connects ``MemoryTransport``s, and where faults are asked for.
 
     Faults injected for a (reader, peer) pair are used up first, one per read;

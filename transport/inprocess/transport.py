@@ -11,7 +11,7 @@ be made it does what NIXL does, so that code which is right here is right there:
   newer one to read what was registered since.
 * A run must lie inside one registered memory, on both sides.
 
-There is no thread: bytes move inside ``poll`` and ``MemoryNetwork.progress``.
+There is no thread: bytes move inside ``poll`` and ``InProcessNetwork.progress``.
 As with every backend, buffers must outlive the transport that registered them::
 
     clock = ManualClock()
@@ -46,18 +46,18 @@ from transport.errors import (
     TransportClosed,
 )
 from transport.inprocess.faults import Failing, Held, Late, Lost, ManualClock, ReadRequest
-from transport.inprocess.network import MemoryNetwork
+from transport.inprocess.network import InProcessNetwork
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
 
 __all__ = [
     "Failing",
     "Held",
+    "InProcessNetwork",
+    "InProcessTransport",
     "Late",
     "Lost",
     "ManualClock",
-    "MemoryNetwork",
-    "MemoryTransport",
     "ReadRequest",
 ]
 
@@ -65,10 +65,10 @@ _BACKEND = "memory"
 _MEMORIES = msgspec.msgpack.Decoder(list[tuple[int, int]])
 
 
-class MemoryTransport(Transport):
-    """One peer of a ``MemoryNetwork``; host memory of this process only."""
+class InProcessTransport(Transport):
+    """One peer of a ``InProcessNetwork``; host memory of this process only."""
 
-    def __init__(self, network: MemoryNetwork, name: str) -> None:
+    def __init__(self, network: InProcessNetwork, name: str) -> None:
         self.network = network
         self.peer_id = network.join(name)
         self._registered = Regions()

@@ -43,7 +43,7 @@ Backends = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class NixlLibrary:
     """The two modules of the nixl package that are needed."""
 
     api: Any
@@ -82,7 +82,7 @@ class Agent:
 
     def __init__(
         self,
-        library: Library,
+        library: NixlLibrary,
         name: str,
         backends: Backends,
         *,
@@ -236,7 +236,7 @@ class Agent:
             _log.warning("%s: nixl did not release %r: %s", self.name, handle, error)
 
 
-def _bare_agent(library: Library, name: str, progress_delay_us: int, telemetry: bool) -> Any:
+def _bare_agent(library: NixlLibrary, name: str, progress_delay_us: int, telemetry: bool) -> Any:
     """A nixl_agent without backends whose progress thread will rest between events."""
     empty = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
     raw = library.api.nixl_agent(name, empty)

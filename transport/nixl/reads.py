@@ -40,7 +40,7 @@ _REPOST_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class NixlPeer:
     """A peer that NIXL knows.  ``lost`` once a read found it disconnected."""
 
     id: PeerId
@@ -54,7 +54,7 @@ class _Flight:
     """A read that can still write; ``repost_at`` is set while posting it fails."""
 
     read: ReadId
-    peer: Peer
+    peer: NixlPeer
     spans: Spans
     nbytes: int
     transfer: Transfer
@@ -82,7 +82,7 @@ class Reads:
         """How many reads can still write."""
         return len(self._flights)
 
-    def start(self, peer: Peer, spans: Spans) -> ReadId:
+    def start(self, peer: NixlPeer, spans: Spans) -> ReadId:
         """Post a read; every failure settles it."""
         read = ReadId(next(self._ids))
         began = self._clock()
@@ -110,12 +110,12 @@ class Reads:
             return None
         return self._settled.pop(read)
 
-    def doom(self, peer: Peer) -> None:
+    def doom(self, peer: NixlPeer) -> None:
         """Let the reads of ``peer`` settle as ``PeerLost``, each when it is over."""
         for read in peer.reads:
             self._flights[read].doomed = True
 
-    def advance(self, peer: Peer | None = None) -> None:
+    def advance(self, peer: NixlPeer | None = None) -> None:
         """See which reads, of ``peer`` or of all, are over; they stay to be polled."""
         for read in list(self._flights if peer is None else peer.reads):
             self._advance(read)
@@ -124,7 +124,7 @@ class Reads:
         """Forget the settled reads."""
         self._settled.clear()
 
-    def _prepare(self, peer: Peer, spans: Spans) -> Transfer:
+    def _prepare(self, peer: NixlPeer, spans: Spans) -> Transfer:
         """Merge neighbours first: NIXL merges them as well, at seventeen times the cost.
 
         Merged runs may cross from one registered memory into the next, which

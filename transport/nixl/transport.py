@@ -35,10 +35,10 @@ from transport.errors import (
     TransportUnavailable,
 )
 from transport.hugepages import CollapseReport, collapse
-from transport.nixl.agent import Agent, Library
+from transport.nixl.agent import Agent, NixlLibrary
 from transport.nixl.errors import ChangedConnection
 from transport.nixl.options import backend_params, ucx_environment, ucx_version
-from transport.nixl.reads import Peer, Reads
+from transport.nixl.reads import NixlPeer, Reads
 from transport.pages import small_pages
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, Settled, Spans
@@ -49,7 +49,7 @@ _BACKEND = "nixl"
 _CLOSE_POLL_S = 0.001
 
 
-def load_library() -> Library:
+def load_library() -> NixlLibrary:
     """Import nixl, which takes one to two seconds the first time.
 
     Raises:
@@ -68,7 +68,7 @@ def load_library() -> Library:
         version = importlib.metadata.version("nixl")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown"
-    return Library(api, bindings, version)
+    return NixlLibrary(api, bindings, version)
 
 
 class NixlTransport(Transport):
@@ -103,7 +103,7 @@ class NixlTransport(Transport):
         huge_page_s: float = 10.0,
         close_wait_s: float = 5.0,
         boot: str | None = None,
-        library: Library | None = None,
+        library: NixlLibrary | None = None,
     ) -> None:
         agent_name = f"{name}-{boot or secrets.token_hex(4)}"
         if len(agent_name) > MAX_NAME_CHARS or not name:
@@ -122,8 +122,8 @@ class NixlTransport(Transport):
         )
         self._registered = Regions()
         self._reads = Reads(self._agent, self._registered, time.perf_counter)
-        self._peers: dict[PeerId, Peer] = {}
-        self._leaving: dict[PeerId, Peer] = {}
+        self._peers: dict[PeerId, NixlPeer] = {}
+        self._leaving: dict[PeerId, NixlPeer] = {}
         self._huge_page_s = huge_page_s if huge_pages else 0.0
         self._may_complain = huge_pages
         self._collapsed: list[CollapseReport] = []
@@ -264,7 +264,7 @@ class NixlTransport(Transport):
         of = sum(memory.nbytes for memory in self._registered if memory.device.kind == "cpu")
         return f"{done} of {of} bytes of host memory"
 
-    def _learn(self, known: Peer | None, peer_id: PeerId, metadata: bytes) -> Peer:
+    def _learn(self, known: NixlPeer | None, peer_id: PeerId, metadata: bytes) -> NixlPeer:
         """Load metadata of a new peer, of one that registered more, or of its next boot."""
         try:
             self._load(peer_id, metadata)
@@ -276,7 +276,7 @@ class NixlTransport(Transport):
             self._load(peer_id, metadata)
             known = None
         if known is None:
-            return Peer(peer_id, metadata)
+            return NixlPeer(peer_id, metadata)
         known.metadata = metadata
         return known
 
@@ -287,7 +287,7 @@ class NixlTransport(Transport):
                 self._agent.remove(loaded)
             raise BadAddress(f"address of {peer!r} holds metadata of {loaded!r}")
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: NixlPeer) -> None:
         self._reads.doom(peer)
         self._reads.advance(peer)
         if peer.reads:

@@ -58,7 +58,7 @@ class BadFrame(TransportError):
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ReaderHello:
     """A reader's first frame: where its worker can be reached."""
 
     session: Session
@@ -66,7 +66,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Want:
+class PieceRequest:
     """Send these runs, one after the other, as one message tagged ``tag``.
 
     ``addresses`` and ``nbytes`` are uint64 of shape (n,), 1 <= n <= ``MAX_RUNS``;
@@ -81,8 +81,8 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The lender's answer to a ``Want`` that it will not serve.
+class PieceRefused:
+    """The lender's answer to a ``PieceRequest`` that it will not serve.
 
     ``out_of_bounds``: a run lies outside what is registered.
     """
@@ -93,7 +93,7 @@ class Refused:
     reason: str
 
 
-Frame = Hello | Want | Refused
+Frame = ReaderHello | PieceRequest | PieceRefused
 
 
 def encode(frame: Frame, secret: bytes) -> bytes:
@@ -103,9 +103,9 @@ def encode(frame: Frame, secret: bytes) -> bytes:
         BadFrame: it is larger than ``decode`` would accept.
     """
     number, tag = 0, 0
-    if isinstance(frame, Hello):
+    if isinstance(frame, ReaderHello):
         kind, count, body = 1, len(frame.worker_address), frame.worker_address
-    elif isinstance(frame, Want):
+    elif isinstance(frame, PieceRequest):
         kind, count, number, tag = 2, len(frame.addresses), frame.number, frame.tag
         body = frame.addresses.astype("<u8").tobytes() + frame.nbytes.astype("<u4").tobytes()
     else:
@@ -123,7 +123,7 @@ def session_in(data: bytes) -> Session:
 
 
 def is_answer(data: bytes) -> bool:
-    """Whether this says it is a ``Refused``, so meant for us as a reader; nothing is checked."""
+    """Whether this says it is a ``PieceRefused``, so meant for a reader.  Nothing is checked."""
     return len(data) > _HEAD.size and data[4] == _REFUSED
 
 
@@ -146,13 +146,13 @@ def decode(data: bytes, secret: bytes) -> Frame:
     return _BODIES[kind](Session(session), number, tag, count, plain[_HEAD.size :])
 
 
-def _hello(session: Session, number: int, tag: int, count: int, body: bytes) -> Hello:
+def _hello(session: Session, number: int, tag: int, count: int, body: bytes) -> ReaderHello:
     if len(body) != count or not 0 < count <= MAX_WORKER_ADDRESS_BYTES:
         raise BadFrame(f"hello names {count} bytes and has {len(body)}")
-    return Hello(session, body)
+    return ReaderHello(session, body)
 
 
-def _want(session: Session, number: int, tag: int, count: int, body: bytes) -> Want:
+def _want(session: Session, number: int, tag: int, count: int, body: bytes) -> PieceRequest:
     if not 0 < count <= MAX_RUNS or len(body) != 12 * count:
         raise BadFrame(f"{count} runs in {len(body)} bytes, expected 1 to {MAX_RUNS}, 12 each")
     addresses = np.frombuffer(body, "<u8", count).astype(np.uint64)
@@ -161,13 +161,13 @@ def _want(session: Session, number: int, tag: int, count: int, body: bytes) -> W
         raise BadFrame(f"run {int(np.argmin(nbytes))} has 0 bytes")
     if (addresses > _LAST_ADDRESS - nbytes).any():
         raise BadFrame("a run ends beyond 63 bits")
-    return Want(session, number, tag, addresses, nbytes)
+    return PieceRequest(session, number, tag, addresses, nbytes)
 
 
-def _refused(session: Session, number: int, tag: int, count: int, body: bytes) -> Refused:
+def _refused(session: Session, number: int, tag: int, count: int, body: bytes) -> PieceRefused:
     if len(body) != count or count > MAX_REASON_BYTES:
         raise BadFrame(f"refusal names {count} bytes and has {len(body)}")
-    return Refused(session, tag, number == 1, body.decode(errors="replace"))
+    return PieceRefused(session, tag, number == 1, body.decode(errors="replace"))
 
 
 _REFUSED = 3

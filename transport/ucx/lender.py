@@ -22,11 +22,19 @@ import numpy as np
 from transport.errors import TransportError
 from transport.regions import Regions
 from transport.types import HOST, Memory
-from transport.ucx.frames import BadFrame, Hello, Refused, Session, Want, decode, encode
+from transport.ucx.frames import (
+    BadFrame,
+    PieceRefused,
+    PieceRequest,
+    ReaderHello,
+    Session,
+    decode,
+    encode,
+)
 from transport.ucx.gather import Bytes, bytes_at, gather
 from transport.ucx.outbox import Buffers, Sending
 from transport.ucx.pieces import MAX_PIECE_BYTES, STAGED_BYTES, Runs
-from transport.ucx.worker import FRAME_TAG, Line, Wire
+from transport.ucx.worker import FRAME_TAG, Endpoint, UcxWorker
 
 _log = logging.getLogger(__name__)
 
@@ -40,28 +48,28 @@ _LOOK_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Borrower:
+class RemoteReader:
     """A reader's session: its way back, what it wants, and what is on its way."""
 
     session: Session
-    line: Line
+    line: Endpoint
     number: int = 0
-    wants: deque[Want] = field(default_factory=deque)
+    wants: deque[PieceRequest] = field(default_factory=deque)
     sending: list[Sending] = field(default_factory=list)
 
 
-class Lender:
+class UcxLender:
     """Serves ``lent``, which the transport replaces as memory is registered.
 
     ``secret`` is ours: whoever holds it may read.
     """
 
-    def __init__(self, wire: Wire, secret: bytes, clock: Callable[[], float]) -> None:
+    def __init__(self, wire: UcxWorker, secret: bytes, clock: Callable[[], float]) -> None:
         self.lent = Regions()
         self._wire = wire
         self._secret = secret
         self._clock = clock
-        self._borrowers: dict[Session, Borrower] = {}
+        self._borrowers: dict[Session, RemoteReader] = {}
         self._ended: dict[Session, None] = {}
         self._ending: list[Sending] = []
         self._buffers = Buffers(MAX_BUFFERS)
@@ -88,9 +96,9 @@ class Lender:
         """One frame from the wire, by whomever."""
         try:
             frame = decode(data, self._secret)
-            if isinstance(frame, Hello):
+            if isinstance(frame, ReaderHello):
                 self._greet(frame)
-            elif isinstance(frame, Want):
+            elif isinstance(frame, PieceRequest):
                 self._queue(frame)
         except TransportError as error:
             self.refused_frames += 1
@@ -110,7 +118,7 @@ class Lender:
         for borrower in list(self._borrowers.values()):
             self._drop(borrower, "we close")
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, hello: ReaderHello) -> None:
         if hello.session in self._borrowers or hello.session in self._ended:
             raise BadFrame("hello of a session that is known")
         if len(self._borrowers) >= MAX_BORROWERS:
@@ -120,9 +128,9 @@ class Lender:
                 raise BadFrame(f"{MAX_BORROWERS} readers are being served")
             self._drop(oldest, "the table is full")
         line = self._wire.dial(hello.worker_address)
-        self._borrowers[hello.session] = Borrower(hello.session, line)
+        self._borrowers[hello.session] = RemoteReader(hello.session, line)
 
-    def _queue(self, want: Want) -> None:
+    def _queue(self, want: PieceRequest) -> None:
         borrower = self._borrowers.get(want.session)
         if borrower is None:
             raise BadFrame("want of an unknown session")
@@ -134,7 +142,7 @@ class Lender:
             return
         borrower.wants.append(want)
 
-    def _serve(self, borrower: Borrower) -> bool:
+    def _serve(self, borrower: RemoteReader) -> bool:
         worked = self._reap(borrower)
         if not borrower.line.alive:
             self._drop(borrower, "its connection broke")
@@ -147,7 +155,7 @@ class Lender:
             self._drop(borrower, str(error))
             return True
 
-    def _answer(self, borrower: Borrower, want: Want) -> bool:
+    def _answer(self, borrower: RemoteReader, want: PieceRequest) -> bool:
         """Send what is wanted, or why not; False while there is no buffer for it."""
         refused = self._objection(want)
         if refused is not None:
@@ -169,18 +177,18 @@ class Lender:
         self._send(borrower, message, want.tag, buffer)
         return True
 
-    def _objection(self, want: Want) -> Refused | None:
+    def _objection(self, want: PieceRequest) -> PieceRefused | None:
         outside = self.lent.outside("remote", want.addresses, want.nbytes, HOST)
         if outside is not None:
-            return Refused(want.session, want.tag, True, str(outside))
+            return PieceRefused(want.session, want.tag, True, str(outside))
         runs = Runs(want.addresses, want.nbytes).joined()
         limit = MAX_PIECE_BYTES if len(runs.nbytes) == 1 else STAGED_BYTES
         if runs.total_bytes <= limit:
             return None
         reason = f"a piece of {runs.total_bytes} bytes, at most {limit}"
-        return Refused(want.session, want.tag, False, reason)
+        return PieceRefused(want.session, want.tag, False, reason)
 
-    def _send(self, borrower: Borrower, message: Bytes, tag: int, buffer: Bytes | None) -> None:
+    def _send(self, borrower: RemoteReader, message: Bytes, tag: int, buffer: Bytes | None) -> None:
         try:
             request = borrower.line.send(message, tag)
         except TransportError:
@@ -201,7 +209,7 @@ class Lender:
         self._drop(slowest, f"it took nothing for {STALL_S:g} s and others wait")
         return True
 
-    def _reap(self, borrower: Borrower) -> bool:
+    def _reap(self, borrower: RemoteReader) -> bool:
         before = len(borrower.sending)
         borrower.sending = self._buffers.reap(borrower.sending)
         return len(borrower.sending) < before
@@ -213,7 +221,7 @@ class Lender:
             self._ending = self._buffers.reap(self._ending)
         return len(self._ending) < before
 
-    def _drop(self, borrower: Borrower, why: str) -> None:
+    def _drop(self, borrower: RemoteReader, why: str) -> None:
         _log.debug("ucx: session %s ends: %s", borrower.session.hex()[:8], why)
         del self._borrowers[borrower.session]
         self._ended[borrower.session] = None
@@ -235,7 +243,7 @@ class Lender:
                 self._drop(borrower, "its connection broke")
 
 
-def _too_long(want: Want) -> Bytes:
+def _too_long(want: PieceRequest) -> Bytes:
     """What fails the receive of a piece, whether or not its reader hears why.
 
     UCX fails one that more bytes come for than it has room for, and writes none of them.

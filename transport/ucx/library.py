@@ -69,7 +69,7 @@ _LOST = (
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class UcxLibrary:
     """The parts of ucxx that are needed: its Cython module and its buffer wrapper."""
 
     api: Any
@@ -90,7 +90,7 @@ class Library:
         return PeerLost if isinstance(error, lost) else BackendFailure
 
 
-def load_library() -> Library:
+def load_library() -> UcxLibrary:
     """Import ucxx, which takes half a second the first time.
 
     Raises:
@@ -113,7 +113,7 @@ def load_library() -> Library:
         for key in [key for key in os.environ if key.startswith("UCX_")]:
             if key not in before:
                 del os.environ[key]
-    return Library(api, Array, _version("ucxx-cu12"), ".".join(map(str, ucxx.get_ucx_version())))
+    return UcxLibrary(api, Array, _version("ucxx-cu12"), ".".join(map(str, ucxx.get_ucx_version())))
 
 
 def context_options(user: Mapping[str, str] | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from transport.ucx.gather import Bytes
 from transport.ucx.pieces import STAGED_BYTES
-from transport.ucx.worker import Request
+from transport.ucx.worker import UcxRequest
 
 _SPARE = 8
 
@@ -21,7 +21,7 @@ _SPARE = 8
 class Sending:
     """A message on its way since ``since``, s; ``buffer`` is to be given back after it."""
 
-    request: Request
+    request: UcxRequest
     buffer: Bytes | None
     since: float
 

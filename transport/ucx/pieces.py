@@ -54,7 +54,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ReadPiece:
     """``nbytes`` bytes from the lender's runs ``remote`` into ours, ``local``."""
 
     local: Runs
@@ -77,13 +77,13 @@ class Cutter:
         """Whether the last piece was given."""
         return self._next == len(self._spans)
 
-    def next(self) -> Piece:
+    def next(self) -> ReadPiece:
         """The next piece; there must be one."""
         assert not self.exhausted
         large = int(self._spans.nbytes[self._next]) >= DIRECT_BYTES
         return self._direct() if large else self._staged()
 
-    def _direct(self) -> Piece:
+    def _direct(self) -> ReadPiece:
         run, into = self._next, self._into
         left = int(self._spans.nbytes[run]) - into
         nbytes = min(left, MAX_PIECE_BYTES)
@@ -96,7 +96,7 @@ class Cutter:
             np.array([nbytes], dtype=np.uint64),
         )
 
-    def _staged(self) -> Piece:
+    def _staged(self) -> ReadPiece:
         first = self._next
         given = self._ends[first] - self._spans.nbytes[first]
         fits = int(np.searchsorted(self._ends, given + np.uint64(STAGED_BYTES), side="right"))
@@ -108,5 +108,5 @@ class Cutter:
         return _piece(spans.local[first:last], spans.remote[first:last], spans.nbytes[first:last])
 
 
-def _piece(local: U64, remote: U64, nbytes: U64) -> Piece:
-    return Piece(Runs(local, nbytes).joined(), Runs(remote, nbytes).joined(), int(nbytes.sum()))
+def _piece(local: U64, remote: U64, nbytes: U64) -> ReadPiece:
+    return ReadPiece(Runs(local, nbytes).joined(), Runs(remote, nbytes).joined(), int(nbytes.sum()))

@@ -12,12 +12,12 @@ from transport.errors import TransportError
 from transport.types import PeerId, ReadId, Spans
 from transport.ucx.frames import Session
 from transport.ucx.gather import Bytes
-from transport.ucx.pieces import Cutter, Piece
-from transport.ucx.worker import Line, Request
+from transport.ucx.pieces import Cutter, ReadPiece
+from transport.ucx.worker import Endpoint, UcxRequest
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class UcxRead:
     """A read that has not settled: ``error`` is set once it cannot succeed."""
 
     read: ReadId
@@ -36,17 +36,17 @@ class Pull:
 
 
 @dataclass(slots=True, eq=False)
-class Awaited:
+class AwaitedPiece:
     """A piece whose receive is posted; ``buffer`` if it has to be scattered then."""
 
-    pull: Pull
-    piece: Piece
-    request: Request
+    pull: UcxRead
+    piece: ReadPiece
+    request: UcxRequest
     buffer: Bytes | None
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class RemoteLender:
     """A lender, as its address told; the rest is the thread's own.
 
     ``lost`` is set by the thread for all to see, and never taken back.
@@ -59,8 +59,8 @@ class Source:
     session: Session
     lost: bool = False
     leaving: bool = False
-    line: Line | None = None
+    line: Endpoint | None = None
     number: int = 0
-    pulls: deque[Pull] = field(default_factory=deque)
-    awaited: dict[int, Awaited] = field(default_factory=dict)
-    frames: list[Request] = field(default_factory=list)
+    pulls: deque[UcxRead] = field(default_factory=deque)
+    awaited: dict[int, AwaitedPiece] = field(default_factory=dict)
+    frames: list[UcxRequest] = field(default_factory=list)

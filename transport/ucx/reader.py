@@ -25,11 +25,20 @@ import numpy as np
 
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportError
 from transport.types import ReadId, ReadStats, Settled, Spans
-from transport.ucx.frames import BadFrame, Hello, Refused, Session, Want, decode, encode, session_in
+from transport.ucx.frames import (
+    BadFrame,
+    PieceRefused,
+    PieceRequest,
+    ReaderHello,
+    Session,
+    decode,
+    encode,
+    session_in,
+)
 from transport.ucx.gather import Bytes, bytes_at, scatter
 from transport.ucx.pieces import STAGED_BYTES, Cutter
-from transport.ucx.pulls import Awaited, Pull, Source
-from transport.ucx.worker import FRAME_TAG, Line, Wire
+from transport.ucx.pulls import AwaitedPiece, RemoteLender, UcxRead
+from transport.ucx.worker import FRAME_TAG, Endpoint, UcxWorker
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +49,7 @@ _SPARE = 32
 _DATA = 1 << 63
 
 
-class Reader:
+class UcxReader:
     """All reads of one transport.
 
     Args:
@@ -50,7 +59,7 @@ class Reader:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: UcxWorker,
         settle: Callable[[ReadId, Settled], None],
         clock: Callable[[], float],
         draw: Callable[[int], int],
@@ -59,7 +68,7 @@ class Reader:
         self._settle = settle
         self._clock = clock
         self._draw = draw
-        self._sources: dict[Session, Source] = {}
+        self._sources: dict[Session, RemoteLender] = {}
         self._spare: list[Bytes] = []
 
     @property
@@ -67,9 +76,9 @@ class Reader:
         """Receives that can still write, and frames that UCX still reads from."""
         return sum(len(s.awaited) + len(s.frames) for s in self._sources.values())
 
-    def start(self, source: Source, read: ReadId, spans: Spans, began: float) -> None:
+    def start(self, source: RemoteLender, read: ReadId, spans: Spans, began: float) -> None:
         """Queue a read whose runs were checked on our side."""
-        pull = Pull(read, spans, began, Cutter(spans), len(spans.coalesced()))
+        pull = UcxRead(read, spans, began, Cutter(spans), len(spans.coalesced()))
         if source.lost or source.leaving:
             pull.error = PeerLost(f"{source.id} is disconnected; connect to it again")
             self._end(source, pull)
@@ -79,7 +88,7 @@ class Reader:
         self._fill(source)
         pull.post_s = self._clock() - began
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: RemoteLender) -> None:
         """Cut the connection; its reads settle as ``PeerLost``, each when it is over."""
         source.leaving = True
         self._cut(source, PeerLost(f"{source.id} was disconnected while this read was in flight"))
@@ -99,7 +108,7 @@ class Reader:
         except BadFrame as error:
             _log.debug("ucx: frame refused: %s", error)
             return
-        if isinstance(frame, Refused) and frame.tag in source.awaited:
+        if isinstance(frame, PieceRefused) and frame.tag in source.awaited:
             pull = source.awaited[frame.tag].pull
             kind = OutOfBounds if frame.out_of_bounds else BackendFailure
             pull.error = pull.error or kind(f"{source.id}: {frame.reason}")
@@ -116,7 +125,7 @@ class Reader:
             worked |= self._attend(source)
         return worked
 
-    def _attend(self, source: Source) -> bool:
+    def _attend(self, source: RemoteLender) -> bool:
         worked = self._land(source)
         if source.lost or source.leaving:
             if source.awaited or source.frames:
@@ -130,7 +139,7 @@ class Reader:
             worked |= self._fill(source)
         return worked
 
-    def _land(self, source: Source) -> bool:
+    def _land(self, source: RemoteLender) -> bool:
         source.frames = [request for request in source.frames if not request.done]
         done = [tag for tag, awaited in source.awaited.items() if awaited.request.done]
         for tag in done:
@@ -141,7 +150,7 @@ class Reader:
                 self._end(source, awaited.pull)
         return bool(done)
 
-    def _place(self, source: Source, awaited: Awaited) -> None:
+    def _place(self, source: RemoteLender, awaited: AwaitedPiece) -> None:
         pull = awaited.pull
         try:
             awaited.request.check(f"read from {source.id}")
@@ -154,7 +163,7 @@ class Reader:
         if len(self._spare) < _SPARE:
             self._spare.append(awaited.buffer)
 
-    def _fill(self, source: Source) -> bool:
+    def _fill(self, source: RemoteLender) -> bool:
         """Ask for pieces, one read after the other, until the window is full."""
         asked = False
         while source.pulls and len(source.awaited) < WINDOW:
@@ -172,12 +181,14 @@ class Reader:
             asked = True
         return asked
 
-    def _ask(self, source: Source, pull: Pull) -> None:
+    def _ask(self, source: RemoteLender, pull: UcxRead) -> None:
         line = self._line(source)
         piece = pull.cutter.next()
         source.number += 1
         tag = _DATA | self._draw(_DATA)
-        want = Want(source.session, source.number, tag, piece.remote.addresses, piece.remote.nbytes)
+        want = PieceRequest(
+            source.session, source.number, tag, piece.remote.addresses, piece.remote.nbytes
+        )
         frame = encode(want, source.secret)
         buffer = None
         if len(piece.local.nbytes) == 1:
@@ -185,26 +196,26 @@ class Reader:
         else:
             buffer = self._spare.pop() if self._spare else np.empty(STAGED_BYTES, dtype=np.uint8)
             into = buffer[: piece.nbytes]
-        source.awaited[tag] = Awaited(pull, piece, line.receive(into, tag), buffer)
+        source.awaited[tag] = AwaitedPiece(pull, piece, line.receive(into, tag), buffer)
         pull.outstanding += 1
         self._say(source, line, frame)
 
-    def _line(self, source: Source) -> Line:
+    def _line(self, source: RemoteLender) -> Endpoint:
         if source.line is None:
             source.line = self._wire.dial(source.worker_address)
-            hello = Hello(source.session, self._wire.address)
+            hello = ReaderHello(source.session, self._wire.address)
             self._say(source, source.line, encode(hello, source.secret))
         return source.line
 
     @staticmethod
-    def _say(source: Source, line: Line, frame: bytes) -> None:
+    def _say(source: RemoteLender, line: Endpoint, frame: bytes) -> None:
         source.frames.append(line.send(np.frombuffer(frame, dtype=np.uint8), FRAME_TAG))
 
-    def _lose(self, source: Source, error: PeerLost) -> None:
+    def _lose(self, source: RemoteLender, error: PeerLost) -> None:
         source.lost = True
         self._cut(source, error)
 
-    def _cut(self, source: Source, error: PeerLost) -> None:
+    def _cut(self, source: RemoteLender, error: PeerLost) -> None:
         pulls = {pull.read: pull for pull in source.pulls}
         pulls |= {awaited.pull.read: awaited.pull for awaited in source.awaited.values()}
         if source.line is not None:
@@ -219,7 +230,7 @@ class Reader:
                 self._end(source, pull)
         source.pulls.clear()
 
-    def _end(self, source: Source, pull: Pull) -> None:
+    def _end(self, source: RemoteLender, pull: UcxRead) -> None:
         if pull in source.pulls:
             source.pulls.remove(pull)
         stats = ReadStats(

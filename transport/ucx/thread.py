@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from transport.errors import BackendFailure, TransportError
 from transport.types import ReadId, Settled
 from transport.ucx.frames import is_answer
-from transport.ucx.lender import Lender
-from transport.ucx.library import Library
-from transport.ucx.reader import Reader
-from transport.ucx.worker import Wire
+from transport.ucx.lender import UcxLender
+from transport.ucx.library import UcxLibrary
+from transport.ucx.reader import UcxReader
+from transport.ucx.worker import UcxWorker
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class UcxThread:
         self,
         name: str,
         *,
-        library: Library,
+        library: UcxLibrary,
         options: Mapping[str, str],
         secret: bytes,
         settle: Callable[[ReadId, Settled], None],
@@ -67,14 +67,14 @@ class UcxThread:
     ) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._wire = Wire(library, options, self._wake_fd)
+            self._wire = UcxWorker(library, options, self._wake_fd)
         except TransportError:
             os.close(self._wake_fd)
             raise
         self.worker_address = self._wire.address
         self.config = self._wire.config
-        self.reader = Reader(self._wire, settle, clock, draw)
-        self.lender = Lender(self._wire, secret, clock)
+        self.reader = UcxReader(self._wire, settle, clock, draw)
+        self.lender = UcxLender(self._wire, secret, clock)
         self._orders: deque[Order] = deque()
         self._closing = False
         self._failure: Exception | None = None

@@ -44,8 +44,8 @@ from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
 from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, Session
 from transport.ucx.lender import lendable
-from transport.ucx.library import Library, context_options, load_library
-from transport.ucx.pulls import Source
+from transport.ucx.library import UcxLibrary, context_options, load_library
+from transport.ucx.pulls import RemoteLender
 from transport.ucx.thread import UcxThread
 
 _BACKEND = "ucx"
@@ -83,7 +83,7 @@ class UcxTransport(Transport):
         huge_page_s: float = 10.0,
         close_wait_s: float = 5.0,
         boot: str | None = None,
-        library: Library | None = None,
+        library: UcxLibrary | None = None,
     ) -> None:
         self.peer_id = PeerId(f"{name}-{boot or secrets.token_hex(4)}")
         if len(self.peer_id) > MAX_NAME_CHARS or not name:
@@ -94,7 +94,7 @@ class UcxTransport(Transport):
         self._ids = itertools.count()
         self._reads: dict[ReadId, Settled | None] = {}
         self._registered = Regions()
-        self._sources: dict[PeerId, Source] = {}
+        self._sources: dict[PeerId, RemoteLender] = {}
         self._huge_page_s = huge_page_s if huge_pages else 0.0
         self._collapsed: list[CollapseReport] = []
         self._close_wait_s = close_wait_s
@@ -233,7 +233,7 @@ class UcxTransport(Transport):
             raise TransportClosed(f"{self.peer_id} is {self._state}")
 
 
-def _source(envelope: Envelope) -> Source:
+def _source(envelope: Envelope) -> RemoteLender:
     """The peer that an address names.
 
     Raises:
@@ -249,7 +249,7 @@ def _source(envelope: Envelope) -> Source:
             f"address of {envelope.name!r}: secret of {len(payload.secret)} bytes, expected "
             f"{SECRET_BYTES}; worker at {size} bytes, expected 1 to {MAX_WORKER_ADDRESS_BYTES}"
         )
-    return Source(
+    return RemoteLender(
         PeerId(envelope.name),
         envelope.payload,
         payload.secret,

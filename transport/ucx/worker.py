@@ -24,7 +24,7 @@ import numpy as np
 from transport.errors import TransportUnavailable
 from transport.ucx.frames import MAX_FRAME_BYTES
 from transport.ucx.gather import Bytes
-from transport.ucx.library import Library
+from transport.ucx.library import UcxLibrary
 
 FRAME_TAG = 0x7064636F6E6E
 """Tags all frames; tags of data have their highest bit set."""
@@ -41,12 +41,12 @@ _NO_CACHE = (
 )
 
 
-class Request:
+class UcxRequest:
     """A message on its way; ``array`` is in use until ``done``."""
 
     __slots__ = ("_library", "_raw", "array")
 
-    def __init__(self, library: Library, raw: Any, array: Bytes) -> None:
+    def __init__(self, library: UcxLibrary, raw: Any, array: Bytes) -> None:
         self._library, self._raw, self.array = library, raw, array
 
     @property
@@ -64,10 +64,10 @@ class Request:
             self._raw.check_error()
 
 
-class Line:
+class Endpoint:
     """A connection to one peer's worker."""
 
-    def __init__(self, library: Library, endpoint: Any) -> None:
+    def __init__(self, library: UcxLibrary, endpoint: Any) -> None:
         self._library = library
         self._endpoint = endpoint
 
@@ -76,19 +76,19 @@ class Line:
         """Whether it can still be used; once False it stays False."""
         return self._endpoint is not None and bool(self._endpoint.alive)
 
-    def send(self, array: Bytes, tag: int) -> Request:
+    def send(self, array: Bytes, tag: int) -> UcxRequest:
         """Start sending; zero bytes are a message as well."""
         with self._library.mapped("send"):
             api = self._library.api
             raw = self._endpoint.tag_send(self._library.array(array), api.UCXXTag(tag))
-        return Request(self._library, raw, array)
+        return UcxRequest(self._library, raw, array)
 
-    def receive(self, array: Bytes, tag: int) -> Request:
+    def receive(self, array: Bytes, tag: int) -> UcxRequest:
         """Expect a message tagged ``tag`` of at most the array's size."""
         with self._library.mapped("receive"):
             api = self._library.api
             raw = self._endpoint.tag_recv(self._library.array(array), api.UCXXTag(tag))
-        return Request(self._library, raw, array)
+        return UcxRequest(self._library, raw, array)
 
     def close(self) -> None:
         """Cut the connection, at once and whatever the peer does; its requests end soon."""
@@ -98,14 +98,14 @@ class Line:
                 endpoint.close_blocking(0, 1)
 
 
-class Wire:
+class UcxWorker:
     """Our worker.  ``wake_fd``: an eventfd that ends ``rest`` when it is written to.
 
     Raises:
         TransportUnavailable, BackendFailure: UCX does not start with these options.
     """
 
-    def __init__(self, library: Library, options: Mapping[str, str], wake_fd: int) -> None:
+    def __init__(self, library: UcxLibrary, options: Mapping[str, str], wake_fd: int) -> None:
         self._library = library
         api = library.api
         features = (api.Feature.TAG, api.Feature.WAKEUP)
@@ -120,13 +120,13 @@ class Wire:
         self.config: dict[str, str] = dict(self._context.config)
         self._any = (api.UCXXTag(0), api.UCXXTagMask(0))
         self._void = library.array(np.empty(1, dtype=np.uint8))
-        self._incoming: list[Request] = []
+        self._incoming: list[UcxRequest] = []
         self._wake_fd = wake_fd
         self._events = select.epoll()
         self._events.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._events.register(wake_fd, select.EPOLLIN)
 
-    def dial(self, worker_address: bytes) -> Line:
+    def dial(self, worker_address: bytes) -> Endpoint:
         """Connect to a worker.  The address must come from somebody who is trusted: UCX
         does not check it.
 
@@ -136,7 +136,7 @@ class Wire:
         """
         with self._library.mapped("connect"):
             address = self._library.api.UCXAddress.create_from_buffer(worker_address)
-            return Line(
+            return Endpoint(
                 self._library, self._worker.create_endpoint_from_worker_address(address, True)
             )
 
@@ -151,7 +151,7 @@ class Wire:
 
     def frames(self) -> Iterator[bytes]:
         """The frames that came, at most ``_MAX_DRAIN`` messages at a time; the rest is dropped."""
-        done: list[Request] = []
+        done: list[UcxRequest] = []
         for _ in range(_MAX_DRAIN):
             found = self._worker.tag_probe(*self._any, remove=True)
             if not found.matched:
@@ -180,7 +180,7 @@ class Wire:
         self._worker = None
         self._context = None
 
-    def _take(self, found: Any) -> Request | None:
+    def _take(self, found: Any) -> UcxRequest | None:
         """Fetch a message that nobody waits for; None if it is no frame."""
         wanted = (
             int(found.sender_tag.value) == FRAME_TAG
@@ -192,4 +192,4 @@ class Wire:
             return None
         array = np.zeros(found.length, dtype=np.uint8)
         raw = self._worker.tag_recv_with_handle(self._library.array(array), found)
-        return Request(self._library, raw, array)
+        return UcxRequest(self._library, raw, array)

@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from pdconn.bench.errors import BenchError
-from pdconn.bench.serving.replies import Failed, Reply, Whole
+from pdconn.bench.serving.replies import FailedReply, Reply, WholeReply
 from pdconn.bench.serving.schedule import Prompt
 from pdconn.bench.serving.stream import BrokenAnswer, Line, read_answer
 
@@ -79,9 +79,9 @@ class Service:
                 lines = await self._lines(body, request_id)
             return read_answer(number, began_s, lines)
         except TimeoutError:
-            return Failed(number, began_s, f"no whole answer within {self._timeout_s:g} s")
+            return FailedReply(number, began_s, f"no whole answer within {self._timeout_s:g} s")
         except (BrokenAnswer, aiohttp.ClientError, OSError, ValueError) as error:
-            return Failed(number, began_s, str(error) or type(error).__name__)
+            return FailedReply(number, began_s, str(error) or type(error).__name__)
 
     async def _lines(self, body: str, request_id: str) -> list[Line]:
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
@@ -97,7 +97,7 @@ class Service:
 
         Unchanged if the server is no such proxy, or did not hand over.
         """
-        if not isinstance(reply, Whole):
+        if not isinstance(reply, WholeReply):
             return reply
         url = f"{self._url}/debug/route/{quote(self._ids[reply.prompt])}"
         try:

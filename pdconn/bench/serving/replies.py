@@ -11,13 +11,13 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SaidReply:
     """The words of an answer; ``tokens`` are ids, where the server tells them."""
 
     text: str
     tokens: tuple[int, ...] | None = None
 
-    def difference(self, expected: Said) -> str | None:
+    def difference(self, expected: SaidReply) -> str | None:
         """Where this first departs from ``expected``, or None; texts where ids are not known.
 
         >>> Said("", (4, 5)).difference(Said("", (4, 6)))
@@ -29,7 +29,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeReply:
     """An answer that came to its end.
 
     Attributes:
@@ -46,7 +46,7 @@ class Whole:
     began_s: float
     arrivals_s: tuple[float, ...]
     num_tokens: int
-    said: Said
+    said: SaidReply
     handover_s: float | None = None
 
     @property
@@ -66,7 +66,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedReply:
     """A request that got no whole answer, and why."""
 
     prompt: int
@@ -74,7 +74,7 @@ class Failed:
     why: str
 
 
-Reply = Whole | Failed
+Reply = WholeReply | FailedReply
 
 
 @dataclass(frozen=True, slots=True)

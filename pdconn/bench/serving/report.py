@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdconn.bench.serving.replies import Reply, Taken, Whole
+from pdconn.bench.serving.replies import Reply, Taken, WholeReply
 from pdconn.bench.serving.summary import Bounds, Checked, Spread, Summary, check, summarise
-from pdconn.bench.serving.turns import Plan
+from pdconn.bench.serving.turns import RunPlan
 from pdconn.lab.table import table
 
 _HEADINGS = [
@@ -24,7 +24,7 @@ NOTED = 0.1
 class Report:
     """One run: what was asked, what came, and what it comes to."""
 
-    plan: Plan
+    plan: RunPlan
     bounds: Bounds
     taken: tuple[Taken, ...]
     reference: str
@@ -34,7 +34,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: RunPlan,
         bounds: Bounds,
         taken: Sequence[Taken],
         names: Sequence[str],
@@ -144,7 +144,7 @@ def _remarks(report: Report) -> Iterator[str]:
 
 def _reply(reply: Reply, turn_began_s: float, difference: str | None) -> dict[str, Any]:
     began = {"prompt": reply.prompt, "began_s": reply.began_s - turn_began_s}
-    if not isinstance(reply, Whole):
+    if not isinstance(reply, WholeReply):
         return {**began, "failed": reply.why}
     return {
         **began,

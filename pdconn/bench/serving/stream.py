@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from pdconn.bench.errors import BenchError
-from pdconn.bench.serving.replies import Said, Whole
+from pdconn.bench.serving.replies import SaidReply, WholeReply
 
 Line = tuple[float, bytes]
 """When it came, and what it was."""
@@ -32,7 +32,7 @@ class _Event(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def read_answer(prompt: int, began_s: float, lines: Sequence[Line]) -> Whole:
+def read_answer(prompt: int, began_s: float, lines: Sequence[Line]) -> WholeReply:
     """The answer that ``lines`` are.
 
     Raises:
@@ -58,8 +58,10 @@ def read_answer(prompt: int, began_s: float, lines: Sequence[Line]) -> Whole:
         raise BrokenAnswer(f"the answer broke off after {len(arrivals)} pieces")
     if not arrivals:
         raise BrokenAnswer("an answer without a token")
-    said = Said("".join(texts), tuple(tokens) if told else None)
-    return Whole(prompt, began_s, tuple(arrivals), len(tokens) if told else len(arrivals), said)
+    said = SaidReply("".join(texts), tuple(tokens) if told else None)
+    return WholeReply(
+        prompt, began_s, tuple(arrivals), len(tokens) if told else len(arrivals), said
+    )
 
 
 def _choices(lines: Sequence[Line]) -> Iterator[tuple[float, _Choice | None]]:

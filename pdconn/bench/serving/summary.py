@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdconn.bench.percentile import percentile
-from pdconn.bench.serving.replies import Taken, Whole
+from pdconn.bench.serving.replies import Taken, WholeReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Bounds:
     ttft_s: float
     itl_s: float
 
-    def hold(self, reply: Whole) -> bool:
+    def hold(self, reply: WholeReply) -> bool:
         """Whether a request stays within both."""
         return reply.ttft_s <= self.ttft_s and reply.mean_gap_s <= self.itl_s
 
@@ -97,12 +97,12 @@ def check(taken: Sequence[Taken], reference: str) -> Checked:
         for turn in taken
         if turn.contestant == reference
         for reply in turn.replies
-        if isinstance(reply, Whole)
+        if isinstance(reply, WholeReply)
     }
     wrong, unchecked = [], set()
     for turn in taken:
         for reply in turn.replies:
-            if not isinstance(reply, Whole):
+            if not isinstance(reply, WholeReply):
                 continue
             right = expected.get((turn.round_number, reply.prompt))
             if right is None:
@@ -127,7 +127,7 @@ def summarise(contestant: str, taken: Sequence[Taken], checked: Checked, bounds:
         (turn.round_number, reply)
         for turn in turns
         for reply in turn.replies
-        if isinstance(reply, Whole)
+        if isinstance(reply, WholeReply)
     ]
     replies = [reply for _, reply in whole]
     num_requests = sum(len(turn.replies) for turn in turns)

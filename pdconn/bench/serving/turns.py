@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pdconn.bench.errors import BadCase
 from pdconn.bench.serving.client import Service, TargetFailed, service
 from pdconn.bench.serving.contestants import Contestant
-from pdconn.bench.serving.replies import Failed, Reply, Taken
+from pdconn.bench.serving.replies import FailedReply, Reply, Taken
 from pdconn.bench.serving.schedule import due_times, order, prompts
 from pdconn.lab.quiet import Neighbours
 
@@ -27,7 +27,7 @@ _WAKING_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What everyone is asked.
 
     ``rate`` is requests per second that come by themselves; None for ``concurrency``
@@ -63,7 +63,9 @@ class Plan:
                 raise BadCase(field, "more than 0", seconds)
 
 
-def measure(contestants: Sequence[Contestant], plan: Plan, say: Say, *, watch: bool) -> list[Taken]:
+def measure(
+    contestants: Sequence[Contestant], plan: RunPlan, say: Say, *, watch: bool
+) -> list[Taken]:
     """Every contestant's turn of every round.
 
     ``watch``: note what other programs take of this machine, where everything that is
@@ -84,7 +86,7 @@ def measure(contestants: Sequence[Contestant], plan: Plan, say: Say, *, watch: b
     return taken
 
 
-async def _turn(name: str, url: str, plan: Plan, number: int, watch: bool) -> Taken:
+async def _turn(name: str, url: str, plan: RunPlan, number: int, watch: bool) -> Taken:
     async with service(name, url, plan.model, plan.timeout_s) as asked:
         await _wake(asked, name, url, plan, number)
         neighbours = Neighbours([os.getpid()]) if watch else None
@@ -136,20 +138,20 @@ async def when_due(ask: Ask, due_s: Sequence[float], began_s: float) -> list[Rep
     return [task.result() for task in tasks]
 
 
-async def _wake(asked: Service, name: str, url: str, plan: Plan, number: int) -> None:
+async def _wake(asked: Service, name: str, url: str, plan: RunPlan, number: int) -> None:
     """Requests that are not counted.  Where nobody answers the first time, nobody will."""
     tokens = min(_WAKING_TOKENS, plan.output_tokens)
     replies = [
         await asked.ask(prompt, words, tokens)
         for prompt, words in enumerate(prompts(WAKING, plan.prompt_tokens, plan.seed, -number))
     ]
-    failed = [reply for reply in replies if isinstance(reply, Failed)]
+    failed = [reply for reply in replies if isinstance(reply, FailedReply)]
     if number == 1 and len(failed) == len(replies):
         raise TargetFailed(name, url, failed[-1].why)
 
 
 def _in_words(turn: Taken) -> str:
-    failed = [reply for reply in turn.replies if isinstance(reply, Failed)]
+    failed = [reply for reply in turn.replies if isinstance(reply, FailedReply)]
     said = f"{len(turn.replies)} requests in {turn.seconds:.1f} s"
     if failed:
         said += f", {len(failed)} failed: {failed[0].why}"

@@ -24,7 +24,7 @@ _CHUNK_WORDS = 1 << 20
 _CHECKED_RUNS = 4096
 
 
-class Arena:
+class BenchMemory:
     """``nbytes`` bytes that begin at a multiple of 2 MiB, every page of them touched.
 
     Raises:

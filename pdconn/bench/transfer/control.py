@@ -63,7 +63,7 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
     mooncake: str = ""
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class AskCpu(msgspec.Struct, tag=True, frozen=True):
     """How much CPU have you used?"""
 
 
@@ -77,14 +77,14 @@ class Used(msgspec.Struct, tag=True, frozen=True):
     cpu_s: float
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class CannotLend(msgspec.Struct, tag=True, frozen=True):
     """Why something cannot be done."""
 
     why: str
 
 
-ToLender = Open | Ask | Shut
-FromLender = Opened | Used | Refused
+ToLender = Open | AskCpu | Shut
+FromLender = Opened | Used | CannotLend
 Heard = TypeVar("Heard")
 
 AT_LENDER: msgspec.msgpack.Decoder[ToLender] = msgspec.msgpack.Decoder(ToLender)

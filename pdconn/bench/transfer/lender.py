@@ -18,15 +18,15 @@ from contextlib import ExitStack
 
 from pdconn.bench.errors import BadCase, BenchError, LenderFailed
 from pdconn.bench.manifest import machine
-from pdconn.bench.transfer.arena import Arena
+from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
+    CannotLend,
     FromLender,
     Lent,
     Open,
     Opened,
-    Refused,
     Shut,
     Talk,
     ToLender,
@@ -43,7 +43,7 @@ MAX_BYTES = 16 << 30
 _ENDING_S = 20.0
 
 
-class Lending:
+class BenchLender:
     """Memory of some ranks, each with a transport, until :meth:`close`."""
 
     def __init__(self, asked: Open, max_nbytes: int) -> None:
@@ -75,7 +75,7 @@ class Lending:
         if rival is not None:
             self._stack.callback(rival.close)
         for rank in asked.ranks:
-            arena = Arena(extent(described[rank]), huge_pages=path.huge_pages)
+            arena = BenchMemory(extent(described[rank]), huge_pages=path.huge_pages)
             self._stack.enter_context(arena)
             arena.fill(seed=rank)
             transport = self._stack.enter_context(path.open(f"bench-lender-{rank}"))
@@ -90,7 +90,7 @@ class Lending:
 
 def lend(talk: Talk[ToLender], max_nbytes: int = MAX_BYTES) -> None:
     """Do what a reader asks for until it leaves."""
-    lending: Lending | None = None
+    lending: BenchLender | None = None
     try:
         while (message := talk.receive()) is not None:
             answer: FromLender = Used(time.process_time())
@@ -99,10 +99,10 @@ def lend(talk: Talk[ToLender], max_nbytes: int = MAX_BYTES) -> None:
                 lending = None
             if isinstance(message, Open):
                 try:
-                    lending = Lending(message, max_nbytes)
+                    lending = BenchLender(message, max_nbytes)
                     answer = lending.opened
                 except (BenchError, TransportError, ValueError) as error:
-                    answer = Refused(f"{type(error).__name__}: {error}")
+                    answer = CannotLend(f"{type(error).__name__}: {error}")
             talk.send(answer)
     finally:
         if lending is not None:

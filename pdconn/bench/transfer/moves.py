@@ -43,7 +43,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Tally:
+class MoveTally:
     """What is known of a turn while its reads settle."""
 
     nbytes: int = 0
@@ -103,7 +103,7 @@ class Moves:
         Raises:
             BenchError: a read failed or does not end.
         """
-        tally, plan_s, began = Tally(), 0.0, steady()
+        tally, plan_s, began = MoveTally(), 0.0, steady()
         for request, (need, lent) in enumerate(wanted):
             planning = steady()
             plan = pairing.plan(need, lent)
@@ -127,7 +127,7 @@ class Moves:
         Raises:
             BenchError: a read failed or does not end.
         """
-        tally, began = Tally(), steady()
+        tally, began = MoveTally(), steady()
         posted = {}
         for request, reads in enumerate(planned):
             tally.expect(request, len(reads))

@@ -10,8 +10,17 @@ from types import TracebackType
 from typing import Self
 
 from pdconn.bench.errors import LenderFailed, WrongBytes
-from pdconn.bench.transfer.arena import Arena, copy
-from pdconn.bench.transfer.control import Ask, FromLender, Open, Opened, Refused, Shut, Talk, Used
+from pdconn.bench.transfer.arena import BenchMemory, copy
+from pdconn.bench.transfer.control import (
+    AskCpu,
+    CannotLend,
+    FromLender,
+    Open,
+    Opened,
+    Shut,
+    Talk,
+    Used,
+)
 from pdconn.bench.transfer.lines import LayerByLayer, Line, ReadsByRank, raw_reads
 from pdconn.bench.transfer.mooncake import Mooncake
 from pdconn.bench.transfer.moves import Moves, Sample
@@ -22,7 +31,7 @@ from registration.references import KVCacheReferences
 from transport import Memory, Transport
 
 
-class Rig:
+class OpenCase:
     """One workload over one path, ready to be measured.
 
     Raises:
@@ -116,7 +125,7 @@ class Rig:
         self._stack.callback(self._shut)
         ours = workload.ours()
         self._arena = self._stack.enter_context(
-            Arena(extent(ours), huge_pages=self.path.huge_pages)
+            BenchMemory(extent(ours), huge_pages=self.path.huge_pages)
         )
         self._transport: Transport = self._stack.enter_context(self.path.open("bench-reader"))
         self._transport.register([self._arena.memory])
@@ -207,13 +216,13 @@ class Rig:
         match self._talk.receive():
             case Opened() as opened:
                 return opened
-            case Refused(why):
+            case CannotLend(why):
                 raise LenderFailed(f"the lender refuses: {why}")
             case other:
                 raise LenderFailed(f"the lender: expected what it lends, got {other}")
 
     def _lender_cpu(self) -> float:
-        self._talk.send(Ask())
+        self._talk.send(AskCpu())
         answer = self._talk.receive()
         if not isinstance(answer, Used):
             raise LenderFailed(f"the lender: expected CPU seconds, got {answer}")

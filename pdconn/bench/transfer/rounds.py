@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pdconn.bench.percentile import percentile
 from pdconn.bench.transfer.lines import Line
 from pdconn.bench.transfer.moves import Sample
-from pdconn.bench.transfer.rig import Rig
+from pdconn.bench.transfer.rig import OpenCase
 
 Say = Callable[[str], None]
 
@@ -44,7 +44,7 @@ class LineResult:
     walls_s: tuple[float, ...]
 
 
-def take_rounds(rig: Rig, rounds: int, rng: random.Random, say: Say) -> list[LineResult]:
+def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, say: Say) -> list[LineResult]:
     """Warm up, check the bytes, measure, check again.
 
     Raises:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdconn.router.events.subscriber import Source, Status
+from pdconn.router.events.subscriber import EventSource, Status
 from pdconn.router.prefix.chains import Chains
 from pdconn.router.prefix.detect import can_tell, detect
 from pdconn.router.prefix.events import Batch, Stored
@@ -37,7 +37,7 @@ class RankHit:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class PrefixLookup:
     """A prompt that was looked for.
 
     Attributes:
@@ -60,13 +60,13 @@ class Looked:
 class Feed:
     """One pod's events: where they come from, how it hashes, how they fare."""
 
-    source: Source
+    source: EventSource
     scheme: HashScheme | None
     status: Status | None = None
     tries: int = field(default=0)
 
 
-class Caches:
+class PrefixCaches:
     """An index that engines feed.
 
     Args:
@@ -95,7 +95,7 @@ class Caches:
 
     # A subscriber's sink
 
-    def apply(self, source: Source, batch: Batch) -> None:
+    def apply(self, source: EventSource, batch: Batch) -> None:
         """Believe what a pod's engine did."""
         name = pod_name(source)
         feed = self._feed(source)
@@ -106,7 +106,7 @@ class Caches:
         if self.index.version != self._shared:
             self._share_groups()
 
-    def reset(self, source: Source, why: str) -> None:
+    def reset(self, source: EventSource, why: str) -> None:
         """Forget what a pod held, and what it said of its groups: it may be another engine."""
         name = pod_name(source)
         log.info("forgetting the prefix cache pod=%s why=%r", name, why)
@@ -116,11 +116,11 @@ class Caches:
         feed.scheme, feed.tries = self._scheme, 0
         self._forget_chains()
 
-    def state(self, source: Source, status: Status) -> None:
+    def state(self, source: EventSource, status: Status) -> None:
         """How a pod's events fare."""
         self._feed(source).status = status
 
-    def forget(self, source: Source) -> None:
+    def forget(self, source: EventSource) -> None:
         """The engine has left the fleet."""
         self.index.drop(pod_name(source))
         self.feeds.pop(pod_name(source), None)
@@ -142,7 +142,7 @@ class Caches:
         """The pods that hash by a scheme."""
         return [name for name, feed in self.feeds.items() if feed.scheme == scheme]
 
-    def look_for(self, tokens: Sequence[int], extras: Extras) -> Looked:
+    def look_for(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
         """Where a prompt's prefix is."""
         prompts: dict[HashScheme, Prompt] = {}
         pods: dict[str, Hit] = {}
@@ -155,7 +155,7 @@ class Caches:
             for name, hit in self._scorer.score(prompt).items():
                 if name in self.feeds and self.feeds[name].scheme == scheme:
                     pods[name] = hit
-        return Looked(prompts, pods, self._ranks(pods))
+        return PrefixLookup(prompts, pods, self._ranks(pods))
 
     def _ranks(self, pods: Mapping[str, Hit]) -> dict[str, tuple[RankHit, ...]]:
         ranks: dict[str, list[RankHit]] = {}
@@ -167,7 +167,7 @@ class Caches:
             for engine, found in ranks.items()
         }
 
-    def _feed(self, source: Source) -> Feed:
+    def _feed(self, source: EventSource) -> Feed:
         name = pod_name(source)
         feed = self.feeds.get(name)
         if feed is None:
@@ -209,6 +209,6 @@ class Caches:
             )
 
 
-def pod_name(source: Source) -> str:
+def pod_name(source: EventSource) -> str:
     """The index's name of one rank of an engine."""
     return source.engine if source.rank == 0 else f"{source.engine}#{source.rank}"

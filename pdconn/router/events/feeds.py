@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import zmq.asyncio
 
 from pdconn.router.background import Background
-from pdconn.router.events.caches import Caches, pod_name
-from pdconn.router.events.subscriber import Source, Status, Subscriber
+from pdconn.router.events.caches import PrefixCaches, pod_name
+from pdconn.router.events.subscriber import EventSource, Status, Subscriber
 from pdconn.router.fleet.member import Member
 
 log = logging.getLogger(__name__)
@@ -22,15 +22,15 @@ _CLOSING = 1 << 20
 """No bound: each is one that was listened to."""
 
 
-class Feeding:
+class EventFeeds:
     """Subscribers that follow the fleet."""
 
-    def __init__(self, caches: Caches) -> None:
+    def __init__(self, caches: PrefixCaches) -> None:
         self._caches = caches
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)  # 1023 serve 250 ranks
-        self._subscribers: dict[Source, Subscriber] = {}
-        self._ending: list[Source] = []
+        self._subscribers: dict[EventSource, Subscriber] = {}
+        self._ending: list[EventSource] = []
         self._closing = Background(limit=_CLOSING)
 
     def fleet_changed(self, members: Iterable[Member]) -> None:
@@ -45,7 +45,7 @@ class Feeding:
                 self._subscribers[source] = Subscriber(source, self._caches, context=self._context)
                 self._start(source)
 
-    async def _end(self, source: Source, subscriber: Subscriber) -> None:
+    async def _end(self, source: EventSource, subscriber: Subscriber) -> None:
         await subscriber.close()
         self._ending.remove(source)
         self._caches.forget(source)
@@ -53,7 +53,7 @@ class Feeding:
             if _same_pod(source, known):
                 self._start(known)
 
-    def _start(self, source: Source) -> None:
+    def _start(self, source: EventSource) -> None:
         """Listen, but not while what this pod said at another address is still believed."""
         if not any(_same_pod(source, other) for other in self._ending):
             self._subscribers[source].start()
@@ -69,12 +69,12 @@ class Feeding:
         self._context.destroy(linger=0)
 
 
-def _sources(member: Member) -> list[Source]:
+def _sources(member: Member) -> list[EventSource]:
     return [
-        Source(member.url, place.rank, place.events, place.replay)
+        EventSource(member.url, place.rank, place.events, place.replay)
         for place in member.event_endpoints()
     ]
 
 
-def _same_pod(one: Source, other: Source) -> bool:
+def _same_pod(one: EventSource, other: EventSource) -> bool:
     return (one.engine, one.rank) == (other.engine, other.rank)

@@ -50,7 +50,7 @@ _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/*\[\]]+):([0-9]{1,5})", re.A
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EventSource:
     """Where one data-parallel rank of an engine says what its prefix cache holds.
 
     Attributes:
@@ -108,13 +108,13 @@ class Status:
 class Sink(Protocol):
     """Who wants to know.  Called from the event loop, and not to block it."""
 
-    def apply(self, source: Source, batch: Batch) -> None:
+    def apply(self, source: EventSource, batch: Batch) -> None:
         """The next batch of a source."""
 
-    def reset(self, source: Source, why: str) -> None:
+    def reset(self, source: EventSource, why: str) -> None:
         """Forget all that a source has said."""
 
-    def state(self, source: Source, status: Status) -> None:
+    def state(self, source: EventSource, status: Status) -> None:
         """The state of a source is another one now."""
 
 
@@ -129,7 +129,7 @@ class Subscriber:
 
     def __init__(
         self,
-        source: Source,
+        source: EventSource,
         sink: Sink,
         *,
         context: zmq.asyncio.Context | None = None,
@@ -293,7 +293,7 @@ class _Line:
         replay: answers to the question under way, if any.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, source: Source, silence_s: float) -> None:
+    def __init__(self, context: zmq.asyncio.Context, source: EventSource, silence_s: float) -> None:
         self._context, self._silence_s = context, silence_s
         self._deadline = 0.0
         self._up = False

@@ -41,11 +41,11 @@ _ASK_AFTER_S, _ASK_EVERY_S = 6, 3
 _ONE_PIECE_NBYTES = 1 << 20
 
 
-class Unreached(Exception):
+class ConnectFailed(Exception):
     """No connection to the engine came about."""
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The engine went away with the request or its answer unfinished."""
 
 
@@ -56,7 +56,7 @@ class Delivery:
     begun: bool = False
 
 
-class Answer:
+class EngineAnswer:
     """An engine's answer, of which only the head has been read.
 
     Whoever holds one closes it.  Closing early closes the connection, which is
@@ -112,7 +112,7 @@ class Answer:
             return await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             self.close()
-            raise Lost(_say(error)) from error
+            raise ConnectionLost(_say(error)) from error
 
     def when_closed(self, act: Callable[[], object]) -> None:
         """Call ``act`` as soon as nobody holds the answer any more; only the last one given."""
@@ -136,7 +136,7 @@ class Answer:
         self.close()
 
 
-class Upstream:
+class EngineClient:
     """The one session that every request to every engine goes through."""
 
     def __init__(self, connect_timeout_s: float) -> None:
@@ -164,7 +164,7 @@ class Upstream:
         body: bytes,
         headers: CIMultiDict[str],
         delivery: Delivery | None = None,
-    ) -> Answer:
+    ) -> EngineAnswer:
         """Send a body; return when the answer's head is here.
 
         Raises:
@@ -174,7 +174,7 @@ class Upstream:
         data = body if len(body) <= _ONE_PIECE_NBYTES else io.BytesIO(body)
         return await self._ask("POST", engine, path, headers, data=data, delivery=delivery)
 
-    async def get(self, engine: str, path: str, headers: CIMultiDict[str]) -> Answer:
+    async def get(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
         """Ask for a page; return when the answer's head is here."""
         return await self._ask("GET", engine, path, headers)
 
@@ -187,7 +187,7 @@ class Upstream:
         *,
         data: bytes | io.BytesIO | None = None,
         delivery: Delivery | None = None,
-    ) -> Answer:
+    ) -> EngineAnswer:
         url = URL(engine + path, encoded=True)
         try:
             response = await self._session.request(
@@ -199,10 +199,10 @@ class Upstream:
                 trace_request_ctx=delivery,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreached(_say(error)) from error
+            raise ConnectFailed(_say(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Lost(_say(error)) from error
-        return Answer(engine, response)
+            raise ConnectionLost(_say(error)) from error
+        return EngineAnswer(engine, response)
 
     async def close(self) -> None:
         """Close every connection."""

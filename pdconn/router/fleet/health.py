@@ -12,8 +12,8 @@ import logging
 
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import Lost, Unreached, Upstream
-from pdconn.router.fleet.registry import Engines, Outage
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.registry import EngineRegistry, Outage
 from pdconn.router.metrics import ProxyMetrics
 from pdconn.router.routing.policy import Role
 
@@ -27,9 +27,11 @@ _TOO_NEW = "not asked yet"
 
 
 class Health:
-    """Keeps ``Engines`` true to what the engines say."""
+    """Keeps ``EngineRegistry`` true to what the engines say."""
 
-    def __init__(self, engines: Engines, upstream: Upstream, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self, engines: EngineRegistry, upstream: EngineClient, metrics: ProxyMetrics
+    ) -> None:
         self._engines = engines
         self._upstream = upstream
         self._metrics = metrics
@@ -103,7 +105,7 @@ class Health:
                     return None if answer.status == 200 else f"/health says {answer.status}"
         except TimeoutError:
             return f"/health silent for {PROBE_TIMEOUT_S:g} s"
-        except (Unreached, Lost) as error:
+        except (ConnectFailed, ConnectionLost) as error:
             return str(error)
 
     async def probe_all(self) -> dict[str, str | None]:

@@ -21,8 +21,8 @@ from typing import Self
 
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import Lost, Unreached, Upstream
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _lent(values: defaultdict[str, list[float]]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LoadReading:
     """A load and when it came, by the poller's clock."""
 
     load: Load
@@ -160,14 +160,14 @@ class LoadPoller:
 
     def __init__(
         self,
-        engines: Engines,
-        upstream: Upstream,
+        engines: EngineRegistry,
+        upstream: EngineClient,
         *,
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.latest: dict[str, Reading] = {}
+        self.latest: dict[str, LoadReading] = {}
         self._engines = engines
         self._upstream = upstream
         self._interval_s = interval_s
@@ -224,11 +224,11 @@ class LoadPoller:
                 page = await self._page(engine)
         except TimeoutError:
             return self._note_silent(engine, f"silent for {self._timeout_s:g} s")
-        except (Unreached, Lost) as error:
+        except (ConnectFailed, ConnectionLost) as error:
             return self._note_silent(engine, str(error))
         if engine not in self._engines:
             return None  # it went while it answered
-        self.latest[engine] = Reading(parse_metrics(page), self._clock())
+        self.latest[engine] = LoadReading(parse_metrics(page), self._clock())
         if engine in self._silent:
             self._silent.discard(engine)
             log.info("load known again engine=%s", engine)
@@ -238,13 +238,13 @@ class LoadPoller:
         headers = CIMultiDict({"Accept-Encoding": "identity"})
         async with await self._upstream.get(engine, "/metrics", headers) as answer:
             if answer.status != 200:
-                raise Lost(f"/metrics says {answer.status}")
+                raise ConnectionLost(f"/metrics says {answer.status}")
             pieces: list[bytes] = []
             nbytes = 0
             while piece := await answer.next():
                 nbytes += len(piece)
                 if nbytes > MAX_PAGE_NBYTES:
-                    raise Lost(f"/metrics is longer than {MAX_PAGE_NBYTES} bytes")
+                    raise ConnectionLost(f"/metrics is longer than {MAX_PAGE_NBYTES} bytes")
                 pieces.append(piece)
         return b"".join(pieces).decode("utf-8", "replace")
 

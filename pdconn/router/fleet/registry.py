@@ -24,7 +24,7 @@ from pdconn.router.errors import Miss
 from pdconn.router.fleet.member import Member, engine_name, merged
 from pdconn.router.routing.policy import Role
 
-__all__ = ["Changes", "Engines", "Outage", "engine_name"]
+__all__ = ["Changes", "EngineRegistry", "Outage", "engine_name"]
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 15.0
@@ -71,7 +71,7 @@ class _Standing:
     draining: bool
 
 
-class Engines:
+class EngineRegistry:
     """Every engine by role, those that drain, and the outage of each that is down."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ Members = tuple[Member, ...]
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 
-class Source(Protocol):
+class FleetSource(Protocol):
     """Something that knows engines."""
 
     async def members(self) -> Members:
@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
 
-def parse_source(option: str, word: str, roles: Iterable[Role]) -> Source:
+def parse_source(option: str, word: str, roles: Iterable[Role]) -> FleetSource:
     """What a word of the command line names: an engine, or all behind a DNS name.
 
     Raises:
@@ -227,7 +227,7 @@ class Watch:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[FleetSource],
         on_change: Callable[[Members], object],
         interval_s: float = INTERVAL_S,
     ) -> None:

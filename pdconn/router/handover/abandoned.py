@@ -34,8 +34,8 @@ from msgspec import Raw
 
 from pdconn.router.background import Background
 from pdconn.router.errors import NoEngineLeft
-from pdconn.router.fleet.client import Answer, Delivery
-from pdconn.router.handover.ticket_return import Returns
+from pdconn.router.fleet.client import Delivery, EngineAnswer
+from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.openai.requests import Exchange
 
 #: Long for what it waits for, which takes milliseconds in a healthy engine.
@@ -58,7 +58,7 @@ class Abandoned(Exception):
 
 
 @dataclass(slots=True)
-class Errand:
+class InflightRequest:
     """A request on its way to the first byte of its answer.
 
     ``ticket`` is there while it may still be used; ``delivery`` says whether the
@@ -87,10 +87,10 @@ class Errand:
         return max(0.0, self.since_s + _PATIENCE_S - time.perf_counter())
 
 
-class Farewells:
+class AbandonedRequests:
     """Finishes, in the background, what clients leave behind."""
 
-    def __init__(self, returns: Returns) -> None:
+    def __init__(self, returns: TicketReturner) -> None:
         self._returns = returns
         self._running = Background(limit=_LIMIT)
 
@@ -99,20 +99,20 @@ class Farewells:
         await self._running.close(grace_s)
         await self._returns.close(grace_s)
 
-    def give_back(self, errand: Errand) -> None:
+    def give_back(self, errand: InflightRequest) -> None:
         """The errand's ticket, if it has one, will not be used."""
         ticket, errand.ticket = errand.ticket, None
         if ticket is not None:
             self._returns.give_back(errand.exchange, ticket)
 
-    def client_left(self, errand: Errand, task: asyncio.Task[Answer]) -> None:
+    def client_left(self, errand: InflightRequest, task: asyncio.Task[EngineAnswer]) -> None:
         """Nobody waits for the errand any more; ``task`` is still running it."""
         errand.abandoned = True
         if not self._running.spawn(self._see_off(errand, task), "see off"):
             task.cancel()
             task.add_done_callback(_close)
 
-    async def _see_off(self, errand: Errand, task: asyncio.Task[Answer]) -> None:
+    async def _see_off(self, errand: InflightRequest, task: asyncio.Task[EngineAnswer]) -> None:
         try:
             async with asyncio.timeout(errand.patience_s()):
                 answer = await task
@@ -128,7 +128,7 @@ class Farewells:
             answer.close()
 
 
-def _close(task: asyncio.Task[Answer]) -> None:
+def _close(task: asyncio.Task[EngineAnswer]) -> None:
     """Nobody will read the answer, if there is one."""
     if not task.cancelled() and task.exception() is None:
         task.result().close()

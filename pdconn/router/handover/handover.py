@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from multidict import CIMultiDict
 
 from pdconn.router.errors import Miss, NoEngineLeft
-from pdconn.router.fleet.client import Answer, Lost, Unreached, Upstream
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, EngineClient
 from pdconn.router.fleet.health import Health
-from pdconn.router.fleet.registry import Engines
-from pdconn.router.handover.abandoned import Abandoned, Errand, Farewells, Stage
+from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests, InflightRequest, Stage
 from pdconn.router.metrics import ProxyMetrics
 from pdconn.router.openai.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
 from pdconn.router.openai.requests import Direct, Exchange
-from pdconn.router.routing.decide import Steering
-from pdconn.router.routing.decision_log import Course
+from pdconn.router.routing.decide import RequestRouter
+from pdconn.router.routing.decision_log import RouteRecord
 from pdconn.router.routing.policy import Candidate, Role
 
 log = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ RANK_HEADER = "X-data-parallel-rank"
 class Handover:
     """Takes requests through prefill and decode."""
 
-    engines: Engines
-    upstream: Upstream
-    steering: Steering
+    engines: EngineRegistry
+    upstream: EngineClient
+    steering: RequestRouter
     health: Health
     metrics: ProxyMetrics
-    farewells: Farewells
+    farewells: AbandonedRequests
     _lend_nothing: set[str] = field(default_factory=set)
 
-    async def answer(self, exchange: Exchange) -> Answer:
+    async def answer(self, exchange: Exchange) -> EngineAnswer:
         """An engine's answer to a client's request, once its body has begun.
 
         Cancelling this is how a client leaves; ``farewells`` takes over then.
@@ -54,7 +54,7 @@ class Handover:
         Raises:
             NoEngineLeft: no engine of some role answers.
         """
-        errand = Errand(exchange)
+        errand = InflightRequest(exchange)
         task = asyncio.create_task(self._run(errand))
         try:
             return await asyncio.shield(task)
@@ -62,7 +62,7 @@ class Handover:
             self.farewells.client_left(errand, task)
             raise
 
-    async def _run(self, errand: Errand) -> Answer:
+    async def _run(self, errand: InflightRequest) -> EngineAnswer:
         if not self.engines.live(Role.DECODE):  # prefill would lend to nobody
             raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE))
         reason = errand.exchange.request.direct
@@ -85,7 +85,7 @@ class Handover:
             self.farewells.give_back(errand)
             raise
 
-    async def _by_holder(self, errand: Errand, course: Course) -> Answer | None:
+    async def _by_holder(self, errand: InflightRequest, course: RouteRecord) -> EngineAnswer | None:
         """The answer of the decode engine that holds the prefix; None if it is gone."""
         try:
             answer = await self._decode(
@@ -98,7 +98,7 @@ class Handover:
         self.metrics.went_direct(Direct.PREFIX_HELD)
         return answer
 
-    async def _prefill(self, errand: Errand, course: Course) -> Answer | None:
+    async def _prefill(self, errand: InflightRequest, course: RouteRecord) -> EngineAnswer | None:
         """Get the errand its ticket; what it returns is prefill's refusal."""
         exchange = errand.exchange
         body = prefill_body(exchange.request)
@@ -118,7 +118,7 @@ class Handover:
                     return answer
                 async with answer:
                     whole = await answer.rest()
-            except (Unreached, Lost) as error:
+            except (ConnectFailed, ConnectionLost) as error:
                 misses.append(self._skip(Role.PREFILL, engine, exchange, error))
                 continue
             finally:
@@ -135,8 +135,8 @@ class Handover:
         raise NoEngineLeft(Role.PREFILL.value, self.engines.misses(Role.PREFILL, misses))
 
     async def _decode(
-        self, errand: Errand, course: Course, candidates: Iterable[Candidate]
-    ) -> Answer:
+        self, errand: InflightRequest, course: RouteRecord, candidates: Iterable[Candidate]
+    ) -> EngineAnswer:
         exchange = errand.exchange
         misses: list[Miss] = []
         for candidate in candidates:
@@ -144,9 +144,9 @@ class Handover:
             _go_on(errand, Stage.DECODE)
             try:
                 answer = await self._ask_decode(errand, candidate)
-            except (Unreached, Lost) as error:
+            except (ConnectFailed, ConnectionLost) as error:
                 misses.append(self._skip(Role.DECODE, engine, exchange, error))
-                if errand.ticket is not None and isinstance(error, Lost):
+                if errand.ticket is not None and isinstance(error, ConnectionLost):
                     errand.ticket = course.ticket_s = None
                     self.metrics.went_direct(Direct.TICKET_SPENT)
                 continue
@@ -160,7 +160,7 @@ class Handover:
             return answer
         raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE, misses))
 
-    async def _ask_decode(self, errand: Errand, candidate: Candidate) -> Answer:
+    async def _ask_decode(self, errand: InflightRequest, candidate: Candidate) -> EngineAnswer:
         request = errand.exchange.request
         flight = self.steering.flights.take_off(candidate.engine, 0, candidate.rank)
         try:
@@ -182,7 +182,7 @@ class Handover:
             raise
         return answer
 
-    def _candidates(self, role: Role, course: Course) -> Iterator[Candidate]:
+    def _candidates(self, role: Role, course: RouteRecord) -> Iterator[Candidate]:
         """Those decided on that are still offered, then those that came up since."""
         live = self.engines.live(role)
         decision = course.decision
@@ -195,7 +195,9 @@ class Handover:
             if engine not in known:
                 yield Candidate(engine)
 
-    def _skip(self, role: Role, engine: str, exchange: Exchange, error: Unreached | Lost) -> Miss:
+    def _skip(
+        self, role: Role, engine: str, exchange: Exchange, error: ConnectFailed | ConnectionLost
+    ) -> Miss:
         self.metrics.asked_in_vain(role, engine)
         self.health.report_down(engine, str(error), exchange.request_id)
         return Miss(engine, str(error))
@@ -220,7 +222,7 @@ def _headers(exchange: Exchange, candidate: Candidate) -> CIMultiDict[str]:
     return headers
 
 
-def _go_on(errand: Errand, stage: Stage) -> None:
+def _go_on(errand: InflightRequest, stage: Stage) -> None:
     """Ask the next engine, unless nobody is left to ask for."""
     if errand.abandoned:
         raise Abandoned

@@ -11,7 +11,7 @@ from enum import Enum
 from aiohttp import web
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import Answer, Lost
+from pdconn.router.fleet.client import ConnectionLost, EngineAnswer
 
 #: Which engine an answer, or an error, comes from.
 ENGINE_HEADER = "X-Pdconn-Engine"
@@ -27,7 +27,7 @@ class Ending(Enum):
 
 
 async def relay(
-    http: web.Request, answer: Answer, request_id: str
+    http: web.Request, answer: EngineAnswer, request_id: str
 ) -> tuple[web.StreamResponse, Ending]:
     """Write an answer to the client who made ``http``, and close the answer."""
     headers = answer.headers
@@ -42,7 +42,7 @@ async def relay(
             while chunk := await answer.next():
                 await response.write(chunk)
             await response.write_eof()
-        except Lost:
+        except ConnectionLost:
             _break_off(http)
             return response, Ending.ENGINE_DIED
         except ConnectionResetError:
@@ -50,7 +50,7 @@ async def relay(
     return response, Ending.WHOLE
 
 
-async def _at_once(answer: Answer, headers: CIMultiDict[str]) -> web.Response:
+async def _at_once(answer: EngineAnswer, headers: CIMultiDict[str]) -> web.Response:
     """A body that is here already: head and body leave in one packet."""
     headers.popall("Content-Length", None)  # aiohttp writes the same
     async with answer:

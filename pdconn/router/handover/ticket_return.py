@@ -12,8 +12,8 @@ import logging
 from msgspec import Raw
 
 from pdconn.router.background import Background
-from pdconn.router.fleet.client import Lost, Unreached, Upstream
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.metrics import ProxyMetrics, TicketFate
 from pdconn.router.openai.bodies import return_body
 from pdconn.router.openai.requests import Exchange
@@ -31,10 +31,12 @@ _PAUSE_S = 0.25
 _LIMIT = 256
 
 
-class Returns:
+class TicketReturner:
     """Asks decode to give tickets back, in the background."""
 
-    def __init__(self, engines: Engines, upstream: Upstream, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self, engines: EngineRegistry, upstream: EngineClient, metrics: ProxyMetrics
+    ) -> None:
         self._engines = engines
         self._upstream = upstream
         self._metrics = metrics
@@ -68,9 +70,9 @@ class Returns:
                     answer = await self._upstream.post(engine, path, body, exchange.headers)
                     async with answer:
                         await answer.rest()
-                except Unreached:
+                except ConnectFailed:
                     continue
-                except Lost:
+                except ConnectionLost:
                     return TicketFate.NO_ENGINE
                 # 404: refused for its model's name, and the lender was told.
                 # 200: the engine does not check names; it has pulled, and is done.

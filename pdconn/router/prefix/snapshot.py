@@ -46,7 +46,7 @@ class BadSnapshot(ValueError):
         self.field = field
 
 
-class Group(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class SnapshotGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A group as its pod has described it."""
 
     kind: str
@@ -66,7 +66,7 @@ class Blocks(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class PodState(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What one pod holds."""
 
-    groups: dict[str, Group] = {}
+    groups: dict[str, SnapshotGroup] = {}
     blocks: list[Blocks] = []
 
 
@@ -91,7 +91,7 @@ class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
             for number, group in pod.groups.items():
                 self._check(f"pods.{name}.groups.{number}", number, group)
 
-    def _check(self, field: str, number: str, group: Group) -> None:
+    def _check(self, field: str, number: str, group: SnapshotGroup) -> None:
         if not (number.isascii() and number.isdigit() and len(number) <= 4) or (
             str(int(number)) != number
         ):
@@ -184,7 +184,9 @@ def take_snapshot(
     for name in names:
         pod = index.pods[name]
         groups = {
-            str(number): Group(_kind(spec), spec.block_tokens, spec.window or None, spec.eagle)
+            str(number): SnapshotGroup(
+                _kind(spec), spec.block_tokens, spec.window or None, spec.eagle
+            )
             for number, spec in pod.groups.items()
             if spec.block_tokens % prompt.hash_block_tokens == 0
         }

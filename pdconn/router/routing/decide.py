@@ -15,17 +15,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdconn.router.events.caches import Caches, Looked, RankHit
+from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
 from pdconn.router.fleet.loads import Load, LoadPoller
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Exchange
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
-from pdconn.router.routing.decision_log import Course, Decisions
-from pdconn.router.routing.inflight import Flights
-from pdconn.router.routing.kv_usage import Usage
-from pdconn.router.routing.metrics import SteeringMetrics
-from pdconn.router.routing.policy import TIE, TURN, Candidate, Policy, Question, Role
+from pdconn.router.routing.decision_log import DecisionLog, RouteRecord
+from pdconn.router.routing.inflight import InflightTracker
+from pdconn.router.routing.kv_usage import KvUsage
+from pdconn.router.routing.metrics import RoutingMetrics
+from pdconn.router.routing.policy import TIE, TURN, Candidate, Policy, Role, RouteQuery
 from pdconn.router.routing.tokenize import CannotTokenise, Tokenised, Tokeniser
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ JUDGED_FROM = 64
 
 
 @dataclass(slots=True)
-class Steering:
+class RequestRouter:
     """Decides, and remembers what it decided.
 
     Attributes:
@@ -59,19 +59,19 @@ class Steering:
             says nothing of it.
     """
 
-    engines: Engines
+    engines: EngineRegistry
     policy: Policy
-    caches: Caches
+    caches: PrefixCaches
     tokeniser: Tokeniser
     loads: LoadPoller
-    metrics: SteeringMetrics
-    flights: Flights = field(default_factory=Flights)
-    decisions: Decisions = field(default_factory=Decisions)
+    metrics: RoutingMetrics
+    flights: InflightTracker = field(default_factory=InflightTracker)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
     trust: dict[str, float] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
-    usage: Usage = field(default_factory=Usage)
+    usage: KvUsage = field(default_factory=KvUsage)
 
-    async def decide(self, exchange: Exchange) -> Course:
+    async def decide(self, exchange: Exchange) -> RouteRecord:
         """Who is to be tried for a request."""
         began = time.perf_counter()
         tokenised, looked, unknown = None, None, None
@@ -92,7 +92,7 @@ class Steering:
             [self._candidate(name, looked, loads) for name in self.engines.live(Role.PREFILL)],
             [self._candidate(name, looked, loads) for name in self.engines.live(Role.DECODE)],
         )
-        course = Course(
+        course = RouteRecord(
             exchange.request_id,
             time.time(),
             self.policy.name,
@@ -114,7 +114,7 @@ class Steering:
         for engine in [engine for engine in self.trust if engine not in self.engines]:
             del self.trust[engine]
 
-    def reported(self, course: Course) -> None:
+    def reported(self, course: RouteRecord) -> None:
         """Prefill has said what its cache held of a prompt."""
         self.metrics.reported(course)
         engine, promised = course.prefill, course.promised_tokens()
@@ -131,7 +131,7 @@ class Steering:
         return Hit(int(hit.blocks * trust), int(hit.tokens * trust), hit.score * trust)
 
     def _candidate(
-        self, engine: str, looked: Looked | None, loads: Mapping[str, Load]
+        self, engine: str, looked: PrefixLookup | None, loads: Mapping[str, Load]
     ) -> Candidate:
         ranks = () if looked is None else looked.ranks.get(engine, ())
         hit, rank = self._best_rank(engine, ranks)
@@ -165,12 +165,12 @@ class Steering:
         return best.hit, best.rank if len(ranks) > 1 and gained >= TIE else None
 
 
-def _question(exchange: Exchange, tokenised: Tokenised | None) -> Question:
+def _question(exchange: Exchange, tokenised: Tokenised | None) -> RouteQuery:
     request = exchange.request
     can_hand_over = request.direct is None
     if tokenised is None:
         prompt = memoryview(request.fields.get(request.route.prompt) or b"")
         guess = min(len(prompt) // BYTES_A_TOKEN, MOST_GUESSED)
-        return Question(guess, bytes(prompt[:BEGINNING_TOKENS]), can_hand_over)
+        return RouteQuery(guess, bytes(prompt[:BEGINNING_TOKENS]), can_hand_over)
     beginning = repr((tokenised.tokens[:BEGINNING_TOKENS], tokenised.extras)).encode()
-    return Question(len(tokenised.tokens), beginning, can_hand_over)
+    return RouteQuery(len(tokenised.tokens), beginning, can_hand_over)

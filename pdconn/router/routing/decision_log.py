@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdconn.router.events.caches import Looked
+from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.routing.policy import Decision
 
 MOST = 512
@@ -16,7 +16,7 @@ MOST_HASHES = 1_000_000
 
 
 @dataclass(slots=True)
-class Course:
+class RouteRecord:
     """What was decided for a request, and what came of it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Course:
     policy: str
     num_tokens: int
     decision: Decision
-    looked: Looked | None = None
+    looked: PrefixLookup | None = None
     unknown: str | None = None
     took_s: float = 0.0
     prefill: str | None = None
@@ -69,13 +69,13 @@ class Course:
 
 
 @dataclass(slots=True)
-class Decisions:
+class DecisionLog:
     """The last courses by request id."""
 
-    _courses: dict[str, Course] = field(default_factory=dict)
+    _courses: dict[str, RouteRecord] = field(default_factory=dict)
     _num_hashes: int = 0
 
-    def add(self, course: Course) -> None:
+    def add(self, course: RouteRecord) -> None:
         """Remember a course, and forget the oldest where there are too many."""
         self._forget(course.request_id)
         self._courses[course.request_id] = course
@@ -83,11 +83,11 @@ class Decisions:
         while len(self._courses) > MOST or self._num_hashes > MOST_HASHES:
             self._forget(next(iter(self._courses)))
 
-    def get(self, request_id: str) -> Course | None:
+    def get(self, request_id: str) -> RouteRecord | None:
         """The course of a request, if it is remembered."""
         return self._courses.get(request_id)
 
-    def newest(self) -> Iterator[Course]:
+    def newest(self) -> Iterator[RouteRecord]:
         """The courses, newest first."""
         return reversed(self._courses.values())
 

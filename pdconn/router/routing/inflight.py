@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 
 
-class Flight:
+class InflightEntry:
     """One request at one engine; landing twice does no harm."""
 
-    def __init__(self, flights: Flights, engine: str, num_tokens: int, rank: int | None) -> None:
-        self._flights: Flights | None = flights
+    def __init__(
+        self, flights: InflightTracker, engine: str, num_tokens: int, rank: int | None
+    ) -> None:
+        self._flights: InflightTracker | None = flights
         self._what = engine, num_tokens, rank
 
     def land(self) -> None:
@@ -23,7 +25,7 @@ class Flight:
             flights.end(*self._what)
 
 
-class Flights:
+class InflightTracker:
     """Requests and prompt tokens that are with each engine."""
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class Flights:
         self._tokens: Counter[str] = Counter()
         self._ranks: Counter[tuple[str, int]] = Counter()
 
-    def take_off(self, engine: str, num_tokens: int, rank: int | None = None) -> Flight:
+    def take_off(self, engine: str, num_tokens: int, rank: int | None = None) -> InflightEntry:
         """A request goes to ``engine``, which has ``num_tokens`` of its prompt to compute.
 
         ``rank``: the data-parallel rank that it names, if it names one.
@@ -40,7 +42,7 @@ class Flights:
         self._tokens[engine] += num_tokens
         if rank is not None:
             self._ranks[engine, rank] += 1
-        return Flight(self, engine, num_tokens, rank)
+        return InflightEntry(self, engine, num_tokens, rank)
 
     def end(self, engine: str, num_tokens: int, rank: int | None = None) -> None:
         """What took off has landed."""

@@ -14,7 +14,7 @@ LEASE_S = 30.0
 
 
 @dataclass(slots=True)
-class Usage:
+class KvUsage:
     """When each idle engine first said what it still says."""
 
     _said: dict[str, tuple[float, float]] = field(default_factory=dict)

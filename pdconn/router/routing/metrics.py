@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pdconn.router.events.caches import Caches
+from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.subscriber import Status
 from pdconn.router.events.tracker import State
-from pdconn.router.routing.decision_log import Course
+from pdconn.router.routing.decision_log import RouteRecord
 from pdconn.router.routing.policy import Role
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
@@ -25,7 +25,7 @@ _KINDS = ("handed over", "alone")
 Statuses = Callable[[], Mapping[str, Status]]
 
 
-class SteeringMetrics:
+class RoutingMetrics:
     """The router's counters, all under ``pdconn_router_``."""
 
     def __init__(self, registry: CollectorRegistry, policy: str) -> None:
@@ -71,11 +71,11 @@ class SteeringMetrics:
         for what in ("predicted", "cached", "all"):
             self._reported.labels(what)
 
-    def watch(self, caches: Caches, statuses: Statuses) -> None:
+    def watch(self, caches: PrefixCaches, statuses: Statuses) -> None:
         """Show what is known of each pod too."""
         self.registry.register(_Pods(caches, statuses))
 
-    def decided(self, course: Course) -> None:
+    def decided(self, course: RouteRecord) -> None:
         """Count a decision."""
         self._decisions.labels(course.policy, _KINDS[course.decision.alone]).inc()
         self.decision_seconds.observe(course.took_s)
@@ -90,7 +90,7 @@ class SteeringMetrics:
             if ordered:
                 self._hit_tokens.labels(role.value).inc(ordered[0].candidate.hit.tokens)
 
-    def reported(self, course: Course) -> None:
+    def reported(self, course: RouteRecord) -> None:
         """Count what prefill said that it had cached."""
         if course.cached_tokens is not None and course.looked is not None:
             self._reported.labels("predicted").inc(course.hit_tokens(course.prefill))
@@ -102,7 +102,7 @@ class SteeringMetrics:
 class _Pods:
     """A collector of what is known of each pod now."""
 
-    caches: Caches
+    caches: PrefixCaches
     statuses: Statuses
 
     def collect(self) -> Iterator[Metric]:

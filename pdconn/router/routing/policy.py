@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RouteQuery:
     """A request as a policy sees it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class ScoredCandidate:
     """A candidate and what choosing it costs, in tokens."""
 
     candidate: Candidate
@@ -109,8 +109,8 @@ class Decision:
     ``alone``: decode computes what it lacks itself; prefill is not asked.
     """
 
-    prefill: tuple[Weighed, ...]
-    decode: tuple[Weighed, ...]
+    prefill: tuple[ScoredCandidate, ...]
+    decode: tuple[ScoredCandidate, ...]
     alone: bool = False
     why: str = ""
 
@@ -123,14 +123,14 @@ class Policy(Protocol):
     """Whether it wants to know what each engine holds of the prompt."""
 
     def decide(
-        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Decision:
         """Every candidate of both roles, best first."""
         ...
 
 
-def _as_they_come(candidates: Sequence[Candidate], why: str) -> tuple[Weighed, ...]:
-    return tuple(Weighed(candidate, 0.0, why) for candidate in candidates)
+def _as_they_come(candidates: Sequence[Candidate], why: str) -> tuple[ScoredCandidate, ...]:
+    return tuple(ScoredCandidate(candidate, 0.0, why) for candidate in candidates)
 
 
 @dataclass(slots=True)
@@ -142,14 +142,14 @@ class RoundRobin:
     _turns: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
 
     def decide(
-        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Decision:
         """The candidates of each role, rotated by one more than last time."""
         given = prefill if question.can_hand_over else ()
         turns = self._turn(Role.PREFILL, given), self._turn(Role.DECODE, decode)
         return Decision(*turns, alone=not question.can_hand_over)
 
-    def _turn(self, role: Role, candidates: Sequence[Candidate]) -> tuple[Weighed, ...]:
+    def _turn(self, role: Role, candidates: Sequence[Candidate]) -> tuple[ScoredCandidate, ...]:
         if not candidates:
             return ()
         first = self._turns[role] % len(candidates)
@@ -166,13 +166,13 @@ class Random:
     looks_at_prompts: ClassVar[bool] = False
 
     def decide(
-        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Decision:
         """The candidates of each role, shuffled."""
         given = prefill if question.can_hand_over else ()
         return Decision(self._draw(given), self._draw(decode), alone=not question.can_hand_over)
 
-    def _draw(self, candidates: Sequence[Candidate]) -> tuple[Weighed, ...]:
+    def _draw(self, candidates: Sequence[Candidate]) -> tuple[ScoredCandidate, ...]:
         return _as_they_come(self.rng.sample(candidates, len(candidates)), "drawn")
 
 
@@ -188,7 +188,7 @@ class PrefixAware:
     looks_at_prompts: ClassVar[bool] = True
 
     def decide(
-        self, question: Question, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Decision:
         """The candidates of each role, cheapest first."""
         if not question.can_hand_over:
@@ -212,17 +212,19 @@ class PrefixAware:
             return Decision(filling, decoding, alone=True, why=why)
         return Decision(filling, decoding, why="handed over")
 
-    def _may_serve_alone(self, question: Question, candidate: Candidate) -> bool:
+    def _may_serve_alone(self, question: RouteQuery, candidate: Candidate) -> bool:
         held = candidate.hit.tokens
         return held > 0 and question.num_tokens - held <= self.alone_below
 
-    def _order(self, question: Question, weighed: list[Weighed]) -> tuple[Weighed, ...]:
+    def _order(
+        self, question: RouteQuery, weighed: list[ScoredCandidate]
+    ) -> tuple[ScoredCandidate, ...]:
         """Cheapest first; of those within a tie the one where such prompts always go.
 
         The tie is with the cheapest that is left, so it does not add up along the list.
         """
         left = sorted(weighed, key=lambda one: one.cost)
-        ordered: list[Weighed] = []
+        ordered: list[ScoredCandidate] = []
         while left:
             ties = [one for one in left if one.cost < left[0].cost + TIE]
             chosen = max(ties, key=lambda one: _affinity(question.beginning, one.candidate.engine))
@@ -231,24 +233,24 @@ class PrefixAware:
         return tuple(ordered)
 
 
-def _left(question: Question, candidate: Candidate) -> float:
+def _left(question: RouteQuery, candidate: Candidate) -> float:
     """Tokens of the prompt that are left, those on a slower medium in part."""
     hit = candidate.hit
     worth = hit.score / hit.blocks if hit.blocks else 1.0
     return max(0.0, question.num_tokens - worth * hit.tokens)
 
 
-def _pressure(question: Question, candidate: Candidate) -> float:
+def _pressure(question: RouteQuery, candidate: Candidate) -> float:
     over = max(0.0, candidate.kv_usage - PRESSURE_FROM) / (1 - PRESSURE_FROM)
     return PRESSURE * over * question.num_tokens
 
 
-def _sum(candidate: Candidate, parts: dict[str, float]) -> Weighed:
+def _sum(candidate: Candidate, parts: dict[str, float]) -> ScoredCandidate:
     why = " + ".join(f"{tokens:.0f} {what}" for what, tokens in parts.items())
-    return Weighed(candidate, sum(parts.values()), why)
+    return ScoredCandidate(candidate, sum(parts.values()), why)
 
 
-def _prefill_cost(question: Question, candidate: Candidate) -> Weighed:
+def _prefill_cost(question: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
         "uncached": _left(question, candidate),
         "queued": candidate.queued_tokens,
@@ -258,7 +260,7 @@ def _prefill_cost(question: Question, candidate: Candidate) -> Weighed:
     return _sum(candidate, parts)
 
 
-def _handed_cost(question: Question, candidate: Candidate, before: float) -> Weighed:
+def _handed_cost(question: RouteQuery, candidate: Candidate, before: float) -> ScoredCandidate:
     parts = {
         "at prefill": before,
         "pulled": PULL * _left(question, candidate),
@@ -268,7 +270,7 @@ def _handed_cost(question: Question, candidate: Candidate, before: float) -> Wei
     return _sum(candidate, parts)
 
 
-def _alone_cost(question: Question, candidate: Candidate) -> Weighed:
+def _alone_cost(question: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
         "uncached": _left(question, candidate),
         "in the batch": TURN * candidate.num_requests,

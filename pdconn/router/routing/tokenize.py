@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from pdconn.router.fleet.client import Lost, Unreached, Upstream
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Exchange, GenerateRequest, Route, kind_of
 from pdconn.router.prefix.hashing import BadInput, Extras
 from pdconn.router.routing.policy import Role
@@ -91,7 +91,7 @@ class CannotTokenise(Exception):
 class Tokeniser:
     """Finds out the tokens of prompts."""
 
-    def __init__(self, engines: Engines, upstream: Upstream) -> None:
+    def __init__(self, engines: EngineRegistry, upstream: EngineClient) -> None:
         self._engines = engines
         self._upstream = upstream
         self._turn = 0
@@ -118,7 +118,7 @@ class Tokeniser:
                 return Tokenised(tokens, await self._extras(request, headers))
         except TimeoutError as error:
             raise CannotTokenise(f"no engine tokenized it within {TIMEOUT_S:g} s") from error
-        except (Unreached, Lost, BadInput) as error:
+        except (ConnectFailed, ConnectionLost, BadInput) as error:
             raise CannotTokenise(str(error)) from error
 
     def _given(self, request: GenerateRequest) -> list[int] | None:
@@ -170,7 +170,7 @@ class Tokeniser:
             try:
                 listed = await self._ask("/v1/models", headers)
                 models = msgspec.json.decode(listed, type=_Models)
-            except (*_UNREADABLE, CannotTokenise, Unreached, Lost):
+            except (*_UNREADABLE, CannotTokenise, ConnectFailed, ConnectionLost):
                 return self._adapters
             self._adapters_until = now + MODELS_FOR_S
             self._adapters = {

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from pdconn.router.events.caches import TRIES, Caches, Feed, Looked, RankHit, pod_name
-from pdconn.router.events.subscriber import Source, Status
+from pdconn.router.events.caches import TRIES, Feed, PrefixCaches, PrefixLookup, RankHit, pod_name
+from pdconn.router.events.subscriber import EventSource, Status
 from pdconn.router.events.tracker import State
 from pdconn.router.prefix.events import Batch, Cleared, Event, Removed, Stored
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
 from pdconn.router.prefix.score import Hit, Prompt
 from pdconn.router.routing import decision_log as decisions_module
-from pdconn.router.routing.decision_log import Course, Decisions
-from pdconn.router.routing.inflight import Flights
-from pdconn.router.routing.policy import Candidate, Decision, Weighed
+from pdconn.router.routing.decision_log import DecisionLog, RouteRecord
+from pdconn.router.routing.inflight import InflightTracker
+from pdconn.router.routing.policy import Candidate, Decision, ScoredCandidate
 
 CBOR = HashScheme("sha256_cbor", 16)
 PICKLE = HashScheme("sha256", 32)
@@ -28,8 +28,8 @@ PROMPT = list(range(1000, 1000 + 160))
 SALTED = Extras(cache_salt="s")
 
 
-def source(engine: str = "a", rank: int = 0) -> Source:
-    return Source(engine, rank, "tcp://h:1", None)
+def source(engine: str = "a", rank: int = 0) -> EventSource:
+    return EventSource(engine, rank, "tcp://h:1", None)
 
 
 def stored(
@@ -53,11 +53,13 @@ def stored(
     return Stored(**{**said, **fields})
 
 
-def tell(caches: Caches, *events: Event, source: Source = source()) -> None:  # noqa: B008
+def tell(caches: PrefixCaches, *events: Event, source: EventSource = source()) -> None:  # noqa: B008
     caches.apply(source, Batch(0.0, list(events)))
 
 
-def held(caches: Caches, tokens: list[int] = PROMPT, extras: Extras = NOTHING) -> dict[str, int]:
+def held(
+    caches: PrefixCaches, tokens: list[int] = PROMPT, extras: Extras = NOTHING
+) -> dict[str, int]:
     """Tokens of a prompt by pod; one more follows, as an engine computes the last one."""
     return {pod: hit.tokens for pod, hit in caches.look_for([*tokens, 1], extras).pods.items()}
 
@@ -66,7 +68,7 @@ def held(caches: Caches, tokens: list[int] = PROMPT, extras: Extras = NOTHING) -
 
 
 def test_an_engines_hashing_is_found_in_its_events_and_its_blocks_count_from_the_first():
-    caches = Caches()
+    caches = PrefixCaches()
     assert held(caches) == {}
     tell(caches, stored())
     assert caches.feeds["a"].scheme == CBOR
@@ -77,7 +79,7 @@ def test_an_engines_hashing_is_found_in_its_events_and_its_blocks_count_from_the
 
 def test_what_cannot_tell_is_kept_and_no_try():
     """Blocks of salted prompts and the like lie there when a plain one tells how to look."""
-    caches = Caches()
+    caches = PrefixCaches()
     masked = {"hashes": stored().hashes[1:]}
     cannot = [
         stored(extras=SALTED),
@@ -97,7 +99,7 @@ def test_what_cannot_tell_is_kept_and_no_try():
 
 
 def test_hashes_of_an_unknown_kind_are_said_once_and_count_for_nothing(caplog):
-    caches = Caches()
+    caches = PrefixCaches()
     strange = stored(hashes=list(range(10)))
     with caplog.at_level(logging.WARNING):
         for _ in range(TRIES - 1):
@@ -118,13 +120,13 @@ def test_hashes_of_an_unknown_kind_are_said_once_and_count_for_nothing(caplog):
 
 @pytest.mark.parametrize("seed", [None, "7"])
 def test_a_seed_is_needed_where_the_engines_have_one(seed):
-    caches = Caches(seed=seed)
+    caches = PrefixCaches(seed=seed)
     tell(caches, stored(scheme=HashScheme("xxhash", 16, "7")))
     assert held(caches) == ({} if seed is None else {"a": 160})
 
 
 def test_a_scheme_that_was_told_is_not_looked_for():
-    caches = Caches(scheme=CBOR)
+    caches = PrefixCaches(scheme=CBOR)
     tell(caches, stored(token_ids=None))
     assert held(caches) == {"a": 160}
     tell(caches, stored(scheme=PICKLE), source=source("b"))
@@ -133,7 +135,7 @@ def test_a_scheme_that_was_told_is_not_looked_for():
 
 
 def test_engines_that_hash_differently_are_asked_each_in_its_way():
-    caches = Caches()
+    caches = PrefixCaches()
     tell(caches, stored(), source=source("a"))
     tell(caches, stored(PROMPT[:96], PICKLE), source=source("b"))
     looked = caches.look_for([*PROMPT, 1], NOTHING)
@@ -146,7 +148,7 @@ def test_engines_that_hash_differently_are_asked_each_in_its_way():
 
 
 def test_an_engines_best_rank_is_named():
-    caches = Caches()
+    caches = PrefixCaches()
     tell(caches, stored(PROMPT[:32]), source=source("a", 0))
     tell(caches, stored(PROMPT[:64]), source=source("a", 1))
     tell(caches, stored(PROMPT[:48]), source=source("a", 2))
@@ -163,14 +165,14 @@ def test_an_engines_best_rank_is_named():
 
 
 def test_a_heavier_medium_decides_between_equal_hits():
-    caches = Caches(weights={"gpu": 1.0, "cpu": 0.5})
+    caches = PrefixCaches(weights={"gpu": 1.0, "cpu": 0.5})
     tell(caches, stored(medium="cpu"), source=source("a", 0))
     tell(caches, stored(medium="gpu"), source=source("a", 1))
     assert caches.look_for([*PROMPT, 1], NOTHING).best("a").rank == 1
 
 
 def test_salt_and_adapter_make_other_prompts():
-    caches = Caches()
+    caches = PrefixCaches()
     adapter = Extras(lora=("x", "/x"))
     tell(caches, stored(), source=source("plain"))
     for name, extras in (("salted", SALTED), ("adapted", adapter)):
@@ -181,7 +183,7 @@ def test_salt_and_adapter_make_other_prompts():
 
 
 def test_a_prompt_shorter_than_a_block_is_looked_for_and_not_found():
-    caches = Caches()
+    caches = PrefixCaches()
     tell(caches, stored())
     assert caches.look_for([], NOTHING).ranks == caches.look_for(PROMPT[:15], NOTHING).ranks
     assert caches.look_for(PROMPT[:15], NOTHING).ranks == {"a": (RankHit(),)}
@@ -191,7 +193,7 @@ def test_a_prompt_shorter_than_a_block_is_looked_for_and_not_found():
 
 
 def test_a_reset_forgets_the_blocks_and_how_they_were_hashed():
-    caches = Caches()
+    caches = PrefixCaches()
     tell(caches, stored(), stored())
     assert caches.index.num_hashes == 10
     caches.reset(source(), "it started anew")
@@ -203,7 +205,7 @@ def test_a_reset_forgets_the_blocks_and_how_they_were_hashed():
 
 
 def test_forgetting_every_source_leaves_nothing():
-    caches = Caches()
+    caches = PrefixCaches()
     sources = [source(engine, rank) for engine in "abc" for rank in range(3)]
     for number, one in enumerate(sources):
         tell(caches, stored(PROMPT[: 16 * (number + 1)]), source=one)
@@ -219,14 +221,14 @@ def test_forgetting_every_source_leaves_nothing():
 
 
 def test_a_cleared_cache_is_an_empty_one_of_the_same_engine():
-    caches = Caches()
+    caches = PrefixCaches()
     tell(caches, stored(), Cleared())
     assert caches.index.num_hashes == 0
     assert caches.feeds["a"].scheme == CBOR
 
 
 def test_a_state_makes_a_pod_known_before_it_holds_anything():
-    caches = Caches()
+    caches = PrefixCaches()
     caches.state(source("a", 1), Status(State.SYNCING))
     assert caches.feeds == {"a#1": Feed(source("a", 1), None, Status(State.SYNCING))}
     assert "a#1" in caches.index.pods
@@ -236,9 +238,9 @@ def test_a_state_makes_a_pod_known_before_it_holds_anything():
 # --- Decisions ----------------------------------------------------------------------------
 
 
-def course(request_id: str, num_hashes: int = 0) -> Course:
-    looked = Looked({CBOR: Prompt([0] * num_hashes, 16 * num_hashes, 16)}, {}, {})
-    return Course(request_id, 0.0, "prefix", 16 * num_hashes, Decision((), ()), looked)
+def course(request_id: str, num_hashes: int = 0) -> RouteRecord:
+    looked = PrefixLookup({CBOR: Prompt([0] * num_hashes, 16 * num_hashes, 16)}, {}, {})
+    return RouteRecord(request_id, 0.0, "prefix", 16 * num_hashes, Decision((), ()), looked)
 
 
 @given(
@@ -250,7 +252,7 @@ def test_decisions_are_bounded_and_the_oldest_go_first(added, most, most_hashes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decisions_module, "MOST", most)
         patch.setattr(decisions_module, "MOST_HASHES", most_hashes)
-        kept = Decisions()
+        kept = DecisionLog()
         for request_id, num_hashes in added:
             kept.add(course(request_id, num_hashes))
     # What an unbounded one holds, newest first, as far as the bounds allow.
@@ -271,7 +273,7 @@ def test_decisions_are_bounded_and_the_oldest_go_first(added, most, most_hashes)
 
 
 def test_a_decision_of_an_id_that_comes_again_replaces_the_first():
-    kept = Decisions()
+    kept = DecisionLog()
     kept.add(course("x", 1))
     kept.add(course("y", 1))
     again = course("x", 2)
@@ -290,7 +292,7 @@ def test_a_decision_of_an_id_that_comes_again_replaces_the_first():
     )
 )
 def test_flights_hold_what_took_off_and_has_not_landed(steps):
-    flights, under_way, landed = Flights(), [], []
+    flights, under_way, landed = InflightTracker(), [], []
     for step in steps:
         if isinstance(step, tuple):
             under_way.append((step, flights.take_off(*step)))
@@ -320,8 +322,10 @@ def test_prefill_is_held_to_the_rank_that_it_was_asked_for():
     }
 
     def promised(engine: str, rank: int | None) -> int:
-        asked = (Weighed(Candidate(engine, rank=rank), 0.0, ""),)
-        course = Course("id", 0.0, "prefix", 80, Decision(asked, ()), Looked({}, {}, ranks))
+        asked = (ScoredCandidate(Candidate(engine, rank=rank), 0.0, ""),)
+        course = RouteRecord(
+            "id", 0.0, "prefix", 80, Decision(asked, ()), PrefixLookup({}, {}, ranks)
+        )
         course.prefill = engine
         return course.promised_tokens()
 

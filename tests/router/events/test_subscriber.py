@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from pdconn.lab.ports import free_ports
 from pdconn.router.errors import BadSetting
-from pdconn.router.events.subscriber import Source, Status, Subscriber
+from pdconn.router.events.subscriber import EventSource, Status, Subscriber
 from pdconn.router.events.tracker import State, Why
 from pdconn.router.prefix.events import Batch, Cleared, Removed, Stored
 
@@ -30,8 +30,8 @@ def two_ports() -> tuple[int, int]:
     return events, replay
 
 
-def source(ports: tuple[int, int]) -> Source:
-    return Source("a", 0, *(f"tcp://127.0.0.1:{port}" for port in ports))
+def source(ports: tuple[int, int]) -> EventSource:
+    return EventSource("a", 0, *(f"tcp://127.0.0.1:{port}" for port in ports))
 
 
 def run(test: Coroutine[None, None, None]) -> None:
@@ -51,7 +51,7 @@ class Recorder:
         self.statuses: list[Status] = []
         self._changed = asyncio.Event()
 
-    def apply(self, source: Source, batch: Batch) -> None:
+    def apply(self, source: EventSource, batch: Batch) -> None:
         for event in batch.events:
             match event:
                 case Stored(hashes=hashes):
@@ -62,12 +62,12 @@ class Recorder:
                     self.blocks.clear()
         self._changed.set()
 
-    def reset(self, source: Source, why: str) -> None:
+    def reset(self, source: EventSource, why: str) -> None:
         self.blocks.clear()
         self.resets.append(why)
         self._changed.set()
 
-    def state(self, source: Source, status: Status) -> None:
+    def state(self, source: EventSource, status: Status) -> None:
         self.statuses.append(status)
         self._changed.set()
 
@@ -311,7 +311,7 @@ def test_without_replay_a_late_joiner_is_incomplete_and_an_early_one_is_not() ->
         publisher, sink = Publisher(ports), Recorder()
         for block in range(first):
             await publisher.store(block)
-        alone = Source("a", 0, source(ports).events, None)
+        alone = EventSource("a", 0, source(ports).events, None)
         subscriber = Subscriber(alone, sink)
         subscriber.start()
         try:
@@ -336,7 +336,7 @@ def test_a_sink_that_fails_is_logged_and_nothing_stays_open(
     async def test() -> None:
         async with rig() as made:
 
-            def fail(source: Source, batch: Batch) -> None:
+            def fail(source: EventSource, batch: Batch) -> None:
                 raise RuntimeError("the index is broken")
 
             monkeypatch.setattr(made.sink, "apply", fail)
@@ -392,11 +392,11 @@ def test_subscribers_may_share_a_context() -> None:
 )  # fmt: skip
 def test_addresses_that_make_no_sense_are_refused(address: str) -> None:
     with pytest.raises(BadSetting, match="events: expected tcp://HOST:PORT"):
-        Source("a", 0, address, None)
+        EventSource("a", 0, address, None)
     with pytest.raises(BadSetting, match="replay: expected tcp://HOST:PORT"):
-        Source("a", 0, "tcp://[::1]:5557", address)
+        EventSource("a", 0, "tcp://[::1]:5557", address)
     with pytest.raises(BadSetting, match="rank"):
-        Source("a", -1, "tcp://host:5557", None)
+        EventSource("a", -1, "tcp://host:5557", None)
 
 
 # --- vLLM's own publisher -----------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_vllms_publisher_is_followed_from_the_start_and_across_a_gap(vllm: Any) 
     async def test() -> None:
         sink = Recorder()
         address = source(ports)
-        subscriber = Subscriber(Source("a", 0, address.events, address.replay, "kv"), sink)
+        subscriber = Subscriber(EventSource("a", 0, address.events, address.replay, "kv"), sink)
         for block in range(3):
             publish(block)
         subscriber.start()

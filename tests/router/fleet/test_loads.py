@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from pdconn.router.fleet import loads
-from pdconn.router.fleet.client import Upstream
+from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.loads import Load, LoadPoller, parse_metrics
 from pdconn.router.fleet.member import Member
-from pdconn.router.fleet.registry import Engines
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Role
 from tests.fakes.fake_engine import FakeEngine, Leases, in_loop, until
 
@@ -132,12 +132,12 @@ class Clock:
 @asynccontextmanager
 async def polled(number: int, **settings):
     fakes = [FakeEngine(Leases()) for _ in range(number)]
-    upstream = Upstream(20.0)
+    upstream = EngineClient(20.0)
     try:
         for fake in fakes:
             await fake.start()
             fake.metrics_page = f"vllm:num_requests_running {fakes.index(fake)}\n"
-        engines = Engines.from_members(members(*fakes))
+        engines = EngineRegistry.from_members(members(*fakes))
         poller = LoadPoller(engines, upstream, **settings)
         yield fakes, engines, poller
         await poller.close()

@@ -4,10 +4,10 @@ import pytest
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, Miss
-from pdconn.router.fleet.registry import Engines, engine_name
-from pdconn.router.routing.policy import Candidate, Question, Role, RoundRobin
+from pdconn.router.fleet.registry import EngineRegistry, engine_name
+from pdconn.router.routing.policy import Candidate, Role, RoundRobin, RouteQuery
 
-QUESTION = Question(num_tokens=1)
+QUESTION = RouteQuery(num_tokens=1)
 
 
 def test_engines_take_turns_and_the_others_follow():
@@ -29,7 +29,7 @@ def tried(ordered):
 
 
 def test_an_engine_that_is_down_is_not_offered_until_it_is_up():
-    engines = Engines(["a", "b"], ["b", "c"])
+    engines = EngineRegistry(["a", "b"], ["b", "c"])
     engines.mark_down("b", "refused")
     assert engines.live(Role.PREFILL) == ("a",)
     assert engines.live(Role.DECODE) == ("c",)
@@ -40,7 +40,7 @@ def test_an_engine_that_is_down_is_not_offered_until_it_is_up():
 
 
 def test_probes_of_a_dead_engine_become_rare_and_start_anew():
-    engines = Engines(["a"], ["b"])
+    engines = EngineRegistry(["a"], ["b"])
     waits = [engines.mark_down("a", "refused").backoff_s for _ in range(7)]
     assert waits == [1, 2, 4, 8, 15, 15, 15]
     for _ in range(5000):
@@ -51,7 +51,7 @@ def test_probes_of_a_dead_engine_become_rare_and_start_anew():
 
 
 def test_misses_name_each_engine_once_the_tried_ones_first():
-    engines = Engines(["a", "b", "c"], ["d"])
+    engines = EngineRegistry(["a", "b", "c"], ["d"])
     engines.mark_down("a", "was down")
     engines.mark_down("b", "newer")
     tried = [Miss("b", "just tried")]
@@ -120,4 +120,4 @@ def test_one_engine_may_hold_both_roles():
     config = ProxyConfig.of(["http://a:1"], ["http://a:1/"])
     told = [member for source in config.sources() for member in source.engines]
     assert [member.url for member in told] == ["http://a:1"] * 2
-    assert Engines.from_members(told).roles("http://a:1") == tuple(Role)
+    assert EngineRegistry.from_members(told).roles("http://a:1") == tuple(Role)

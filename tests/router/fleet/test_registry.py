@@ -8,10 +8,10 @@ import pytest
 
 from pdconn.router.errors import Miss
 from pdconn.router.fleet import registry as engines_module
-from pdconn.router.fleet.client import Upstream
+from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Member
-from pdconn.router.fleet.registry import Changes, Engines
+from pdconn.router.fleet.registry import Changes, EngineRegistry
 from pdconn.router.metrics import ProxyMetrics
 from pdconn.router.routing.policy import Role
 from tests.fakes.fake_engine import CHUNKS, FakeEngine, Leases, deployment, in_loop, until
@@ -25,7 +25,7 @@ def fleet(*decode: str, draining: tuple[str, ...] = ()) -> list[Member]:
 
 
 def test_an_update_says_what_it_changed():
-    engines = Engines.from_members(fleet(B, C))
+    engines = EngineRegistry.from_members(fleet(B, C))
     assert not engines.update(fleet(B, C))
     assert engines.update(fleet(B, draining=(B,))) == Changes(removed=(C,), drained=(B,))
     assert engines.update(fleet(B, C)) == Changes(added=(C,), revived=(B,))
@@ -36,20 +36,22 @@ def test_an_update_says_what_it_changed():
 
 
 def test_engines_by_url_and_by_member_are_the_same():
-    plain, told = Engines([A], [B, C]), Engines.from_members(fleet(B, C))
+    plain, told = EngineRegistry([A], [B, C]), EngineRegistry.from_members(fleet(B, C))
     for role in Role:
         assert plain.of(role) == told.of(role)
     assert not plain.update(fleet(B, C))
 
 
 def test_an_engine_that_two_members_tell_of_is_offered_once():
-    engines = Engines.from_members([Member(A, P), Member(A, P | D), Member(A, D, draining=True)])
+    engines = EngineRegistry.from_members(
+        [Member(A, P), Member(A, P | D), Member(A, D, draining=True)]
+    )
     assert (engines.of(Role.PREFILL), engines.of(Role.DECODE)) == ((A,), (A,))
     assert engines.is_draining(A)
 
 
 def test_an_engine_that_drains_is_a_member_but_not_offered():
-    engines = Engines.from_members(fleet(B, C, draining=(B,)))
+    engines = EngineRegistry.from_members(fleet(B, C, draining=(B,)))
     assert engines.of(Role.DECODE) == (B, C)
     assert engines.live(Role.DECODE) == (C,)
     assert engines.misses(Role.DECODE) == (Miss(B, "draining"),)
@@ -59,7 +61,7 @@ def test_an_engine_that_drains_is_a_member_but_not_offered():
 
 
 def test_the_outage_of_an_engine_that_went_is_forgotten_and_of_one_that_stays_is_not():
-    engines = Engines.from_members(fleet(B, C))
+    engines = EngineRegistry.from_members(fleet(B, C))
     for _ in range(3):
         engines.mark_down(B, "refused")
         engines.mark_down(C, "refused")
@@ -71,7 +73,7 @@ def test_the_outage_of_an_engine_that_went_is_forgotten_and_of_one_that_stays_is
 
 
 def test_a_stranger_cannot_be_down():
-    engines = Engines.from_members(fleet(B))
+    engines = EngineRegistry.from_members(fleet(B))
     with pytest.raises(KeyError):
         engines.mark_down(C, "refused")
     assert A in engines
@@ -82,8 +84,8 @@ def test_a_stranger_cannot_be_down():
 
 
 @asynccontextmanager
-async def health_of(engines: Engines):
-    upstream, metrics = Upstream(20.0), ProxyMetrics(engines)
+async def health_of(engines: EngineRegistry):
+    upstream, metrics = EngineClient(20.0), ProxyMetrics(engines)
     health = Health(engines, upstream, metrics)
     try:
         yield health, metrics
@@ -114,7 +116,7 @@ async def test_an_engine_that_went_is_not_probed(told, monkeypatch):
     monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.01 if told else 0.1)
     async with fake_engines(1) as (fake,):
         fake.health_status = 503
-        engines = Engines.from_members(fleet(fake.url))
+        engines = EngineRegistry.from_members(fleet(fake.url))
         async with health_of(engines) as (health, _):
             health.report_down(fake.url, "refused", "r")
             if told:
@@ -137,7 +139,7 @@ async def test_an_engine_that_came_back_is_probed_by_one_task(monkeypatch):
     monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.05)
     async with fake_engines(1) as (fake,):
         fake.health_status = 503
-        engines = Engines.from_members(fleet(fake.url))
+        engines = EngineRegistry.from_members(fleet(fake.url))
         async with health_of(engines) as (health, _):
             for _ in range(5):
                 health.report_down(fake.url, "refused", "r")
@@ -155,7 +157,7 @@ async def test_an_engine_that_came_back_is_probed_by_one_task(monkeypatch):
 async def test_more_engines_than_at_the_start_are_probed(monkeypatch):
     monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.01)
     async with fake_engines(4) as fakes:
-        engines = Engines.from_members(fleet(B))
+        engines = EngineRegistry.from_members(fleet(B))
         async with health_of(engines) as (health, _):
             engines.update(fleet(*(fake.url for fake in fakes)))
             for fake in fakes:
@@ -168,7 +170,7 @@ async def test_more_engines_than_at_the_start_are_probed(monkeypatch):
 async def test_health_shows_who_drains_and_needs_one_that_does_not():
     async with fake_engines(3) as (p, d0, d1):
         members = [Member(p.url, P), Member(d0.url, D, draining=True), Member(d1.url, D)]
-        engines = Engines.from_members(members)
+        engines = EngineRegistry.from_members(members)
         async with health_of(engines) as (health, _):
             page = await health.page()
             assert page == {
@@ -186,7 +188,7 @@ async def test_health_shows_who_drains_and_needs_one_that_does_not():
 @in_loop
 async def test_health_of_an_engine_that_comes_or_goes_meanwhile():
     async with fake_engines(3) as (p, old, new):
-        engines = Engines([p.url], [old.url])
+        engines = EngineRegistry([p.url], [old.url])
         async with health_of(engines) as (health, _):
             asking = asyncio.create_task(health.probe_all())
             for _ in range(3):  # the round has begun, and no answer can be here
@@ -197,7 +199,7 @@ async def test_health_of_an_engine_that_comes_or_goes_meanwhile():
 
 
 def test_metrics_show_the_engines_of_now():
-    engines = Engines.from_members(fleet(B))
+    engines = EngineRegistry.from_members(fleet(B))
     metrics = ProxyMetrics(engines)
 
     def shown(family: str, engine: str) -> float | None:
@@ -222,7 +224,7 @@ def test_metrics_show_the_engines_of_now():
 
 @in_loop
 async def test_a_fleet_that_changes_for_ever_leaves_nothing_behind():
-    engines = Engines.from_members(fleet(B))
+    engines = EngineRegistry.from_members(fleet(B))
     async with health_of(engines) as (health, metrics):
         lines = []
         for i in range(20):
@@ -243,7 +245,7 @@ async def test_a_fleet_that_changes_for_ever_leaves_nothing_behind():
 # With a proxy
 
 
-def running_fleet(d) -> Engines:
+def running_fleet(d) -> EngineRegistry:
     return d.proxy.metrics._engines
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdconn.router.fleet.client import Upstream
+from pdconn.router.fleet.client import EngineClient
 from pdconn.router.handover import abandoned as farewell
 from pdconn.router.openai.bodies import RETURN_MODEL
 from tests.fakes.fake_engine import CHUNKS, deployment, hang, in_loop, leave, until
@@ -69,7 +69,7 @@ async def test_closing_prefill_at_once_would_lose_the_ticket(monkeypatch):
 @in_loop
 async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_names, monkeypatch):
     """The first decode engine is gone, and connecting to it takes its time."""
-    post = Upstream.post
+    post = EngineClient.post
     connecting, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(self, engine, *rest):
@@ -78,7 +78,7 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
             await go_on.wait()
         return await post(self, engine, *rest)
 
-    monkeypatch.setattr(Upstream, "post", slow)
+    monkeypatch.setattr(EngineClient, "post", slow)
     monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
     async with deployment(num_decode=2) as d:
         gone, alive = d.decode

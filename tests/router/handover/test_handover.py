@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.router.config import ProxyConfig
-from pdconn.router.routing.policy import RoundRobin, Weighed
+from pdconn.router.routing.policy import RoundRobin, ScoredCandidate
 from pdconn.router.server import running_proxy
 from tests.fakes.fake_engine import ANSWER, CHUNKS, TICKET, deployment, error, in_loop, leave, until
 
@@ -122,7 +122,7 @@ async def test_another_policy_chooses_instead_and_sees_the_request():
             return super().decide(question, prefill, decode[::-1])
 
         def _turn(self, role, candidates):
-            return tuple(Weighed(one, 0.0, "last first") for one in candidates)
+            return tuple(ScoredCandidate(one, 0.0, "last first") for one in candidates)
 
     asked = []
     async with deployment(num_decode=2) as d:

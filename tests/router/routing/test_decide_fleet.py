@@ -14,11 +14,11 @@ import pytest
 from pdconn.lab.ports import free_ports
 from pdconn.router import server
 from pdconn.router.events import feeds as feeding_module
-from pdconn.router.events.caches import Caches
-from pdconn.router.events.feeds import Feeding
+from pdconn.router.events.caches import PrefixCaches
+from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member
 from pdconn.router.fleet.sources import Watch
-from pdconn.router.routing.decide import Steering
+from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Role
 from tests.fakes.fake_engine import (
     FakeEngine,
@@ -91,7 +91,7 @@ def fleet_file(engines: dict[FakeEngine, str], pods: dict[FakeEngine, Pod]) -> s
 @asynccontextmanager
 async def router_by_file(tmp_path: Any, monkeypatch: Any, num_prefill: int = 2) -> AsyncIterator:
     """A fleet, and a second router over the same engines, told of them by a file."""
-    made: list[Steering] = []
+    made: list[RequestRouter] = []
     monkeypatch.setattr(server, "Watch", partial(Watch, interval_s=0.02))
     path = tmp_path / "fleet.toml"
     async with fleet(num_prefill) as f:
@@ -103,7 +103,7 @@ async def router_by_file(tmp_path: Any, monkeypatch: Any, num_prefill: int = 2) 
             (tmp_path / "new").rename(path)
 
         write(all_of_them)
-        monkeypatch.setattr(server, "Steering", spied(made))
+        monkeypatch.setattr(server, "RequestRouter", spied(made))
         config = server.ProxyConfig.of([], [], fleet=str(path), port=0)
         async with server.running_proxy(config) as proxy:
             parts = (f.prefill, f.decode, f.leases, proxy, f.client)
@@ -175,14 +175,14 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten(monkey
             await may_close.wait()
             said.append(f"closed {self.port}")
 
-    class Forgetful(Caches):
+    class Forgetful(PrefixCaches):
         def forget(self, source):
             said.append(f"forgot {source.events[-1]}")
 
     said: list[str] = []
     may_close = asyncio.Event()
     monkeypatch.setattr(feeding_module, "Subscriber", Slow)
-    feeding = Feeding(Forgetful())
+    feeding = EventFeeds(Forgetful())
     other = Member("http://q:1", frozenset({Role.PREFILL}), "tcp://h:9")
     for port in (1, 2, 1, 3):
         feeding.fleet_changed(
@@ -202,8 +202,8 @@ async def test_hundreds_of_ranks_are_listened_to(caplog):
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:
         pytest.skip(f"needs 4096 open files, has {soft}")
-    caches, engine = Caches(), frozenset({Role.PREFILL})
-    feeding = Feeding(caches)
+    caches, engine = PrefixCaches(), frozenset({Role.PREFILL})
+    feeding = EventFeeds(caches)
     address = f"tcp://127.0.0.1:{free_ports(1)[0]}"  # nobody is there
     feeding.fleet_changed(Member(f"http://p{number}:1", engine, address) for number in range(400))
     await asyncio.sleep(0.05)  # whoever cannot listen says so at once

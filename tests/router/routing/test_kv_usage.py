@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from pdconn.router.routing.kv_usage import LEASE_S, Usage
+from pdconn.router.routing.kv_usage import LEASE_S, KvUsage
 
 
 def test_an_engine_that_works_is_believed_for_ever() -> None:
-    usage = Usage()
+    usage = KvUsage()
     told = [usage.hear("a", 0.9, idle=False, now=now) for now in (0.0, 10 * LEASE_S)]
     assert told == [0.9, 0.9]
 
 
 def test_an_idle_engine_is_believed_until_its_leases_must_have_ended() -> None:
-    usage = Usage()
+    usage = KvUsage()
     times = (0.0, LEASE_S - 1, LEASE_S, 5 * LEASE_S)
     assert [usage.hear("a", 0.9, idle=True, now=now) for now in times] == [0.9, 0.9, 0.0, 0.0]
 
 
 def test_news_and_work_begin_the_time_anew() -> None:
-    usage = Usage()
+    usage = KvUsage()
     usage.hear("a", 0.9, idle=True, now=0.0)
     assert usage.hear("a", 0.8, idle=True, now=LEASE_S) == 0.8
     usage.hear("a", 0.8, idle=False, now=LEASE_S + 1)
@@ -27,7 +27,7 @@ def test_news_and_work_begin_the_time_anew() -> None:
 
 
 def test_an_engine_that_leaves_is_forgotten() -> None:
-    usage = Usage()
+    usage = KvUsage()
     usage.hear("a", 0.9, idle=True, now=0.0)
     usage.keep(("b",))
     assert usage.hear("a", 0.9, idle=True, now=LEASE_S) == 0.9

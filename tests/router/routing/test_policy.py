@@ -22,13 +22,13 @@ from pdconn.router.routing.policy import (
     Decision,
     Policy,
     PrefixAware,
-    Question,
     Random,
     RoundRobin,
+    RouteQuery,
 )
 
 NAMES = [f"http://10.0.0.{i}:8000" for i in range(6)]
-LONG = Question(8192, b"a beginning")
+LONG = RouteQuery(8192, b"a beginning")
 
 
 def hit(tokens: int) -> Hit:
@@ -40,7 +40,7 @@ def names(decision: Decision) -> tuple[list[str], list[str]]:
     return [one.candidate.engine for one in prefill], [one.candidate.engine for one in decode]
 
 
-def first(question: Question, *candidates: Candidate, decode: bool = False) -> str:
+def first(question: RouteQuery, *candidates: Candidate, decode: bool = False) -> str:
     """Who is asked first of these, as prefill or as decode."""
     if decode:
         prefill = [Candidate("p")]
@@ -62,14 +62,14 @@ candidates = st.lists(
     unique_by=lambda one: one.engine,
 )
 questions = st.builds(
-    Question, st.integers(0, 10_000), st.binary(max_size=300), can_hand_over=st.booleans()
+    RouteQuery, st.integers(0, 10_000), st.binary(max_size=300), can_hand_over=st.booleans()
 )
 policies = st.sampled_from(sorted(POLICIES)).map(lambda name: POLICIES[name]())
 
 
 @given(policies, questions, candidates, candidates)
 def test_every_candidate_is_listed_exactly_once(
-    policy: Policy, question: Question, prefill: list[Candidate], decode: list[Candidate]
+    policy: Policy, question: RouteQuery, prefill: list[Candidate], decode: list[Candidate]
 ) -> None:
     decision = policy.decide(question, prefill, decode)
     listed = [one.candidate for one in decision.prefill]
@@ -79,7 +79,7 @@ def test_every_candidate_is_listed_exactly_once(
 
 @given(policies, questions, candidates, candidates)
 def test_what_decode_has_to_serve_alone_is_offered_to_no_prefill(
-    policy: Policy, question: Question, prefill: list[Candidate], decode: list[Candidate]
+    policy: Policy, question: RouteQuery, prefill: list[Candidate], decode: list[Candidate]
 ) -> None:
     decision = policy.decide(replace(question, can_hand_over=False), prefill, decode)
     assert decision.alone
@@ -88,7 +88,7 @@ def test_what_decode_has_to_serve_alone_is_offered_to_no_prefill(
 
 @given(questions, candidates, candidates, st.randoms(use_true_random=False))
 def test_the_order_does_not_depend_on_that_of_the_candidates(
-    question: Question,
+    question: RouteQuery,
     prefill: list[Candidate],
     decode: list[Candidate],
     rng: random.Random,
@@ -107,7 +107,7 @@ def test_in_turn_the_order_of_the_candidates_does_count() -> None:
 
 @given(questions, candidates)
 def test_nobody_is_asked_before_somebody_who_is_cheaper_by_a_tie(
-    question: Question, prefill: list[Candidate]
+    question: RouteQuery, prefill: list[Candidate]
 ) -> None:
     ordered = PrefixAware().decide(replace(question, can_hand_over=True), prefill, []).prefill
     for place, one in enumerate(ordered):
@@ -194,13 +194,13 @@ def test_all_pressed_or_all_empty_is_no_reason_to_refuse() -> None:
 
 
 def preferred(beginning: bytes, engines: list[str]) -> str:
-    return first(Question(1000, beginning), *map(Candidate, engines))
+    return first(RouteQuery(1000, beginning), *map(Candidate, engines))
 
 
 def test_prompts_that_begin_alike_meet_though_nobody_knows_where_they_lie() -> None:
     for beginning in (b"", b"x", b"a long beginning" * 99):
-        order = names(PrefixAware().decide(Question(100, beginning), [], map_all(NAMES)))
-        longer = Question(100_000, beginning)
+        order = names(PrefixAware().decide(RouteQuery(100, beginning), [], map_all(NAMES)))
+        longer = RouteQuery(100_000, beginning)
         assert names(PrefixAware().decide(longer, [], map_all(NAMES))) == order
 
 
@@ -230,7 +230,7 @@ def test_an_engine_that_leaves_moves_only_its_own_prompts() -> None:
 def test_less_than_a_tie_is_not_worth_another_engine() -> None:
     at_home = preferred(b"x", NAMES[:2])
     (away,) = {*NAMES[:2]} - {at_home}
-    question = Question(1000, b"x")
+    question = RouteQuery(1000, b"x")
     home = Candidate(at_home)
     assert first(question, home, Candidate(away, hit(48))) == at_home
     assert first(question, home, Candidate(away, hit(64))) == away
@@ -245,7 +245,7 @@ def test_decode_alone_exactly_where_it_holds_something_and_lacks_little(
 ) -> None:
     held = min(16 * blocks, num_tokens)
     decode = [Candidate("d", hit(held))]
-    decision = PrefixAware(alone_below).decide(Question(num_tokens), map_all(NAMES), decode)
+    decision = PrefixAware(alone_below).decide(RouteQuery(num_tokens), map_all(NAMES), decode)
     assert decision.alone == (held > 0 and num_tokens - held <= alone_below)
     assert len(decision.prefill) == len(NAMES)  # should the holder be gone when it is asked
 
@@ -254,7 +254,7 @@ def test_decode_alone_exactly_where_it_holds_something_and_lacks_little(
 def test_the_edge_of_alone(held: int, alone: bool) -> None:
     num_tokens = 200 if held < 700 else 1024
     decision = PrefixAware(256).decide(
-        Question(num_tokens), map_all(["p"]), [Candidate("d", hit(held))]
+        RouteQuery(num_tokens), map_all(["p"]), [Candidate("d", hit(held))]
     )
     assert decision.alone == alone
 

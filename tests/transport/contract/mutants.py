@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from transport.errors import BadAddress, BadSpans, OutOfBounds, PeerLost
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.transport import InProcessTransport
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
 
@@ -23,17 +23,17 @@ def _stretched(spans: Spans, by: int) -> Spans:
     return replace(spans, nbytes=nbytes)
 
 
-class WritesOneByteTooMany(MemoryTransport):
+class WritesOneByteTooMany(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         return super().read(peer, _stretched(spans, 1))
 
 
-class WritesOneByteTooFew(MemoryTransport):
+class WritesOneByteTooFew(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         return super().read(peer, _stretched(spans, -1))
 
 
-class DropsTheLastRun(MemoryTransport):
+class DropsTheLastRun(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         last = len(spans) - 1 if len(spans) > 1 else len(spans)
         return super().read(
@@ -41,34 +41,34 @@ class DropsTheLastRun(MemoryTransport):
         )
 
 
-class MergesByLocalAddressOnly(MemoryTransport):
+class MergesByLocalAddressOnly(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         order = np.argsort(spans.local)
         return super().read(peer, Spans(spans.local[order], spans.remote, spans.nbytes[order]))
 
 
-class SettlesEarly(MemoryTransport):
+class SettlesEarly(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         return super().poll(read) or _FINE
 
 
-class SwallowsErrors(MemoryTransport):
+class SwallowsErrors(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         settled = super().poll(read)
         return settled and replace(settled, error=None)
 
 
-class ChecksNoLocalBounds(MemoryTransport):
+class ChecksNoLocalBounds(InProcessTransport):
     def _outside(self, theirs: Regions, spans: Spans) -> OutOfBounds | None:
         return theirs.outside("remote", spans.remote, spans.nbytes, spans.remote_device)
 
 
-class ChecksNoRemoteBounds(MemoryTransport):
+class ChecksNoRemoteBounds(InProcessTransport):
     def _outside(self, theirs: Regions, spans: Spans) -> OutOfBounds | None:
         return self._registered.outside("local", spans.local, spans.nbytes, spans.local_device)
 
 
-class WritesBeforeItChecks(MemoryTransport):
+class WritesBeforeItChecks(InProcessTransport):
     def _outside(self, theirs: Regions, spans: Spans) -> OutOfBounds | None:
         error = super()._outside(theirs, spans)
         if error is not None:
@@ -76,13 +76,13 @@ class WritesBeforeItChecks(MemoryTransport):
         return error
 
 
-class NeverSettlesNothing(MemoryTransport):
+class NeverSettlesNothing(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         settled = super().poll(read)
         return settled if settled and settled.stats.nbytes else None
 
 
-class NeverForgets(MemoryTransport):
+class NeverForgets(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         settled = super().poll(read)
         if settled:
@@ -90,63 +90,63 @@ class NeverForgets(MemoryTransport):
         return settled
 
 
-class PollsWhatNeverWas(MemoryTransport):
+class PollsWhatNeverWas(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         return super().poll(read) if read in self._reads else None
 
 
-class ReusesReadIds(MemoryTransport):
+class ReusesReadIds(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         super().read(peer, spans)
         return ReadId(0)
 
 
-class CountsNothing(MemoryTransport):
+class CountsNothing(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         settled = super().poll(read)
         return settled and replace(settled, stats=ReadStats(0, 1, 0.0, 0.0))
 
 
-class RegistersOverlaps(MemoryTransport):
+class RegistersOverlaps(InProcessTransport):
     def register(self, memories: Sequence[Memory]) -> None:
         for memory in memories:
             if memory not in self._registered:
                 self._registered.add([memory])
 
 
-class RegistersHalf(MemoryTransport):
+class RegistersHalf(InProcessTransport):
     def register(self, memories: Sequence[Memory]) -> None:
         for memory in memories:
             super().register([memory])
 
 
-class RegistersOnce(MemoryTransport):
+class RegistersOnce(InProcessTransport):
     def register(self, memories: Sequence[Memory]) -> None:
         if not len(self._registered):
             super().register(memories)
 
 
-class MergesAcrossMemories(MemoryTransport):
+class MergesAcrossMemories(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         return super().read(peer, spans.coalesced())
 
 
-class KnowsEverybody(MemoryTransport):
+class KnowsEverybody(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         return super().read(peer if peer in self._peers else next(iter(self._peers)), spans)
 
 
-class DisconnectsOnce(MemoryTransport):
+class DisconnectsOnce(InProcessTransport):
     def disconnect(self, peer: PeerId) -> None:
         del self._peers[peer]
 
 
-class KeepsDisconnectedPeers(MemoryTransport):
+class KeepsDisconnectedPeers(InProcessTransport):
     def disconnect(self, peer: PeerId) -> None:
         self.network.doom(self.peer_id, peer)
 
 
-class TakesAnyAddress(MemoryTransport):
+class TakesAnyAddress(InProcessTransport):
     def connect(self, address: bytes) -> PeerId:
         try:
             return super().connect(address)
@@ -154,7 +154,7 @@ class TakesAnyAddress(MemoryTransport):
             return PeerId("somebody")
 
 
-class BadAddressesCostConnections(MemoryTransport):
+class BadAddressesCostConnections(InProcessTransport):
     """As NIXL itself does, without a checksum before it."""
 
     def connect(self, address: bytes) -> PeerId:
@@ -165,32 +165,32 @@ class BadAddressesCostConnections(MemoryTransport):
             raise
 
 
-class RefusesToConnectTwice(MemoryTransport):
+class RefusesToConnectTwice(InProcessTransport):
     def connect(self, address: bytes) -> PeerId:
         if self._peers:
             raise BadSpans("connected already")
         return super().connect(address)
 
 
-class ClosesOnce(MemoryTransport):
+class ClosesOnce(InProcessTransport):
     def close(self) -> None:
         self._check_open()
         super().close()
 
 
-class WorksWhenClosed(MemoryTransport):
+class WorksWhenClosed(InProcessTransport):
     def _check_open(self) -> None:
         pass
 
 
-class RemembersReadsWhenClosed(MemoryTransport):
+class RemembersReadsWhenClosed(InProcessTransport):
     def close(self) -> None:
         reads = dict(self._reads)
         super().close()
         self._reads.update(reads)
 
 
-class SettlesWhatItDisconnects(MemoryTransport):
+class SettlesWhatItDisconnects(InProcessTransport):
     """As if releasing a NIXL handle cancelled its READ."""
 
     def disconnect(self, peer: PeerId) -> None:
@@ -204,7 +204,7 @@ class SettlesWhatItDisconnects(MemoryTransport):
             super()._settle(read, settled)
 
 
-class ClosesUnderItsReads(MemoryTransport):
+class ClosesUnderItsReads(InProcessTransport):
     def close(self) -> None:
         self._reads.clear()
         super().close()
@@ -215,7 +215,7 @@ class ClosesUnderItsReads(MemoryTransport):
             super()._settle(read, settled)
 
 
-class LosesNobody(MemoryTransport):
+class LosesNobody(InProcessTransport):
     """A killed peer's reads stay pending for ever."""
 
     def poll(self, read: ReadId) -> Settled | None:
@@ -226,7 +226,7 @@ class LosesNobody(MemoryTransport):
         return settled
 
 
-class BlamesTheCaller(MemoryTransport):
+class BlamesTheCaller(InProcessTransport):
     def poll(self, read: ReadId) -> Settled | None:
         settled = super().poll(read)
         if settled and isinstance(settled.error, PeerLost):

@@ -15,7 +15,7 @@ from typing import Any
 from transport.base import Transport
 from transport.errors import BackendFailure
 from transport.inprocess.faults import Held
-from transport.inprocess.transport import MemoryNetwork, MemoryTransport
+from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.nixl.transport import NixlTransport
 from transport.testing.contract import ARENA_BYTES, Arena, Rig
 from transport.types import Memory
@@ -23,12 +23,12 @@ from transport.types import Memory
 
 @contextmanager
 def memory_rig(
-    reader_type: Callable[[MemoryNetwork, str], Transport] = MemoryTransport,
+    reader_type: Callable[[InProcessNetwork, str], Transport] = InProcessTransport,
 ) -> Iterator[Rig]:
     """A rig on a network of its own; ``reader_type`` may be a broken or a wrapped one."""
-    network = MemoryNetwork()
+    network = InProcessNetwork()
     lending, reading = Arena.patterned(), Arena.blank()
-    lender = MemoryTransport(network, "lender")
+    lender = InProcessTransport(network, "lender")
     lender.register([lending.memory])
     reader = reader_type(network, "reader")
     reader.register([reading.memory])

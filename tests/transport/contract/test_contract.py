@@ -7,7 +7,7 @@ import pytest
 from tests.transport.contract import mutants
 from tests.transport.contract.rigs import memory_rig
 from transport.errors import TransportError
-from transport.inprocess.transport import MemoryTransport
+from transport.inprocess.transport import InProcessTransport
 from transport.testing import contract as testing
 from transport.testing import rig as testing_rig
 from transport.testing.contract import TransportContract
@@ -59,15 +59,15 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing_rig, "SETTLE_S", 0.1)
 
 
-def _run(test: str, transport: type[MemoryTransport]) -> None:
+def _run(test: str, transport: type[InProcessTransport]) -> None:
     with memory_rig(transport) as rig:
         getattr(TransportContract(), test)(rig)
 
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY, ids=lambda mutant: mutant.__name__)
-def test_the_contract_catches(mutant: type[MemoryTransport]) -> None:
+def test_the_contract_catches(mutant: type[InProcessTransport]) -> None:
     test = CAUGHT_BY[mutant]
-    _run(test, MemoryTransport)
+    _run(test, InProcessTransport)
     with pytest.raises(CAUGHT):
         _run(test, mutant)
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.transport.contract.rigs import Lender, memory_rig, nixl_rig
 from transport.base import Transport
-from transport.faulty import DisturbedTransport, ReadFaults
-from transport.inprocess.transport import MemoryTransport
+from transport.faulty import FaultyTransport, ReadFaults
+from transport.inprocess.transport import InProcessTransport
 from transport.nixl.transport import NixlTransport
 from transport.testing.contract import Rig, TransportContract
 
@@ -29,19 +29,19 @@ def disturbed(backend: Callable[..., Transport], faults: ReadFaults) -> Callable
     """A maker of ``backend`` transports with ``faults``."""
 
     def make(*args: Any, **options: Any) -> Transport:
-        return DisturbedTransport(backend(*args, **options), faults, Random(7))
+        return FaultyTransport(backend(*args, **options), faults, Random(7))
 
     return make
 
 
 class TestWithoutFaults(TransportContract):
     def open_rig(self) -> AbstractContextManager[Rig]:
-        return memory_rig(disturbed(MemoryTransport, ReadFaults()))
+        return memory_rig(disturbed(InProcessTransport, ReadFaults()))
 
 
 class TestEveryReadLate(TransportContract):
     def open_rig(self) -> AbstractContextManager[Rig]:
-        return memory_rig(disturbed(MemoryTransport, ReadFaults(delay=1.0, delay_s=0.002)))
+        return memory_rig(disturbed(InProcessTransport, ReadFaults(delay=1.0, delay_s=0.002)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -71,5 +71,5 @@ def test_the_contract_notices_faults(
 ) -> None:
     """Negative control."""
     monkeypatch.setattr("transport.testing.rig.SETTLE_S", 0.1)
-    with memory_rig(disturbed(MemoryTransport, faults)) as rig, pytest.raises(AssertionError):
+    with memory_rig(disturbed(InProcessTransport, faults)) as rig, pytest.raises(AssertionError):
         getattr(TransportContract(), test)(rig)

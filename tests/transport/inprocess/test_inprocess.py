@@ -12,11 +12,11 @@ from transport.errors import BackendFailure, BadAddress, PeerLost, TransportClos
 from transport.inprocess.transport import (
     Failing,
     Held,
+    InProcessNetwork,
+    InProcessTransport,
     Late,
     Lost,
     ManualClock,
-    MemoryNetwork,
-    MemoryTransport,
     ReadRequest,
 )
 from transport.types import Device, Memory, PeerId, Spans
@@ -29,12 +29,12 @@ class World:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.network = MemoryNetwork(clock=self.clock)
+        self.network = InProcessNetwork(clock=self.clock)
         self.theirs = np.arange(1, SIZE + 1, dtype=np.uint8)
         self.ours = np.zeros(SIZE, dtype=np.uint8)
-        self.lender = MemoryTransport(self.network, "p")
+        self.lender = InProcessTransport(self.network, "p")
         self.lender.register([Memory(self.theirs.ctypes.data, SIZE)])
-        self.reader = MemoryTransport(self.network, "d")
+        self.reader = InProcessTransport(self.network, "d")
         self.reader.register([Memory(self.ours.ctypes.data, SIZE)])
         self.peer = self.reader.connect(self.lender.address())
 
@@ -143,7 +143,7 @@ def test_a_killed_reader_is_written_to_no_more(world: World) -> None:
 
 def test_a_restarted_peer_is_another_peer(world: World) -> None:
     world.network.kill(world.peer)
-    again = MemoryTransport(world.network, "p")
+    again = InProcessTransport(world.network, "p")
     again.register([Memory(world.theirs.ctypes.data, SIZE)])
     peer = world.reader.connect(again.address())
     assert peer != world.peer

@@ -26,7 +26,7 @@ from transport.errors import (
     TransportUnavailable,
 )
 from transport.nixl import reads as nixl_reads
-from transport.nixl.agent import Library
+from transport.nixl.agent import NixlLibrary
 from transport.nixl.options import UCX_DEFAULTS, backend_params, merged_engine_config, ucx_version
 from transport.nixl.transport import NixlTransport, load_library
 from transport.types import Memory, PeerId, Settled, Spans
@@ -158,7 +158,7 @@ class World:
             nixl_agent_config=SimpleNamespace, nixl_agent=lambda name, config: self.nixl
         )
         options = {"huge_pages": False, "close_wait_s": 0.0, **options}
-        library = Library(api, bindings, "0")
+        library = NixlLibrary(api, bindings, "0")
         self.reader = NixlTransport("d", boot="1", library=library, **options)
         self.address = pack("nixl", "p", b"p 1")
         self.peer = self.reader.connect(self.address)
@@ -376,7 +376,7 @@ def test_a_backend_that_is_missing_or_does_not_start_is_named() -> None:
         NIXL_THREAD_SYNC_STRICT=0,
     )
     with pytest.raises(TransportUnavailable, match="cannot start UCX"):
-        NixlTransport("d", library=Library(api, bindings, "0"))
+        NixlTransport("d", library=NixlLibrary(api, bindings, "0"))
 
 
 def test_without_nixl_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

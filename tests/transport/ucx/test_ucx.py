@@ -24,13 +24,20 @@ from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportUna
 from transport.types import Memory, ReadId, Settled, Spans
 from transport.ucx import lender as ucx_lender
 from transport.ucx import thread as ucx_thread
-from transport.ucx.frames import MAX_FRAME_BYTES, Hello, Refused, Session, Want, encode
+from transport.ucx.frames import (
+    MAX_FRAME_BYTES,
+    PieceRefused,
+    PieceRequest,
+    ReaderHello,
+    Session,
+    encode,
+)
 from transport.ucx.library import context_options, load_library
 from transport.ucx.pieces import MAX_PIECE_BYTES
-from transport.ucx.pulls import Source
+from transport.ucx.pulls import RemoteLender
 from transport.ucx.reader import WINDOW
 from transport.ucx.transport import UcxTransport, _source
-from transport.ucx.worker import FRAME_TAG, Line, Request, Wire
+from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 if importlib.util.find_spec("ucxx") is None:
     pytest.skip("ucxx is not installed", allow_module_level=True)
@@ -63,7 +70,7 @@ def finish(reader: UcxTransport, read: ReadId) -> Settled:
     return settled[0]
 
 
-def source_of(lender: UcxTransport) -> Source:
+def source_of(lender: UcxTransport) -> RemoteLender:
     return _source(unpack("ucx", lender.address()))
 
 
@@ -104,9 +111,9 @@ class Stranger:
     def __init__(self, worker_address: bytes) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         options = {**context_options(TCP["options"])}
-        self.wire = Wire(load_library(), options, self._wake_fd)
-        self.line: Line = self.wire.dial(worker_address)
-        self._sending: list[Request] = []
+        self.wire = UcxWorker(load_library(), options, self._wake_fd)
+        self.line: Endpoint = self.wire.dial(worker_address)
+        self._sending: list[UcxRequest] = []
 
     def say(self, data: bytes, tag: int = FRAME_TAG) -> None:
         self._sending.append(self.line.send(np.frombuffer(data, dtype=np.uint8), tag))
@@ -140,7 +147,7 @@ def test_who_does_not_know_the_secret_gets_no_session_and_who_does_gets_one() ->
     with pair() as two, stranger(two.lender) as somebody:
         desk = two.lender._thread.lender
         secret = source_of(two.lender).secret
-        hello = Hello(SESSION, somebody.wire.address)
+        hello = ReaderHello(SESSION, somebody.wire.address)
         somebody.say(encode(hello, bytes(32)))
         somebody.say(encode(hello, secret)[:-1] + b"\0\0")
         assert until(lambda: desk.refused_frames == 2, somebody.wire.progress)
@@ -152,7 +159,7 @@ def test_who_does_not_know_the_secret_gets_no_session_and_who_does_gets_one() ->
 
 def test_frames_of_another_boot_are_refused() -> None:
     with pair() as two, UcxTransport("other", **TCP) as other, stranger(other) as somebody:
-        hello = Hello(SESSION, somebody.wire.address)
+        hello = ReaderHello(SESSION, somebody.wire.address)
         somebody.say(encode(hello, source_of(two.lender).secret))
         desk = other._thread.lender
         assert until(lambda: desk.refused_frames == 1, somebody.wire.progress)
@@ -181,7 +188,7 @@ def test_a_flood_of_strange_messages_is_dropped_and_costs_no_memory() -> None:
 def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
     with pair() as two, stranger(two.lender) as somebody:
         secret, desk = source_of(two.lender).secret, two.lender._thread.lender
-        somebody.say(encode(Hello(SESSION, somebody.wire.address), secret))
+        somebody.say(encode(ReaderHello(SESSION, somebody.wire.address), secret))
         base = two.held.ctypes.data
         for number, (address, nbytes) in enumerate(
             [(base - 1, 2), (base + MIB - 1, 2), (4096, 64), (base, 2**32 - 1)], 1
@@ -189,7 +196,7 @@ def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
             run = np.array([address], np.uint64), np.array([nbytes], np.uint64)
             into = np.full(min(nbytes, MAX_PIECE_BYTES), 255, dtype=np.uint8)
             answer = somebody.line.receive(into, 1 << 63 | number)
-            somebody.say(encode(Want(SESSION, number, 1 << 63 | number, *run), secret))
+            somebody.say(encode(PieceRequest(SESSION, number, 1 << 63 | number, *run), secret))
             assert until(lambda answer=answer: answer.done, somebody.wire.progress)
             with pytest.raises(BackendFailure, match="truncated"):
                 answer.check("receive")
@@ -202,8 +209,8 @@ def test_answers_that_nobody_proved_change_nothing() -> None:
     with pair() as two, stranger(two.reader) as somebody:
         assert two.is_fine()
         session = next(iter(two.reader._thread.reader._sources))
-        somebody.say(encode(Refused(session, 1, True, "no"), bytes(32)))
-        somebody.say(encode(Refused(SESSION, 1, True, "no"), bytes(32)))
+        somebody.say(encode(PieceRefused(session, 1, True, "no"), bytes(32)))
+        somebody.say(encode(PieceRefused(SESSION, 1, True, "no"), bytes(32)))
         somebody.flush()
         assert two.is_fine()
 
@@ -358,7 +365,7 @@ def test_ucx_without_a_registration_cache_is_not_used_and_the_text_says_why() ->
     assert "unset UCX_MEM_EVENTS" in done.stderr
 
 
-def _busy(desk: ucx_lender.Lender) -> list[ucx_lender.Borrower]:
+def _busy(desk: ucx_lender.UcxLender) -> list[ucx_lender.RemoteReader]:
     return [b for b in list(desk._borrowers.values()) if b.wants or b.sending]
 
 

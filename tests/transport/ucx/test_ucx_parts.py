@@ -19,15 +19,15 @@ from transport.ucx.frames import (
     MAX_RUNS,
     BadFrame,
     Frame,
-    Hello,
-    Refused,
+    PieceRefused,
+    PieceRequest,
+    ReaderHello,
     Session,
-    Want,
     decode,
     encode,
 )
 from transport.ucx.gather import Bytes, bytes_at, gather, scatter
-from transport.ucx.lender import Lender, lendable
+from transport.ucx.lender import UcxLender, lendable
 from transport.ucx.library import FIXED, context_options
 from transport.ucx.pieces import (
     DIRECT_BYTES,
@@ -47,15 +47,17 @@ def u64(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 def want(
     number: int = 1, addresses: object = (4096,), nbytes: object = (64,), tag: int = 9
-) -> Want:
-    return Want(SESSION, number, tag, np.array(addresses, np.uint64), np.array(nbytes, np.uint64))
+) -> PieceRequest:
+    return PieceRequest(
+        SESSION, number, tag, np.array(addresses, np.uint64), np.array(nbytes, np.uint64)
+    )
 
 
 FRAMES: list[Frame] = [
-    Hello(SESSION, b"worker"),
+    ReaderHello(SESSION, b"worker"),
     want(),
     want(addresses=range(1, MAX_RUNS + 1), nbytes=[7] * MAX_RUNS),
-    Refused(SESSION, 5, True, "outside"),
+    PieceRefused(SESSION, 5, True, "outside"),
 ]
 
 
@@ -89,8 +91,8 @@ def test_a_frame_that_was_changed_or_signed_with_another_secret_is_refused(frame
         (lambda: want(nbytes=[0]), "run 0 has 0 bytes"),
         (lambda: want(addresses=[2**63 - 8], nbytes=[64]), "beyond 63 bits"),
         (lambda: want(addresses=[2**64 - 8], nbytes=[64]), "beyond 63 bits"),
-        (lambda: Hello(SESSION, b""), "hello names 0 bytes"),
-        (lambda: Hello(SESSION, b"x" * 6500), "hello names 6500 bytes"),
+        (lambda: ReaderHello(SESSION, b""), "hello names 0 bytes"),
+        (lambda: ReaderHello(SESSION, b"x" * 6500), "hello names 6500 bytes"),
     ],
 )
 def test_who_holds_the_secret_is_held_to_the_bounds(make: Callable[[], Frame], text: str) -> None:
@@ -100,7 +102,7 @@ def test_who_holds_the_secret_is_held_to_the_bounds(make: Callable[[], Frame], t
 
 def test_a_frame_is_never_longer_than_a_packet() -> None:
     with pytest.raises(BadFrame, match=f"at most {MAX_FRAME_BYTES}"):
-        encode(Hello(SESSION, b"x" * 8000), SECRET)
+        encode(ReaderHello(SESSION, b"x" * 8000), SECRET)
     with pytest.raises(BadFrame, match=f"to {MAX_FRAME_BYTES}"):
         decode(bytes(1 << 20), SECRET)
 
@@ -225,7 +227,7 @@ class Desk:
     def __init__(self) -> None:
         self.now = 0.0
         self.lines: list[FakeLine] = []
-        self.lender = Lender(self, SECRET, lambda: self.now)  # type: ignore[arg-type]
+        self.lender = UcxLender(self, SECRET, lambda: self.now)  # type: ignore[arg-type]
         self.held = np.zeros(1 << 20, dtype=np.uint8)
         self.base = self.held.ctypes.data
         self.lender.lent = Regions([Memory(self.base, 1 << 20)])
@@ -238,7 +240,7 @@ class Desk:
         pass
 
     def greet(self, session: bytes) -> FakeLine:
-        self.lender.take(encode(Hello(Session(session), b"w"), SECRET))
+        self.lender.take(encode(ReaderHello(Session(session), b"w"), SECRET))
         return self.lines[-1]
 
     def ask(self, session: bytes, number: int, *, runs: int = 2) -> None:

@@ -17,7 +17,7 @@ from pdconn.lab.client import ASK_FOR_REMOTE_DECODE, Client, prefill_only, prefi
 from pdconn.lab.compare import compare
 from pdconn.lab.errors import RequestRefused
 from pdconn.protocol.auth import Secret
-from pdconn.sidechannel.connection import ChannelLost
+from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.credentials import load_secret
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
@@ -218,7 +218,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(pair: PdPair, model: Path)
     before = pair.prefill.metrics().get("pdconn:unauthenticated_total", 0.0)
     foreign = Security(Secret(b"known to nobody we know"))
     for security in (foreign, None):
-        with pytest.raises(ChannelLost):
+        with pytest.raises(SideChannelLost):
             describe(spec.host, spec.side_channel_port, security=security)
     known = Security(load_secret(str(secret_beside(model))))
     assert describe(spec.host, spec.side_channel_port, security=known).traits

@@ -23,8 +23,8 @@ from pdconn.lab.client import Client
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import SERVED_NAME, EngineSpec
-from pdconn.router.events.caches import Caches, Looked
-from pdconn.router.events.feeds import Feeding
+from pdconn.router.events.caches import PrefixCaches, PrefixLookup
+from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member
 from pdconn.router.prefix.groups import GroupSpec, Needs
 from pdconn.router.prefix.hashing import Extras, HashScheme
@@ -140,8 +140,8 @@ class Answers:
 
 
 async def ask_all(told: list[Told]) -> Answers:
-    caches = Caches()
-    feeding = Feeding(caches)
+    caches = PrefixCaches()
+    feeding = EventFeeds(caches)
     feeding.fleet_changed([one.member for one in told])
     rng = random.Random(11)
     talking = Conversations(rng)
@@ -173,7 +173,7 @@ async def ask_all(told: list[Told]) -> Answers:
         await feeding.close()
 
 
-async def _heard(feeding: Feeding, told: list[Told]) -> None:
+async def _heard(feeding: EventFeeds, told: list[Told]) -> None:
     """Until each engine's events are listened to; a first prompt shows how it hashes."""
     for one in told:
         await asyncio.to_thread(_complete, one.engine, list(range(10, 110)), None, 1)
@@ -184,7 +184,7 @@ async def _heard(feeding: Feeding, told: list[Told]) -> None:
         await _all_heard(feeding, one)
 
 
-async def _all_heard(feeding: Feeding, one: Told) -> None:
+async def _all_heard(feeding: EventFeeds, one: Told) -> None:
     """Until all that an engine had to tell when it answered is here."""
 
     def heard() -> int:
@@ -228,12 +228,14 @@ def _complete(engine: Engine, tokens: list[int], salt: str | None, num_tokens: i
     return (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
 
-def _hit(looked: Looked, engine: str) -> int:
+def _hit(looked: PrefixLookup, engine: str) -> int:
     best = looked.best(engine)
     return 0 if best is None else best.hit.tokens
 
 
-def _by_full_attention(caches: Caches, looked: Looked, engine: str, num_tokens: int) -> int:
+def _by_full_attention(
+    caches: PrefixCaches, looked: PrefixLookup, engine: str, num_tokens: int
+) -> int:
     """What a router that knows no windows would predict: the prefix of group 0 alone."""
     scheme = caches.feeds[engine].scheme
     assert scheme is not None
