@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Self
 
 from registration.references import KVCacheReferences, RegistrationError
 from transport import Memory, Transport
+from transport.closing import Closing
 
 
 class OverlappingMemory(RegistrationError):
@@ -31,7 +31,7 @@ class RegistrationClosed(RuntimeError):
     """The memory was unpinned before this call."""
 
 
-class RegisteredKVMemory:
+class RegisteredKVMemory(Closing):
     """KV memory that peers can read and reads can land in, from construction to ``close``.
 
     It owns ``transport`` from the call on: also when construction fails, in which
@@ -106,14 +106,6 @@ class RegisteredKVMemory:
     def __enter__(self) -> Self:
         self._check_open()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

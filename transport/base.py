@@ -11,15 +11,14 @@ returns, so it is never called on an engine's thread.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
+from transport.closing import Closing
 from transport.types import Memory, PeerId, ReadId, Settled, Spans
 
 
-class Transport(ABC):
+class Transport(Closing):
     """Moves bytes from peers' registered memory into ours, one-sidedly."""
 
     @property
@@ -76,7 +75,7 @@ class Transport(ABC):
             KeyError: ``read`` was never posted, or was returned already.
         """
 
-    def check(self) -> None:  # noqa: B027 - most backends have nothing that can die
+    def check(self) -> None:
         """See that what serves us and our peers still lives.  Cheap, and from any thread.
 
         Raises:
@@ -98,14 +97,3 @@ class Transport(ABC):
             BackendFailure: a read can still write.  Memory stays registered and
                 must stay allocated; poll the reads, or close again later.
         """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

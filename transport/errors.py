@@ -1,10 +1,57 @@
-"""What can go wrong when bytes move, in one hierarchy.
+"""Errors: wrong input (:class:`FieldError`), and what can go wrong when bytes move.
 
 Backends map their own exceptions to these at the edge, so that nothing above
 the transport needs to import nixl or ucxx.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Self
+
+
+class FieldError(Exception):
+    """A value is wrong: ``field`` was ``seen`` where ``expected`` was needed.
+
+    Base of every error of bad input, on the command line, in configuration and on the wire,
+    so that a log line or an HTTP body can show all three.  ``show`` writes what was seen.
+    """
+
+    show: ClassVar[Callable[[object], str]] = str
+
+    def __init__(self, field: str, expected: object, seen: object, hint: str = "") -> None:
+        self.field = field
+        self.expected = expected
+        self.seen = seen
+        self.hint = hint
+        tail = f"; {hint}" if hint else ""
+        super().__init__(f"{field}: expected {expected}, got {type(self).show(seen)}{tail}")
+
+    def of(self, owner: str) -> Self:
+        """The same error with the path to its field: ``owner`` and its separator come first.
+
+        >>> print(FieldError("tp", "a number above 0", 0).of("--prefill "))
+        --prefill tp: expected a number above 0, got 0
+        """
+        return type(self)(f"{owner}{self.field}", self.expected, self.seen, self.hint)
+
+
+def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The hint for an unknown key: the nearest of ``known``, or all of them if none is near.
+
+    >>> did_you_mean("backend", ["backends", "verify"])
+    "did you mean 'backends'?"
+    """
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` for an error text: its repr, shortened to ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class TransportError(Exception):

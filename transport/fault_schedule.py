@@ -11,27 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from transport.errors import FieldError
+
 _DAY_S = 86400
 
 
-class FaultError(ValueError):
-    """Faults that cannot be meant: ``field`` was ``seen`` where ``expected`` was needed."""
+class FaultError(FieldError, ValueError):
+    """A setting of faults on demand is unknown or out of range."""
 
-    def __init__(self, field: str, expected: str, seen: object, hint: str = "") -> None:
-        self.field = field
-        self.expected = expected
-        self.seen = seen
-        self.hint = hint
-        tail = f"; {hint}" if hint else ""
-        super().__init__(f"{field}: expected {expected}, got {seen!r}{tail}")
-
-    def of(self, owner: str) -> FaultError:
-        """The same, with the path to the record.
-
-        >>> print(FaultError("corrupt", "a chance from 0 to 1", 2).of("reads"))
-        reads.corrupt: expected a chance from 0 to 1, got 2
-        """
-        return FaultError(f"{owner}.{self.field}", self.expected, self.seen, self.hint)
+    show = repr
 
 
 def check_chances(record: object, kinds: Sequence[str]) -> None:

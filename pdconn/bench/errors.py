@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from transport.errors import FieldError
+
 
 class BenchError(Exception):
     """A benchmark that cannot run."""
 
 
-class BadCase(BenchError, ValueError):
-    """A case that cannot be meant; names the field, what was expected and what came."""
-
-    def __init__(self, field: str, expected: object, got: object) -> None:
-        super().__init__(f"{field}: expected {expected}, got {got}")
+class BadCase(FieldError, BenchError, ValueError):
+    """An option of a benchmark that makes no sense."""
 
 
 class LenderFailed(BenchError):

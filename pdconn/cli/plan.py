@@ -172,7 +172,7 @@ def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
     try:
         return parse_engine(text, model)
     except ShapeError as error:
-        raise error.of(option) from error
+        raise error.of(f"{option} ") from error
 
 
 def _model(given: str) -> ModelShape:
@@ -189,7 +189,7 @@ def _model(given: str) -> ModelShape:
     try:
         return model_shape(config, path.resolve().parent.name)
     except ShapeError as error:
-        raise error.of(str(path)) from error
+        raise error.of(f"{path} ") from error
 
 
 def _listing() -> str:

@@ -15,12 +15,12 @@ only.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from pdconn.faults.frames import MessageFaults
+from transport.errors import did_you_mean
 from transport.fault_schedule import FaultError, check_count
 from transport.faulty import ReadFaults
 
@@ -76,13 +76,11 @@ def _build(record: type[Record], value: object, path: str) -> Record:
     known = [field.name for field in fields(record)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise FaultError(path, "a known key", key, hint)
+            raise FaultError(path, "a known key", key, did_you_mean(str(key), known))
     try:
         return record(**values)
     except FaultError as error:
-        raise error.of(path) from None
+        raise error.of(f"{path}.") from None
 
 
 def _mapping(value: object, path: str) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ so that the planner cannot tell the difference.  Addresses are made up.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,6 +16,7 @@ from pdconn.forecast.grouping import LayerGroup, Paged, group_layers
 from pdconn.forecast.memory import LAYOUTS, RankPlace, rank_memory
 from pdconn.forecast.model import LayerSort, ModelShape
 from registration.references import KVCacheReferences, build_kv_cache_references
+from transport.errors import did_you_mean
 
 MAX_RANKS = 4096
 MAX_BLOCK_TOKENS = 1 << 16
@@ -134,8 +134,8 @@ def parse_engine(text: str, model: ModelShape) -> EngineShape:
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
         if key not in _KEYS or not equals:
-            near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
-            raise ShapeError("key", f"{', '.join(_KEYS)} (did you mean {near[0]}=?)", part)
+            hint = did_you_mean(key, _KEYS, cutoff=0.0)
+            raise ShapeError("key", f"one of {', '.join(_KEYS)}", part, hint)
         if _KEYS[key] in given:
             raise ShapeError(key, "one value", part)
         given[_KEYS[key]] = value.upper() if key == "layout" else _whole(key, value)

@@ -6,15 +6,13 @@ seen, so that a log line or an HTTP body can show all three.
 
 from __future__ import annotations
 
+from transport.errors import FieldError, shown
 
-class ProtocolError(Exception):
-    """Base: ``field`` was ``seen`` where ``expected`` was needed."""
 
-    def __init__(self, field: str, expected: object, seen: object) -> None:
-        self.field = field
-        self.expected = expected
-        self.seen = seen
-        super().__init__(f"{field}: expected {expected}, got {shown(seen)}")
+class ProtocolError(FieldError):
+    """Base of what the other side can get wrong."""
+
+    show = shown
 
 
 class FrameError(ProtocolError):
@@ -31,9 +29,3 @@ class TicketError(ProtocolError):
 
 class PeerMismatch(ProtocolError):
     """A peer that speaks another version, is another engine, or was restarted."""
-
-
-def shown(value: object, limit: int = 80) -> str:
-    """``value`` for an error text: its repr, shortened to ``limit`` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

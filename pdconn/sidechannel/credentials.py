@@ -12,19 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdconn.protocol.auth import AuthError, Secret
+from transport.errors import FieldError
 
 ENV_SECRET = "PDCONN_SECRET"
 ENV_SECRET_FILE = "PDCONN_SECRET_FILE"
 
 
-class SecurityError(ValueError):
+class SecurityError(FieldError, ValueError):
     """A setting of the side channel's security that cannot be, or does not suffice."""
-
-    def __init__(self, field: str, expected: str, seen: str) -> None:
-        self.field = field
-        self.expected = expected
-        self.seen = seen
-        super().__init__(f"{field}: expected {expected}, got {seen}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,6 +63,7 @@ from pdconn.puller.proving import Verify
 from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
 from transport.choose import WANTED, Wanted
+from transport.errors import did_you_mean
 from transport.fault_schedule import FaultError
 
 
@@ -137,8 +137,7 @@ def _refuse_unknown(extra: Mapping[str, Any]) -> None:
             hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
             raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            hint = did_you_mean(key, known)
             raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
 
 

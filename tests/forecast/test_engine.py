@@ -150,9 +150,9 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
         ("block=x", "block", "whole number"),
         ("tp=", "tp", "nothing"),
         ("layout=LBNCH", "layout", "BHLNC"),
-        ("layot=LBHNC", "key", "layout=?"),
-        ("bloc=16", "key", "block=?"),
-        ("tp", "key", "tp=?"),
+        ("layot=LBHNC", "key", "did you mean 'layout'?"),
+        ("bloc=16", "key", "did you mean 'block'?"),
+        ("tp", "key", "did you mean 'tp'?"),
         ("tp=2,tp=4", "tp", "one value"),
     ],
 )

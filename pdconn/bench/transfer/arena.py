@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.bench.errors import BenchError
 from transport import Memory, Spans
+from transport.closing import Closing
 from transport.hugepages import HUGE_PAGE_BYTES
 
 _WORD = 8
@@ -24,7 +23,7 @@ _CHUNK_WORDS = 1 << 20
 _CHECKED_RUNS = 4096
 
 
-class BenchMemory:
+class BenchMemory(Closing):
     """``nbytes`` bytes that begin at a multiple of 2 MiB, every page of them touched.
 
     Raises:
@@ -78,17 +77,6 @@ class BenchMemory:
         """Give the memory back."""
         self._words = None
         self._map.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _wrong_in(self, local: int, offset: int, nbytes: int, seed: int) -> int:
         assert self._words is not None

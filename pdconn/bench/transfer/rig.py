@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from pdconn.bench.errors import LenderFailed, WrongBytes
 from pdconn.bench.transfer.arena import BenchMemory, copy
@@ -29,9 +27,10 @@ from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.sidechannel.clock import steady
 from registration.references import KVCacheReferences
 from transport import Memory, Transport
+from transport.closing import Closing
 
 
-class OpenCase:
+class OpenCase(Closing):
     """One workload over one path, ready to be measured.
 
     Raises:
@@ -97,17 +96,6 @@ class OpenCase:
     def close(self) -> None:
         """Give everything back, the lender's memory too."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # Opening
 
