@@ -1,6 +1,7 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
-#   make test     everything, unit to real vLLM (19 minutes on two cores)
+#   make test     every law, with real vLLM too (at most 15 minutes on two quiet cores)
+#   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
 #   make check    format, lint, types, direction of imports
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that README.md shows and write its tables (an hour; ARGS="--run NAME" for one)
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench multinode gpu clean
+.PHONY: help venv demo test test-fast test-vllm test-matrix check format property chaos fuzz soak bench multinode gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,11 +42,14 @@ test: test-fast test-vllm
 # Most of these wait for peers that are late on purpose, so three fit on two cores.  The tests
 # of UCX without NIXL have processes of their own: NIXL brings another UCX along.
 test-fast: venv
-	$(BIN)/python -m pytest -m "not engine and not multinode and not ucx" -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not multinode and not ucx and not matrix" -n 3 --dist worksteal $(ARGS)
 	$(BIN)/python -m pytest -m ucx -n 2 --dist worksteal $(ARGS)
 
 test-vllm: venv
-	$(BIN)/python -m pytest -m "engine and not multinode" $(ARGS)
+	$(BIN)/python -m pytest -m "engine and not multinode and not matrix" $(ARGS)
+
+test-matrix: venv
+	$(BIN)/python -m pytest -m "matrix and not multinode" $(ARGS)
 
 check: venv
 	$(BIN)/ruff check .

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from pdconn.lab.client import Client
 from pdconn.lab.engine import Engine
 from pdconn.lab.model import write_model
 from tests.vllm.engines.engines import (
     CONFIGURATIONS,
-    SPOILED_BESIDE,
+    CORRUPTED_BESIDE,
+    WIDE_BESIDE,
     Configuration,
     Expected,
     PdPair,
-    all_at_once,
     alone,
-    cache_beside,
     engine,
-    one_after_another,
     pair_of,
-    pairing_prompts,
-    whole_blocks,
 )
 
 
@@ -46,8 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    # The pairs live until the end of the session, so whoever needs more engines is first.
-    first = ("test_topology", "test_bench_serve")
+    # The last pair lives until the end of the session, so the tests that start more engines
+    # are first.
+    first = ("test_topology", "test_bench_serve", "test_faults", "test_router")
     items.sort(key=lambda item: here in item.path.parents and item.path.stem not in first)
 
 
@@ -67,39 +65,47 @@ def model(work: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def misconfigured(model: Path, work: Path) -> Iterator[Engine]:
-    """Started, and not waited for: an engine with a key that nobody knows."""
+def started_alone(model: Path, work: Path) -> Iterator[tuple[Engine, Engine]]:
+    """An engine without a connector, and one with an unknown key that ends by itself."""
     configuration = Configuration("LBHNC", False, one_process=True, policy="fail")
-    spec = engine("wrong", model, configuration, "kv_consumer", 0, side_channel_prot=1)
-    wrong = Engine(spec, work, cache=cache_beside(model))
-    wrong.launch()
-    yield wrong
-    wrong.stop()
+    wrong = engine("wrong", model, configuration, "kv_consumer", 0, side_channel_prot=1)
+    with alone(model, work, wrong) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="session")
-def expected(model: Path, work: Path, misconfigured: Engine) -> Expected:
-    """What one engine alone says to every prompt of these tests."""
-    del misconfigured  # it fails on the core that the single engine leaves idle
-    pairings = [prompt for n in range(10) for part in pairing_prompts(n) for prompt in part]
-    prompts = [*one_after_another(), *all_at_once(), *whole_blocks(), *pairings]
-    with alone(model, work) as client:
-        return Expected(client, prompts)
+def misconfigured(started_alone: tuple[Engine, Engine]) -> Engine:
+    """Launched, and not waited for: an engine with an unknown key."""
+    return started_alone[1]
 
 
-@pytest.fixture(scope="session", params=CONFIGURATIONS, ids=str)
+@pytest.fixture(scope="session")
+def expected(started_alone: tuple[Engine, Engine]) -> Expected:
+    """What one engine alone answers."""
+    return Expected(Client(started_alone[0].url))
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(c, id=str(c), marks=[pytest.mark.matrix] if c.matrix else [])
+        for c in CONFIGURATIONS
+    ],
+)
 def pair(
     request: pytest.FixtureRequest, model: Path, work: Path, expected: Expected
 ) -> Iterator[PdPair]:
     """A pair in each configuration in turn."""
-    del expected  # its engine must be gone first
+    del expected  # its engine starts first
     configuration: Configuration = request.param
     others = {}
-    if configuration == SPOILED_BESIDE:
+    if configuration == CORRUPTED_BESIDE:
         faults = {"reads": {"corrupt": 1.0}}
-        for name, verify in (("spoiled", "off"), ("doubting", "always")):
+        for name, verify in (("trusting", "off"), ("verifying", "always")):
             others[name] = engine(
                 name, model, configuration, "kv_consumer", 1, verify=verify, debug_faults=faults
             )
+    if configuration == WIDE_BESIDE:
+        others["wide"] = engine("wide", model, configuration, "kv_both", 0, ranks=2)
     with pair_of(configuration, model, work / str(configuration), others) as started:
         yield started

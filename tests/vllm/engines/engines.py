@@ -1,7 +1,9 @@
 """Engine pairs for the tests against real vLLM, and what a single engine answers.
 
-One pair is started per configuration and serves every test that asks for it.  The
-single engine runs first, answers every prompt once, and is gone before the pairs.
+One pair is started per configuration and serves every test that asks for it.  The single
+engine lives as long as the session and answers every prompt once, when it is first needed.
+Two pairs are enough for one case of every law (``make test``); the others differ from them
+in layout and prefix caching and belong to ``make test-matrix``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pdconn.lab.client import Client, prefill_only
-from pdconn.lab.compare import Answer, make_prompts, spread_lengths
+from pdconn.lab.compare import Answer, compare, make_prompts, spread_lengths
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.ports import free_ports
 from pdconn.lab.proxy import running_proxy
@@ -47,6 +49,7 @@ class Configuration:
     verify: str = "off"
     guarded: bool = False
     warms: bool = False
+    matrix: bool = True
 
     def __str__(self) -> str:
         return f"{self.layout}-{'caching' if self.prefix_caching else 'plain'}"
@@ -65,15 +68,20 @@ CONFIGURATIONS = tuple(
         verify="off" if layout == "BHLNC" else "sample" if prefix_caching else "always",
         guarded=layout == "BHLNC",
         warms=layout == "BHLNC",
+        matrix=(layout, prefix_caching) not in {("BHLNC", True), ("BLHNC", False)},
     )
     for layout in ("LBHNC", "BLHNC", "BHLNC")
     for prefix_caching in (True, False)
 )
 
 
-SPOILED_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BLHNC-plain")
-"""Beside this pair run two decode engines that flip a byte of every pull: ``spoiled``, which
-believes it, and ``doubting``, which compares checksums."""
+CORRUPTED_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BLHNC-plain")
+"""Beside this pair run two decode engines that flip a byte of every pull: ``trusting``, which
+believes it, and ``verifying``, which compares checksums."""
+
+WIDE_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BHLNC-caching")
+"""Beside this pair runs ``wide``, an engine of two ranks that pulls from its prefill engine and
+lends to its decode engine."""
 
 
 def one_after_another() -> list[Prompt]:
@@ -110,15 +118,34 @@ def pairing_prompts(number: int) -> tuple[list[Prompt], list[Prompt]]:
 
 
 class Expected:
-    """What one engine alone answers, by prompt; asked once."""
+    """What one engine alone answers, by prompt and number of tokens; each is asked once."""
 
-    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._answers: dict[tuple[Prompt, int], Answer] = {}
+
+    def ask(self, prompts: Iterable[Prompt], num_tokens: int = MAX_TOKENS) -> None:
+        """Ask for what is not known yet, four prompts at a time."""
+        new = {(prompt, num_tokens): None for prompt in prompts}.keys() - self._answers.keys()
         with ThreadPoolExecutor(4) as pool:
-            answers = pool.map(lambda prompt: client.complete(prompt, MAX_TOKENS), prompts)
-            self._answers: dict[Prompt, Answer] = dict(zip(prompts, answers, strict=True))
+            answers = pool.map(lambda key: self._client.complete(*key), new)
+            self._answers.update(zip(new, answers, strict=True))
+
+    def answer(self, prompt: Prompt, num_tokens: int = MAX_TOKENS) -> Answer:
+        """The right answer of ``num_tokens`` tokens."""
+        key = prompt, num_tokens
+        if key not in self._answers:
+            self._answers[key] = self._client.complete(*key)
+        return self._answers[key]
 
     def __getitem__(self, prompt: Prompt) -> Answer:
-        return self._answers[prompt]
+        return self.answer(prompt)
+
+    def mismatches(self, answers: Mapping[Prompt, Answer]) -> list[str]:
+        """How ``answers`` differ from the right ones, a line per wrong one."""
+        self.ask(answers)
+        differences = ((prompt, compare(self[prompt], seen)) for prompt, seen in answers.items())
+        return [f"{len(prompt)} tokens: {found}" for prompt, found in differences if found]
 
 
 def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
@@ -140,7 +167,7 @@ class PdPair:
     configuration: Configuration
     prefill_engine: Engine
     decode_engine: Engine
-    others: tuple[Engine, ...]
+    others: Mapping[str, Engine]
 
     @property
     def prefill(self) -> Client:
@@ -205,12 +232,15 @@ def engine(
     configuration: Configuration,
     role: str,
     core: int,
+    *,
+    ranks: int = 1,
     **extra: Any,
 ) -> EngineSpec:
     """One engine of a pair; ``extra`` goes into our part of the configuration."""
     port, side = free_ports(2)
     cores = os.cpu_count() or 1
-    producer = role == "kv_producer"
+    producer = role != "kv_consumer"
+    bound = cores > 1 and ranks == 1 and not configuration.one_process
     extra.setdefault("verify", configuration.verify)
     if producer:
         extra["kv_lease_duration"] = LEASE_S
@@ -224,8 +254,9 @@ def engine(
         kv_transfer_config=transfer_config(role, policy=configuration.policy, **extra),
         layout=configuration.layout,
         prefix_caching=configuration.prefix_caching,
-        one_process=configuration.one_process,
-        cpus=(core % cores,) if cores > 1 and not configuration.one_process else None,
+        tensor_parallel=ranks,
+        one_process=configuration.one_process and ranks == 1,
+        cpus=(core % cores,) if bound else None,
         num_blocks=None if producer else configuration.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,
@@ -256,24 +287,26 @@ def pair_of(
     """Start a pair, with ``others`` beside it."""
     lending = engine("prefill", model, configuration, "kv_producer", 0)
     known = [f"{lending.host}:{lending.side_channel_port}"] if configuration.warms else []
+    others = others or {}
     specs = [
         lending,
         engine("decode", model, configuration, "kv_consumer", 1, warm_peers=known),
-        *(others or {}).values(),
+        *others.values(),
     ]
     with running(specs, directory, cache=cache_beside(model)) as (prefill, decode, *rest):
-        pair = PdPair(configuration, prefill, decode, tuple(rest))
+        pair = PdPair(configuration, prefill, decode, dict(zip(others, rest, strict=True)))
         yield pair
         # Leases that a test left end by themselves.
         assert pair.lent_after_one_more(seconds=2 * LEASE_S) == 0.0
-        assert pair.used(pair.decode) == 0.0
-    ends = {engine.spec.name: engine.stop() for engine in (prefill, decode, *rest)}
+        for each in (decode, *rest):
+            assert pair.used(Client(each.url)) == 0.0
+    ends = {each.spec.name: each.stop() for each in (prefill, decode, *rest)}
     assert {name: end and end.killed for name, end in ends.items()} == dict.fromkeys(ends, ())
 
 
 @contextmanager
-def alone(model: Path, directory: Path) -> Iterator[Client]:
-    """An engine without a connector."""
+def alone(model: Path, directory: Path, beside: EngineSpec) -> Iterator[tuple[Engine, Engine]]:
+    """An engine without a connector, and one that is launched with it and not waited for."""
     spec = EngineSpec(
         name="alone",
         model=model,
@@ -283,5 +316,10 @@ def alone(model: Path, directory: Path) -> Iterator[Client]:
         block_tokens=BLOCK,
         kv_cache_mib=512,
     )
-    with running([spec], directory, cache=cache_beside(model)) as (engine,):
-        yield Client(engine.url)
+    failing = Engine(beside, directory, cache=cache_beside(model))
+    failing.launch()
+    try:
+        with running([spec], directory, cache=cache_beside(model)) as (engine,):
+            yield engine, failing
+    finally:
+        failing.stop()

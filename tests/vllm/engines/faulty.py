@@ -1,9 +1,8 @@
 """Engines for fault tests, what happens beside a fault, and a victim in the right moment.
 
-Four engines, started once and restarted where they die; their names in logs begin
-with ``faults-``::
+Three engines, started once and restarted where they die; their names in logs begin
+with ``faults-``.  What is right is known from the session's engine without a connector::
 
-    alone                     no connector; says what is right
     prefill ──► decode        over TCP, where data can come late; recomputes what fails
        └──────► failing       over UCX's default transports, 3 s late; fails what fails
     failing ──► decode        lends to the requests that go on beside a fault
@@ -34,7 +33,14 @@ from pdconn.lab.errors import EngineDied, RequestRefused
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from pdconn.protocol.messages import Granted, Welcome
-from tests.vllm.engines.engines import BLOCK, MAX_MODEL_LEN, Prompt, cache_beside, transfer_config
+from tests.vllm.engines.engines import (
+    BLOCK,
+    MAX_MODEL_LEN,
+    Expected,
+    Prompt,
+    cache_beside,
+    transfer_config,
+)
 from tests.vllm.engines.tap import Tap, Ticket
 
 LEASE_S = 4.0
@@ -53,27 +59,26 @@ _FETCHING = re.compile(
 
 
 def specs(model: Path) -> list[EngineSpec]:
-    """``alone``, ``prefill``, ``decode`` and ``failing``."""
-    http = free_ports(4)
+    """``prefill``, ``decode`` and ``failing``."""
+    http = free_ports(3)
     lending, helping = free_ports(2)
     late = {"reads": {"delay": 1.0, "delay_s": DELAY_S}}
     lease = {"kv_lease_duration": LEASE_S}
     patience = {"claim_timeout": CLAIM_TIMEOUT_S}
-    alone = EngineSpec(
-        name="faults-alone",
+    shared = EngineSpec(
+        name="faults",
         model=model,
         port=http[0],
         one_process=True,
+        layout="BHLNC",
+        prefix_caching=True,
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,
     )
-    shared = replace(alone, layout="BHLNC", prefix_caching=True)
     return [
-        alone,
         replace(
             shared,
             name="faults-prefill",
-            port=http[1],
             side_channel_port=lending,
             kv_transfer_config={**transfer_config("kv_producer", **lease), "engine_id": PREFILL},
             num_blocks=256,  # a few prompts use every block anew
@@ -81,7 +86,7 @@ def specs(model: Path) -> list[EngineSpec]:
         replace(
             shared,
             name="faults-decode",
-            port=http[2],
+            port=http[1],
             kv_transfer_config=transfer_config("kv_consumer", policy="recompute", **patience),
             num_blocks=220,  # fewer than the requests beside a fault would like
             env={"UCX_TLS": "tcp"},
@@ -89,7 +94,7 @@ def specs(model: Path) -> list[EngineSpec]:
         replace(
             shared,
             name="faults-failing",
-            port=http[3],
+            port=http[2],
             side_channel_port=helping,
             kv_transfer_config=transfer_config("kv_both", debug_faults=late, **patience),
         ),
@@ -100,12 +105,11 @@ def specs(model: Path) -> list[EngineSpec]:
 class Fleet:
     """The engines, fresh prompts, and the right answers."""
 
-    alone: Engine
+    expected: Expected
     prefill: Engine
     decode: Engine
     failing: Engine
     _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(5000))
-    _right: dict[tuple[Prompt, int], Answer] = field(default_factory=dict)
 
     def prompt(self, length: int = 500) -> Prompt:
         """One that no engine has seen."""
@@ -117,10 +121,7 @@ class Fleet:
 
     def wrong(self, prompt: Prompt, seen: Answer) -> str | None:
         """How ``seen`` differs from what one engine alone answers, or None."""
-        key = prompt, len(seen.tokens)
-        if key not in self._right:
-            self._right[key] = Client(self.alone.url).complete(*key)
-        difference = compare(self._right[key], seen)
+        difference = compare(self.expected.answer(prompt, len(seen.tokens)), seen)
         return None if difference is None else f"{len(prompt)} tokens: {difference}"
 
     def serves(self, engine: Engine) -> bool:
@@ -173,10 +174,10 @@ class Fleet:
 
 
 @contextmanager
-def fleet_of(model: Path, directory: Path) -> Iterator[Fleet]:
-    """Start the four engines."""
+def fleet_of(model: Path, directory: Path, expected: Expected) -> Iterator[Fleet]:
+    """Start the three engines."""
     with running(specs(model), directory, cache=cache_beside(model)) as engines:
-        yield Fleet(*engines)
+        yield Fleet(expected, *engines)
 
 
 @dataclass(frozen=True)

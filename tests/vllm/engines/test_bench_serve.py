@@ -13,6 +13,7 @@ WORDS = ["--model", "tiny", "--cores", "one-process", "--prompt", "200", "--outp
 FEW = ["--requests", "3", "--rounds", "2", "--concurrency", "2"]
 
 
+@pytest.mark.matrix
 def test_it_starts_engines_measures_them_in_turns_and_finds_their_tokens_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ of a stopped prefill engine comes late; see ``faulty`` for who is who.
 A prefill engine dies once, amid 32 other requests, and every request that had to do
 with it is looked at: one that had its ticket only, one in the middle of its read, one
 that had pulled and was generating.  That the comparison notices a wrong byte is shown
-in ``test_requests``, beside ``SPOILED_BESIDE``.
+in ``test_requests``, by engines that flip a byte.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pdconn.lab.compare import Answer
 from pdconn.lab.engine import Engine
 from pdconn.lab.errors import RequestRefused
 from pdconn.protocol.messages import Done, Granted, Renew
+from tests.vllm.engines.engines import Expected
 from tests.vllm.engines.faulty import (
     CLAIM_TIMEOUT_S,
     DELAY_S,
@@ -49,8 +50,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def fleet(model: Path, work: Path) -> Iterator[Fleet]:
-    with fleet_of(model, work) as engines:
+def fleet(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
+    with fleet_of(model, work, expected) as engines:
         yield engines
 
 

@@ -7,24 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import compare
+from pdconn.lab.compare import Answer
 from tests.vllm.engines.engines import (
     MAX_TOKENS,
+    WIDE_BESIDE,
     Expected,
     PdPair,
     Prompt,
     all_at_once,
     one_after_another,
+    pairing_prompts,
 )
-
-
-def mismatches(expected: Expected, answers: dict[Prompt, object]) -> list[str]:
-    found = []
-    for prompt, answer in answers.items():
-        difference = compare(expected[prompt], answer)  # type: ignore[arg-type]
-        if difference is not None:
-            found.append(f"{len(prompt)} tokens: {difference}")
-    return found
 
 
 def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
@@ -39,7 +32,7 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
         for prompt in prompts
     }
     after = pair.decode.metrics()
-    assert mismatches(expected, answers) == []
+    assert expected.mismatches(answers) == []
 
     def change(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
@@ -69,7 +62,7 @@ def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) 
         answers = dict(
             zip(prompts, pool.map(lambda p: client.complete(p, MAX_TOKENS), prompts), strict=True)
         )
-    assert mismatches(expected, answers) == []
+    assert expected.mismatches(answers) == []
     pulled = pair.decode.metrics()["pdconn:pulls_total"] - before
     assert pulled >= len({prompt[:2] for prompt in prompts if len(prompt) > 1})  # no two alike
 
@@ -107,3 +100,29 @@ def test_prefill_gets_all_its_blocks_back(pair: PdPair) -> None:
     assert pair.lent_after_one_more() == 0.0
     with pair.lending([prompt]):
         assert pair.lent_after_one_more(seconds=1.0) > 0.0
+
+
+@pytest.mark.only(layout=WIDE_BESIDE.layout, prefix_caching=WIDE_BESIDE.prefix_caching)
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])
+def test_a_head_slice_is_pulled_by_each_rank_and_put_together_again(
+    pair: PdPair, expected: Expected, ranks: tuple[int, int]
+) -> None:
+    wide = Client(pair.others["wide"].url)
+    prefill, decode = (pair.prefill, wide) if ranks == (1, 2) else (wide, pair.decode)
+    single, together = pairing_prompts(10 + ranks[0])
+    before = decode.metrics()
+
+    def through(prompt: Prompt) -> Answer:
+        return prefill_then_decode(prefill, decode, prompt, MAX_TOKENS)
+
+    seen = {prompt: through(prompt) for prompt in single}
+    with ThreadPoolExecutor(len(together)) as pool:
+        seen |= dict(zip(together, pool.map(through, together), strict=True))
+    assert expected.mismatches(seen) == []
+    after = decode.metrics()
+
+    def change(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert change("pdconn:pulls_total") == ranks[1] * len(seen)
+    assert change("pdconn:saved_by_hits_bytes_total") > 0

@@ -33,7 +33,7 @@ from tests.vllm.engines.engines import (
 )
 
 FAILING = pytest.mark.only(layout="BHLNC", prefix_caching=True)
-RECOMPUTING = pytest.mark.only(layout="BHLNC", prefix_caching=False)
+RECOMPUTING = pytest.mark.only(layout="BLHNC", prefix_caching=False)
 
 
 def prompt_of(number: int, longer_than: int = 200) -> Prompt:
@@ -250,14 +250,14 @@ def test_chat_through_the_proxy(pair: PdPair) -> None:
 @pytest.mark.only(layout="BLHNC", prefix_caching=False)
 def test_one_flipped_byte_is_noticed(pair: PdPair, expected: Expected) -> None:
     """Negative control of every comparison above, and what ``verify`` is for."""
-    spoiled, doubting = (Client(engine.url) for engine in pair.others)
+    trusting, verifying = (Client(pair.others[name].url) for name in ("trusting", "verifying"))
     for prompt in whole_blocks():
-        wrong = prefill_then_decode(pair.prefill, spoiled, prompt, MAX_TOKENS)
+        wrong = prefill_then_decode(pair.prefill, trusting, prompt, MAX_TOKENS)
         assert compare(expected[prompt], wrong) is not None
-        for decode in (pair.decode, doubting):
+        for decode in (pair.decode, verifying):
             right = prefill_then_decode(pair.prefill, decode, prompt, MAX_TOKENS)
             assert compare(expected[prompt], right) is None
-    counts = doubting.metrics()
+    counts = verifying.metrics()
     assert counts["pdconn:pulls_corrupted_total"] == len(whole_blocks())
     assert counts.get("pdconn:pulls_proven_total", 0.0) == 0
 
