@@ -79,7 +79,13 @@ def refused(asked: Asked) -> bool:
 # Stopped, and going on
 
 
-@pytest.mark.parametrize("given_up", [False, True], ids=["soon", "when it is given up"])
+@pytest.mark.parametrize(
+    "given_up",
+    [
+        pytest.param(False, id="soon", marks=pytest.mark.matrix),
+        pytest.param(True, id="when it is given up"),
+    ],
+)
 def test_a_prefill_stopped_past_its_lease_amid_a_read_spoils_nothing(
     fleet: Fleet, prefill: Engine, given_up: bool
 ) -> None:
@@ -304,6 +310,7 @@ def test_a_restarted_prefill_refuses_old_tickets_at_once_and_serves_new_ones(
     assert time.monotonic() - began < AT_ONCE_S + DELAY_S
 
 
+@pytest.mark.matrix
 def test_a_decode_killed_again_and_again_costs_prefill_nothing(
     fleet: Fleet, prefill: Engine
 ) -> None:
