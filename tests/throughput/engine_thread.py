@@ -4,9 +4,9 @@
 
 One real engine at a time, its worker inside the engine core's process so that both halves
 of the connector run on one thread, and a stopwatch around each hook that vLLM calls
-(``tests.throughput.timed``).  A request without a ticket streams all along, so that steps
-compute something.  Beside it, from a process without a model (``tests.throughput.partner``),
-over real sockets and real NIXL:
+(``engines.timed``).  A request without a ticket streams all along, so that steps compute
+something.  Beside it, from a process without a model (``engines.partner``), over real sockets
+and real NIXL:
 
 decode
     32 clients ask again and again, each time with a ticket for a new prompt.  Their reads
@@ -47,8 +47,8 @@ from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from pdconn.lab.table import table
-from tests.throughput.partner import LendingPartner, PullingPartner, described
-from tests.throughput.pinned import pin
+from tests.throughput.engines.partner import LendingPartner, PullingPartner, described
+from tests.throughput.engines.pinned import pin
 
 _WALL, _CPU = 1, 2
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def engine_spec(name: str, role: str, options: argparse.Namespace, **extra: Any)
         side_channel_port=side,
         kv_transfer_config={
             "kv_connector": extra.pop("connector", "TimedConnector"),
-            "kv_connector_module_path": "tests.throughput.timed",
+            "kv_connector_module_path": "tests.throughput.engines.timed",
             "kv_role": role,
             "kv_connector_extra_config": extra,
         },

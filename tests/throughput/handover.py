@@ -30,8 +30,8 @@ from pdconn.lab.engine import running
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.quiet import Neighbours, wait_for_quiet
-from tests.throughput.contestants import ALONE, Contestant, Taken, contestants
-from tests.throughput.results import BASELINE, Results, verdicts
+from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants
+from tests.throughput.engines.results import BASELINE, Results, verdicts
 
 _LENGTHS = (200, 1000, 3000)
 

@@ -57,8 +57,8 @@ from pdconn.lab.model import SPECS
 from pdconn.lab.spec import SERVED_NAME
 from pdconn.lab.table import table
 from tests.throughput.engine_thread import description_of, engine_spec, steps_of
-from tests.throughput.partner import LendingPartner, described
-from tests.throughput.pinned import engine_core, pin, threads_of
+from tests.throughput.engines.partner import LendingPartner, described
+from tests.throughput.engines.pinned import engine_core, pin, threads_of
 
 Prompt = tuple[int, ...]
 Asking = Callable[[], Mapping[str, Any] | None]
@@ -66,7 +66,7 @@ Asking = Callable[[], Mapping[str, Any] | None]
 KINDS = ("quiet", "cached", "instant", "pulled")
 PAIRS = (("pulled", "instant"), ("pulled", "cached"), ("pulled", "quiet"), ("cached", "quiet"))
 INSTANT = "instant"
-"""As ``tests.throughput.timed`` reads it; that imports vLLM."""
+"""As ``tests.throughput.engines.timed`` reads it; that imports vLLM."""
 
 _CACHED = 8
 _LEAD = 8
