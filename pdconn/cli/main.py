@@ -64,10 +64,11 @@ examples:
   pdconn bench serve --contestants pdconn,single
   pdconn proxy --help
 
-exit codes (pdconn COMMAND --help has those of each command):
+exit codes:
   0  success
   1  a check failed, or something could not be started or reached
   2  bad command line or settings
+pdconn COMMAND --help has the options, examples and exit codes of a command.
 """
 
 

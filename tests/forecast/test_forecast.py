@@ -146,7 +146,7 @@ def test_hits_are_not_pulled():
 
 
 def test_hits_before_a_window_save_nothing_more():
-    """Windows of 128 on a prompt of 1000: tokens before 872 are read by nobody."""
+    """Windows of 128 on a prompt of 1000: tokens before 872 are never read."""
     model = ModelShape("windows", sorts_of([WINDOW] * 2, 128, 2, 8))
     cold, hit_500, hit_928 = (pull(model, {}, {}, 1000, hit).total for hit in (0, 496, 928))
     assert cold.saved_by_window == 864 * 2 * 2 * 8
