@@ -87,7 +87,9 @@ def test_tests_have_limits_for_folders_alone(small: Path) -> None:
 
 def test_changes_of_file_are_counted_thread_by_thread() -> None:
     found = summed([["a", "a", "b", "a"], ["b"], ["b", "c"], []])
-    assert found == {"files": 3, "changes": 3, "names": ["a", "b", "c"]}
+    assert (found["files"], found["changes"]) == (3, 3)
+    assert found["names"] == ["a", "b", "c"]
+    assert found["most"] == {"a -> b": 1, "b -> a": 1, "b -> c": 1}
 
 
 def test_a_pull_and_a_routed_request_are_traced() -> None:
@@ -97,5 +99,6 @@ def test_a_pull_and_a_routed_request_are_traced() -> None:
     assert list(found) == ["first pull", "next pull", "routed request"]
     for each in found.values():
         assert len(each["names"]) == each["files"] <= each["changes"]
+        assert 0 < sum(each["most"].values()) <= each["changes"]
     assert any(name.startswith("pdconn/lender/") for name in found["next pull"]["names"])
     assert any(name.startswith("pdconn/puller/") for name in found["next pull"]["names"])

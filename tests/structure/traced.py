@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ PACKAGES = ("pdconn", "transport", "registration")
 PAIRS = ("tests.fakes.pair", "tests.pair")
 FAKE_ENGINES = ("tests.fakes.fake_engine", "tests.unit.fake_engine")
 SETTLE_S = 0.1
+MOST = 20
+"""Kinds of change that ``--json`` lists, the most frequent first."""
 
 
 class CallRecorder:
@@ -81,9 +83,12 @@ class CallRecorder:
 
 def summed(sequences: list[list[str]]) -> dict[str, Any]:
     """Distinct files, and changes from one file to another within each sequence."""
-    changes = sum(a != b for files in sequences for a, b in itertools.pairwise(files))
+    pairs = Counter(
+        f"{a} -> {b}" for files in sequences for a, b in itertools.pairwise(files) if a != b
+    )
     names = sorted({name for files in sequences for name in files})
-    return {"files": len(names), "changes": changes, "names": names}
+    most = dict(pairs.most_common(MOST))
+    return {"files": len(names), "changes": pairs.total(), "names": names, "most": most}
 
 
 def imported(names: tuple[str, ...]) -> Any:
@@ -131,7 +136,7 @@ def trace(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def medians(run: Callable[[], dict[str, dict[str, Any]]], runs: int) -> dict[str, dict[str, Any]]:
-    """Of the numbers of ``runs`` runs, and the files that any of them had."""
+    """Of the numbers of ``runs`` runs, the files of any, and the last one's commonest changes."""
     every = [run() for _ in range(runs)]
     found = {}
     for name in every[0]:
@@ -139,7 +144,8 @@ def medians(run: Callable[[], dict[str, dict[str, Any]]], runs: int) -> dict[str
             key: round(statistics.median(one[name][key] for one in every))
             for key in ("files", "changes")
         }
-        found[name] = {**numbers, "names": sorted({n for one in every for n in one[name]["names"]})}
+        names = sorted({n for one in every for n in one[name]["names"]})
+        found[name] = {**numbers, "names": names, "most": every[-1][name]["most"]}
     return found
 
 
@@ -148,7 +154,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="a checkout (this one)")
     parser.add_argument("--runs", type=int, default=5, help="medians are of these (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="as JSON, with the files' names")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON, with the files' names and the commonest changes",
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     root = options.root.resolve()
