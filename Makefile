@@ -4,7 +4,7 @@
 #   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
 #   make check    format, lint, types, direction of imports
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
-#   make bench    measure all that README.md shows and write its tables (an hour; ARGS="--run NAME" for one)
+#   make bench    measure all that docs/benchmarks.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none)
 #   make format, clean
@@ -74,7 +74,7 @@ soak: venv
 	PDCONN_SOAK=10000 $(BIN)/python -m pytest tests/faults/test_soak.py --timeout 0 -s $(ARGS)
 
 bench: venv
-	$(BIN)/python -m tests.throughput.readme $(or $(ARGS),--run)
+	$(BIN)/python -m tests.throughput.measured $(or $(ARGS),--run)
 
 multinode: venv
 	$(BIN)/python -m pytest tests/multinode $(ARGS)

@@ -1,4 +1,4 @@
-"""``pdconn demo``: see it work, checked against one engine alone."""
+"""``pdconn demo``: prefill, decode and the proxy here, checked against one engine alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-from pdconn.lab.demo import DemoPlan, DemoRow, run_demo
+from pdconn.lab.demo import DemoPlan, DemoRow, draw, run_demo
 from pdconn.lab.errors import LabError
 from pdconn.lab.table import table
 
 _EPILOG = """\
 Starts one prefill and one decode vLLM engine and the proxy on this machine, sends
-prompts of several lengths, and holds every answer against an engine that works
-alone: equal tokens, and log-probabilities within --tolerance.
+prompts of several lengths, and compares every answer with that of one engine alone:
+tokens must be equal, and log-probabilities within --tolerance.
 
 Without --model it writes a tiny hybrid model (full attention and sliding windows)
-with random weights; with it any model that vLLM serves.
+with random weights. --model takes any model that vLLM serves.
 
 examples:
   pdconn demo
@@ -27,7 +27,7 @@ examples:
 
 exit codes:
   0  every answer agrees
-  1  an answer differs, or something could not be started (its log's end is shown)
+  1  an answer differs, or a process could not be started (the end of its log is shown)
   2  bad options
 """
 
@@ -35,32 +35,47 @@ exit codes:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``pdconn demo``."""
     parser.epilog = _EPILOG
-    parser.add_argument("--model", help="a model's directory or name (a tiny one is made)")
-    parser.add_argument("--gpu", action="store_true", help="run on GPU memory")
+    parser.add_argument("--model", help="a model's directory or name (default: write a tiny one)")
+    parser.add_argument("--gpu", action="store_true", help="run the engines on a GPU")
     parser.add_argument(
-        "--layout", help="KV memory order of both engines, e.g. LBHNC (BHLNC on a CPU)"
+        "--layout", help="KV layout of both engines, e.g. LBHNC (default: BHLNC on a CPU)"
     )
     parser.add_argument(
-        "--tolerance", type=float, default=1e-3, help="of log-probabilities, in nats (%(default)s)"
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        help="largest difference of log-probabilities, in nats (default: %(default)s)",
     )
-    parser.add_argument("--max-tokens", type=int, default=16, help="per answer (%(default)s)")
-    parser.add_argument("--max-model-len", type=int, default=4096, help="tokens (%(default)s)")
-    parser.add_argument("--port", type=int, help="of the proxy (any free one)")
     parser.add_argument(
-        "--directory", type=Path, default=Path(".work/demo"), help="for logs (%(default)s)"
+        "--max-tokens", type=int, default=16, help="tokens of each answer (default: %(default)s)"
     )
-    parser.add_argument("--picture", type=Path, help="where to draw (demo.png in --directory)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=4096,
+        help="tokens of prompt and answer together (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, help="port of the proxy (default: any free one)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path(".work/demo"),
+        help="folder of logs and model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="file of the picture (default: demo.png in --directory)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     parser.add_argument(
         "--break-it",
         action="store_true",
-        help="flip one byte of every pull, to see that the check notices",
+        help="flip one byte of every pull: the check must fail",
     )
-    parser.add_argument("engine_args", nargs="*", help="after --: arguments of all engines")
+    parser.add_argument("engine_args", nargs="*", help="after --: further arguments of all engines")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0 only if all answers agree."""
+    """Run the demo; 0 if all answers agree."""
     args.directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
 
@@ -74,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(render(rows))
     picture = args.picture or args.directory / "demo.png"
-    _draw(rows, picture, say)
+    _draw(rows, picture)
     if args.json is not None:
         args.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
     wrong = [row for row in rows if row.mismatch is not None]
@@ -132,11 +147,10 @@ def _plan(args: argparse.Namespace) -> DemoPlan:
     )
 
 
-def _draw(rows: list[DemoRow], path: Path, say: object) -> None:
+def _draw(rows: list[DemoRow], path: Path) -> None:
     try:
-        from pdconn.lab.picture import draw
+        draw(rows, path)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
         return
-    draw(rows, path)
     print(f"\npicture: {path}")

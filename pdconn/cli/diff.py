@@ -1,4 +1,4 @@
-"""``pdconn diff``: why two engines do or do not exchange KV."""
+"""``pdconn diff``: whether two engines can exchange KV, and if not, why."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pdconn.sidechannel.security import Security, SecurityError
 from registration import RegistrationError
 
 _EPILOG = """\
-A and B are each a side channel (HOST:PORT of an engine that lends) or a description
-file.  Any engine writes one at its start when kv_connector_extra_config has
-"description_file"; --save makes one of a running engine.
+A and B are each a side channel (HOST:PORT of a prefill engine) or a description file.
+An engine writes one at its start when kv_connector_extra_config has "description_file";
+--save writes that of a running engine.
 
-Engines with a secret or TLS answer only who has the same: the secret is read from
---secret-file, or as engines do from PDCONN_SECRET_FILE or PDCONN_SECRET.
+Engines with a secret or TLS answer only clients that have it too. The secret is read
+from --secret-file, or as engines do from PDCONN_SECRET_FILE or PDCONN_SECRET.
 
 examples:
   pdconn diff 10.0.0.1:5600 decode.json
@@ -37,13 +37,13 @@ examples:
 
 exit codes:
   0  each can pull from the other (layouts, block sizes and parallelism may differ)
-  1  one of them cannot: the fields that keep it from that are shown
-  2  an engine does not answer, a file is no description, or bad options
+  1  one of them cannot pull from the other: the fields that prevent it are shown
+  2  an engine does not answer, a file is not a description, or bad options
 """
 
 
 class NoDescription(Exception):
-    """An argument that leads to no engine's description."""
+    """An argument that gives no description of an engine."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,26 +51,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("a", metavar="A", help="HOST:PORT or a description file")
     parser.add_argument("b", metavar="B", nargs="?", help="the other engine")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write A's description here")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write A's description to FILE")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.add_argument(
-        "--timeout", type=_seconds, default=5.0, help="seconds to wait for an engine (%(default)s)"
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        help="seconds to wait for an engine (default: %(default)s)",
     )
     guards = parser.add_argument_group("engines with a secret or TLS")
-    guards.add_argument("--secret-file", metavar="FILE", help="holds the secret they share")
-    guards.add_argument("--tls-cert", metavar="PEM", help="our certificate")
-    guards.add_argument("--tls-key", metavar="PEM", help="its key")
-    guards.add_argument("--tls-ca", metavar="PEM", help="the CA of their certificates")
+    guards.add_argument("--secret-file", metavar="FILE", help="file with the shared secret")
+    guards.add_argument("--tls-cert", metavar="PEM", help="certificate of this client")
+    guards.add_argument("--tls-key", metavar="PEM", help="key of that certificate")
+    guards.add_argument("--tls-ca", metavar="PEM", help="CA that signs the engines' certificates")
     guards.add_argument(
         "--no-tls-check-hostname",
         dest="tls_check_hostname",
         action="store_false",
-        help="accept a certificate of the CA that names another host",
+        help="accept a certificate of that CA for another host name",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print, and say by the exit code whether they fit."""
+    """Compare and print; the exit code is the verdict."""
     if args.b is None and args.save is None:
         print("pdconn diff: give a second engine, or --save FILE", file=sys.stderr)
         return 2

@@ -5,8 +5,8 @@ Each command is a module with two functions, named in ``COMMANDS``::
     def configure(parser: argparse.ArgumentParser) -> None   # its options and examples
     def run(args: argparse.Namespace) -> int                 # its work; the exit code
 
-A module is imported only when its command is asked for, so ``pdconn --help``
-neither waits for torch nor needs vLLM to be there.
+A module is imported only when its command runs, so ``pdconn --help`` does not import
+torch and works without vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXIT_USAGE = 2
 
 
 class CommandModule(Protocol):
-    """What a command's module has to offer."""
+    """What a command's module has."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's options."""
@@ -46,12 +46,12 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "pdconn.cli.demo", "see it work, checked against one engine alone"),
-    Command("diff", "pdconn.cli.diff", "compare two engines: what differs, what is refused"),
+    Command("demo", "pdconn.cli.demo", "run engines and proxy here, and check every answer"),
+    Command("diff", "pdconn.cli.diff", "check whether two engines can exchange KV"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
-    Command("score", "pdconn.cli.score", "explain where a request's prefix would be found"),
-    Command("bench", "pdconn.cli.bench", "measure a pull, or prefill and decode as users see them"),
-    Command("plan", "pdconn.cli.plan", "predict what a pull between two engines costs"),
+    Command("score", "pdconn.cli.score", "explain how the router scores a request's prefix"),
+    Command("bench", "pdconn.cli.bench", "measure transfers, or the latencies that clients see"),
+    Command("plan", "pdconn.cli.plan", "predict the cost of a pull, without engines"),
 )
 
 _EXAMPLES = """\
@@ -65,9 +65,10 @@ examples:
   pdconn proxy --help
 
 exit codes:
-  0  all is well
-  1  a check failed
-  2  the command line or the settings make no sense
+  0  success
+  1  a check failed, or something could not be started or reached
+  2  bad command line or settings
+pdconn COMMAND --help has the options, examples and exit codes of a command.
 """
 
 
@@ -75,7 +76,7 @@ def build_parser(configured: str | None = None) -> argparse.ArgumentParser:
     """The whole command line; only the command ``configured`` has its options."""
     parser = argparse.ArgumentParser(
         prog="pdconn",
-        description="Move KV caches from prefill to decode engines of vLLM.",
+        description="Transfer KV caches from prefill to decode engines of vLLM.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,14 +99,14 @@ def build_parser(configured: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is returned, or raised by argparse."""
+    """Run one command; returns the exit code, or argparse raises it."""
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = next((word for word in argv if not word.startswith("-")), None)
     args = build_parser(configured=asked).parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads our output has enough of it
+    except BrokenPipeError:  # the reader of our output closed it, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     return code

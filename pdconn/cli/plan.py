@@ -1,4 +1,4 @@
-"""``pdconn plan``: what a pull between two engines costs, without either."""
+"""``pdconn plan``: what a pull between two engines costs, computed without engines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pdconn.lab.table import table
 from pdconn.planning.errors import PlanningError
 
 _EPILOG = """\
-Runs the planner of real pulls on two engines that do not exist.  Needs no vLLM, no
-GPU and no model weights: a config.json, or a built-in shape (--list).
+Runs the planner of real pulls on the shapes of two engines. Needs no vLLM, no GPU and
+no model weights: a config.json, or a built-in shape (--list).
 
-An engine is written as tp=4,pp=1,layout=BHLNC,block=16; what is left out is
-tp=1,pp=1,layout=BHLNC,block=16.  A layout is a memory order, outermost first, of
+ENGINE is written as tp=4,pp=1,layout=BHLNC,block=16; defaults are
+tp=1,pp=1,layout=BHLNC,block=16. A layout is a memory order, outermost first, of
 L(ayers), B(locks), H(eads), N (tokens of a block) and C(ontent).
 
 examples:
@@ -36,7 +36,7 @@ examples:
   pdconn plan --list
 
 exit codes:
-  0  planned; warnings are no failure
+  0  planned, with or without warnings
   2  bad options, a model that cannot be read, or engines that cannot exchange KV
 """
 
@@ -45,32 +45,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``pdconn plan``."""
     parser.epilog = _EPILOG
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="NAME|DIR|FILE", help="a built-in shape, or a config.json")
+    what.add_argument(
+        "--model", metavar="NAME|DIR|FILE", help="a built-in shape, or a config.json or its folder"
+    )
     what.add_argument("--list", action="store_true", help="list the built-in shapes")
-    parser.add_argument("--prefill", default="", metavar="ENGINE", help="who lends, e.g. tp=4")
-    parser.add_argument("--decode", default="", metavar="ENGINE", help="who pulls, e.g. tp=2")
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens (%(default)s)")
     parser.add_argument(
-        "--hit", type=int, default=0, help="tokens that decode holds already (%(default)s)"
+        "--prefill", default="", metavar="ENGINE", help="the prefill engine, e.g. tp=4"
+    )
+    parser.add_argument(
+        "--decode", default="", metavar="ENGINE", help="the decode engine, e.g. tp=2"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=8192, help="tokens of the prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hit", type=int, default=0, help="tokens that decode has cached (default: %(default)s)"
     )
     presets = ", ".join(preset.name for preset in PRESETS)
     parser.add_argument(
-        "--link", default="400Gb/s", help=f"{presets}, or a speed like 50GB/s (%(default)s)"
+        "--link",
+        default="400Gb/s",
+        help=f"{presets}, or a speed like 50GB/s (default: %(default)s)",
     )
-    parser.add_argument("--descriptor-us", type=float, help="microseconds per run (the link's)")
+    parser.add_argument(
+        "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
+    )
     parser.add_argument(
         "--ids", choices=IDS, default="random",
-        help="how the blocks of a request lie (%(default)s)",
+        help="order of a request's block ids (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="as JSON, to FILE or instead"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to FILE; without FILE, print it instead of the table",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw one block and its runs")
-    parser.add_argument("--group", type=int, default=0, help="to draw, of decode (%(default)s)")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw one block and its descriptors as SVG"
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=0,
+        help="KV cache group of decode that --svg draws (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the forecast; 0 unless it cannot be made."""
+    """Print the forecast."""
     if args.list:
         print(_listing())
         return 0
@@ -111,8 +134,8 @@ def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
         for one in made.groups
     ]
     ranks = made.decode.ranks
-    who = "all" if ranks == 1 else f"all {ranks} ranks"
-    rows.append([who, *[""] * 6, *_amounts(made.total), f"{1e3 * made.seconds:,.3f}"])
+    total = "all" if ranks == 1 else f"all {ranks} ranks"
+    rows.append([total, *[""] * 6, *_amounts(made.total), f"{1e3 * made.seconds:,.3f}"])
     if ranks > 1:
         one_rank = [f"rank {made.busiest_rank}", *[""] * 6, *_amounts(made.busiest), ""]
         rows.append(one_rank)
@@ -122,10 +145,10 @@ def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
 
 
 def _header(made: Forecast) -> str:
-    held = f", {made.hit_tokens:,} of them held" if made.hit_tokens else ""
+    held = f", {made.hit_tokens:,} of them cached" if made.hit_tokens else ""
     return (
         f"{made.decode.model.name}: a prompt of {made.prompt_tokens:,} tokens{held}; "
-        f"the last is recomputed\n"
+        f"decode recomputes the last\n"
         f"prefill  {made.prefill}\n"
         f"decode   {made.decode}\n"
         f"link     {made.link.name}: {made.link.bytes_per_s / 1e9:g} GB/s and "
@@ -150,7 +173,7 @@ def _amounts(cost: Cost) -> list[str]:
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:
-    """``0-3`` for ranks that follow each other."""
+    """``0-3`` for consecutive ranks."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks)) or "-"
@@ -176,7 +199,7 @@ def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
 
 
 def _model(given: str) -> ModelShape:
-    """A file or directory where there is one, else a built-in shape."""
+    """From a file or folder if it exists, else a built-in shape."""
     path = Path(given)
     if path.is_dir():
         path /= "config.json"

@@ -1,1 +1,1 @@
-"""What a pull will cost, foretold from two engines' shapes.  Pure: no engine, no GPU."""
+"""Predicts the cost of a pull from the shapes of two engines.  Pure: no engine, no GPU."""

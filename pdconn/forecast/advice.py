@@ -1,8 +1,8 @@
-"""What a user should know about a pairing: why it is slow, and what would be faster.
+"""Warnings about a pairing: why it is slow, and what would be faster.
 
-Causes are not guessed: one thing at a time is changed (a side's layout, the block
-sizes) and the pull forecast again.  What makes it faster was a cause, and how much
-faster is said.
+Causes are computed: one property at a time is changed (a side's layout, the block sizes)
+and the pull is forecast again.  If it becomes faster, the property is a cause, and the
+warning says by how much.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pdconn.forecast.forecast import Forecast, forecast
 
 SMALL_RUN_NBYTES = 16 << 10
 SLOW_SHARE = 1 / 3
-_WORTH_SAYING = 1.1
+_NOTABLE = 1.1
 _BEST = "BHLNC"
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One warning: ``code`` names its kind for programs, ``text`` says it to people."""
+    """One warning: ``code`` is its kind for programs, ``text`` is for people."""
 
     code: str
     text: str
 
 
 def advise(made: Forecast) -> tuple[Advice, ...]:
-    """Everything about ``made`` that should not surprise anyone later."""
+    """All warnings about ``made``."""
     return tuple(
         advice
         for rule in (_slow_runs, _partial_hit, _idle_windows, _replicas, _busy_source)
@@ -54,7 +54,7 @@ def _slow_runs(made: Forecast) -> Iterator[Advice]:
 
 
 def is_slow(made: Forecast) -> bool:
-    """Whether descriptors of small runs rule the busiest rank's time."""
+    """Whether descriptors of small runs take most of the busiest rank's time."""
     cost = made.busiest.runs * made.link.descriptor_s
     small = 0 < made.busiest.mean_run_nbytes < SMALL_RUN_NBYTES
     return small and cost > SLOW_SHARE * made.seconds
@@ -74,10 +74,10 @@ def _again(made: Forecast, prefill: EngineShape, decode: EngineShape) -> float:
 
 
 def _causes(made: Forecast) -> Iterator[str]:
-    """What makes the pull slow: each thing alone spoils the best pairing there is."""
+    """What makes the pull slow: each property that alone makes the best pairing slow."""
     prefill, decode = made.prefill, made.decode
     best = _equal_blocks(*_best_layouts(made))
-    slow = _WORTH_SAYING * _again(made, *best)
+    slow = _NOTABLE * _again(made, *best)
     for name, engine, changed in (
         ("prefill", prefill, (replace(best[0], layout=prefill.layout), best[1])),
         ("decode", decode, (best[0], replace(best[1], layout=decode.layout))),
@@ -87,9 +87,9 @@ def _causes(made: Forecast) -> Iterator[str]:
     if prefill.block_tokens != decode.block_tokens and _again(made, *_best_layouts(made)) > slow:
         yield (
             f"unequal blocks, theirs {prefill.block_tokens} and ours {decode.block_tokens} "
-            "tokens, move in the pieces that they share"
+            "tokens, move in pieces of their common divisor"
         )
-    if _again(made, replace(prefill, tp=decode.tp), decode) * _WORTH_SAYING < made.seconds:
+    if _again(made, replace(prefill, tp=decode.tp), decode) * _NOTABLE < made.seconds:
         heads = max(sort.heads for sort in prefill.model.sorts)
         held, taken = (max(1, heads // engine.tp) for engine in (prefill, decode))
         larger = "prefill" if held > taken else "decode"
@@ -113,12 +113,12 @@ def _scattered(layout: str) -> str:
 
 
 def _remedy(made: Forecast) -> str:
-    """The change that helps most, and by how much."""
+    """The change with the largest effect, and the effect."""
     found = [(_again(made, *engines), words) for words, *engines in _changes(made)]
     if not found:
         return ""
     seconds, words = min(found, key=lambda one: one[0])
-    if seconds * _WORTH_SAYING > made.seconds:
+    if seconds * _NOTABLE > made.seconds:
         return "No other layout or block size makes it much faster."
     return (
         f"With {words}: {_ms(seconds)} instead of {_ms(made.seconds)}, "
@@ -156,7 +156,7 @@ def _equal_blocks(prefill: EngineShape, decode: EngineShape) -> tuple[EngineShap
 
 
 def _partial_hit(made: Forecast) -> Iterator[Advice]:
-    """What is hit in part is pulled from the start of its sub-block on."""
+    """A block that is cached in part is pulled from the start of its sub-block."""
     for group in made.groups:
         ours, hit = group.group.block_tokens, made.hit_tokens
         if group.group.window is None and hit % ours:
@@ -180,7 +180,7 @@ def _idle_windows(made: Forecast) -> Iterator[Advice]:
 
 
 def _replicas(made: Forecast) -> Iterator[Advice]:
-    """Heads that several decode ranks hold move once for each of them."""
+    """Heads that several decode ranks hold move once for each rank."""
     tp = made.decode.tp
     heads = sorted({sort.heads for sort in made.decode.model.sorts if sort.heads < tp})
     if heads:
@@ -193,7 +193,7 @@ def _replicas(made: Forecast) -> Iterator[Advice]:
 
 
 def _busy_source(made: Forecast) -> Iterator[Advice]:
-    """The forecast takes decode's links for the narrow ones; fan-out can make them not."""
+    """The forecast assumes that decode's links are the bottleneck; with fan-out they may not be."""
     most = max(made.sent)
     if most > 1.5 * max(cost.nbytes for cost in made.received):
         rank = made.sent.index(most)

@@ -6,7 +6,7 @@ A *cell* is a piece of one layer and head that lies in one run of addresses::
     cells     | L0 h0 | L0 h1 | L1 h0 | L1 h1 |
     strip     0      32      64      96     128    bytes without the gaps
 
-A *strip* is as far as a picture is wide: pieces beyond ``most`` are cut off.
+A *strip* is what one row of the picture shows: pieces beyond ``most`` are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Cells that are shown, each at ``at[i]`` bytes along the strip; ``left_out`` are not."""
+    """Cells that are shown, each at ``at[i]`` bytes along the strip, and the number of others."""
 
     cells: tuple[Cell, ...]
     at: tuple[int, ...]
@@ -75,7 +75,7 @@ def strip_of(references: KVCacheReferences, group: int, most: int) -> Strip:
 
 
 def _pieces(base: int, ref: KVCacheDataReference) -> list[Cell]:
-    """What certainly lies together: a head's block, or a row of it."""
+    """What is contiguous: a head's block, or a row of it."""
     start = base + ref.offset
     rows, nbytes = ref.num_rows or 1, ref.token_nbytes or ref.head_nbytes
     step = ref.token_stride or 0

@@ -1,7 +1,7 @@
-"""An engine that does not exist: a model, a layout and the sizes of its parallelism.
+"""The shape of an engine: a model, a layout and its parallelism.
 
-It describes its memory as a real worker does, in ``KVCacheReferences``, one per rank,
-so that the planner cannot tell the difference.  Addresses are made up.
+It describes its memory as a real worker does, in ``KVCacheReferences``, one per rank, for
+the planner of real pulls.  Addresses are fictional.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _RANK_SPACING = 1 << 45
 class EngineShape:
     """One engine: ``tp`` times ``pp`` ranks that serve ``model``.
 
-    ``layout`` is a memory order; ``block_tokens`` the tokens per block of all sorts of
-    layers that do not fix their own.
+    ``layout`` is a memory order; ``block_tokens`` the tokens per block of all sorts
+    of layers without a fixed number.
 
     Raises:
-        ShapeError: naming what the model or vLLM does not allow.
+        ShapeError: a value that the model or vLLM does not allow.
     """
 
     model: ModelShape
@@ -104,9 +104,9 @@ class EngineShape:
 
 
 def pipeline_stages(layers: int, pp: int) -> list[range]:
-    """Layers of each stage, as vLLM's ``get_pp_indices`` cuts them.
+    """Layers of each stage, as in vLLM's ``get_pp_indices``.
 
-    What is left over goes to the stages before the last one.
+    Remaining layers go to the stages before the last one.
 
     >>> pipeline_stages(62, 4)
     [range(0, 15), range(15, 31), range(31, 47), range(47, 62)]
@@ -124,11 +124,10 @@ _KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def parse_engine(text: str, model: ModelShape) -> EngineShape:
-    """An engine from ``tp=4,pp=1,layout=BHLNC,block=16``; what is left out has its default.
+    """An engine from ``tp=4,pp=1,layout=BHLNC,block=16``; all keys have defaults.
 
     Raises:
-        ShapeError: an unknown key (naming the nearest), one given twice, or a value
-            that makes no sense.
+        ShapeError: an unknown key (naming the nearest), one given twice, or a wrong value.
     """
     given: dict[str, int | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -1,4 +1,4 @@
-"""What cannot be foretold, and why: field, what was expected, what was seen."""
+"""Errors of bad models, engines and links."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from transport.errors import FieldError
 
 
 class ForecastError(Exception):
-    """Base of everything that the forecast refuses."""
+    """Base of every error of the forecast."""
 
 
 class ShapeError(FieldError, ForecastError):
-    """A model, an engine or a link that makes no sense: ``field`` is wrong."""
+    """``field`` of a model, an engine or a link is wrong."""
 
 
 class UnreadableConfig(ShapeError):
-    """A ``config.json`` whose key cannot be understood."""
+    """A key of a ``config.json`` is missing, wrong or not supported."""

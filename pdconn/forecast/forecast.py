@@ -1,8 +1,8 @@
-"""What a pull between two engines costs, by asking the planner that real pulls use.
+"""What a pull between two engines costs, computed by the planner of real pulls.
 
 Two engine shapes describe their memory, a request gets blocks on both, and
-``pdconn.planning`` lays out the reads of every decode rank.  Nothing is estimated but
-the time::
+``pdconn.planning`` lays out the reads of every decode rank.  Only the time is an
+estimate::
 
     seconds = bytes of the busiest decode rank / bytes per second of its link
               + its descriptors x seconds per descriptor
@@ -31,15 +31,16 @@ from pdconn.planning.template import Side, Template
 from pdconn.protocol.ticket import BlockList
 
 MAX_PROMPT_TOKENS = 1 << 24
-_LAID_OUT_RUNS = 200_000
+MAX_LAID_OUT_RUNS = 200_000
+"""More runs of a group on a rank are counted instead of laid out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes and runs that a pull moves, and bytes that it does not have to.
+    """Bytes and runs that a pull moves, and bytes that it does not move.
 
-    ``saved_by_window`` are bytes that no window reaches any more, ``saved_by_hits``
-    bytes that decode holds already.
+    ``saved_by_window`` are bytes before every window, ``saved_by_hits`` bytes that decode
+    has cached.
     """
 
     nbytes: int = 0
@@ -57,12 +58,12 @@ class Cost:
 
     @property
     def mean_run_nbytes(self) -> float:
-        """Bytes per run; 0 where nothing moves."""
+        """Bytes per run; 0 if nothing moves."""
         return self.nbytes / self.runs if self.runs else 0.0
 
     @property
     def clipping(self) -> float:
-        """How many times more bytes would move if no window were clipped."""
+        """How many times more bytes would move with full attention in every layer."""
         return 1 + self.saved_by_window / self.nbytes if self.nbytes else 1.0
 
     def seconds(self, link: Link) -> float:
@@ -91,8 +92,8 @@ class GroupForecast:
 class Forecast:
     """One pull by every rank of ``decode`` from the ranks of ``prefill``.
 
-    ``sent`` are the bytes that each prefill rank is read, ``received`` what each decode
-    rank's pull costs.
+    ``sent`` are the bytes read from each prefill rank, ``received`` the cost of each decode
+    rank's pull.
     """
 
     prefill: EngineShape
@@ -118,7 +119,7 @@ class Forecast:
 
     @property
     def busiest(self) -> Cost:
-        """What that rank moves."""
+        """The cost of that rank."""
         return self.received[self.busiest_rank]
 
     @property
@@ -136,16 +137,18 @@ def forecast(
     *,
     ids: Ids = "random",
     seed: int = 0,
+    max_laid_out_runs: int = MAX_LAID_OUT_RUNS,
 ) -> Forecast:
-    """Plan one request's pull for every decode rank, and add it up.
+    """Plan one request's pull for every decode rank, and add up the costs.
 
     Args:
         prompt_tokens: tokens of the prompt, all computed by prefill.
-        hit_tokens: tokens at its head that decode holds already.
-        ids: how each engine's blocks lie; random ones are drawn with ``seed``.
+        hit_tokens: tokens at its start that decode has cached.
+        ids: order of each engine's block ids; random ones are drawn with ``seed``.
+        max_laid_out_runs: runs of a group on a rank that are laid out, not only counted.
 
     Raises:
-        ShapeError: a prompt or a hit that cannot be.
+        ShapeError: the prompt or the hit is too short or too long.
         Incompatible: the two engines cannot exchange KV.
     """
     _check_tokens(prompt_tokens, hit_tokens)
@@ -157,7 +160,10 @@ def forecast(
     table: list[list[_Pulled]] = []
     for rank, ours in enumerate(decode.references(taken.num_blocks)):
         pairing = Pairing.of(ours, theirs, rank % decode.tp)
-        table.append([_pulled(pairing, n, need, lent.lists) for n in range(len(ours.groups))])
+        groups_of_rank = range(len(ours.groups))
+        table.append(
+            [_pulled(pairing, n, need, lent.lists, max_laid_out_runs) for n in groups_of_rank]
+        )
     received = tuple(reduce(add, (pulled.cost for pulled in row)) for row in table)
     busiest = _busiest(received, link)
     groups = tuple(
@@ -207,17 +213,19 @@ def _group(
     )
 
 
-def _pulled(pairing: Pairing, group: int, need: Need, lent: Sequence[BlockList]) -> _Pulled:
+def _pulled(
+    pairing: Pairing, group: int, need: Need, lent: Sequence[BlockList], max_laid_out_runs: int
+) -> _Pulled:
     """What one rank pulls of one of its groups.
 
-    Many small runs are counted, not laid out: the number is the same but for the few
-    that neighbouring blocks would have joined, and their columns would fill memory.
+    Many small runs are counted, not laid out: their columns would not fit in memory.  The
+    number is slightly high, since runs of neighbouring blocks may join.
     """
     templates = tuple(one for one in pairing.templates if one.our_group == group)
     sent: Counter[int] = Counter()
     moved, runs = Moved(), 0
     most = sum(-(-need.until // one.sub_block_tokens) * len(one.nbytes) for one in templates)
-    laid_out = most <= _LAID_OUT_RUNS
+    laid_out = most <= max_laid_out_runs
     for part in [templates] if laid_out else [(one,) for one in templates]:
         used = part if laid_out else tuple(map(_as_one_run, part))
         plan = replace(pairing, templates=used).plan(need, lent)
@@ -235,7 +243,7 @@ def _num_runs(template: Template, moved: Moved) -> int:
 
 
 def _as_one_run(template: Template) -> Template:
-    """The same bytes of every sub-block, as if they lay together."""
+    """The same bytes of every sub-block, as one run."""
     first = slice(0, 1)
 
     def cut(side: Side) -> Side:

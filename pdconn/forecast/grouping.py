@@ -1,8 +1,8 @@
 """Which layers share a block table: KV cache groups, as vLLM makes them.
 
-Pages of equal size (``_get_kv_cache_groups_uniform_page_size``): every sort is dealt
-into groups of as many layers as the smallest sort has, or the largest if it is not much
-larger, so that the groups' rows overlay each other without loss::
+Pages of equal size (``_get_kv_cache_groups_uniform_page_size``): every sort is split into
+groups of as many layers as the smallest sort has, or the largest if it is not much larger,
+so that the groups' rows overlay each other without loss::
 
     52 windows, 10 full  ->  six groups of 9 or 8 windows, one of 10 full
 
@@ -59,7 +59,7 @@ class Paged:
 
     @property
     def key(self) -> tuple[AttentionKind, int | None, int]:
-        """What a group's layers have in common."""
+        """What is equal for all layers of a group."""
         return self.sort.kind, self.sort.window, self.block_tokens
 
 
@@ -71,7 +71,7 @@ def group_layers(paged: Sequence[Paged]) -> tuple[LayerGroup, ...]:
     [2]
     """
     if len({one.key for one in paged}) == 1:
-        return (_dealt(list(paged), 0, 1),)
+        return (_split(list(paged), 0, 1),)
     buckets: dict[object, list[Paged]] = defaultdict(list)
     equal_pages = len({one.page_nbytes for one in paged}) == 1
     for one in paged:
@@ -79,13 +79,13 @@ def group_layers(paged: Sequence[Paged]) -> tuple[LayerGroup, ...]:
     made = list(buckets.values())
     counts = _equal_page_counts(made) if equal_pages else _packed_counts(made)
     return tuple(
-        _dealt(bucket, number, count)
+        _split(bucket, number, count)
         for bucket, count in zip(made, counts, strict=True)
         for number in range(count)
     )
 
 
-def _dealt(bucket: list[Paged], number: int, count: int) -> LayerGroup:
+def _split(bucket: list[Paged], number: int, count: int) -> LayerGroup:
     """Group ``number`` of the ``count`` that a bucket is split into: each n-th layer."""
     shares = tuple(
         SharedTable(one.sort, one.sort.layers[number::count], one.page_nbytes) for one in bucket
@@ -97,8 +97,7 @@ def _dealt(bucket: list[Paged], number: int, count: int) -> LayerGroup:
 def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
     """Into how many groups each bucket is split.
 
-    One and a half is vLLM's bound between padding the smaller sorts and splitting the
-    larger ones.
+    vLLM pads the smaller sorts up to a ratio of 1.5, and splits the larger ones above it.
     """
     sizes = [len(bucket[0].sort.layers) for bucket in buckets]
     size = max(sizes) if max(sizes) < min(sizes) * 1.5 else min(sizes)
@@ -108,9 +107,9 @@ def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:
 def _packed_counts(buckets: Sequence[list[Paged]]) -> list[int]:
     """The same for pages of several sizes.
 
-    A bucket that has as many layers of each page size repeats a pattern.  The largest
-    such bucket of several sizes stays whole, and what else repeats is split down
-    towards it.  Where there is none, windows are split so that they do not widen a row.
+    A bucket with equally many layers of each page size repeats a pattern.  The largest such
+    bucket of several sizes stays whole, and other such buckets are split to its size.
+    Without one, windows are split so that they do not widen a row.
     """
     pages = [_by_page(bucket) for bucket in buckets]
     depth = [max(sizes.values()) for sizes in pages]
@@ -142,6 +141,6 @@ def _by_page(bucket: list[Paged]) -> dict[int, int]:
 
 
 def _least_padding(depths: Sequence[int], least: int) -> int:
-    """The group depth from ``least`` on that wastes the fewest layers; the largest of equals."""
+    """The group depth of at least ``least`` that wastes fewest layers; of equals, the largest."""
     sizes = range(least, max(least, *depths) + 1)
     return min(sizes, key=lambda size: (sum(-depth % size for depth in depths), -size))

@@ -1,23 +1,23 @@
 """A model's shape from its Hugging Face ``config.json``.
 
-Configurations say the same thing in many ways.  What decides a layer's kind, in the
-order in which it is looked for::
+Keys differ between model families.  A layer's kind is decided by the first of these that
+is present::
 
     layer_types                       a kind per layer, by name
     attention_chunk_size              Llama 4: local where no_rope_layers is 1
     sliding_window + a pattern        every n-th layer is full (Gemma, Cohere)
     sliding_window + max_window_layers   Qwen: full below, windows from there on
     sliding_window                    all layers (Mistral)
-    nothing of these                  full attention everywhere
+    none of these                     full attention everywhere
 
-What is stored but not understood (state space layers, sparse indexers) is refused: a
-forecast without it would be wrong.
+Other stored state (state space layers, sparse indexers) is refused: a forecast without it
+would be wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from reprlib import repr  # noqa: A004 - of what may be long
+from reprlib import repr  # noqa: A004 - shortens long values
 from typing import Any
 
 from pdconn.forecast.errors import UnreadableConfig
@@ -26,7 +26,7 @@ from registration.references import AttentionKind
 
 _NESTED = ("text_config", "llm_config", "language_config")
 
-# What an engine stores besides, or instead of, keys and values of attention.
+# Keys of state other than keys and values of attention.
 _FOREIGN = (
     "ssm_cfg", "ssm_state_size", "state_size", "mamba_d_state", "mamba_state_dim",
     "mamba_expand", "mamba_num_heads", "linear_num_key_heads", "linear_attn_config",
@@ -41,12 +41,12 @@ _KINDS = {
     "chunked_attention": AttentionKind.CHUNKED_LOCAL,
 }
 
-# vLLM caches 32-bit models in 16 bits; a config without a dtype is taken for one.
+# vLLM caches 32-bit models in 16 bits; a config without a dtype counts as 32-bit.
 _ITEM_NBYTES = {
     "float32": 2, "float16": 2, "bfloat16": 2, "half": 2, "float": 2, "float8_e4m3fn": 1,
 }  # fmt: skip
 
-# Patterns that older configurations leave to the model's code.
+# Patterns that are in the model's code and not in older configurations.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
@@ -54,10 +54,10 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
     """The shape of the model that ``config`` (a parsed ``config.json``) describes.
 
     Args:
-        name: what to call it; otherwise its ``model_type``.
+        name: the shape's name; by default the config's ``model_type``.
 
     Raises:
-        UnreadableConfig: naming the key, what was expected and what came.
+        UnreadableConfig: a key is missing, wrong or not supported.
     """
     keys = _text_keys(config)
     _refuse_foreign(keys)
@@ -73,7 +73,7 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
 
 
 def _text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's keys; what only the outer level has (its dtype) counts too."""
+    """The language model's keys, over those of the outer level (such as its dtype)."""
     if not isinstance(config, Mapping):
         raise UnreadableConfig("config", "a JSON object", type(config).__name__)
     for key in _NESTED:
@@ -98,7 +98,7 @@ def _refuse_foreign(keys: Mapping[str, Any]) -> None:
 
 
 def _kinds(keys: Mapping[str, Any], layers: int) -> tuple[list[AttentionKind], int | None]:
-    """Each layer's kind, and the window of those that have one."""
+    """Each layer's kind, and the window of windowed layers."""
     listed = keys.get("layer_types")
     chunk = keys.get("attention_chunk_size")
     if listed is not None:
@@ -141,7 +141,7 @@ def _chunked_kinds(keys: Mapping[str, Any], layers: int) -> list[AttentionKind]:
 
 
 def _pattern(keys: Mapping[str, Any]) -> int:
-    """Every how many layers one is full; 0 where there is no such pattern."""
+    """Every n-th layer is full; 0 without such a pattern."""
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         if keys.get(key) is not None:
             return _number(keys, key)

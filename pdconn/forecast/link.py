@@ -1,8 +1,8 @@
-"""How fast bytes travel, and what each descriptor of a read costs on top.
+"""The bandwidth of a link, and the cost of each descriptor of a read.
 
-Predicted seconds = bytes / bandwidth + descriptors x seconds each.  The presets are
-medians of NIXL 1.5.1 reads between two processes of one machine, host memory, two
-cores; NICs are taken at their word, and their cost per descriptor is assumed.
+Predicted seconds = bytes / bandwidth + descriptors x seconds each.  The presets are medians
+of NIXL 1.5.1 reads between two processes of one machine, host memory, two cores.  For other
+speeds the nominal bandwidth is used, and the cost per descriptor is an assumption.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pdconn.forecast.errors import ShapeError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one decode rank reads through.
+    """The link of one decode rank.
 
     ``source`` says where the numbers come from.
 
     Raises:
-        ShapeError: a speed of nothing, or a negative cost.
+        ShapeError: the speed is below 1 byte per second, or the cost is negative.
     """
 
     name: str
@@ -58,7 +58,7 @@ def parse_link(text: str, descriptor_us: float | None = None) -> Link:
     """A preset's name, or a speed like ``400Gb/s`` (bits) or ``50GB/s`` (bytes).
 
     Args:
-        descriptor_us: microseconds per descriptor; the preset's, or an assumption.
+        descriptor_us: microseconds per descriptor; by default the preset's, or an assumption.
 
     Raises:
         ShapeError: neither a preset nor a speed.

@@ -1,8 +1,8 @@
-"""One rank's fictional KV memory: groups and a layout's name to block rows.
+"""One rank's fictional KV memory: block rows of groups, in a named layout.
 
 A layout is a memory order from outer to inner: L(ayer), B(lock), H(ead), N (tokens),
 C(ontent of a row, K and V together).  Groups overlay each other from byte 0 of one
-allocation, as in vLLM, and its rows are as wide as the widest group needs::
+allocation, as in vLLM, and its rows are as wide as those of the widest group::
 
     BLHNC   group 0   | L0 | L1 | L2 |    group 1   | L3 | L4 |    |
             shares of unequal pages       | L0 | L1 | i0 i1 |      |
@@ -22,7 +22,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands: its layers, and its share of the heads.
+    """A rank's layers, and its share of the heads.
 
     ``stage`` are the layers of its pipeline stage; ``base`` the first address of its
     fictional memory.
@@ -43,7 +43,7 @@ class RankPlace:
 def rank_memory(
     groups: Sequence[LayerGroup], layout: str, num_blocks: int, place: RankPlace
 ) -> tuple[GroupMemory, ...]:
-    """A rank's groups, laid out; a group of which the stage has no layer is empty."""
+    """A rank's groups in memory; a group without a layer on this stage is empty."""
     here = [_on_stage(group, place.stage) for group in groups]
     row = max(sum(s.page_nbytes * len(s.layers) for s in shares) for shares in here)
     allocation = Memory(place.base, row * num_blocks)
@@ -80,7 +80,7 @@ class _Region:
 
     @property
     def nbytes(self) -> int:
-        """How far the next share of the group begins after this one."""
+        """Distance from this share to the next one of the group."""
         width = self.share.page_nbytes * len(self.share.layers)
         return width if self.layout[0] == "B" else width * self.num_blocks
 

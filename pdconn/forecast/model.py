@@ -1,8 +1,8 @@
-"""A model, as far as its KV cache is concerned: which layers keep what, for how long.
+"""The KV cache of a model: which layers store which rows, and for how many tokens.
 
-Layers that keep the same kind of rows are a *sort*.  A uniform model has one; a hybrid
-one has several, and a layer may belong to more than one (DeepSeek-V4 keeps a window, a
-compressed history and a compressor's state), told apart by ``part``::
+Layers that store the same kind of rows are a *sort*.  A uniform model has one sort, a
+hybrid model several, and a layer may belong to more than one: DeepSeek-V4 has a window, a
+compressed history and a compressor's state, with different ``part``::
 
     Gemma 3 27B    52 layers  sliding window 1024   16 heads   512 bytes a row
                    10 layers  full attention        16 heads   512 bytes a row
@@ -31,12 +31,11 @@ class LayerSort:
             tensor-parallel rank keeps whole.
         row_nbytes: bytes of one stored row of one head, K and V together.
         row_tokens: tokens that share a stored row: a compression ratio, usually 1.
-        block_tokens: tokens per block where the model fixes it; None takes the
-            engine's.
-        part: what of the layer this is; parts of one layer have different names.
+        block_tokens: tokens per block if the model fixes them; None for the engine's.
+        part: name of this part of the layer, unique within the layer.
 
     Raises:
-        ShapeError: a value that no cache can have.
+        ShapeError: a value is wrong.
     """
 
     layers: tuple[int, ...]
@@ -92,14 +91,14 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, counted to the last one that keeps anything."""
+        """Layers of the model, up to the last one with a KV cache."""
         return 1 + max(sort.layers[-1] for sort in self.sorts)
 
 
 def sorts_of(
     kinds: Sequence[AttentionKind], window: int | None, heads: int, row_nbytes: int
 ) -> tuple[LayerSort, ...]:
-    """Sorts of a model whose layers differ in nothing but their kind.
+    """Sorts of a model whose layers differ only in their kind.
 
     Args:
         kinds: of layer 0, 1, 2 and so on.

@@ -1,9 +1,9 @@
 """A pairing as a picture: a block on each side, and the runs between them, as SVG.
 
-The upper row is a block of every prefill rank that one decode rank reads from, the
-lower row a block of that decode rank.  A cell is a head of a layer, as wide as it has
-bytes and coloured by its layer; a band is one run, from where it is read to where it
-goes.  Few wide bands are fast, many narrow ones slow.
+The upper row is a block of every prefill rank that one decode rank reads from, the lower
+row a block of that decode rank.  A cell is a head of a layer: its width is its bytes, its
+colour its layer.  A band is one run, from source to destination.  Few wide bands are fast,
+many narrow ones slow.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def draw(prefill: EngineShape, decode: EngineShape, group: int, rank: int = 0) -
 
 
 def _rows(strips: Sequence[Strip], titles: Sequence[str], top: float) -> list[_Row]:
-    """Strips side by side over the width of the picture, all at one scale."""
+    """Strips side by side over the width of the picture, at one scale."""
     room = _WIDTH - 2 * _MARGIN - _GAP * max(0, len(strips) - 1)
     scale = max(room, 1.0) / max(1, sum(strip.nbytes for strip in strips))
     rows, left = [], _MARGIN
@@ -92,14 +92,14 @@ def _rows(strips: Sequence[Strip], titles: Sequence[str], top: float) -> list[_R
 
 
 def _colours(cells: Sequence[Cell]) -> dict[str, str]:
-    """A hue for every layer, in the order in which they lie."""
+    """A hue for every layer, in memory order."""
     layers = list(dict.fromkeys(cell.layer for cell in cells))
     step = 360 / max(1, len(layers))
     return {layer: f"hsl({index * step:.0f},62%,62%)" for index, layer in enumerate(layers)}
 
 
 def _bands(template: Template, source: _Row, target: _Row, colours: dict[str, str]) -> list[str]:
-    """A band per run of the template that begins and ends within what is shown."""
+    """A band for each run of the template whose ends are both shown."""
     made = []
     upper, lower = source.top + _ROW, target.top
     middle = (upper + lower) / 2
@@ -132,7 +132,7 @@ def _layer_at(strip: Strip, along: int) -> str:
 
 
 def _cells(row: _Row, colours: dict[str, str]) -> list[str]:
-    """The rank's name, and a box with a tip for every cell; a label where there is room."""
+    """The rank's name, and a box with a tooltip for every cell; a label if it fits."""
     made = [_text(row.left, row.top - 8 if row.top == _TOP else row.top + _ROW + 16, row.title)]
     for cell, at in zip(row.strip.cells, row.strip.at, strict=True):
         width = (cell.end - cell.start) * row.scale
@@ -149,7 +149,7 @@ def _cells(row: _Row, colours: dict[str, str]) -> list[str]:
 
 
 def _notes(templates: Sequence[Template], strips: Sequence[Strip], drawn: int) -> list[str]:
-    """What the picture shows, and what it leaves out."""
+    """Lines below the picture: what it shows, and what it leaves out."""
     runs = sum(len(template.nbytes) for template in templates)
     if not templates:
         return ["this rank holds no layer of the group"]

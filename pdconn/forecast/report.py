@@ -1,4 +1,4 @@
-"""A forecast as JSON: bytes, counts and seconds, nothing rounded."""
+"""A forecast as JSON: bytes, counts and seconds, not rounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdconn.forecast.link import Link
 
 
 def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
-    """Ready for ``json.dumps``; ``total`` is the sum of ``groups`` and of ``ranks``."""
+    """A document for ``json.dumps``; ``total`` is the sum of ``groups`` and of ``ranks``."""
     return {
         "model": made.decode.model.name,
         "prompt_tokens": made.prompt_tokens,

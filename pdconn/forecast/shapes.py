@@ -1,16 +1,16 @@
 """Built-in model shapes, from the models' published ``config.json``.
 
-All keep 16-bit keys and values, as vLLM does unless told otherwise.
+All have 16-bit keys and values, vLLM's default.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.model import LayerSort, ModelShape, sorts_of
 from registration.references import AttentionKind
+from transport.errors import did_you_mean
 
 _FULL, _WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
 
@@ -36,15 +36,15 @@ def _mla(name: str, *, layers: int, latent: int, rope: int) -> ModelShape:
 def _deepseek_v4(name: str) -> ModelShape:
     """DeepSeek-V4-Flash as vLLM caches it with ``fp8_ds_mla``, in five groups.
 
-    Of 43 layers, 0 and 1 keep a window only; from there on even layers also keep a
-    history compressed 4 to 1 with an indexer over it, odd ones one compressed 128 to 1.
-    Each compressor keeps the rows of the tokens that it has not finished with: one
-    float32 row per token, within a window of its own.
+    Of 43 layers, 0 and 1 have a window only; after them, even layers also have a history
+    compressed 4 to 1 with an indexer, and odd layers one compressed 128 to 1.  Each
+    compressor keeps the rows of tokens that are not compressed yet: one float32 row per
+    token, within a window of its own.
 
     Assumed from vLLM's ``models/deepseek_v4``: 584 bytes a latent row (448 fp8 + 64
     bf16 + 8 of scales), 132 an indexer row (128 fp8 + a float32 scale), keys and scores
     of 512 (indexer: 128) float32 in the states, twice as many at ratio 4, whose windows
-    overlap.  Pages are not padded to 576 bytes here, which never moves.  The draft layer
+    overlap.  Pages are not padded to 576 bytes here: padding never moves.  The draft layer
     of multi-token prediction is left out.
     """
     c4, c128 = tuple(range(2, 43, 2)), tuple(range(3, 43, 2))
@@ -79,21 +79,20 @@ SHAPES: tuple[ModelShape, ...] = (
 
 
 def built_in(name: str) -> ModelShape:
-    """The built-in shape called ``name``; case, dots, dashes and an owner do not count.
+    """The built-in shape called ``name``; case, dots, dashes and an owner are ignored.
 
     Raises:
-        ShapeError: there is none; names the nearest.
+        ShapeError: no shape has that name; the error names the nearest.
 
     >>> built_in("google/Gemma 3 27B").name
     'gemma-3-27b'
     """
-    by_key = {_key(shape.name): shape for shape in SHAPES}
-    found = by_key.get(_key(name))
-    if found is None:
-        near = difflib.get_close_matches(_key(name), by_key, n=3, cutoff=0.4) or list(by_key)
-        names = ", ".join(by_key[key].name for key in near)
-        raise ShapeError("model", f"a directory, a config.json or a name like {names}", name)
-    return found
+    for shape in SHAPES:
+        if _key(shape.name) == _key(name):
+            return shape
+    names = [shape.name for shape in SHAPES]
+    wanted = f"a folder, a config.json or one of {', '.join(names)}"
+    raise ShapeError("model", wanted, name, did_you_mean(name.lower(), names, cutoff=0.4))
 
 
 def _key(name: str) -> str:

@@ -1,9 +1,9 @@
-"""Block tables of requests on an engine that does not exist.
+"""Block tables of requests on an engine shape.
 
 Real caches are fragmented: block ids of a request are scattered over the pool, and
-neighbours in the sequence are seldom neighbours in memory.  That is the default; ids in
-ascending order are what an empty engine gives its first request, and runs are what one
-gets when whole requests of others were freed in between::
+neighbours in the sequence are seldom neighbours in memory.  That is the default.  Ascending
+ids are those of the first request of an empty engine, and runs those after whole requests
+were freed::
 
     random      17  3 40  9 22 ...
     runs        16 17 18 ... 23 | 40 41 ... 47 | 8 9 ...
@@ -27,12 +27,12 @@ Ids = Literal["random", "runs", "contiguous"]
 IDS: tuple[Ids, ...] = get_args(Ids)
 
 RUN_BLOCKS = 8
-"""Neighbours in a run of ``runs``."""
+"""Blocks in a run of ``runs``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A block list per group, and the blocks of the pool they are taken from."""
+    """A block list per group, and the number of blocks in the pool."""
 
     num_blocks: int
     lists: tuple[BlockList, ...]
@@ -41,7 +41,7 @@ class Tables:
 def block_tables(groups: Sequence[LayerGroup], until: int, ids: Ids, seed: int) -> Tables:
     """Blocks that an engine keeps for tokens ``[0, until)``, without those before a window.
 
-    The pool is twice what the request needs.  Id 0 is vLLM's null block and never used.
+    The pool has twice the blocks of the request.  Id 0, vLLM's null block, is never used.
     """
     return tables_of_requests(groups, until, ids, seed, 1)[0]
 
@@ -64,7 +64,7 @@ def tables_of_requests(
 
 
 def _pool(needed: int, ids: Ids, seed: int) -> tuple[int, NDArray[np.int64]]:
-    """Blocks of a pool with room for twice ``needed``, and its ids in the order they are given."""
+    """Size of a pool of at least twice ``needed`` blocks, and its ids in order of allocation."""
     length = RUN_BLOCKS if ids == "runs" else 1
     pool = np.arange(1, -(-2 * needed // length) * length + 1, dtype=np.int64)
     if ids != "contiguous":
@@ -75,6 +75,6 @@ def _pool(needed: int, ids: Ids, seed: int) -> tuple[int, NDArray[np.int64]]:
 
 
 def _span(group: LayerGroup, until: int) -> tuple[int, int]:
-    """First block that a token to come still reads, and how many there are from it on."""
+    """First block that the next token still reads, and the number of blocks from there."""
     first = window_start(group.header, until) // group.block_tokens
     return first, max(0, -(-until // group.block_tokens) - first)

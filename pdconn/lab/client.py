@@ -1,15 +1,13 @@
-"""Asks engines, one blocking call at a time; for many at once use many threads.
+"""A blocking HTTP client of vLLM's OpenAI server; use a thread for each request at once.
 
-Nothing here knows pdconn.  ``prefill_then_decode`` is the proxy of vLLM's own
-examples: it carries ``kv_transfer_params`` from one engine to the other and
-never looks inside.
+Nothing here depends on pdconn.  ``prefill_then_decode`` does what the proxy of vLLM's own
+examples does: it passes ``kv_transfer_params`` from one engine to the other, unread.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 from pdconn.lab.compare import Answer
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.spec import SERVED_NAME
 
-#: What a router sends to a prefill engine, as vLLM's example proxies do.
 ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -30,14 +30,12 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)$")
-_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
+"""What a router sends to a prefill engine, as vLLM's example proxies do."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An answer and when it came, in seconds since its request was sent."""
+    """An answer, and seconds from sending the request to its tokens."""
 
     answer: Answer
     first_token_s: float
@@ -45,9 +43,9 @@ class Timed:
 
 
 class Client:
-    """Speaks to one OpenAI-compatible server of vLLM.
+    """Client of one OpenAI-compatible server of vLLM.
 
-    Every call opens its own connection, so one client serves many threads.
+    Every call opens its own connection, so many threads may share a client.
     """
 
     def __init__(self, url: str, timeout_s: float = 300.0, model: str = SERVED_NAME) -> None:
@@ -114,20 +112,21 @@ class Client:
 
     def metrics(self) -> dict[str, float]:
         """Samples of ``/metrics``, summed over their labels, by name."""
-        return _samples(self.get("/metrics"))
+        return _summed(_samples(self.get("/metrics")))
 
     def free_blocks(self) -> int:
-        """KV blocks in nobody's use, as of the engine's last step.
+        """Free KV blocks, as of the engine's last step.
 
-        vLLM publishes this only when it steps: after blocks came free without a
-        step, one more request is needed to see it.
+        vLLM updates this when it steps: after blocks became free without a step, one
+        more request is needed to see it.
         """
-        text = self.get("/metrics")
-        blocks = _BLOCKS.search(text)
+        samples = _samples(self.get("/metrics"))
+        counts = (sample.labels.get("num_gpu_blocks", "") for sample in samples)
+        blocks = next(filter(str.isdecimal, counts), None)
         if blocks is None:
-            raise ValueError(f"{self.url}/metrics does not say how many blocks there are")
-        usable = int(blocks[1]) - 1  # block 0 is the null block
-        return round(usable * (1.0 - _samples(text)["vllm:kv_cache_usage_perc"]))
+            raise ValueError(f"{self.url}/metrics has no label num_gpu_blocks")
+        usable = int(blocks) - 1  # block 0 is the null block
+        return round(usable * (1.0 - _summed(samples)["vllm:kv_cache_usage_perc"]))
 
     def _body(
         self,
@@ -176,32 +175,36 @@ def prefill_then_decode(
 ) -> Answer:
     """The answer of ``decode`` to a prompt that ``prefill`` computed.
 
-    ``more`` goes to the decode engine only.
+    ``more`` is sent to the decode engine only.
     """
     ticket = prefill_only(prefill, prompt)
     return decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **more)
 
 
 def prefill_only(prefill: Client, prompt: Sequence[int]) -> Mapping[str, Any] | None:
-    """Have a prompt computed; returns what to hand to the decode engine, untouched.
+    """Compute a prompt on ``prefill``; returns the ticket for the decode engine, unread.
 
-    An engine without a connector returns None.
+    None if the engine has no connector.
     """
     answer = prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE)
     return answer.kv_transfer_params
 
 
-def _samples(text: str) -> dict[str, float]:
-    """Samples of a Prometheus page, summed over their labels, by name."""
+def _samples(text: str) -> list[Sample]:
+    """All samples of a Prometheus page."""
+    return [sample for each in text_string_to_metric_families(text) for sample in each.samples]
+
+
+def _summed(samples: Sequence[Sample]) -> dict[str, float]:
+    """Samples summed over their labels, by name."""
     totals: dict[str, float] = {}
-    for line in text.splitlines():
-        if match := _SAMPLE.match(line):
-            totals[match[1]] = totals.get(match[1], 0.0) + float(match[3])
+    for sample in samples:
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return totals
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Data of server-sent events that hold tokens."""
+    """Data of the server-sent events that have tokens."""
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue

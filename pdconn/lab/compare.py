@@ -1,8 +1,8 @@
-"""Do two engines say the same?  And what to ask them.
+"""Compare the answers of two engines, and make the prompts for them.
 
-Equal tokens are not enough: a slightly wrong KV cache often leaves the best
-token in place.  So log-probabilities are compared too, of the chosen tokens and
-of the runners-up that both engines reported.
+Equal tokens are not enough: with a slightly wrong KV cache the best token is often the
+same.  So log-probabilities are compared too, of the chosen tokens and of the other top
+tokens that both engines reported.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Literal
 
 from pdconn.lab.model import FIRST_WORD, TINY
 
-#: Most that two right answers may differ by, in nats.  Rounding gives 1e-5.
 TOLERANCE = 1e-3
+"""Largest difference between two right answers, in nats.  Rounding gives 1e-5."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said to a prompt.
+    """An engine's answer to a prompt.
 
     Attributes:
         tokens: ids of the generated tokens.
         logprobs: natural logarithm of each token's probability.
         top: per position, log-probabilities of the likeliest tokens by id.
-        finish_reason: why it stopped.
-        kv_transfer_params: what a prefill engine wants the decode engine to get.
+        finish_reason: why generation stopped.
+        kv_transfer_params: the ticket for the decode engine, if a prefill engine answered.
     """
 
     tokens: tuple[int, ...]
@@ -50,8 +50,8 @@ class Mismatch:
     Attributes:
         what: number of tokens, a token, or a log-probability.
         position: index into the generated tokens.
-        expected: token id, log-probability or count that it should have been.
-        seen: what it was.
+        expected: token id, log-probability or count of the reference.
+        seen: the same of the other answer.
         token: the token whose log-probability differs.
     """
 
@@ -70,10 +70,10 @@ class Mismatch:
 
 
 def compare(expected: Answer, seen: Answer, tolerance: float = TOLERANCE) -> Mismatch | None:
-    """The first difference that matters, or None.
+    """The first difference above ``tolerance``, or None.
 
-    A log-probability at a position is looked at before the next position's
-    token: a wrong cache shows there first, and it says more.
+    Log-probabilities of a position are compared before the token of the next one: a wrong
+    cache changes them first.
     """
     for position, (ours, theirs) in enumerate(zip(expected.tokens, seen.tokens, strict=False)):
         if ours != theirs:
@@ -110,7 +110,7 @@ def _pairs(expected: Answer, seen: Answer, position: int) -> list[tuple[int, flo
         pairs += [
             (token, value, theirs[token])
             for token, value in expected.top[position].items()
-            if token in theirs  # the last of the top may tie with one that is left out
+            if token in theirs  # the last of the top tokens may tie with one that is not reported
         ]
     return pairs
 
@@ -120,8 +120,8 @@ def make_prompts(
 ) -> list[tuple[int, ...]]:
     """Random prompts of the given lengths in tokens, the same for the same seed.
 
-    Every prompt begins differently, so none is a prefix of another by chance
-    (but for the shortest).
+    Prompts begin with different tokens, so none is a prefix of another, except very
+    short ones by chance.
     """
     source = random.Random(seed)
     return [tuple(source.randrange(FIRST_WORD, vocab) for _ in range(n)) for n in lengths]
@@ -130,8 +130,8 @@ def make_prompts(
 def spread_lengths(count: int, longest: int, seed: int, edges: Sequence[int] = ()) -> list[int]:
     """``count`` prompt lengths from 1 to ``longest``, in random order.
 
-    Both ends, every ``edges`` value and its neighbours are among them (blocks
-    and windows end there), the rest spread evenly over orders of magnitude.
+    They include 1, ``longest``, and every value of ``edges`` (where blocks and windows end)
+    with its neighbours; the rest is spread evenly over orders of magnitude.
 
     >>> sorted(spread_lengths(8, 100, seed=1, edges=[32]))[:1]
     [1]

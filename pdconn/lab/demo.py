@@ -1,14 +1,14 @@
-"""The demo: prefill, decode and a proxy on this machine, held to one engine alone.
+"""The demo: prefill, decode and a proxy on this machine, compared with one engine alone.
 
-Every prompt goes through the proxy, and to an engine without a connector.  Tokens
-must be equal and log-probabilities within a tolerance.  What moved is read from the
-decode engine's ``/metrics``, before and after each request.
+Every prompt goes through the proxy, and to an engine without a connector.  Tokens must be
+equal and log-probabilities within a tolerance.  Bytes come from the decode engine's
+``/metrics``, read before and after each request.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pdconn.lab.client import Client
-from pdconn.lab.compare import Mismatch, compare, make_prompts
+from pdconn.lab.compare import compare, make_prompts
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.errors import MissingDependency, PortInUse
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
@@ -25,7 +25,7 @@ from pdconn.lab.spec import EngineSpec
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
 EXTENDED = 1000
-"""The prompt that is asked again with more tokens behind it, to show prefix hits."""
+"""Length of the prompt that is sent again, then with more tokens, to show prefix hits."""
 
 Say = Callable[[str], None]
 
@@ -38,14 +38,20 @@ _COUNTED = {
     "pull_s": "pdconn:pull_seconds_sum",
     "transfer_s": "vllm:nixl_xfer_time_seconds_sum",
 }
+_SERIES = (
+    ("full_bytes", "full attention, pulled", "#1f5fa8"),
+    ("window_bytes", "windows, pulled", "#56a3e8"),
+    ("saved_by_window_bytes", "not moved: outside every window", "#d9d9d9"),
+    ("saved_by_hits_bytes", "not moved: decode had it", "#efe3b0"),
+)
 
 
 @dataclass(frozen=True)
 class DemoPlan:
     """What to run.
 
-    ``vocab`` bounds the random token ids of prompts; ``layout`` is None for the
-    engine's own choice; ``args`` are further arguments of all three engines.
+    ``vocab`` is the bound of the prompts' random token ids, ``layout`` None for the engine's
+    own choice, ``args`` further arguments of all three engines.
     """
 
     model: str | Path
@@ -67,8 +73,8 @@ class DemoPlan:
 class DemoRow:
     """One prompt: what moved for it, how long it took, and whether the answer is right.
 
-    Bytes and descriptors are of the whole pull; ``handover_s`` runs from asking
-    decode to the first byte of its answer.  ``mismatch`` is None when all agrees.
+    Bytes and descriptors are of the whole pull; ``handover_s`` is from sending the request to
+    decode to the first byte of its answer; ``mismatch`` is None if the answers agree.
     """
 
     label: str
@@ -85,20 +91,20 @@ class DemoRow:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes pulled per second of transfer, in 10^9; 0 when nothing was."""
+        """GB pulled per second of transfer; 0 without a transfer."""
         moved = self.full_bytes + self.window_bytes
         return moved / self.transfer_s / 1e9 if self.transfer_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the throughput."""
+        """All fields, and the throughput."""
         return {**asdict(self), "gb_per_s": self.gb_per_s}
 
 
 def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
-    """Start everything, ask everything, stop everything.
+    """Start the engines and the proxy, send every prompt, stop them.
 
     Raises:
-        LabError: something could not be started, or died; nothing is left running.
+        LabError: a process could not be started, or died; nothing is left running.
     """
     check_dependencies()
     if plan.port is not None and not is_free(plan.port):
@@ -109,7 +115,7 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
     ):
         say(f"proxy ready at {url}")
         through, reference = Client(url), Client(alone.url)
-        say("warming up: the first request of an engine is its slowest")
+        say("warming up: an engine's first request is its slowest")
         for client in (through, reference):
             client.complete(make_prompts([70], seed=9, vocab=plan.vocab)[0], 2)
         rows = []
@@ -119,14 +125,16 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
             after = _counted(decode, url)
             expected = reference.stream(prompt, plan.max_tokens, top=5).answer
             mismatch = compare(expected, seen, plan.tolerance)
-            rows.append(_row(label, len(prompt), before, after, _said(mismatch)))
+            rows.append(
+                _row(label, len(prompt), before, after, None if mismatch is None else str(mismatch))
+            )
             say(f"{label}: {'agrees' if mismatch is None else mismatch}")
         say("stopping")
     return rows
 
 
 def check_dependencies() -> None:
-    """Say at once what is not installed, before minutes are spent.
+    """Check what is installed, before the engines take minutes to start.
 
     Raises:
         MissingDependency: naming the package.
@@ -146,10 +154,6 @@ def _prompts(plan: DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
     total = len(prompts) + 2
     yield f"prompt {total - 1} of {total}, asked before", seen
     yield f"prompt {total} of {total}, asked before and {len(more)} tokens more", seen + more
-
-
-def _said(mismatch: Mismatch | None) -> str | None:
-    return None if mismatch is None else str(mismatch)
 
 
 def _row(
@@ -188,11 +192,11 @@ def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
 
 @contextmanager
 def _engines(plan: DemoPlan, say: Say) -> Iterator[tuple[Engine, ...]]:
-    def progress(name: str, seconds: float, said: str) -> None:
+    def progress(name: str, seconds: float, line: str) -> None:
         if int(seconds) % 5 == 0:
-            say(f"{name} is starting, {seconds:.0f} s: {said[-100:].strip()}")
+            say(f"{name} is starting, {seconds:.0f} s: {line[-100:].strip()}")
 
-    say("starting three vLLM engines: prefill, decode, and one alone to compare with")
+    say("starting three vLLM engines: prefill, decode, and one alone for comparison")
     with running(demo_specs(plan), plan.directory, progress=progress) as engines:
         for engine in engines:
             say(f"{engine.spec.name} ready at {engine.url} after {engine.boot_s:.0f} s")
@@ -247,3 +251,40 @@ def _transfer(role: str, extra: Mapping[str, Any]) -> dict[str, Any]:
         "kv_role": role,
         "kv_connector_extra_config": dict(extra),
     }
+
+
+def draw(rows: Sequence[DemoRow], path: Path) -> None:
+    """Write a PNG: bytes that moved and did not, and times.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [f"{row.prompt_tokens}" for row in rows]
+    places = range(len(rows))
+    figure, (bytes_axes, time_axes) = plt.subplots(1, 2, figsize=(12, 4.5))
+    bottom = [0.0] * len(rows)
+    for name, label, colour in _SERIES:
+        heights = [getattr(row, name) / 1e6 for row in rows]
+        bytes_axes.bar(places, heights, bottom=bottom, label=label, color=colour)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    bytes_axes.set_ylabel("MB per request")
+    bytes_axes.set_title("KV of a prompt: what moved and what did not")
+    bytes_axes.legend(fontsize=8)
+    handover = [1e3 * row.handover_s for row in rows]
+    pull = [1e3 * row.pull_s for row in rows]
+    time_axes.bar(places, handover, color="#c8c8c8", label="handover: request to first byte")
+    time_axes.bar(places, pull, color="#1f5fa8", label="of it, the pull")
+    time_axes.set_ylabel("ms")
+    time_axes.set_title("Handover from prefill to decode")
+    time_axes.legend(fontsize=8)
+    for axes in (bytes_axes, time_axes):
+        axes.set_xticks(list(places), names, rotation=45)
+        axes.set_xlabel("prompt tokens (the last two were sent before)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,10 +1,10 @@
-"""Real vLLM engines on this machine: started together, watched, gone for certain.
+"""Real vLLM engines on this machine: start them together, watch them, stop them.
 
     with running([prefill, decode], Path(".work/run")) as (p, d):
         ...
 
-Starting is nearly all imports, a core's worth per process, so engines are
-started at once and waited for together; the first that dies ends them all.
+A start is mostly imports, which use one core per process, so all engines start at
+once.  If one dies while starting, all are stopped.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pdconn.lab.errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.lab.ports import is_free
 from pdconn.lab.process import Ended, Process
 from pdconn.lab.spec import EngineSpec
+from transport.closing import Closing
 
-#: Called about once a second for each engine that is starting: its name,
-#: seconds since its start, and what it last said.
 Progress = Callable[[str, float, str], None]
+"""Called for each engine that is starting: its name, seconds since its start, last log line."""
 
 START_TIMEOUT_S = 300.0
+PROGRESS_S = 1.0
 _POLL_S = 0.1
-_PROGRESS_S = 1.0
 
 
-def no_progress(_name: str, _seconds: float, _said: str) -> None:
-    """Shows nothing."""
+def no_progress(_name: str, _seconds: float, _line: str) -> None:
+    """Show nothing."""
 
 
-class Engine:
+class Engine(Closing):
     """One vLLM server in its own process group, from ``launch`` to ``stop``.
 
-    Its log is ``directory/NAME.log``, new for each launch.  ``cache`` is where vLLM keeps
-    what it finds out about a model, beside the log unless engines elsewhere share it.
+    Its log is ``directory/NAME.log``, new for each launch.  ``cache`` is
+    vLLM's cache folder, beside the log by default.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Where it serves, without a path."""
+        """Base URL, without a path."""
         return f"http://{self.spec.host}:{self.spec.port}"
 
     @property
@@ -70,10 +69,10 @@ class Engine:
         return self._running().pid
 
     def launch(self) -> None:
-        """Start it without waiting, or start it anew once it has ended.
+        """Start it, or start it again after it ended; do not wait.
 
         Raises:
-            PortInUse: before anything is started.
+            PortInUse: nothing is started.
         """
         here = not self.spec.within
         for port in (self.spec.port, self.spec.side_channel_port) if here else ():
@@ -109,7 +108,7 @@ class Engine:
             raise EngineDied(self.spec.name, ended.exit_code, self.log, process.tail())
 
     def pause(self) -> None:
-        """Freeze all of its processes: it neither serves nor takes processor time."""
+        """Freeze all its processes: it does not serve and uses no processor time."""
         self._running().pause()
 
     def resume(self) -> None:
@@ -117,19 +116,23 @@ class Engine:
         self._running().resume()
 
     def kill(self) -> Ended:
-        """End it without asking, as a crash does; ``launch`` starts it anew."""
+        """SIGKILL, as in a crash; ``launch`` starts it again."""
         return self._running().kill()
 
     def ask_to_stop(self) -> None:
-        """Begin to stop, without waiting."""
+        """Begin to stop; do not wait."""
         if self._process is not None:
             self._process.ask_to_end()
 
     def stop(self) -> Ended | None:
-        """Stop it and wait until every process of it is gone.  None if it never ran."""
+        """Stop it and wait until all its processes are gone.  None if it never ran."""
         return None if self._process is None else self._process.end()
 
-    def said(self) -> str:
+    def close(self) -> None:
+        """Stop it and wait; see ``stop``."""
+        self.stop()
+
+    def last_line(self) -> str:
         """The last line of its log."""
         return self._running().tail(1)
 
@@ -147,14 +150,6 @@ class Engine:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
 
 @contextmanager
 def running(
@@ -164,17 +159,21 @@ def running(
     cache: Path | None = None,
     timeout_s: float = START_TIMEOUT_S,
     progress: Progress = no_progress,
+    progress_s: float = PROGRESS_S,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Engine, ...]]:
-    """Start engines together, hand them over when all serve, stop them in the end.
+    """Start engines together, yield them when all serve, stop them at the end.
 
     Raises:
-        PortInUse, EngineDied, EngineStartTimeout: none of them is left running then.
+        PortInUse, EngineDied, EngineStartTimeout: all engines are stopped.
     """
     engines = tuple(Engine(spec, directory, cache=cache) for spec in specs)
     try:
         for engine in engines:
             engine.launch()
-        wait_ready(engines, timeout_s=timeout_s, progress=progress)
+        wait_ready(
+            engines, timeout_s=timeout_s, progress=progress, progress_s=progress_s, clock=clock
+        )
         yield engines
     finally:
         stop_all(engines)
@@ -185,35 +184,37 @@ def wait_ready(
     *,
     timeout_s: float = START_TIMEOUT_S,
     progress: Progress = no_progress,
+    progress_s: float = PROGRESS_S,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Wait until all serve.
+    """Wait until all serve; call ``progress`` every ``progress_s`` seconds.
 
     Raises:
         EngineDied: one of them ended.
         EngineStartTimeout: one of them takes longer than ``timeout_s``.
     """
-    began = shown = time.monotonic()
+    began = shown = clock()
     while waiting := [engine for engine in engines if not engine.is_ready()]:
-        now = time.monotonic()
+        now = clock()
         if now - began > timeout_s:
             late = waiting[0]
             raise EngineStartTimeout(late.spec.name, timeout_s, late.log, late._running().tail())
-        if now - shown > _PROGRESS_S:
+        if now - shown > progress_s:
             shown = now
             for engine in waiting:
-                progress(engine.spec.name, now - began, engine.said())
+                progress(engine.spec.name, now - began, engine.last_line())
         time.sleep(_POLL_S)
 
 
 def stop_all(engines: Sequence[Engine]) -> None:
-    """Stop engines at once, all of them even if one cannot be stopped cleanly."""
+    """Stop all engines at the same time, even if one of them fails to stop; then raise."""
     for engine in engines:
         engine.ask_to_stop()
     failures = []
     for engine in engines:
         try:
             engine.stop()
-        except Exception as error:  # noqa: BLE001 - raised below, after the others' turn
+        except Exception as error:  # noqa: BLE001 - raised below, once all are stopped
             failures.append(error)
     if failures:
         raise failures[0]

@@ -1,4 +1,4 @@
-"""What can go wrong in the lab, each with what its reader needs next."""
+"""What can go wrong when engines run on this machine; each message says what to do or read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 class LabError(Exception):
-    """Anything the lab reports about an experiment it could not run."""
+    """Base of every error of this package."""
 
 
 class MissingDependency(LabError):
-    """A package that engines need is not installed here."""
+    """A package that engines need is not installed."""
 
     def __init__(self, package: str) -> None:
         super().__init__(
@@ -22,7 +22,7 @@ class MissingDependency(LabError):
 
 
 class PortInUse(LabError):
-    """A port that an engine was told to serve on is taken."""
+    """The port of an engine or of the proxy is in use."""
 
     def __init__(self, name: str, host: str, port: int) -> None:
         super().__init__(f"{name}: port {port} on {host} is in use; choose another or free it")
@@ -30,7 +30,7 @@ class PortInUse(LabError):
 
 
 class EngineDied(LabError):
-    """An engine ended although nobody stopped it."""
+    """A process ended by itself."""
 
     def __init__(self, name: str, exit_code: int | None, log: Path, tail: str) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class EngineStartTimeout(LabError):
 
 
 class LeftBehind(LabError):
-    """Processes of an engine survived being killed: the operating system holds on to them."""
+    """Processes of an engine survived SIGKILL."""
 
     def __init__(self, name: str, processes: Sequence[str]) -> None:
         super().__init__(f"{name} left processes behind: {', '.join(processes)}")

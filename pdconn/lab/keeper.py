@@ -1,24 +1,22 @@
-"""Runs one command and sees to it that nothing of it is left: a script of its own.
+"""Runs one command and ends its whole process tree: a script of its own.
 
-    us ── a pipe, held open ──► keeper ──► command ──► its children ...
+    Process ── a pipe, held open ──► keeper ──► command ──► its children ...
 
-An engine is a tree of processes, and whoever starts it may be interrupted,
-killed or crash.  So the tree hangs below a keeper, in a session that no
-terminal signals, and the keeper ends it when
+An engine is a tree of processes, and the process that starts it may be interrupted,
+killed or crash.  So the tree is below a keeper, in a session that no terminal signals.
+The keeper ends the tree when
 
-* the pipe on its standard input closes: we asked for the end, or we are gone,
-  however that came about;
+* the pipe on its standard input closes: ``Process`` closed it, or its process is gone;
 * the command ends by itself: its children must not survive it;
-* somebody sends the keeper SIGTERM, SIGINT or SIGHUP.
+* the keeper gets SIGTERM, SIGINT or SIGHUP.
 
-The keeper is a *subreaper*: a process whose parent dies becomes the keeper's
-child, so all that the command ever started is found below it, also what left
-the process group.  Should the keeper itself be killed, the kernel sends the
-command SIGTERM.
+The keeper is a *subreaper*: a process whose parent dies becomes the keeper's child, so
+everything that the command ever started is found below it, also what left the process
+group.  If the keeper itself is killed, the kernel sends SIGTERM to the command.
 
-It speaks on its standard output, one JSON object a line: ``{"pid": …}`` once
-the command runs, ``{"exit_code": …, "killed": […], "left": […]}`` at the end.
-Started by path, so it imports nothing but the standard library.
+It writes one JSON object a line to its standard output: ``{"pid": …}`` once the command
+runs, ``{"exit_code": …, "killed": […], "left": […]}`` at the end.  It is started by path,
+so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_S = 0.02
-_GO_QUIETLY_S = 3.0  # what children get to end by themselves after the command did
-_UNLINK_S = 2.0  # and what the one that frees their shared memory gets after them
-_KILL_S = 10.0  # how long a killed process may take to disappear
+_GRACE_S = 3.0  # for children to end by themselves after the command ended
+_UNLINK_S = 2.0  # more, for the child that frees their shared memory
+_KILL_S = 10.0  # for a killed process to disappear
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,10 @@ class Swept:
 
 
 def main(arguments: list[str]) -> int:
-    """``keeper GRACE_S LOG COMMAND…``: returns 0 if nothing is left."""
+    """``keeper GRACE_S LOG COMMAND…``: returns 0 if no process is left."""
     grace_s, log, command = float(arguments[0]), arguments[1], arguments[2:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signals = _signals_as_a_socket()
+    signals = _signal_socket()
     with tempfile.TemporaryDirectory(prefix="pdconn-", ignore_cleanup_errors=True) as scratch:
         child = _start(command, log, scratch)
         _say({"pid": child.pid})
@@ -68,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(command: list[str], log: str, scratch: str) -> subprocess.Popen[bytes]:
-    """The command in a session of its own.  Its temporary files go when it does."""
+    """Start the command in a session of its own, with ``scratch`` for temporary files."""
     with open(log, "ab", buffering=0) as sink:
         return subprocess.Popen(
             command,
@@ -82,7 +80,7 @@ def _start(command: list[str], log: str, scratch: str) -> subprocess.Popen[bytes
 
 
 def _wait(child: subprocess.Popen[bytes], signals: socket.socket, grace_s: float) -> int:
-    """Until the command ends by itself or has to; returns its exit status."""
+    """Wait until the command ends or is told to; returns its exit status."""
     ended = os.pidfd_open(child.pid)
     try:
         readable, _, _ = select.select([ended, sys.stdin, signals], [], [])
@@ -94,24 +92,24 @@ def _wait(child: subprocess.Popen[bytes], signals: socket.socket, grace_s: float
 
 
 def _end(child: subprocess.Popen[bytes], ended: int, grace_s: float) -> None:
-    """Ask the command to end, wait, then insist.
+    """SIGTERM, wait, SIGKILL.
 
-    Only the command is asked, not its group: a server ends its own children in
-    order, and one that is signalled by both drops its work half way.
+    Only the command gets SIGTERM, not its group: a server ends its own children in
+    order, and children that are signalled too stop in the middle of it.
     """
     child.terminate()
     with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGCONT)  # a stopped process would never hear it
+        os.killpg(child.pid, signal.SIGCONT)  # a stopped process does not handle SIGTERM
     readable, _, _ = select.select([ended], [], [], grace_s)
     if not readable:
         child.kill()
 
 
-def sweep(quiet_s: float = _GO_QUIETLY_S) -> Swept:
-    """Ask all descendants of this process to end, and kill those left after ``quiet_s``."""
-    quiet_until = time.monotonic() + quiet_s
-    no_mercy = quiet_until + _UNLINK_S
-    give_up = no_mercy + _KILL_S
+def sweep(grace_s: float = _GRACE_S) -> Swept:
+    """Send SIGTERM to all descendants of this process, and SIGKILL after ``grace_s``."""
+    kill_at = time.monotonic() + grace_s
+    kill_all_at = kill_at + _UNLINK_S
+    give_up = kill_all_at + _KILL_S
     killed: dict[int, str] = {}
     for pid in descendants(os.getpid()):
         _signal(pid, signal.SIGTERM)
@@ -122,14 +120,14 @@ def sweep(quiet_s: float = _GO_QUIETLY_S) -> Swept:
         if not alive or now > give_up:
             return Swept(list(killed.values()), list(alive.values()))
         for pid, name in alive.items():
-            if now > no_mercy or (now > quiet_until and not _unlinks_shared_memory(pid)):
+            if now > kill_all_at or (now > kill_at and not _unlinks_shared_memory(pid)):
                 killed[pid] = name
                 _signal(pid, signal.SIGKILL)
         time.sleep(_TICK_S)
 
 
 def _unlinks_shared_memory(pid: int) -> bool:
-    """Whether this is Python's helper that frees what killed processes left in memory.
+    """Whether this is Python's resource tracker, which frees shared memory of killed processes.
 
     It ends by itself once they are gone.
     """
@@ -148,7 +146,7 @@ def descendants(root: int) -> dict[int, str]:
         try:
             stat = (entry / "stat").read_text(errors="replace")
         except OSError:
-            continue  # gone since we listed it
+            continue  # ended since the listing
         head, _, tail = stat.rpartition(")")  # a name may hold spaces and brackets
         state, parent = tail.split()[:2]
         pid = int(entry.name)
@@ -163,7 +161,7 @@ def _is_below(pid: int, root: int, parents: dict[int, int]) -> bool:
     while (pid := parents.get(pid, 0)) and pid not in seen:
         if pid == root:
             return True
-        seen.add(pid)  # pids reused while we read could close a circle
+        seen.add(pid)  # a pid that is reused during the scan could make a cycle
     return False
 
 
@@ -178,8 +176,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _signals_as_a_socket() -> socket.socket:
-    """A socket that becomes readable when we are signalled, for ``select``."""
+def _signal_socket() -> socket.socket:
+    """A socket that becomes readable when a signal arrives, for ``select``."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.detach())
@@ -199,7 +197,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _say(message: dict[str, object]) -> None:
-    with suppress(BrokenPipeError):  # whoever asked is gone; the work still has to be done
+    with suppress(BrokenPipeError):  # the reader is gone; the tree still has to be ended
         print(json.dumps(message), flush=True)
 
 

@@ -1,15 +1,14 @@
-"""Small hybrid models, written on the spot, whose answers are worth comparing.
+"""Small hybrid models, generated here, whose answers depend on the whole KV cache.
 
-A correctness check against such a model is only as good as the model is
-sensitive.  Weights drawn the usual way make one that repeats a single token
-whatever it was asked: its attention is nearly uniform, so each position sees
-the same average, and a corrupted block would go unseen.  Here the scales are
-chosen so that
+A correctness check is only as good as its model is sensitive.  A model with weights drawn
+the usual way repeats a single token for every prompt: its attention is nearly uniform, so
+each position sees the same average, and a corrupted block changes nothing.  Here the
+scales are chosen so that
 
 * attention is broad but not uniform (``_ATTENTION_SPREAD``): scores differ by
   about that many nats, so far tokens weigh little each and yet measurably;
-* what attention gathers is as loud in the residual stream as the current
-  token's embedding, and full-attention layers speak louder than window ones;
+* the output of attention is as large in the residual stream as the current token's
+  embedding, and larger in full-attention layers than in window layers;
 * logits spread over several nats, so that greedy answers vary from token to
   token and top candidates are seldom tied.
 
@@ -17,8 +16,8 @@ Changing the first of 3000 prompt tokens moves log-probabilities by more than
 0.1; rounding noise stays below 1e-4.
 
 The architecture is Gemma 3's text model: vLLM splits its layers into KV cache
-groups of full attention and of sliding windows.  Everything follows from the
-``ModelSpec``, so two machines write the same bytes.
+groups of full attention and of sliding windows.  The files depend on the ``ModelSpec``
+only, so two machines write the same bytes.
 """
 
 from __future__ import annotations
@@ -39,12 +38,14 @@ if TYPE_CHECKING:
 
     Weight = NDArray[np.float32]
 
-#: Tokens that only the tokenizer and the chat template use.  Their rows of the
-#: unembedding are zero, so no greedy answer ever holds one or ends early.
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Tokens of the tokenizer and the chat template only.
+
+Their rows of the unembedding are zero, so no greedy answer has one or ends early.
+"""
 FIRST_WORD = len(SPECIAL_TOKENS)
 
-_FORMAT = 1  # raise when other code shall give other files
+_FORMAT = 1  # increase when a change of this code changes the files
 _ATTENTION_SPREAD = 1.5  # standard deviation of attention scores, in nats
 _EMBEDDING = 2.0  # RMS of a token's embedding in the residual stream
 _WINDOW_ATTENTION = 1.0  # RMS that a window layer's attention adds to it
@@ -60,7 +61,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a small hybrid model is made of.  Sizes are in elements, windows in tokens."""
+    """Shape of a small hybrid model.  Sizes are in elements, windows in tokens."""
 
     name: str
     hidden: int
@@ -83,7 +84,7 @@ class ModelSpec:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Attention kind of each layer, in the model library's words."""
+        """Attention kind of each layer, as ``transformers`` names it."""
         return tuple(
             "full_attention" if (layer + 1) % self.full_every == 0 else "sliding_attention"
             for layer in range(self.layers)
@@ -91,25 +92,25 @@ class ModelSpec:
 
     @property
     def digest(self) -> str:
-        """Names the content: equal digests mean equal files."""
+        """Digest of the content: equal digests mean equal files."""
         scales = (_ATTENTION_SPREAD, _EMBEDDING, _WINDOW_ATTENTION, _FULL_ATTENTION)
         rest = (_FORMAT, *scales, _FEED_FORWARD, _LOGITS, SPECIAL_TOKENS, _CHAT_TEMPLATE)
         text = json.dumps([asdict(self), rest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-#: For correctness: the smallest that has every kind of group.
 TINY = ModelSpec("tiny", hidden=128, intermediate=256, heads=4, kv_heads=2)
-#: For timing: heavy enough that prefill takes much longer than one decode step.
+"""For correctness: the smallest model with every kind of group."""
 HANDOVER = ModelSpec("handover", hidden=256, intermediate=512, heads=8, kv_heads=4)
+"""For timing: prefill takes much longer than one decode step."""
 SPECS = {spec.name: spec for spec in (TINY, HANDOVER)}
 
 
 def write_model(cache: Path, spec: ModelSpec = TINY) -> Path:
-    """Write ``spec`` under ``cache`` unless it is there, and return its directory.
+    """Write ``spec`` under ``cache`` unless it exists, and return its directory.
 
-    Takes about a second.  The directory appears whole or not at all, so several
-    processes may call this at once.
+    Takes about a second.  The directory is renamed into place, so several processes may
+    call this at once.
     """
     directory = cache / f"{spec.name}-{spec.digest}"
     if directory.is_dir():
@@ -139,7 +140,7 @@ def _write_files(directory: Path, spec: ModelSpec) -> None:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    """The model library's own view of ``spec``, so that its key names are today's."""
+    """The config that the installed ``transformers`` makes of ``spec``."""
     from transformers import Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -201,7 +202,7 @@ def weights(spec: ModelSpec) -> Iterator[tuple[str, Weight]]:
 
 
 def _write_tokenizer(directory: Path, spec: ModelSpec) -> None:
-    """A word per token, ``w4`` to ``w2047``, so that texts and ids read alike."""
+    """A word per token, ``w4`` to ``w2047``, so that the id of a word is readable."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,8 +1,7 @@
-"""Free ports, and whether one is.
+"""Free ports for servers on this machine.
 
-Servers of an experiment get ports that the kernel hands to nobody: it takes the
-local ends of outgoing connections from a range of its own, and a port from that
-range can be gone again before a slow server comes to listen on it.
+They lie below the kernel's ephemeral range: the local end of an outgoing connection takes
+a port from that range at any time, also one that a slow server is about to listen on.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FALLBACK = 32_768
 _TRIES_PER_PORT = 1000
 
-#: Ports given out by this process, so that no two of its servers get the same one.
 _given: set[int] = set()
+"""Ports given out by this process: no port is given out twice."""
 
 
 def free_ports(
@@ -29,11 +28,11 @@ def free_ports(
     *,
     in_a_row: bool = False,
 ) -> list[int]:
-    """``count`` ports that nobody listens on now and that were not given out before.
+    """``count`` ports that are free now and were not given out before.
 
-    ``in_a_row``: each the next of the one before, as the ranks of one engine take
-    them. A server that listens on every address wants ``host`` "0.0.0.0". Another
-    program may still come to listen on one; ``is_free`` tells.
+    ``in_a_row``: consecutive ports, as the ranks of one engine use them.  For a server that
+    listens on every address, ``host`` is "0.0.0.0".  Another program may still take a
+    port before its server starts; ``is_free`` checks.
     """
     source = source or random.SystemRandom()
     length = count if in_a_row else 1
@@ -53,7 +52,7 @@ def free_ports(
 def is_free(port: int, host: str = LOCALHOST) -> bool:
     """Whether a server could listen on ``port`` now."""
     with socket.socket() as probe:
-        # As servers do: a connection that lingers after its server is no obstacle.
+        # As servers do: a connection in TIME_WAIT does not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -67,5 +66,5 @@ def _lowest_ephemeral() -> int:
         lowest = int(_EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError):
         return _FALLBACK
-    # Where the kernel takes nearly everything, there is nothing to stay clear of.
+    # Where the ephemeral range is nearly everything, it cannot be avoided.
     return lowest if lowest > _LOWEST + 1000 else _FALLBACK

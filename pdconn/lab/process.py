@@ -1,6 +1,6 @@
-"""Our side of a kept process: start it, watch it, freeze it, end it.
+"""A process with all its children: start it, watch it, freeze it, end it.
 
-The keeping itself is done by ``keeper``, which see.
+``keeper.py``, a script between this process and the command, ends the whole tree.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pdconn.lab.errors import EngineDied, LeftBehind
+from transport.closing import Closing
 
 _KEEPER = Path(__file__).with_name("keeper.py")
-_MARGIN_S = 30.0  # what the keeper may need beyond the grace that we gave
+_MARGIN_S = 30.0
+"""What the keeper may need beyond the grace period of its command."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a kept process ended.
+    """How a process ended.
 
     Attributes:
         exit_code: the command's, negative for a signal; None if the keeper was killed.
         killed: processes of its tree that outlived it and had to be killed.
-        seconds: from asking until everything was gone.
+        seconds: from the request to end until everything was gone.
     """
 
     exit_code: int | None
@@ -39,11 +40,10 @@ class Ended:
     seconds: float
 
 
-class Process:
-    """A command and all that it starts, gone for certain when this closes.
+class Process(Closing):
+    """A command and all that it starts; nothing of it is left after ``close``.
 
-    Output goes to ``log``, appended.  ``grace_s`` is what the command gets
-    between SIGTERM and SIGKILL.
+    Output is appended to ``log``.  ``grace_s`` is the time between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Process:
                 env=None if env is None else dict(env),
                 start_new_session=True,
             )
-        self.pid = self._first_word()
+        self.pid = self._read_pid()
 
-    def _first_word(self) -> int:
+    def _read_pid(self) -> int:
         """The command's pid; raises if it could not be started at all."""
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
@@ -82,11 +82,11 @@ class Process:
     def ended(self) -> Ended | None:
         """How it ended, or None while it runs."""
         if self._ended is None and self._keeper.poll() is not None:
-            self._ended = self._last_word(time.monotonic())
+            self._ended = self._read_end(time.monotonic())
         return self._ended
 
     def pause(self) -> None:
-        """Freeze every process of the command's group, so that it takes no processor time."""
+        """Freeze every process of the command's group: it uses no processor time."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -94,30 +94,30 @@ class Process:
         os.killpg(self.pid, signal.SIGCONT)
 
     def kill(self) -> Ended:
-        """End everything without asking, as the kernel does; returns once it is gone."""
+        """Send SIGKILL to the command; returns once everything is gone."""
         if self.ended() is None:
-            with suppress(ProcessLookupError):  # it may end just now
+            with suppress(ProcessLookupError):  # it may have ended meanwhile
                 os.killpg(self.pid, signal.SIGKILL)
         return self.end()
 
     def ask_to_end(self) -> None:
-        """Have the keeper end everything, without waiting for it."""
+        """Tell the keeper to end everything; do not wait."""
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
 
     def end(self) -> Ended:
-        """End everything and wait until it is gone.  Harmless when it has ended.
+        """End everything and wait until it is gone.  A second call returns the same.
 
         Raises:
-            LeftBehind: something cannot even be killed.
+            LeftBehind: a process survived SIGKILL.
         """
         if self._ended is None:
             asked = time.monotonic()
             self.ask_to_end()
-            self._ended = self._last_word(asked)
+            self._ended = self._read_end(asked)
         return self._ended
 
-    def _last_word(self, asked: float) -> Ended:
+    def _read_end(self, asked: float) -> Ended:
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
         try:
@@ -128,29 +128,22 @@ class Process:
             raise LeftBehind(self.name, [f"keeper ({self._keeper.pid})"]) from None
         finally:
             self._keeper.stdout.close()
-        said: dict[str, Any] = json.loads(last)
-        if said.get("left"):
-            raise LeftBehind(self.name, said["left"])
+        report: dict[str, Any] = json.loads(last)
+        if report.get("left"):
+            raise LeftBehind(self.name, report["left"])
         return Ended(
-            exit_code=said.get("exit_code"),
-            killed=tuple(said.get("killed", ())),
+            exit_code=report.get("exit_code"),
+            killed=tuple(report.get("killed", ())),
             seconds=time.monotonic() - asked,
         )
+
+    def close(self) -> None:
+        """End everything and wait; see ``end``."""
+        self.end()
 
     def tail(self, lines: int = 40) -> str:
         """The end of its log."""
         return tail(self.log, lines)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end()
 
 
 def tail(log: Path, lines: int = 40) -> str:

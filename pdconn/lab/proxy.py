@@ -1,4 +1,4 @@
-"""The proxy as its users start it: a process of its own, gone for certain at the end."""
+"""``pdconn proxy`` as a process of its own, ended with the block that started it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def running_proxy(
     host: str = LOCALHOST,
     within: Sequence[str] = (),
 ) -> Iterator[str]:
-    """``pdconn proxy`` over these URLs; hands over its own.  Its log is ``proxy.log``.
+    """Run ``pdconn proxy`` over these URLs and yield its own URL.  Its log is ``proxy.log``.
 
-    ``args`` are further words of its command line, ``within`` words in front of it that
-    run it elsewhere on this machine, where ``host`` is an address.
+    ``args`` are further arguments.  ``within`` is put in front of the command line, such as
+    ``ip netns exec NAME``; ``host`` is then an address there.
 
     Raises:
-        PortInUse, EngineDied, EngineStartTimeout: it is not left running then.
+        PortInUse, EngineDied, EngineStartTimeout: the process is not left running.
     """
     port = port or free_ports(1)[0]
     if not within and not is_free(port, host):
@@ -41,12 +41,9 @@ def running_proxy(
     command += ["--prefill", *prefill, "--decode", *decode, *args]
     log = directory / "proxy.log"
     log.write_bytes(b"")
-    process = Process("proxy", command, log.resolve())
-    try:
+    with Process("proxy", command, log.resolve()) as process:
         _await_port(process, host, port)
         yield f"http://{host}:{port}"
-    finally:
-        process.end()
 
 
 def _await_port(process: Process, host: str, port: int, timeout_s: float = 30.0) -> None:

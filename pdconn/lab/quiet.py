@@ -1,9 +1,8 @@
-"""How much of the machine went to others while we measured.
+"""How much of the machine other processes used during a measurement.
 
-A benchmark on a shared machine measures its neighbours too.  The kernel counts
-what every core did; what our own processes did not do, somebody else did, and a
-turn with too much of it is taken again.  The rule looks at the clock of the
-processor, never at the result.
+On a shared machine other processes distort a benchmark.  ``/proc/stat`` counts the work of
+every core; work that is not of our own processes is of others, and a round with too much
+of it is repeated.  The rule looks at processor time only, never at the result.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from pathlib import Path
 from pdconn.lab.keeper import descendants
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-#: user, nice, system, irq, softirq and steal: the columns of ``/proc/stat`` that are work.
 _WORK = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq and steal: the columns of ``/proc/stat`` that are work."""
 
 
 class Neighbours:
-    """Watches the machine from its creation on.
+    """Processor time of other processes since this object was made.
 
-    ``ours`` are processes that belong to the measurement, with all below them.
+    ``ours`` are processes of the measurement; their descendants count as ours too.
     """
 
     def __init__(self, ours: Iterable[int]) -> None:
@@ -33,7 +32,7 @@ class Neighbours:
         self._own = self._own_s()
 
     def share(self) -> float:
-        """Part of all cores that others used since the beginning, 0 to 1."""
+        """Part of all cores that other processes used, 0 to 1."""
         cores = os.cpu_count() or 1
         available = (time.monotonic() - self._began) * cores
         others = _machine_s() - self._machine - (self._own_s() - self._own)
@@ -47,7 +46,7 @@ class Neighbours:
 
 
 def wait_for_quiet(most: float, timeout_s: float, ours: Iterable[int] = ()) -> bool:
-    """Wait until others use at most ``most`` of the machine.  False if they never do."""
+    """Wait until other processes use at most ``most`` of the machine; False after the time-out."""
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up:
         neighbours = Neighbours(ours)

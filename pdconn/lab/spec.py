@@ -1,13 +1,12 @@
-"""What an engine is to be, and the command line and environment that make it so.
+"""The settings of an engine, and its command line and environment.
 
 Pure: nothing is started or looked up here.
 
-Cores.  On a CPU vLLM binds a worker's OpenMP threads to the cores it is given
-and leaves its other processes free.  Left to itself it gives an engine with a
-connector *all* cores of a small machine, so two engines would compute on top of
-each other.  ``cpus=(0,)`` for prefill and ``cpus=(1,)`` for decode gives each
-one core to compute on; with ``cpus=None`` threads float, one per rank, which is
-what several ranks on few cores want.
+Cores.  On a CPU vLLM binds a worker's OpenMP threads to the cores it is given; its other
+processes are not bound.  By default it gives an engine with a connector *all* cores of a
+small machine, so two engines would compute on the same cores.  ``cpus=(0,)`` for prefill
+and ``cpus=(1,)`` for decode gives each one core; with ``cpus=None`` threads are not
+bound, one per rank, which suits several ranks on few cores.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from pdconn.lab.ports import LOCALHOST
 
 SERVED_NAME = "lab"
 
-#: Variables of the shell that would change what an engine is.  What a spec does
-#: not say, an engine does not get.
 _NOT_INHERITED = ("VLLM_", "PDCONN_", "OMP_", "GOMP_", "KMP_")
+"""Prefixes of environment variables that an engine gets from its spec only."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +39,20 @@ class EngineSpec:
         layout: KV memory order, e.g. ``BHLNC``; None for vLLM's own choice.
         prefix_caching: whether to reuse KV of earlier requests.
         tensor_parallel: number of ranks.
-        cpus: one core for each rank's model threads; None lets them float.
+        cpus: one core for each rank's model threads; None does not bind them.
         one_process: run the worker inside the engine core's process, as vLLM does
             for one GPU.  On a CPU it starts in two thirds of the time.  For one rank.
         kv_cache_mib: memory for KV, in MiB.
-        num_blocks: overrides how many blocks that memory is said to hold.
-        block_tokens: tokens per block; the CPU's kernels want multiples of 32.
+        num_blocks: overrides the number of blocks.
+        block_tokens: tokens per block; the CPU's kernels need multiples of 32.
         max_model_len: longest prompt and answer together, in tokens.
-        drain_s: what vLLM gives running requests and its own processes to end; they
-            take about three seconds.
-        device: ``gpu`` leaves memory, cores and number format to vLLM.
-        env: further environment variables; they win over all others.
+        drain_s: vLLM's shutdown time-out for running requests and its own processes;
+            they take about three seconds.
+        device: with ``gpu`` vLLM chooses memory, cores and dtype.
+        env: further environment variables; they override all others.
         args: further command line arguments.
-        within: words in front of the command line that run it elsewhere on this machine,
-            such as ``ip netns exec NAME``; whether its ports are free there is not looked at.
+        within: put in front of the command line, such as ``ip netns exec NAME``; its ports
+            are then not checked.
     """
 
     name: str
@@ -109,7 +107,7 @@ class EngineSpec:
             "shutdown-timeout": self.drain_s,
         }
         if self.device == "cpu":
-            # Given the size, vLLM need not run the model to find it out.
+            # With the size given, vLLM does not run the model to find it.
             options["kv-cache-memory-bytes"] = self.kv_cache_mib << 20
             options["dtype"] = "float32"
         if self.num_blocks is not None:
@@ -124,19 +122,19 @@ class EngineSpec:
             "enable-log-requests": False,
         }
         if self.device == "cpu":
-            switches["enforce-eager"] = True  # compiling takes minutes and gains nothing here
+            switches["enforce-eager"] = True  # compiling takes minutes and is not faster here
         return switches
 
     def environment(self, inherited: Mapping[str, str], cache: Path) -> dict[str, str]:
-        """All environment variables, from ours.
+        """All environment variables; ``inherited`` are those of this process.
 
-        ``cache`` keeps what vLLM finds out about a model's class, which takes it
-        ten seconds the first time.
+        ``cache`` is vLLM's cache folder; without what it keeps about a model's class, a start
+        takes ten seconds more.
         """
         env = {
             name: value for name, value in inherited.items() if not name.startswith(_NOT_INHERITED)
         }
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # importing vLLM anew takes minutes
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # importing vLLM without bytecode takes minutes
         env |= {
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(cache),
@@ -150,7 +148,7 @@ class EngineSpec:
         if self.layout is not None:
             env |= {"VLLM_KV_CACHE_LAYOUT": self.layout, "PDCONN_CPU_LAYOUTS": "1"}
         if self.device == "cpu":
-            # vLLM's samplers are compiled at the first request otherwise, for half a minute.
+            # Otherwise vLLM compiles its samplers at the first request, for half a minute.
             env |= {"TORCHDYNAMO_DISABLE": "1"} | self._cores()
         if self.device == "cpu" and self.tensor_parallel > 1:
             env["PDCONN_PATIENT_READERS"] = "1"  # more processes than a small machine has cores
@@ -158,7 +156,7 @@ class EngineSpec:
 
     def _cores(self) -> dict[str, str]:
         if self.one_process:
-            # Only a worker process of its own has its threads bound by vLLM.
+            # vLLM binds the threads of separate worker processes only.
             return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
         if self.cpus is None:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

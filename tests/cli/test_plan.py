@@ -104,7 +104,7 @@ def test_warnings_are_no_failure(capsys):
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        (["--model", "gema-3-27b"], "a config.json or a name like gemma-3-27b"),
+        (["--model", "gema-3-27b"], "; did you mean 'gemma-3-27b'?"),
         (["--model", "qwen3-8b", "--prefill", "tp=3"], "--prefill tp: expected a divisor"),
         (["--model", "qwen3-8b", "--decode", "lay=BHLNC"], "--decode key: expected"),
         (["--model", "qwen3-8b", "--decode", "layout=X"], "--decode layout: expected"),

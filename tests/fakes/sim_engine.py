@@ -13,7 +13,7 @@ that say so, their numbers and replay, the page of metrics, what ``usage`` repor
 What it cannot see is made up: a prompt takes as long as it has uncached tokens, one prompt
 at a time, every answer one token per step, and tokens are numbers that follow from the prompt.
 
-``SimCache`` has no socket and no clock; ``tests/throughput/test_sim_engine.py`` asks it what it
+``SimCache`` has no socket and no clock; ``tests/fakes/test_sim_engine.py`` asks it what it
 would serve and compares that with what the router believes.  Importing this module imports
 vLLM (7 s).
 """

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from pdconn.forecast import forecast as module
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.forecast import Forecast, forecast
@@ -147,7 +146,7 @@ def test_hits_are_not_pulled():
 
 
 def test_hits_before_a_window_save_nothing_more():
-    """Windows of 128 on a prompt of 1000: tokens before 872 are read by nobody."""
+    """Windows of 128 on a prompt of 1000: tokens before 872 are never read."""
     model = ModelShape("windows", sorts_of([WINDOW] * 2, 128, 2, 8))
     cold, hit_500, hit_928 = (pull(model, {}, {}, 1000, hit).total for hit in (0, 496, 928))
     assert cold.saved_by_window == 864 * 2 * 2 * 8
@@ -182,12 +181,11 @@ def test_pipeline_stages_share_the_bytes():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gemma-3-27b", "qwen3-30b-a3b"])
-def test_counting_runs_is_laying_them_out(monkeypatch, layout, name):
-    """But for neighbours that happen to join, and never in bytes."""
+def test_counting_runs_is_laying_them_out(layout, name):
+    """Except for neighbours that happen to join, and never in bytes."""
     sides = {"tp": 2, "layout": layout}, {"tp": 4, "layout": "BLHNC"}
     laid_out = pull(built_in(name), *sides, 700, 96)
-    monkeypatch.setattr(module, "_LAID_OUT_RUNS", 0)
-    counted = pull(built_in(name), *sides, 700, 96)
+    counted = pull(built_in(name), *sides, 700, 96, max_laid_out_runs=0)
     assert counted.sent == laid_out.sent
     assert replace(counted.total, runs=0) == replace(laid_out.total, runs=0)
     assert laid_out.total.runs <= counted.total.runs <= 1.02 * laid_out.total.runs

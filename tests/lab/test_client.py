@@ -147,5 +147,5 @@ def test_free_blocks_leave_out_the_null_block() -> None:
 
 
 def test_a_server_that_does_not_count_blocks_is_told_apart() -> None:
-    with _serving("up 1\n") as server, pytest.raises(ValueError, match="how many blocks"):
+    with _serving("up 1\n") as server, pytest.raises(ValueError, match="no label num_gpu_blocks"):
         Client(server.url).free_blocks()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from pdconn.cli.demo import render
+from pdconn.cli.demo import _draw, render
 from pdconn.cli.main import main
-from pdconn.lab import demo
-from pdconn.lab.demo import DemoPlan, DemoRow, demo_specs
-from pdconn.lab.picture import draw
+from pdconn.lab.demo import DemoPlan, DemoRow, demo_specs, draw
 from pdconn.lab.table import table
 
 
@@ -38,6 +37,17 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_there_is_a_table_and_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _draw([row()], tmp_path / "demo.png")
+    assert "picture: " in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    _draw([row()], tmp_path / "other.png")
+    assert capsys.readouterr().err.startswith("no picture: ")
+    assert not (tmp_path / "other.png").exists()
+
+
 def test_three_engines_two_of_them_with_the_connector() -> None:
     specs = demo_specs(DemoPlan("m", Path("d"), 100, decode_extra_config={"huge_pages": False}))
     roles = [(spec.kv_transfer_config or {}).get("kv_role") for spec in specs]
@@ -58,6 +68,6 @@ def test_a_taken_port_is_named_before_anything_starts(
 def test_a_missing_dependency_is_named_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "nixl" else object())
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as if it were not installed
     assert main(["demo", "--model", "m", "--directory", str(tmp_path)]) == 1
     assert "nixl is not installed; 'make venv' installs" in capsys.readouterr().err

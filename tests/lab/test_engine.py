@@ -39,17 +39,14 @@ class Enough(Exception):
 
 
 class LeapingClock:
-    """In place of ``time``: an hour passes once the log has a line, or 30 s are over."""
+    """A clock: an hour passes once the log has a line, or 30 s are over."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._began = log, time.monotonic()
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         said = self._log.exists() and self._log.read_text().endswith("\n")
         return 3600.0 if said or time.monotonic() - self._began > 30.0 else 0.0
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 class FakeSpec(EngineSpec):
@@ -67,7 +64,7 @@ def test_an_engine_serves_inside_the_block_and_only_there(tmp_path: Path) -> Non
     with Engine(_spec(_HEALTHY), tmp_path) as engine:
         assert engine.boot_s is not None
         assert not is_free(engine.spec.port)
-        assert engine.said() == "loading"
+        assert engine.last_line() == "loading"
     assert is_free(engine.spec.port)
 
 
@@ -90,19 +87,16 @@ def test_one_that_dies_at_start_ends_all_and_shows_its_log(tmp_path: Path) -> No
     assert is_free(specs[0].port)
 
 
-def test_one_that_never_serves_is_given_up_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdconn.lab.engine.time", LeapingClock(tmp_path / "fake.log"))
+def test_one_that_never_serves_is_given_up_on(tmp_path: Path) -> None:
+    clock = LeapingClock(tmp_path / "fake.log")
     with (
         pytest.raises(EngineStartTimeout, match=r"not healthy within 7 s.*\n.*thinking"),
-        running([_spec(_HANGING)], tmp_path, timeout_s=7.0),
+        running([_spec(_HANGING)], tmp_path, timeout_s=7.0, clock=clock),
     ):
         pytest.fail("it must not be handed over")
 
 
-def test_progress_is_told_while_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdconn.lab.engine._PROGRESS_S", 0.1)
+def test_progress_is_reported_while_waiting(tmp_path: Path) -> None:
     told: list[tuple[str, float, str]] = []
 
     def progress(*what: Any) -> None:
@@ -113,7 +107,7 @@ def test_progress_is_told_while_waiting(tmp_path: Path, monkeypatch: pytest.Monk
     began = time.monotonic()
     with (
         pytest.raises(Enough),
-        running([_spec(_HANGING)], tmp_path, timeout_s=60.0, progress=progress),
+        running([_spec(_HANGING)], tmp_path, timeout_s=60.0, progress=progress, progress_s=0.1),
     ):
         pytest.fail("it must not be handed over")
     name, seconds, said = told[-1]

@@ -13,8 +13,8 @@ from pdconn.lab.client import Timed
 from pdconn.lab.compare import Answer
 from pdconn.lab.engine import Engine
 from pdconn.lab.quiet import Neighbours, wait_for_quiet
-from tests.throughput.contestants import ALONE, Taken, contestants
-from tests.throughput.results import Results, verdicts
+from tests.throughput.engines.contestants import ALONE, Taken, contestants
+from tests.throughput.engines.results import Results, verdicts
 
 
 def _results(ours_s: float, theirs_s: float, alone_s: float) -> Results:

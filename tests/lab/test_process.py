@@ -148,7 +148,7 @@ time.sleep(60)
 
 def test_a_killed_keeper_takes_its_command_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    env = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to tidy up
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # nothing is left to tidy up
     with Process("server", _python(_SAY_AND_SLEEP), log, env=env) as process:
         _said(log)
         process._keeper.kill()

@@ -1,10 +1,10 @@
-"""What checksums cost: gathering and hashing KV in host memory, by layout and block size.
+"""How fast KV in host memory is gathered and hashed, by layout and block size.
 
     python -m tests.throughput.checksums --json checksums.json
 
 The shape is one KV cache group of a model with 8 KV heads of 128 numbers of bfloat16, K
-and V fused.  Block ids are random.  All of it runs on one thread, and its CPU time is
-taken, so that what else runs on the machine disturbs less.
+and V fused.  Block ids are random.  All work is on one thread, and its CPU time is measured,
+so that other processes disturb less.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def cache(layout: str, block_tokens: int, memory: NDArray[np.uint8]) -> KVCacheR
 
 
 def timed(work: Callable[[], object], times: int) -> float:
-    """Median CPU seconds of this thread over ``times`` runs, after one that does not count."""
+    """Median CPU seconds of this thread over ``times`` runs, after a warm-up."""
     work()
     taken = []
     for _ in range(times):

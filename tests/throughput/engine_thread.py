@@ -1,27 +1,26 @@
-"""What pdconn does on the engine's own thread: every hook of every step, of real vLLM.
+"""Time of the connector on the engine's own thread: every hook of every step, real vLLM.
 
     python -m tests.throughput.engine_thread --json engine_thread.json
 
 One real engine at a time, its worker inside the engine core's process so that both halves
 of the connector run on one thread, and a stopwatch around each hook that vLLM calls
-(``tests.throughput.timed``).  A request without a ticket streams all along, so that steps
-compute something.  Beside it, from a process without a model (``tests.throughput.partner``),
-over real sockets and real NIXL:
+(``engines.timed``).  A request without a ticket streams all along, so that steps compute
+something.  Beside it, from a process without a model (``engines.partner``), over real sockets
+and real NIXL:
 
 decode
-    32 clients ask again and again, each time with a ticket for a new prompt.  Their reads
-    begin ``--hold`` seconds late, so that nearly all of the 32 are waiting or being read in
-    every step, while some arrive and some end.
+    32 clients send requests in a loop, each with a ticket for a new prompt.  Reads begin
+    ``--hold`` seconds late, so that nearly all of the 32 requests wait or are read in every
+    step, while some arrive and some end.
 prefill
-    32 clients have a new prompt computed and lent, wait as long, and have it pulled and so
-    freed.
+    32 clients have a new prompt computed and lent, wait ``--hold`` seconds, and pull it,
+    which frees it.
 
 Only steps that compute are counted, with at least 90 % of the requests in flight: a step
 that computes nothing waits for a pull on purpose.  A step's work is the sum of its hooks,
-once on the wall (which includes waiting for Python's lock while our threads hold it), once
-as processor time.  *Quiet* steps are those in which no request came, got blocks or ended:
-what the connector costs however often.  The rest is told per request, for each hook that
-is called for a request or does more when there is news of one.
+as wall time (with waits for the GIL while threads of pdconn hold it) and as processor time.
+In a *quiet* step no request arrives, gets blocks or ends: the cost of every step.  The rest
+is counted per request.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from pdconn.lab.table import table
-from tests.throughput.partner import LendingPartner, PullingPartner, described
-from tests.throughput.pinned import pin
+from tests.throughput.engines.partner import LendingPartner, PullingPartner, described
+from tests.throughput.engines.pinned import pin
 
 _WALL, _CPU = 1, 2
 ROOT = Path(__file__).parents[2]
@@ -87,7 +86,7 @@ class Times:
 
 
 def engine_spec(name: str, role: str, options: argparse.Namespace, **extra: Any) -> EngineSpec:
-    """A real engine whose connector is watched: ``connector`` says by which class."""
+    """A real engine with a timed connector; ``connector`` is its class."""
     port, side = free_ports(2)
     model = write_model(options.directory / "models", SPECS[options.model])
     timed = options.directory / "run" / f"{name}.steps.json"
@@ -99,7 +98,7 @@ def engine_spec(name: str, role: str, options: argparse.Namespace, **extra: Any)
         side_channel_port=side,
         kv_transfer_config={
             "kv_connector": extra.pop("connector", "TimedConnector"),
-            "kv_connector_module_path": "tests.throughput.timed",
+            "kv_connector_module_path": "tests.throughput.engines.timed",
             "kv_role": role,
             "kv_connector_extra_config": extra,
         },
@@ -112,14 +111,14 @@ def engine_spec(name: str, role: str, options: argparse.Namespace, **extra: Any)
 
 
 def steps_of(engine: Engine) -> list[dict[str, Any]]:
-    """What its connector noted, once it has stopped."""
+    """The steps that its connector recorded, after the engine stopped."""
     path = Path(engine.spec.env["PDCONN_TIMED_FILE"])
     steps: list[dict[str, Any]] = json.loads(path.read_text())
     return steps
 
 
 def description_of(engine: Engine) -> Path:
-    """Where it wrote what its KV looks like."""
+    """Its description file."""
     assert engine.spec.kv_transfer_config is not None
     return Path(engine.spec.kv_transfer_config["kv_connector_extra_config"]["description_file"])
 
@@ -129,7 +128,7 @@ def description_of(engine: Engine) -> Path:
 
 @contextmanager
 def streaming(engine: Engine) -> Iterator[None]:
-    """A request without a ticket generates all along."""
+    """Requests without a ticket, one after the other, for the whole block."""
     over = threading.Event()
 
     def stream() -> None:
@@ -151,9 +150,9 @@ def streaming(engine: Engine) -> Iterator[None]:
 def crowd(
     clients: int, seconds: float, ask: Callable[[int], None], first: int = 0
 ) -> tuple[float, float]:
-    """Let ``clients`` threads ask again and again; when that began and ended.
+    """Call ``ask`` in a loop on ``clients`` threads; returns begin and end.
 
-    ``ask`` gets a number from ``first`` on that is new each time.
+    ``ask`` gets consecutive numbers from ``first`` on.
     """
     numbers, over, failures = itertools.count(first), threading.Event(), []
 
@@ -161,7 +160,7 @@ def crowd(
         try:
             while not over.is_set():
                 ask(next(numbers))
-        except Exception as error:  # noqa: BLE001 - raised below, by who waits for us
+        except Exception as error:  # noqa: BLE001 - raised below, by the main thread
             failures.append(error)
             over.set()
 
@@ -216,7 +215,7 @@ def prefill_side(options: argparse.Namespace) -> tuple[Engine, float, float]:
     return engine, began, ended
 
 
-# What came of it
+# Results
 
 
 @dataclass(frozen=True)
@@ -238,19 +237,19 @@ class Side:
 
 
 def summed(step: dict[str, Any], column: int, hooks: Callable[[str], bool]) -> float:
-    """Of the hooks of a step that are meant."""
+    """Sum over the selected hooks of a step."""
     return sum(float(seen[column]) for hook, seen in step["hooks"].items() if hooks(hook))
 
 
 def is_quiet(step: dict[str, Any]) -> bool:
-    """Whether no request came, got blocks or ended in it."""
+    """Whether no request arrived, got blocks or ended in it."""
     return not any(hook in step["hooks"] for hook in PER_REQUEST)
 
 
 def times_of(
     steps: Sequence[dict[str, Any]], column: int, hooks: Callable[[str], bool] = lambda _: True
 ) -> Times:
-    """Of what the hooks that are meant took in each step."""
+    """Times of the selected hooks in each step."""
     return Times.of([summed(step, column, hooks) for step in steps])
 
 

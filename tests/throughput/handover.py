@@ -1,18 +1,16 @@
-"""How long until decode speaks: from its request to its first token.
+"""Time from a request to decode until its first token.
 
     python -m tests.throughput.handover --json handover.json
 
 A prompt is first computed by the prefill engine; then the clock starts, the
 decode engine gets the request with what prefill returned, and the clock stops
-at the first streamed token.  Beside it, the same prompts on an engine alone:
-the time that the handover saves, and, for a one-token prompt, the least that
-any first token takes.
+at the first streamed token.  The same prompts also go to an engine alone: the time that
+the handover saves, and, with a one-token prompt, the floor of any first token.
 
-Everything is measured in one run, on one machine, in rounds: each round takes
-every contestant through every length once, so a machine that drifts drifts for
-all.  The engines of those whose turn it is not are frozen, and a turn in which
-other programs took much of the machine is taken again.  Ratios travel to other
-machines, milliseconds do not.
+Everything is measured in one run, on one machine, in rounds.  A round measures every
+contestant with every length once, so drift of the machine affects all of them.  Engines
+that are not measured are frozen, and a measurement during which other programs used much
+of the machine is repeated.  Ratios apply to other machines, milliseconds do not.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from pdconn.lab.engine import running
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.quiet import Neighbours, wait_for_quiet
-from tests.throughput.contestants import ALONE, Contestant, Taken, contestants
-from tests.throughput.results import BASELINE, Results, verdicts
+from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants
+from tests.throughput.engines.results import BASELINE, Results, verdicts
 
 _LENGTHS = (200, 1000, 3000)
 
@@ -89,7 +87,7 @@ def _turn(
     options: argparse.Namespace,
     results: Results,
 ) -> list[Taken | None]:
-    """All prompts through one contestant; again if others took much of the machine."""
+    """All prompts through one contestant; repeated if other processes used much of the machine."""
     pids = [engine.pid for engine in one.engines]
     for _ in range(options.tries):
         wait_for_quiet(options.others, timeout_s=60.0, ours=pids)

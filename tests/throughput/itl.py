@@ -1,35 +1,34 @@
-"""What running requests notice of pulls: the time from one of their tokens to the next.
+"""Effect of pulls on running requests: the time from one of their tokens to the next.
 
     python -m tests.throughput.itl --json itl.json
 
 One real decode engine, its loop alone on core 0, its other threads (the puller and the
-reader among them) on core 1, and behind them in turn the API server, a lender without a
-model that has memory of the engine's very geometry, and the clients.  A few requests
-stream, and beside them others come at a steady rate, each for one token, in phases that
-take turns in one run:
+reader among them) on core 1, and at lower priority there the API server, a lender without a
+model with memory of the same geometry as the engine, and the clients.  A few requests stream,
+and others, each for one token, arrive at a steady rate, in alternating phases of one run:
 
 quiet
     none.
 cached
     their prompts are in decode's own cache but for the last token, as after a pull.
 instant
-    they get blocks and wait as for a pull, which is over at once without a byte: all that
-    vLLM does for a request with external KV, and nothing that pdconn does.
+    they get blocks and wait as for a pull, which ends at once without a byte: all that vLLM
+    does for a request with external KV, and nothing of pdconn.
 pulled
-    each pulls a prompt that nobody has seen.
+    each pulls a new prompt.
 
 Every one of them computes exactly one token, over a context of one length, so that the
-model's work is the same in the last three kinds of phase; the streams begin anew in each
-phase and are of one length, so that their contexts are, too.  ``pulled / instant`` is
-what pdconn does to the streams, ``pulled / cached`` what pulling does, vLLM's part of it
-included, and ``cached / quiet`` what serving one more token does.
+model's work is the same in the last three kinds of phase.  The streams start again in each
+phase with one length, so that their contexts are equal.  ``pulled / instant`` is the effect
+of pdconn on the streams, ``pulled / cached`` that of pulling with vLLM's part of it, and
+``cached / quiet`` that of serving one more token.
 
-An interval is taken where the engine's core is done with a step, which is the time that
-vLLM puts on a token.  What the kernel says that the loop waited for core 0 is taken off:
-nothing of the engine runs there but the loop, so that is other programs' doing, and no
-wait for Python's lock or for another thread is counted in it.  Intervals with it, and what
-clients see, are told beside.  A phase in which the loop waited for its core for more than
-``--others`` of the time is taken again, ``--tries`` times in all.
+An interval ends when the engine's core is done with a step, which is vLLM's timestamp of a
+token.  The kernel's account of the loop's wait for core 0 is subtracted: only the loop runs
+there, so other programs cause that wait, and no wait for the GIL or for another thread is
+counted in it.  Intervals with it, and those that clients see, are reported too.  A phase in
+which the loop waited for its core for more than ``--others`` of the time is repeated, up to
+``--tries`` times in all.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ from pdconn.lab.model import SPECS
 from pdconn.lab.spec import SERVED_NAME
 from pdconn.lab.table import table
 from tests.throughput.engine_thread import description_of, engine_spec, steps_of
-from tests.throughput.partner import LendingPartner, described
-from tests.throughput.pinned import engine_core, pin, threads_of
+from tests.throughput.engines.partner import LendingPartner, described
+from tests.throughput.engines.pinned import engine_core, pin, threads_of
 
 Prompt = tuple[int, ...]
 Asking = Callable[[], Mapping[str, Any] | None]
@@ -66,7 +65,7 @@ Asking = Callable[[], Mapping[str, Any] | None]
 KINDS = ("quiet", "cached", "instant", "pulled")
 PAIRS = (("pulled", "instant"), ("pulled", "cached"), ("pulled", "quiet"), ("cached", "quiet"))
 INSTANT = "instant"
-"""As ``tests.throughput.timed`` reads it; that imports vLLM."""
+"""As ``tests.throughput.engines.timed`` reads it; that imports vLLM."""
 
 _CACHED = 8
 _LEAD = 8
@@ -99,7 +98,7 @@ class Phase:
 
 
 def stream(engine: Engine, prompt: Prompt, tokens: int) -> list[float]:
-    """When each token came."""
+    """Arrival time of each token."""
     parts = urlsplit(engine.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
     body = {
@@ -141,7 +140,7 @@ class Used:
 
 
 class Bench:
-    """One engine, its partner and what to ask of them."""
+    """One engine, its partner and their requests."""
 
     def __init__(
         self, engine: Engine, partner: LendingPartner, options: argparse.Namespace
@@ -176,7 +175,7 @@ class Bench:
         )  # fmt: skip
 
     def _prepare(self, kind: str) -> Iterator[Callable[[], Any]]:
-        """Requests, as fast to send as can be."""
+        """Requests, encoded before they are sent."""
         if kind == "cached":
             for prompt in self._cached:  # pulls since may have pushed them out
                 self._client.complete(prompt, 1)
@@ -197,7 +196,7 @@ class Bench:
         return lambda: self._client.complete(prompt, 1, kv_transfer_params=params())
 
     def _pace(self, asking: Iterator[Callable[[], Any]], over: threading.Event) -> int:
-        """Ask at a steady rate until ``over``; how many were answered."""
+        """Send requests at a steady rate until ``over``; returns the number of answers."""
         futures: list[Future[Any]] = []
         with ThreadPoolExecutor(16) as pool:
             due = time.monotonic()
@@ -249,7 +248,7 @@ def _undisturbed(bench: Bench, kind: str, options: argparse.Namespace) -> Phase:
     return phase
 
 
-# What came of it
+# Results
 
 
 @dataclass(frozen=True)

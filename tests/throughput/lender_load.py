@@ -1,12 +1,12 @@
-"""What serving 64 readers costs a prefill engine: the lender's thread, and its scheduler.
+"""Cost of 64 readers for a prefill engine: the lender's thread, and the scheduler's steps.
 
     python -m tests.throughput.lender_load --json lender.json
 
 A real lender lends to 64 simulated readers, each on a connection of its own from another
 process.  A thousand times a second a request is lent, claimed, renewed and done, each
 message in a frame of its own.  Beside it a *scheduler* takes steps: half a millisecond of
-plain Python, the most sensitive thing to a thread that holds the interpreter's lock, then
-a rest.  Phases with and without readers take turns.
+plain Python, which is most sensitive to a thread that holds the GIL, then a rest.  Phases
+with and without readers alternate.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Phase:
 
 
 def digest(number: int) -> bytes:
-    """What stands for the ticket of request ``number``."""
+    """A stand-in for the ticket digest of request ``number``."""
     return number.to_bytes(16, "big")
 
 
@@ -78,7 +78,7 @@ def digest(number: int) -> bytes:
 
 
 class Crowd:
-    """Simulated readers on one thread: each says what is due, and hears every answer."""
+    """Simulated readers on one thread: each sends what is due, and reads every answer."""
 
     def __init__(self, port: int, readers: int) -> None:
         self._selector = selectors.DefaultSelector()
@@ -98,7 +98,7 @@ class Crowd:
         return sock
 
     def run(self, first: int, rate: float, seconds: float) -> int:
-        """Claim, renew and end requests from ``first`` on; how many there were."""
+        """Claim, renew and end requests from ``first`` on; returns their number."""
         count = int(rate * seconds)
         began = time.monotonic() + LEAD_S
         due = [(began + n / rate, n, "claim") for n in range(count)]
@@ -139,7 +139,7 @@ class Crowd:
 
 
 def crowd(port: int) -> None:
-    """Do what is asked on standard input, line by line."""
+    """Run the commands on standard input, one a line."""
     readers = Crowd(port, READERS)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -194,7 +194,7 @@ class Scheduler:
             self.freed += 1
 
     def drain(self) -> None:
-        """Wait until nothing is lent any more."""
+        """Wait until nothing is lent."""
         give_up = time.monotonic() + 10
         while self.freed < self.lent:
             if time.monotonic() > give_up:

@@ -1,11 +1,11 @@
-"""What planning costs: a long prompt, a big peer, and the memory of a plan.
+"""Cost of planning: a long prompt, a large peer, and the memory of a plan.
 
     python -m tests.throughput.planning --json planning.json
     python -m tests.throughput.planning --check
 
 The shape is Gemma 3 27B's: 62 layers, every sixth with full attention and the others
 with windows of 1024 tokens, 16 KV heads of 128 numbers for K and V, in the groups and
-row widths that vLLM gives it.  Block ids are random, so nothing merges by luck.
+row widths that vLLM gives it.  Block ids are random, so runs rarely merge.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""What the router costs a request: tokens per second, the first token, and how stale it is.
+"""Cost of the router for a request: tokens per second, the first token; and age of its events.
 
     python -m tests.throughput.proxy_cost --json proxy_cost.json
     python -m tests.throughput.proxy_cost --check
 
-32 streams of 50 tokens per second are asked of an engine directly and through routers, in turn.
+32 streams of 50 tokens per second are requested from an engine directly and through routers, in
+turn.
 Engines (``fake_stream``), routers (``pdconn proxy``) and clients are processes of their own.
 Streams begin spread over two seconds, so that the first token is measured under load and not in
-a queue of 32.  Engines answer at once, so a first token's time is the cost of asking.
+a queue of 32.  Engines answer at once, so a first token's time is the cost of the request.
 
-    one hop      a body that prefill cannot serve (``echo``) against the same body asked of decode
-    two hops     prefill, then decode, against a client that asks both itself, one after the other
+    one hop      a body that prefill cannot serve (``echo``), beside the same body sent to decode
+    two hops     prefill, then decode, beside a client that sends both requests itself
 
 ``look-up`` means that prefill publishes events, so each prompt of 1000 tokens is hashed and
-scored; half of it is cached.  Lag is from the stamp that an engine's batch gets as it is sent to
-the moment when ``PrefixCaches.apply`` has returned in the router: from then on it counts in scores.
-It is taken by a probe in the router's own process, a router started like the others but for it,
-with nothing else to do and with the same 32 streams.
+scored; half of it is cached.  Lag is the time from the timestamp of an engine's batch until
+``PrefixCaches.apply`` has returned in the router, when the batch counts in scores.  A probe in the
+router's own process measures it, in an idle router and with the same 32 streams.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SPREAD_S = 2.0
 RATIO, ADDED_MS, LAG_MS = 0.95, 3.0, 5.0
 EVENTS_PER_S = 50.0
 QUIET, TRIES = 0.25, 2
-"""Share of the machine that others may take of a run; how often it is tried for less."""
+"""Largest share of the machine for other processes in a run; most runs to get below it."""
 
 
 @dataclass(frozen=True)

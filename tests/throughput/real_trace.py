@@ -2,13 +2,13 @@
 
     python -m tests.throughput.real_trace --json real_trace.json
 
-Real vLLM on this machine, real NIXL, the router as its users start it.  Every conversation
-begins with a system prompt that others share and grows turn by turn; each policy gets the
-same trace with other tokens, so that none finds what another has left.  Cached tokens are
-what the engines' own counters say.  Every answer is compared with that of one engine alone.
+Real vLLM on this machine, real NIXL, and ``pdconn proxy``.  Every conversation begins with
+a shared system prompt and grows turn by turn; each policy gets the same trace with other
+tokens, so that no policy finds the cache of another.  Cached tokens are those of the
+engines' own counters.  Every answer is compared with that of one engine alone.
 
-With one engine a role there is nothing to choose but whether to hand over at all, and that
-is what is measured: a turn whose prefix decode holds already needs no prefill.
+With one engine per role the only choice is whether to hand over: a turn whose prefix decode
+has cached needs no prefill.
 """
 
 from __future__ import annotations

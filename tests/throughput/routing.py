@@ -1,11 +1,11 @@
-"""What routing costs: scoring a prompt over a fleet, and applying events.
+"""Cost of routing: scoring a prompt over a fleet, and applying events.
 
     python -m tests.throughput.routing --json routing.json
     python -m tests.throughput.routing --check
 
-Scores are timed with the index look-ups, side by side with a plain list scan (per block the
-list of who holds it, as published routers keep it) that is given its look-ups for nothing.
-Events are timed from the index on, and from the bytes of a message on.
+Scores are timed with their index look-ups, beside a plain list scan (for each block the list
+of its holders, as in published routers) without the cost of its look-ups.  Events are timed
+from the index on, and from the bytes of a message on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdconn.router.prefix.score import Prompt, Scorer
 
 WINDOW = 1024
 NOISE = 200_000
-"""Other hashes in the index, so that it is no toy."""
+"""Other hashes in the index, for a realistic size."""
 
 
 @dataclass(frozen=True)

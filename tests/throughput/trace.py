@@ -5,10 +5,10 @@
 
 Every conversation begins with one of a few system prompts and grows turn by turn.  Each policy
 gets the same trace and new engines.  The engines are those of ``sim_engine``: caches, evictions
-and events are vLLM's own, only computing is a sleep.  The router is ``pdconn proxy`` in a process
-of its own; engines and clients share this one.  Cached tokens are what engines report; what the
-router had predicted is what its ``/debug/route`` says.  Times depend on the machine and on the
-speed that the engines were given, and say nothing of real ones.
+and events are vLLM's own; computing is a sleep.  The router is ``pdconn proxy`` in a process
+of its own; engines and clients share this one.  Cached tokens are those that engines report,
+predictions those of the router's ``/debug/route``.  Times depend on the machine and on the speed
+of the fake engines; they are not those of real engines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VOCABULARY = 50_000
 
 @dataclass(frozen=True)
 class Turn:
-    """What a user says after a pause, and how long the answer is."""
+    """A user's pause and tokens, and the length of the answer."""
 
     pause_s: float
     tokens: list[int]
@@ -60,7 +60,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: what the client saw, and what the router says of it."""
+    """One request: what the client saw, and the router's record of it."""
 
     ttft_s: float
     num_tokens: int
@@ -115,7 +115,7 @@ def draw(conversations: int, turns: int, seed: int, per_s: float) -> list[Conver
 
 
 class Client:
-    """Asks the router, and keeps account."""
+    """Sends requests to the router, and records them."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = url, session
@@ -159,7 +159,7 @@ class Client:
         alone = bool(course["alone"])
         side = "decode" if alone else "prefill"
         reported = cached if alone else course["cached_tokens"]
-        predicted = course[f"{side}_hit_tokens"] or 0  # null: nobody has told how it hashes
+        predicted = course[f"{side}_hit_tokens"] or 0  # null: the hash scheme is not known yet
         self.asked.append(Asked(ttft_s, num_tokens, alone, predicted, reported))
 
 

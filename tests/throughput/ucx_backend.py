@@ -43,7 +43,7 @@ def opened(backend: str, name: str, tls: str) -> Transport:
 
 
 def content() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What the lender holds."""
+    """The lender's memory."""
     return np.random.default_rng(1).integers(0, 255, TOTAL, dtype=np.uint8)
 
 

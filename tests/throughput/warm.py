@@ -1,15 +1,15 @@
-"""What the first pull from a lender costs beyond the next one, cold and warmed.
+"""Time of the first pull from a lender beyond that of the next one, cold and warmed.
 
-Every turn boots a lender and a puller anew (``pdconn.runtime``: sockets, threads, NIXL),
-pulls one request and then the same again.  The first of a cold puller pays for the
-greeting, for connecting NIXL and for the endpoint that UCX sets up with the first read::
+Every turn starts a new lender and a new puller (sockets, threads, NIXL), pulls one request
+and then the same again.  The first pull of a cold puller includes the greeting, connecting
+NIXL and the endpoint that UCX sets up with the first read::
 
-    cold        nobody was told of the lender
+    cold        without warm_peers
     connected   warm_peers without a page to read into: greeted and connected
     warmed      warm_peers: a page was read, too
-    elsewhere   warm_peers names a place where nobody is: as good as cold
+    elsewhere   warm_peers names a port without a lender: as cold
 
-The kinds take turns by rounds, so that they meet the same machine.
+The kinds alternate in rounds, so that drift of the machine affects all of them.
 """
 
 from __future__ import annotations

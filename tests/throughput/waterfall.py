@@ -3,13 +3,13 @@
     python -m tests.throughput.waterfall --json waterfall.json
 
 A lender in one process lends the blocks of a long prompt of a hybrid model, a puller in
-another claims and reads them.  The stages, from the engine's first word of a request to
-its last::
+another claims and reads them.  The stages, from the engine's first call for a request to its
+last::
 
-    claim     first word -> lease granted       (the peer was greeted before)
+    claim     first call -> lease granted       (the peer was greeted before)
     plan      runs known, as far as it took longer than the claim
     read      the backend's own account of moving the bytes
-    rest      handing over between threads, preparing the read, noticing its end
+    rest      hand-over between threads, preparing the read, noticing its end
     report    received -> the engine has collected it
     free      -> the lender's engine has its blocks back
 

@@ -1,4 +1,4 @@
-"""One core for the thread that runs the engine's loop, the other for all else."""
+"""One core for the thread of the engine's loop, the other for everything else."""
 
 from __future__ import annotations
 

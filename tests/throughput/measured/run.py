@@ -1,4 +1,4 @@
-"""Runs a benchmark's commands, one after the other, and makes the record of it."""
+"""Runs a benchmark's commands, one after the other, and makes the record of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pdconn.bench.manifest import machine
 from pdconn.bench.manifest import versions as manifest_versions
 from pdconn.lab.errors import LabError
 from pdconn.lab.process import Process
-from tests.throughput.tables.benchmark import Benchmark, Command
-from tests.throughput.tables.errors import BenchmarkFailed, NotHere
-from tests.throughput.tables.record import Record, Run, without
+from tests.throughput.measured.catalog import Benchmark, Command
+from tests.throughput.measured.record import BenchmarkFailed, NotHere, Record, Run, without
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -30,8 +29,8 @@ LEAST_S, TIMES = 600.0, 5.0
 def measured(benchmark: Benchmark, logs: Path, say: Say, clock: Clock = time.monotonic) -> Record:
     """Run all commands of ``benchmark``; what they print goes to ``logs``.
 
-    ``say`` hears the last line that was printed, again and again.  A command that takes far
-    longer than it should, by ``clock``, is ended, with all that it started.
+    ``say`` gets the last line that was printed, again and again.  A command that takes far
+    longer than ``benchmark.minutes``, by ``clock``, is ended with all that it started.
 
     Raises:
         NotHere: the machine lacks what the benchmark needs.
@@ -49,7 +48,7 @@ def measured(benchmark: Benchmark, logs: Path, say: Say, clock: Clock = time.mon
 
 
 def machine_in_words() -> dict[str, str]:
-    """The machine as a table's line names it."""
+    """The machine as the page names it."""
     seen = machine()
     cores, gib = int(seen["cores"]), int(seen["memory_bytes"]) / (1 << 30)
     release = re.search(r"\d+\.\d+", seen["system"])

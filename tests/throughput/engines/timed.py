@@ -1,12 +1,12 @@
-"""``PdConnector`` with a stopwatch: what vLLM's own thread spends in each of its hooks.
+"""A timed ``PdConnector``: time of vLLM's own thread in each of its hooks.
 
 Named by an engine's ``kv_connector_module_path``.  ``TimedConnector`` times every public
-method that vLLM calls, inherited ones and those that do nothing too, by the clock on the
-wall and by the thread's own; of a hook that calls another only the outer counts.
-``SteppedConnector`` only notes when steps end, which takes a few microseconds.  A *step* ends
-with ``take_events``, the scheduler's last question in it.  With the worker inside the
-engine core's process, both halves note into one list, written at the process's end to
-the file that ``PDCONN_TIMED_FILE`` names.
+method that vLLM calls, inherited and empty ones too, as wall time and as the thread's
+processor time; of a hook that calls another only the outer one counts.
+``SteppedConnector`` only records when steps end, which takes a few microseconds.  A *step* ends
+with ``take_events``, the scheduler's last call in it.  With the worker inside the engine
+core's process, both halves record into one list, written at the process's end to the file
+that ``PDCONN_TIMED_FILE`` names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The other side of one real engine: memory of its very geometry, over sockets and NIXL.
+"""The other side of one real engine: memory of the same geometry, over sockets and NIXL.
 
-An engine writes what its KV looks like to a file (``description_file``).  From that a
-process without a model makes memory of the same shape, and then lends it, so that a decode
-engine pulls as from a prefill engine that has computed already, or pulls into it, so that a
-prefill engine is read and freed as by a decode engine.  Nothing here takes a core from the
-engine but what moving the bytes takes.
+An engine writes a description of its KV to a file (``description_file``).  From that a
+process without a model makes memory of the same shape.  It lends that memory, so that a decode
+engine pulls as from a prefill engine, or pulls into it, so that a prefill engine is read and
+freed as by a decode engine.  It uses processor time for moving bytes only.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ class Memory:
         return tuple(lists)
 
     def close(self) -> None:
-        """Free the memory, once nobody reads it."""
+        """Free the memory, after the last read."""
         self._open.close()
 
 
 class LendingPartner:
-    """Lends random blocks for prompts that nobody computed."""
+    """Lends random blocks for prompts that were never computed."""
 
     def __init__(self, like: Described) -> None:
         self._memory = Memory(like, "partner")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.throughput.contestants import ALONE, ANSWER_TOKENS, Taken
+from tests.throughput.engines.contestants import ALONE, ANSWER_TOKENS, Taken
 
 BASELINE = "in-tree"
 

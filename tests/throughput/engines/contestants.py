@@ -1,4 +1,4 @@
-"""Who is measured, asked without a router: ticket in hand, from prefill to decode."""
+"""The contestants of a measurement; their requests go to prefill and decode without a router."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ class Contestant:
     def awake(self) -> Iterator[None]:
         """Let its engines run, and freeze them afterwards.
 
-        Frozen, they take nothing from whoever is measured next, whatever their
-        threads do when idle.
+        Frozen engines use no processor time while another contestant is measured.
         """
         for engine in self.engines:
             engine.resume()
         try:
             for engine in self.engines:
-                for _ in range(_WAKING):  # what froze has lost its caches
+                for _ in range(_WAKING):  # a frozen process has lost its processor caches
                     Client(engine.url).complete([4, 5, 6], 2)
             yield
         finally:

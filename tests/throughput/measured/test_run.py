@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.throughput.readme import main
-from tests.throughput.tables.benchmark import Benchmark, Command
-from tests.throughput.tables.book import Book
-from tests.throughput.tables.errors import BenchmarkFailed, NotHere
-from tests.throughput.tables.markdown import made_by
-from tests.throughput.tables.needs import Need, library, package
-from tests.throughput.tables.record import Record
-from tests.throughput.tables.runner import machine_in_words, measured
+from tests.throughput.measured.__main__ import main
+from tests.throughput.measured.book import Book
+from tests.throughput.measured.catalog import (
+    Benchmark,
+    Command,
+    Need,
+    Table,
+    library,
+    package,
+)
+from tests.throughput.measured.record import BenchmarkFailed, NotHere, Record
+from tests.throughput.measured.run import machine_in_words, measured
+from tests.throughput.render import markdown
 
+MS = Table(("all",), "", {"took": "{ms} ms"})
 WRITE = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({}))"
 
 
@@ -25,17 +31,13 @@ def told(document: str) -> str:
     return "python -c " + shlex.quote(WRITE.format(document))
 
 
-def ms(record: Record) -> str:
-    return f"| {record.result('all')['ms'].whole} ms |"
-
-
 def benchmark(name: str, *lines: str, **settings: object) -> Benchmark:
     commands = [Command("all" if at == 0 else str(at), line) for at, line in enumerate(lines)]
-    return Benchmark(name, tuple(commands), 0.1, ms, **settings)  # type: ignore[arg-type]
+    return Benchmark(name, "?", ".", tuple(commands), 0.1, (MS,), **settings)  # type: ignore[arg-type]
 
 
 def said(words: str) -> None:
-    """Nobody listens."""
+    """Do nothing with what a benchmark prints."""
 
 
 def test_a_record_holds_every_command_and_its_result_less_the_samples(tmp_path: Path) -> None:
@@ -48,13 +50,15 @@ def test_a_record_holds_every_command_and_its_result_less_the_samples(tmp_path: 
     assert {"python", "numpy"} <= record.versions.keys()
 
 
-def test_the_line_under_a_table_names_commands_date_machine_and_versions(tmp_path: Path) -> None:
+def test_above_a_table_stand_commands_date_machine_and_versions(tmp_path: Path) -> None:
     line = told('{"ms": 3}')
-    record = measured(benchmark("one", line, packages=("numpy",)), tmp_path, said)
-    under = made_by(record, ("numpy",))
-    assert under.startswith(f"`{line}`; {record.measured_at[:10]}, ")
+    one = benchmark("one", line, packages=("numpy",))
+    record = measured(one, tmp_path, said)
+    above = markdown(one, record)
+    assert f"- **Command**: `{line}`\n" in above
+    assert f"results/one.json`, {record.measured_at[:10]}, " in above
     for words in (*machine_in_words().values(), f"numpy {record.versions['numpy']}."):
-        assert words in under
+        assert words in above
 
 
 def test_what_it_prints_is_heard_while_it_runs(tmp_path: Path) -> None:
@@ -126,8 +130,8 @@ def book(tmp_path: Path) -> Book:
     """Three benchmarks; the second fails.  All have been measured before."""
     lines = {"one": told('{"ms": 1}'), "two": "python -c 1/0", "three": told('{"ms": 3}')}
     benchmarks = {name: benchmark(name, line) for name, line in lines.items()}
-    made = Book(tmp_path / "README.md", tmp_path / "results", benchmarks)
-    made.readme.write_text("top\n" + "".join(place(name, "old\n") for name in lines))
+    made = Book(tmp_path / "benchmarks.md", tmp_path / "results", benchmarks)
+    made.page.write_text("top\n" + "".join(place(name, "old\n") for name in lines))
     run = measured(benchmark("any", told('{"ms": 9}')), tmp_path, said)
     for name in lines:
         made.keep(Record(name, run.measured_at, run.machine, run.versions, run.runs))
@@ -136,7 +140,7 @@ def book(tmp_path: Path) -> Book:
 
 
 def cells(book: Book) -> list[str]:
-    return [line for line in book.readme.read_text().splitlines() if line.startswith("| ")]
+    return [line for line in book.page.read_text().splitlines() if line.endswith(" ms |")]
 
 
 def test_one_that_fails_leaves_its_table_and_result_and_the_others_go_on(
@@ -163,10 +167,10 @@ def test_only_what_is_named_runs(book: Book, tmp_path: Path) -> None:
 def test_a_wrong_name_is_said_before_anything_runs(
     book: Book, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = book.readme.read_bytes()
+    before = book.page.read_bytes()
     assert main(["--run", "one", "tree"], book, tmp_path) == 1
-    assert "one of one, two, three, seen tree; did you mean three?" in capsys.readouterr().err
-    assert book.readme.read_bytes() == before
+    assert "one of one, two, three, got tree; did you mean 'three'?" in capsys.readouterr().err
+    assert book.page.read_bytes() == before
 
 
 def test_a_list_names_all_and_what_they_run(book: Book, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
-"""The README's measured tables: measure, write them, or check that they are what was measured.
+"""The measured tables of ``docs/benchmarks.md``: measure, write them, or check them.
 
-    python -m tests.throughput.readme --list
-    python -m tests.throughput.readme --run waterfall planning
-    python -m tests.throughput.readme --check
+    python -m tests.throughput.measured --list
+    python -m tests.throughput.measured --run waterfall planning
+    python -m tests.throughput.measured --check
 
 A benchmark that cannot run here, or fails, leaves its result and its table as they were.  Exit
 status: 0, or 1 if a benchmark failed or a table is not what its result says.
@@ -17,19 +17,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.throughput.tables.benchmark import Benchmark
-from tests.throughput.tables.book import Book
-from tests.throughput.tables.errors import TablesError, UnknownBenchmark
-from tests.throughput.tables.registry import BENCHMARKS
-from tests.throughput.tables.runner import measured
+from tests.throughput.measured.book import Book
+from tests.throughput.measured.catalog import BENCHMARKS, Benchmark
+from tests.throughput.measured.record import TablesError, UnknownBenchmark
+from tests.throughput.measured.run import measured
 
-ROOT = Path(__file__).parents[2]
-BOOK = Book(ROOT / "README.md", ROOT / "tests/throughput/results", BENCHMARKS)
+ROOT = Path(__file__).parents[3]
+BOOK = Book(ROOT / "docs/benchmarks.md", ROOT / "tests/throughput/results", BENCHMARKS)
 LOGS = ROOT / ".work/bench"
 
 
 def main(arguments: Sequence[str] | None = None, book: Book = BOOK, logs: Path = LOGS) -> int:
-    """Do what was asked for."""
+    """Run the command line."""
     options = _options(arguments)
     try:
         if options.list:
@@ -46,10 +45,10 @@ def main(arguments: Sequence[str] | None = None, book: Book = BOOK, logs: Path =
 
 
 def run(book: Book, names: Sequence[str], logs: Path) -> list[str]:
-    """Measure ``names``, or all, and keep the results; what failed, in words.
+    """Measure ``names``, or all, and keep the results; return what failed, in words.
 
     Raises:
-        UnknownBenchmark: there is none of that name; nothing was run.
+        UnknownBenchmark: no benchmark has that name; nothing was run.
     """
     for name in names:
         if name not in book.benchmarks:
@@ -57,7 +56,9 @@ def run(book: Book, names: Sequence[str], logs: Path) -> list[str]:
     wanted = [book.benchmarks[name] for name in dict.fromkeys(names or book.benchmarks)]
     failed = []
     for number, benchmark in enumerate(wanted, 1):
-        progress = _Progress(f"{number} of {len(wanted)}: {benchmark.name}", benchmark.minutes)
+        progress = _BenchmarkProgress(
+            f"{number} of {len(wanted)}: {benchmark.name}", benchmark.minutes
+        )
         try:
             book.keep(measured(benchmark, logs, progress.say))
             how = "measured"
@@ -93,8 +94,8 @@ def _complain(words: Sequence[str]) -> int:
     return 1 if words else 0
 
 
-class _Progress:
-    """How far we are: a line of a terminal, rewritten; elsewhere a line at the ends."""
+class _BenchmarkProgress:
+    """Progress: one line of a terminal, rewritten; without a terminal, a line at each end."""
 
     def __init__(self, what: str, minutes: float, now: Callable[[], float] = time.monotonic):
         self._what, self._minutes, self._now = what, minutes, now
@@ -103,14 +104,14 @@ class _Progress:
         print(f"{what}, about {minutes:g} min", file=sys.stderr, flush=True)
 
     def say(self, words: str) -> None:
-        """Show the last thing that a benchmark printed."""
+        """Show the last line that a benchmark printed."""
         if self._shown:
             line = f"  {self._elapsed()} of about {self._minutes:g} min  {words}"
             columns = shutil.get_terminal_size().columns
             print(f"\r\033[K{line[: columns - 1]}", end="", file=sys.stderr, flush=True)
 
     def end(self, how: str) -> None:
-        """Say how it went, and how long it took."""
+        """Print how it went, and how long it took."""
         clear = "\r\033[K" if self._shown else ""
         print(f"{clear}{self._what}: {how}, {self._elapsed()}", file=sys.stderr, flush=True)
 

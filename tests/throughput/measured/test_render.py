@@ -1,8 +1,10 @@
-"""The README's measured tables are what the committed results say, and only they change."""
+"""The tables of docs/benchmarks.md are what the committed results say, and only they change."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,15 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.throughput.readme import BOOK, main
-from tests.throughput.tables import files
-from tests.throughput.tables.benchmark import Benchmark, Command
-from tests.throughput.tables.book import Book
-from tests.throughput.tables.errors import BadMarker, MissingField, UnknownBenchmark
-from tests.throughput.tables.files import replace_text
-from tests.throughput.tables.markers import rewritten
-from tests.throughput.tables.record import Record, Run, loads
-from tests.throughput.tables.registry import BENCHMARKS
+from tests.throughput.measured.__main__ import BOOK, ROOT, main
+from tests.throughput.measured.book import Book
+from tests.throughput.measured.catalog import BENCHMARKS, Benchmark, Command, Table
+from tests.throughput.measured.record import (
+    MissingField,
+    Record,
+    Run,
+    UnknownBenchmark,
+    loads,
+    replace_text,
+)
+from tests.throughput.render import BadMarker, rewritten
 
 KNOWN = ("one", "two")
 
@@ -32,40 +37,66 @@ def record(name: str = "one", **result: object) -> Record:
     return Record(name, "2026-01-02T03:04:05+00:00", {"cores": "2 cores"}, {}, {"all": run})
 
 
-def ms(record: Record) -> str:
-    return f"| {record.result('all')['ms'].whole} ms |"
+def benchmark(name: str, cell: str = "{ms} ms") -> Benchmark:
+    table = Table(("all",), "", {"took": cell})
+    return Benchmark(name, "?", ".", (Command("all", f"python -m {name}"),), 1, (table,))
 
 
-def benchmark(name: str, table: Callable[[Record], str] = ms) -> Benchmark:
-    return Benchmark(name, (Command("all", f"python -m {name}"),), 1, table)
-
-
-def book(tmp_path: Path, text: str, *records: Record, **tables: Callable[[Record], str]) -> Book:
+def book(
+    tmp_path: Path,
+    text: str,
+    *records: Record,
+    sync: Callable[[int], object] = os.fsync,
+    **cells: str,
+) -> Book:
     made = Book(
-        tmp_path / "README.md",
+        tmp_path / "benchmarks.md",
         tmp_path / "results",
-        {name: benchmark(name, tables.get(name, ms)) for name in KNOWN},
+        {name: benchmark(name, cells.get(name, "{ms} ms")) for name in KNOWN},
+        sync,
     )
-    made.readme.write_bytes(text.encode())
+    made.page.write_bytes(text.encode())
     made.results.mkdir(exist_ok=True)
     for each in records:
         (made.results / f"{each.benchmark}.json").write_text(each.dumps())
     return made
 
 
-MADE = "| 3 ms |\n\n`python -m one`; 2026-01-02, 2 cores, Python of unknown version.\n"
+MADE = """- **Question**: ?
+- **Configuration**: .
+- **Command**: `python -m one`
+- **Result**: `tests/throughput/results/one.json`, 2026-01-02, 2 cores, python unknown.
+
+| took |
+| --- |
+| 3 ms |
+"""
 
 
-# The committed README
+# The committed page
 
 
-def test_the_readme_is_what_the_committed_results_say() -> None:
+def test_the_page_is_what_the_committed_results_say() -> None:
     assert BOOK.faults() == []
 
 
-def test_the_readme_has_tables_that_were_measured() -> None:
+def test_the_page_has_tables_that_were_measured() -> None:
     """The control: there is something to compare."""
-    assert len(BOOK.records()) >= 5
+    assert BOOK.records().keys() == BENCHMARKS.keys()
+
+
+def test_one_digit_of_the_page_that_differs_is_found(tmp_path: Path) -> None:
+    """The control: the committed page with one number of one table changed."""
+    text = BOOK.page.read_text()
+    assert text.count("| claim | ") == 1
+    page = tmp_path / "benchmarks.md"
+    page.write_text(text.replace("| claim | ", "| claim | 1"))
+    made = dataclasses.replace(BOOK, page=page)
+    assert made.faults() == ["waterfall: another table than its result makes"]
+
+
+def test_the_renderer_is_short() -> None:
+    assert len((ROOT / "tests/throughput/render.py").read_text().splitlines()) <= 200
 
 
 def test_committed_results_are_summaries_and_tell_no_machine_path() -> None:
@@ -112,15 +143,15 @@ BEGIN, END = "<!-- measured:one -->\n", "<!-- /measured:one -->\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (place("three"), "line 1: expected one of one, two, seen three"),
+        (place("three"), "line 1: expected one of one, two, got three"),
         ("a\n" + place("one") + place("one"), "line 4: expected one table called one"),
-        ("a\n" + BEGIN, "line 2: expected <!-- /measured:one --> after it, seen the end"),
-        (BEGIN + place("two"), "line 2: expected <!-- /measured:one -->, seen <!-- measured:two"),
+        ("a\n" + BEGIN, "the end: expected <!-- /measured:one --> before it, got none"),
+        (BEGIN + place("two"), "line 2: expected <!-- /measured:one -->, got <!-- measured:two"),
         (BEGIN + "<!-- /measured:two -->\n", "line 2: expected <!-- /measured:one -->"),
-        (END, "line 1: expected the beginning of a table, seen <!-- /measured:one -->"),
+        (END, "line 1: expected the beginning of a table, got <!-- /measured:one -->"),
         (BEGIN + BEGIN + END, "line 2: expected <!-- /measured:one -->"),
         ("<!--measured:one-->\n" + END, "line 1: expected <!-- measured:NAME --> or"),
-        ("see " + BEGIN + END, "alone on a line, seen see <!-- measured:one -->"),
+        ("see " + BEGIN + END, "alone on a line, got see <!-- measured:one -->"),
         ("<!-- measured one -->\n", "line 1: expected <!-- measured:NAME -->"),
     ],
 )
@@ -135,7 +166,7 @@ def test_markers_that_make_no_sense_are_refused_by_line(text: str, message: str)
 def test_a_result_reads_as_it_was_written() -> None:
     assert loads("one", record().dumps()) == record()
     kept = loads("one", record(exact=[1.23456789e-5, 1234567]).dumps()).result("all")["exact"]
-    assert kept.value == [1.23457e-5, 1234567], "but for digits that nobody reads"
+    assert kept.value == [1.23457e-5, 1234567], "rounded to six digits"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +201,7 @@ def test_what_is_no_json_is_refused() -> None:
 def test_a_table_is_written_between_its_markers_with_what_made_it(tmp_path: Path) -> None:
     made = book(tmp_path, "a\n" + place("one") + "b\n", record())
     assert made.render()
-    assert made.readme.read_text() == "a\n" + place("one", MADE) + "b\n"
+    assert made.page.read_text() == "a\n" + place("one", MADE) + "b\n"
     assert made.faults() == []
     assert not made.render(), "nothing is left to do"
 
@@ -178,7 +209,7 @@ def test_a_table_is_written_between_its_markers_with_what_made_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (place("one", MADE.replace("3", "2", 1)), "one: another table than its result makes"),
+        (place("one", MADE.replace("3 ms", "2 ms")), "one: another table than its result makes"),
         (place("one", MADE + "\n"), "one: another table than its result makes"),
         (place("one", MADE) + place("two"), "two: a place, but no result"),
         ("nothing\n", "one: a result, but no <!-- measured:one --> to write it at"),
@@ -188,33 +219,29 @@ def test_what_is_not_as_measured_is_found(tmp_path: Path, text: str, fault: str)
     made = book(tmp_path, text, record())
     assert made.faults() == [fault]
     assert main(["--check"], made) == 1
-    assert made.readme.read_text() == text, "a check writes nothing"
+    assert made.page.read_text() == text, "a check writes nothing"
 
 
 def test_a_result_of_an_unknown_benchmark_is_refused(tmp_path: Path) -> None:
     made = book(tmp_path, "", record("ones"))
-    with pytest.raises(UnknownBenchmark, match="seen ones; did you mean one"):
+    with pytest.raises(UnknownBenchmark, match="got ones; did you mean 'one'"):
         made.faults()
 
 
-def failing(record: Record) -> str:
-    return record.result("all")["missing"].text
-
-
-def test_a_table_that_cannot_be_made_leaves_the_readme_untouched(
+def test_a_table_that_cannot_be_made_leaves_the_page_untouched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = place("one", "old\n") + place("two", "old\n")
-    made = book(tmp_path, text, record(), record("two"), two=failing)
+    made = book(tmp_path, text, record(), record("two"), two="{missing:s}")
     assert main(["--render"], made) == 1
-    assert capsys.readouterr().err == "two.all.missing: expected a value, seen ms\n"
-    assert made.readme.read_text() == text
+    assert capsys.readouterr().err == "two.all.missing: expected a value, got ms, run\n"
+    assert made.page.read_text() == text
     assert main(["--render"], book(tmp_path, text, record(), record("two"))) == 0, "the control"
 
 
 def test_a_result_that_makes_no_table_does_not_replace_the_one_before(tmp_path: Path) -> None:
     made = book(tmp_path, "", record())
-    with pytest.raises(MissingField, match=r"one\.all\.ms: expected a whole number, seen 3\.5"):
+    with pytest.raises(MissingField, match=r"one\.all\.ms: expected a whole number, got 3\.5"):
         made.keep(record(ms=3.5))
     assert loads("one", (made.results / "one.json").read_text()) == record()
     made.keep(record(ms=4))
@@ -225,7 +252,7 @@ def test_a_result_that_makes_no_table_does_not_replace_the_one_before(tmp_path: 
 
 
 def test_a_file_keeps_its_mode_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
+    path = tmp_path / "benchmarks.md"
     path.write_text("old")
     path.chmod(0o640)
     replace_text(path, "new é\r\n")
@@ -234,25 +261,21 @@ def test_a_file_keeps_its_mode_and_nothing_is_left_beside_it(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = book(tmp_path, place("one", "old\n"), record())
-
+def test_a_write_that_breaks_off_leaves_the_old_file_whole(tmp_path: Path) -> None:
     def full(_: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    made = book(tmp_path, place("one", "old\n"), record(), sync=full)
     with pytest.raises(OSError, match="no space left"):
         made.render()
-    assert made.readme.read_text() == place("one", "old\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "results"]
+    assert made.page.read_text() == place("one", "old\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmarks.md", "results"]
 
 
-def test_whoever_reads_the_old_file_reads_it_to_its_end(tmp_path: Path) -> None:
+def test_a_reader_of_the_old_file_reads_it_to_its_end(tmp_path: Path) -> None:
     made = book(tmp_path, place("one", "old\n"), record())
-    before = made.readme.stat().st_ino
-    with made.readme.open() as reader:
+    before = made.page.stat().st_ino
+    with made.page.open() as reader:
         assert made.render()
         assert reader.read() == place("one", "old\n")
-    assert made.readme.stat().st_ino != before, "another file took the name"
+    assert made.page.stat().st_ino != before, "another file took the name"
