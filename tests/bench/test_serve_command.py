@@ -142,11 +142,11 @@ def test_a_router_is_asked_what_its_handovers_took(
     one: FakeServer, two: FakeServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
-    one.course = {"ticket_ms": 100.0, "first_byte_ms": 25.0}
-    two.course = {"ticket_ms": None, "first_byte_ms": 25.0}  # decode served it alone
+    one.route = {"ticket_ms": 100.0, "first_byte_ms": 25.0}
+    two.route = {"ticket_ms": None, "first_byte_ms": 25.0}  # decode served it alone
     assert serve(one, two, more=["--json", str(out)]) == 0
     found = measured(out)
-    assert found["one"]["handover"]["p50_s"] == one.course["first_byte_ms"] / 1000
+    assert found["one"]["handover"]["p50_s"] == one.route["first_byte_ms"] / 1000
     assert found["two"]["handover"] is None
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdconn.bench.transfer.lines import Line
+from pdconn.bench.transfer.methods import Method
 from pdconn.bench.transfer.report import CaseResult
 
-_STYLES = {Line.PDCONN: "-o", Line.LAYERED: "--s", Line.RAW: ":"}
+_STYLES = {Method.PDCONN: "-o", Method.LAYERED: "--s", Method.RAW: ":"}
 
 
 def draw(cases: Sequence[CaseResult], path: Path) -> None:
-    """Write a picture of ``cases``; the ending of ``path`` says of which kind."""
+    """Write a plot of ``cases``; the suffix of ``path`` selects the format."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -27,15 +27,15 @@ def draw(cases: Sequence[CaseResult], path: Path) -> None:
         here = [case for case in cases if (case.path, case.workload.ids) == (over, ids)]
         for number, layout in enumerate(layouts):
             of_layout = [case for case in here if case.workload.decode.layout == layout]
-            for line, style in _STYLES.items():
-                points = sorted((block_nbytes(case), _speed(case, line)) for case in of_layout)
+            for method, style in _STYLES.items():
+                points = sorted((block_nbytes(case), _speed(case, method)) for case in of_layout)
                 if points:
                     axis.plot(
                         [nbytes / 1024 for nbytes, _ in points],
                         [speed / 1e9 for _, speed in points],
                         style,
                         color=f"C{number}",
-                        label=f"{layout} {line}",
+                        label=f"{layout} {method}",
                     )
         axis.set_xscale("log", base=2)
         axis.set_xlabel("KiB per block")
@@ -54,5 +54,5 @@ def block_nbytes(case: CaseResult) -> int:
     return max(group.block_nbytes for group in case.workload.ours().groups)
 
 
-def _speed(case: CaseResult, line: Line) -> float:
-    return next(result.bytes_per_s for result in case.lines if result.line is line)
+def _speed(case: CaseResult, method: Method) -> float:
+    return next(result.bytes_per_s for result in case.methods if result.method is method)

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as a document."""
+"""The result of a run, as a table and as a JSON document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdconn.bench.transfer.rounds import LineResult
+from pdconn.bench.transfer.rounds import MethodResult
 from pdconn.bench.transfer.workload import Workload
 from pdconn.lab.table import table
 
@@ -18,16 +18,16 @@ _HEADINGS = [
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One workload over one path; ``facts`` are what both transports said of themselves."""
+    """One workload over one path; ``facts`` describe both transports."""
 
     workload: Workload
     path: str
-    lines: tuple[LineResult, ...]
+    methods: tuple[MethodResult, ...]
     facts: dict[str, dict[str, str]]
 
     @property
     def title(self) -> str:
-        """In one line."""
+        """The case in one line."""
         workload = self.workload
         what = f"{workload.requests} x " if workload.requests > 1 else ""
         ids = {"runs": "ids in runs of 8"}.get(workload.ids, f"{workload.ids} ids")
@@ -39,11 +39,11 @@ class CaseResult:
 
 
 def render(case: CaseResult) -> str:
-    """A heading, a row per line, and what concurrent pulls did to each other."""
-    rows = [_row(line) for line in case.lines]
-    nbytes = case.lines[0].nbytes
+    """A heading, a row per method, and how concurrent pulls affect each other."""
+    rows = [_row(result) for result in case.methods]
+    nbytes = case.methods[0].nbytes
     parts = [f"{case.title}\n{nbytes / 1e6:,.1f} MB", table(_HEADINGS, rows)]
-    ours = case.lines[0]
+    ours = case.methods[0]
     if ours.of_alone is not None and ours.slowest_pull is not None:
         parts.append(
             f"{case.workload.requests} pulls at once: {ours.of_alone:.2f} of one pull's "
@@ -53,7 +53,7 @@ def render(case: CaseResult) -> str:
 
 
 def to_json(cases: Sequence[CaseResult], manifest: dict[str, object]) -> dict[str, Any]:
-    """All of it; times in seconds, throughput in bytes per second."""
+    """All results; times in seconds, throughput in bytes per second."""
     return {
         "manifest": manifest,
         "cases": [
@@ -68,7 +68,7 @@ def to_json(cases: Sequence[CaseResult], manifest: dict[str, object]) -> dict[st
                 "requests": case.workload.requests,
                 "rank": case.workload.rank,
                 "path": case.path,
-                "lines": [asdict(line) for line in case.lines],
+                "lines": [_to_json(result) for result in case.methods],
                 "transports": case.facts,
             }
             for case in cases
@@ -76,17 +76,22 @@ def to_json(cases: Sequence[CaseResult], manifest: dict[str, object]) -> dict[st
     }
 
 
-def _row(line: LineResult) -> list[str]:
+def _to_json(result: MethodResult) -> dict[str, Any]:
+    fields = asdict(result)
+    return {"line": fields.pop("method"), **fields}
+
+
+def _row(result: MethodResult) -> list[str]:
     return [
-        str(line.line),
-        f"{line.runs:,}",
-        f"{line.nbytes / line.runs / 1024:,.1f}",
-        f"{1e3 * line.plan_s:,.2f}" if line.plan_s else "-",
-        f"{1e3 * line.post_s:,.2f}" if line.post_s else "-",
-        f"{1e3 * line.wall_p50_s:,.2f}",
-        f"{1e3 * line.wall_p99_s:,.2f}",
-        f"{line.bytes_per_s / 1e9:.2f}",
-        "-" if line.of_raw is None else f"{line.of_raw:.3f}",
-        f"{line.reader_cpu_s_per_gb:.3f}",
-        f"{line.lender_cpu_s_per_gb:.3f}",
+        str(result.method),
+        f"{result.runs:,}",
+        f"{result.nbytes / result.runs / 1024:,.1f}",
+        f"{1e3 * result.plan_s:,.2f}" if result.plan_s else "-",
+        f"{1e3 * result.post_s:,.2f}" if result.post_s else "-",
+        f"{1e3 * result.wall_p50_s:,.2f}",
+        f"{1e3 * result.wall_p99_s:,.2f}",
+        f"{result.bytes_per_s / 1e9:.2f}",
+        "-" if result.of_raw is None else f"{result.of_raw:.3f}",
+        f"{result.reader_cpu_s_per_gb:.3f}",
+        f"{result.lender_cpu_s_per_gb:.3f}",
     ]
