@@ -97,11 +97,11 @@ def test_what_cannot_be_lent_is_refused_and_the_lender_goes_on(
     assert isinstance(opened(control), Opened)
 
 
-def test_nonsense_ends_the_talk_with_a_reason() -> None:
+def test_an_invalid_message_ends_the_connection_with_a_reason() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         ours.sendall(frame(b"\x93nonsense"))
-        with pytest.raises(LenderFailed, match="makes no sense"):
+        with pytest.raises(LenderFailed, match="sent an invalid message"):
             ControlConnection(theirs, AT_LENDER).receive()
     theirs.close()
 
@@ -170,10 +170,10 @@ def test_the_command_measures_and_writes_what_it_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    words = [*SMALL, "--path", "shm", "--block", "16,32", "--ids", "random,runs"]
-    assert main(["bench", "transfer", *words, "--json", str(out), "--plot", str(picture)]) == 0
-    said = capfd.readouterr().out
-    assert said.count("of raw") == 4
+    options = [*SMALL, "--path", "shm", "--block", "16,32", "--ids", "random,runs"]
+    assert main(["bench", "transfer", *options, "--json", str(out), "--plot", str(picture)]) == 0
+    output = capfd.readouterr().out
+    assert output.count("of raw") == 4
     document = json.loads(out.read_text())
     assert [(case["block_tokens"], case["ids"]) for case in document["cases"]] == [
         (16, "random"),
@@ -189,7 +189,7 @@ def test_the_command_measures_and_writes_what_it_measured(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--model", "gpt-5"], "model: expected"),
         (["--path", "wire"], "path: expected auto, shm"),
@@ -203,14 +203,14 @@ def test_the_command_measures_and_writes_what_it_measured(
     ],
 )
 def test_options_that_make_no_case_end_with_2_and_one_line(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert main(["bench", "transfer", *words]) == 2
+    assert main(["bench", "transfer", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
-def test_nobody_at_the_other_end_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_lender_the_command_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     [port] = free_ports(1)
     assert main(["bench", "transfer", *SMALL, "--remote", f"127.0.0.1:{port}"]) == 1
     assert "refused" in capsys.readouterr().err
@@ -227,9 +227,9 @@ def test_a_lender_that_listens_serves_one_reader_after_the_other(tmp_path: Path)
             assert served.stdout is not None
             assert f"listening on {address}" in served.stdout.readline()
             for _ in range(2):
-                words = [*SMALL, "--path", "auto", "--json", "-", "--remote", address]
+                options = [*SMALL, "--path", "auto", "--json", "-", "--remote", address]
                 done = subprocess.run(
-                    [*command, *words], capture_output=True, text=True, timeout=120, check=True
+                    [*command, *options], capture_output=True, text=True, timeout=120, check=True
                 )
                 assert json.loads(done.stdout)["cases"][0]["path"] == "auto"
         finally:

@@ -28,7 +28,7 @@ BOUNDS = Bounds(ttft_s=1.0, itl_s=0.1)
 PLAN = RunPlan(prompt_tokens=10, output_tokens=3, requests=2, rounds=1)
 
 
-def whole(
+def complete(
     prompt: int, arrivals_s: tuple[float, ...], *tokens: int, began_s: float = 0.0
 ) -> CompleteReply:
     return CompleteReply(prompt, began_s, arrivals_s, len(arrivals_s), AnswerContent("", tokens))
@@ -75,7 +75,7 @@ def test_without_token_ids_the_text_counts() -> None:
     assert answer.num_tokens == 2
 
 
-def test_ids_that_are_told_of_some_pieces_only_are_not_taken_for_all() -> None:
+def test_ids_of_only_some_chunks_do_not_count() -> None:
     answer = read_answer(0, 0.0, stream(event("a", [7]), event("b"), event("c", [9], "stop")))
     assert answer.content.tokens is None
     assert answer.num_tokens == 3
@@ -84,17 +84,17 @@ def test_ids_that_are_told_of_some_pieces_only_are_not_taken_for_all() -> None:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([event("a", [7])], "broke off after 1 pieces"),
-        ([], "broke off after 0 pieces"),
-        ([b"data: [DONE]\n"], "without a token"),
+        ([event("a", [7])], "broke off after 1 chunks"),
+        ([], "broke off after 0 chunks"),
+        ([b"data: [DONE]\n"], "has no token"),
         ([event("a", [7]), b'data: {"error": {"message": "gone"}}\n'], "gone"),
-        ([b"data: {nonsense\n"], "makes no sense"),
+        ([b"data: {nonsense\n"], "malformed event"),
         ([b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n'], "ended by 'abort'"),
-        ([b'data: {"choices": [{"token_ids": ["x"]}]}\n'], "makes no sense"),
-        ([b"data: \xff\n"], "makes no sense"),
+        ([b'data: {"choices": [{"token_ids": ["x"]}]}\n'], "malformed event"),
+        ([b"data: \xff\n"], "malformed event"),
     ],
 )
-def test_what_is_no_whole_answer_says_why(lines: list[bytes], reason: str) -> None:
+def test_an_incomplete_answer_is_an_error_with_a_reason(lines: list[bytes], reason: str) -> None:
     with pytest.raises(BrokenAnswer, match=reason):
         read_answer(0, 0.0, stream(*lines))
 
@@ -179,23 +179,23 @@ def test_a_spread_is_median_and_worst_of_few() -> None:
 
 
 def test_a_request_is_good_if_it_keeps_both_bounds() -> None:
-    good = whole(0, (1.0, 1.1, 1.2), 4, 5, 6)
-    stalled_once = whole(0, (0.5, 0.69, 0.7), 4, 5, 6)
+    good = complete(0, (1.0, 1.1, 1.2), 4, 5, 6)
+    stalled_once = complete(0, (0.5, 0.69, 0.7), 4, 5, 6)
     assert BOUNDS.hold(good)
     assert BOUNDS.hold(stalled_once), "the mean counts, not each gap"
-    assert not BOUNDS.hold(whole(0, (1.01, 1.1, 1.2), 4, 5, 6)), "late to begin"
-    assert not BOUNDS.hold(whole(0, (0.5, 0.6, 0.71), 4, 5, 6)), "slow to go on"
-    assert BOUNDS.hold(whole(0, (0.9,), 4)), "one token has no gaps"
+    assert not BOUNDS.hold(complete(0, (1.01, 1.1, 1.2), 4, 5, 6)), "late to begin"
+    assert not BOUNDS.hold(complete(0, (0.5, 0.6, 0.71), 4, 5, 6)), "slow to go on"
+    assert BOUNDS.hold(complete(0, (0.9,), 4)), "one token has no gaps"
 
 
 def test_time_counts_from_when_a_request_was_due() -> None:
-    assert whole(0, (5.0,), 4, began_s=4.5).ttft_s == 0.5
+    assert complete(0, (5.0,), 4, began_s=4.5).ttft_s == 0.5
 
 
 def test_goodput_counts_what_is_whole_right_and_in_time() -> None:
-    right = whole(0, (0.5, 0.55), 4, 5)
-    late = whole(1, (2.0, 2.05), 6, 7)
-    wrong = whole(2, (0.5, 0.55), 8, 8)
+    right = complete(0, (0.5, 0.55), 4, 5)
+    late = complete(1, (2.0, 2.05), 6, 7)
+    wrong = complete(2, (0.5, 0.55), 8, 8)
     turns = [
         turn("ref", right, late, replace(wrong, content=AnswerContent("", (8, 9)))),
         turn("one", right, late, wrong, FailedReply(3, 0.0, "gone"), seconds=4.0),
@@ -212,8 +212,8 @@ def test_goodput_counts_what_is_whole_right_and_in_time() -> None:
 
 def test_gaps_are_pooled_over_requests_and_rounds() -> None:
     turns = [
-        turn("one", whole(0, (1.0, 1.5), 4, 5), number=1),
-        turn("one", whole(0, (1.0, 1.25, 2.25), 4, 5, 6), number=2),
+        turn("one", complete(0, (1.0, 1.5), 4, 5), number=1),
+        turn("one", complete(0, (1.0, 1.25, 2.25), 4, 5, 6), number=2),
     ]
     one = summarise("one", turns, check(turns, "one"), BOUNDS)
     assert one.itl == Spread.of([0.5, 0.25, 1.0])
@@ -223,10 +223,10 @@ def test_gaps_are_pooled_over_requests_and_rounds() -> None:
 
 def test_an_answer_is_compared_within_its_round_only() -> None:
     turns = [
-        turn("ref", whole(0, (1.0,), 4), number=1),
-        turn("ref", whole(0, (1.0,), 5), number=2),
-        turn("one", whole(0, (1.0,), 5), number=1),
-        turn("one", whole(0, (1.0,), 5), number=2),
+        turn("ref", complete(0, (1.0,), 4), number=1),
+        turn("ref", complete(0, (1.0,), 5), number=2),
+        turn("one", complete(0, (1.0,), 5), number=1),
+        turn("one", complete(0, (1.0,), 5), number=2),
     ]
     answers = check(turns, "ref")
     assert [(one.round_number, one.difference) for one in answers.wrong] == [
@@ -235,7 +235,7 @@ def test_an_answer_is_compared_within_its_round_only() -> None:
 
 
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
-    turns = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", whole(0, (1.0,), 4))]
+    turns = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", complete(0, (1.0,), 4))]
     answers = check(turns, "ref")
     assert answers.unchecked == {(1, "one", 0)}
     assert summarise("one", turns, answers, BOUNDS).met == 0
@@ -245,10 +245,10 @@ def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
 
 
 def test_the_table_and_the_document_say_what_came() -> None:
-    answer = replace(whole(0, (10.5, 10.6), 4, 5, began_s=10.0), handover_s=0.025)
+    answer = replace(complete(0, (10.5, 10.6), 4, 5, began_s=10.0), handover_s=0.025)
     turns = [
-        turn("ref", answer, whole(1, (10.5,), 6)),
-        replace(turn("one", answer, whole(1, (10.5,), 7)), others=0.25),
+        turn("ref", answer, complete(1, (10.5,), 6)),
+        replace(turn("one", answer, complete(1, (10.5,), 7)), others=0.25),
     ]
     report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
     text = render(report)
@@ -268,7 +268,7 @@ def test_the_table_and_the_document_say_what_came() -> None:
 
 
 def test_nothing_wrong_and_nothing_failed_is_good() -> None:
-    turns = [turn(name, whole(0, (1.0,), 4)) for name in ("ref", "one")]
+    turns = [turn(name, complete(0, (1.0,), 4)) for name in ("ref", "one")]
     report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
     assert report.is_good
     assert "2 answers: none differs from that of ref" in render(report)

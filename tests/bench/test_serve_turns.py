@@ -53,7 +53,7 @@ async def test_a_closed_loop_asks_everything_and_never_more_at_a_time() -> None:
 
 
 @in_loop
-async def test_requests_that_are_due_wait_for_nobody() -> None:
+async def test_requests_that_are_due_do_not_wait_for_answers() -> None:
     everyone = asyncio.Event()
     began: list[tuple[int, float, float]] = []
 

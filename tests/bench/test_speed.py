@@ -1,9 +1,8 @@
 """A pull of random blocks keeps up with one READ: two processes, real NIXL, ratios of one run.
 
 The cache is cross-layer, so a block of all layers is one piece, and so small that layer by layer
-its pieces are 8 KiB.  How fast the machine is does not matter, nor who else uses it: every round
-takes all methods in turn, and what counts is the median of the rounds' ratios.  A disturbed run is
-taken again.
+its pieces are 8 KiB.  Neither the machine's speed nor its other load matters: every round measures
+all methods in turn, and the median of the rounds' ratios counts.  A slow run is repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def lender() -> Iterator[LocalLender]:
 def measured(
     lender: LocalLender, path: str, prefill: str, decode: str, tokens: int
 ) -> dict[Method, MethodResult]:
-    engines = [parse_engine(words, MODEL) for words in (prefill, decode)]
+    engines = [parse_engine(text, MODEL) for text in (prefill, decode)]
     with OpenCase(Workload(*engines, tokens), PATHS[path], lender.control) as rig:
         return {one.method: one for one in take_rounds(rig, 5, random.Random(1), lambda _: None)}
 

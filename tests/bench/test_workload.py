@@ -21,8 +21,8 @@ from transport import Memory, Spans
 MODEL = ModelShape("small", sorts_of([AttentionKind.FULL] * 4, None, 4, 64))
 
 
-def engine(words: str = "", model: ModelShape = MODEL) -> EngineShape:
-    return parse_engine(words, model)
+def engine(text: str = "", model: ModelShape = MODEL) -> EngineShape:
+    return parse_engine(text, model)
 
 
 def spans_of(*runs: tuple[int, int, int]) -> Spans:
@@ -127,7 +127,7 @@ def test_memory_that_is_too_small_is_refused() -> None:
 
 
 def moved(reads: tuple[tuple[int, Spans], ...]) -> set[tuple[int, int, int]]:
-    """Which byte of whom goes where."""
+    """Which byte of which rank goes where."""
     return {
         (rank, int(local) + byte, int(remote) + byte)
         for rank, spans in reads

@@ -234,7 +234,7 @@ def test_an_unknown_peer_is_refused_and_takes_no_draw() -> None:
     reading = Reading(ReadFaults(stall=1.0))
     for _ in range(3):
         with pytest.raises(PeerUnknown):
-            reading.reader.read(PeerId("nobody"), reading.rig.spans(RUN))
+            reading.reader.read(PeerId("unknown"), reading.rig.spans(RUN))
     assert reading.counts == {}
 
 

@@ -1,4 +1,4 @@
-"""Rigs for our own backends: an in-process one here, NIXL's with a lender process beside it."""
+"""Rigs for our own backends: an in-process one here, NIXL's with a lender in another process."""
 
 from __future__ import annotations
 

@@ -144,40 +144,40 @@ SESSION = Session(b"x" * 16)
 
 
 def test_only_a_holder_of_the_secret_gets_a_session() -> None:
-    with pair() as two, stranger(two.lender) as somebody:
+    with pair() as two, stranger(two.lender) as intruder:
         lending = two.lender._thread.lender
         secret = remote(two.lender).secret
-        hello = ReaderHello(SESSION, somebody.worker.address)
-        somebody.send(encode(hello, bytes(32)))
-        somebody.send(encode(hello, secret)[:-1] + b"\0\0")
-        assert until(lambda: lending.refused_frames == 2, somebody.worker.progress)
+        hello = ReaderHello(SESSION, intruder.worker.address)
+        intruder.send(encode(hello, bytes(32)))
+        intruder.send(encode(hello, secret)[:-1] + b"\0\0")
+        assert until(lambda: lending.refused_frames == 2, intruder.worker.progress)
         assert lending.num_readers == 0
-        somebody.send(encode(hello, secret))
-        assert until(lambda: lending.num_readers == 1, somebody.worker.progress)
+        intruder.send(encode(hello, secret))
+        assert until(lambda: lending.num_readers == 1, intruder.worker.progress)
         assert two.is_fine()
 
 
 def test_frames_of_another_boot_are_refused() -> None:
-    with pair() as two, UcxTransport("other", **TCP) as other, stranger(other) as somebody:
-        hello = ReaderHello(SESSION, somebody.worker.address)
-        somebody.send(encode(hello, remote(two.lender).secret))
+    with pair() as two, UcxTransport("other", **TCP) as other, stranger(other) as intruder:
+        hello = ReaderHello(SESSION, intruder.worker.address)
+        intruder.send(encode(hello, remote(two.lender).secret))
         lending = other._thread.lender
-        assert until(lambda: lending.refused_frames == 1, somebody.worker.progress)
+        assert until(lambda: lending.refused_frames == 1, intruder.worker.progress)
         assert lending.num_readers == 0
 
 
 def test_a_flood_of_strange_messages_is_dropped_and_costs_no_memory() -> None:
-    with pair() as two, stranger(two.lender) as somebody:
+    with pair() as two, stranger(two.lender) as intruder:
         assert two.is_fine()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         noise = os.urandom(MAX_FRAME_BYTES)
         for number in range(200):
             for _ in range(20):
-                somebody.send(noise)
-                somebody.send(noise, tag=number)
-            somebody.send(bytes(8 * MIB), tag=number | 1 << 63)
-            somebody.send(bytes(MIB))
-            somebody.flush()
+                intruder.send(noise)
+                intruder.send(noise, tag=number)
+            intruder.send(bytes(8 * MIB), tag=number | 1 << 63)
+            intruder.send(bytes(MIB))
+            intruder.flush()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         sent_mib = 200 * 9 + 200 * 40 * len(noise) / MIB
         assert grown / 1024 < sent_mib / 10
@@ -186,18 +186,18 @@ def test_a_flood_of_strange_messages_is_dropped_and_costs_no_memory() -> None:
 
 
 def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
-    with pair() as two, stranger(two.lender) as somebody:
+    with pair() as two, stranger(two.lender) as intruder:
         secret, lending = remote(two.lender).secret, two.lender._thread.lender
-        somebody.send(encode(ReaderHello(SESSION, somebody.worker.address), secret))
+        intruder.send(encode(ReaderHello(SESSION, intruder.worker.address), secret))
         base = two.held.ctypes.data
         for number, (address, nbytes) in enumerate(
             [(base - 1, 2), (base + MIB - 1, 2), (4096, 64), (base, 2**32 - 1)], 1
         ):
             run = np.array([address], np.uint64), np.array([nbytes], np.uint64)
             into = np.full(min(nbytes, MAX_PIECE_BYTES), 255, dtype=np.uint8)
-            answer = somebody.endpoint.receive(into, 1 << 63 | number)
-            somebody.send(encode(PieceRequest(SESSION, number, 1 << 63 | number, *run), secret))
-            assert until(lambda answer=answer: answer.done, somebody.worker.progress)
+            answer = intruder.endpoint.receive(into, 1 << 63 | number)
+            intruder.send(encode(PieceRequest(SESSION, number, 1 << 63 | number, *run), secret))
+            assert until(lambda answer=answer: answer.done, intruder.worker.progress)
             with pytest.raises(BackendFailure, match="truncated"):
                 answer.check("receive")
             assert (into == 255).all()
@@ -206,12 +206,12 @@ def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
 
 
 def test_unauthenticated_answers_change_nothing() -> None:
-    with pair() as two, stranger(two.reader) as somebody:
+    with pair() as two, stranger(two.reader) as intruder:
         assert two.is_fine()
         session = next(iter(two.reader._thread.reader._lenders))
-        somebody.send(encode(PieceRefused(session, 1, True, "no"), bytes(32)))
-        somebody.send(encode(PieceRefused(SESSION, 1, True, "no"), bytes(32)))
-        somebody.flush()
+        intruder.send(encode(PieceRefused(session, 1, True, "no"), bytes(32)))
+        intruder.send(encode(PieceRefused(SESSION, 1, True, "no"), bytes(32)))
+        intruder.flush()
         assert two.is_fine()
 
 
