@@ -156,7 +156,7 @@ def _measured_here(
     model = write_model(args.directory / "models", SPECS[args.model or _MODEL])
     directory = args.directory / "run"
     log(f"starting {', '.join(names)}; logs are in {directory}")
-    progress = _Progress(log)
+    progress = _StartProgress(log)
     with running_contestants(names, model, args.cores, directory, progress.show) as contestants:
         for engine in (engine for one in contestants for engine in one.engines):
             log(f"{engine.spec.name} ready after {engine.boot_s or 0.0:.0f} s")
@@ -236,7 +236,7 @@ def _check_lab(args: argparse.Namespace, plan: RunPlan) -> None:
         raise BadOption("prompt and output", f"at most {longest} tokens together", asked)
 
 
-class _Progress:
+class _StartProgress:
     """A line every ten seconds about an engine that is still starting."""
 
     def __init__(self, log: Log) -> None:

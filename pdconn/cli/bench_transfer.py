@@ -17,7 +17,7 @@ from pdconn.bench.errors import BadOption, BenchError
 from pdconn.bench.manifest import manifest
 from pdconn.bench.transfer.lender import MAX_BYTES, ListeningLender, LocalLender, listen
 from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.report import CaseResult, render, to_json
+from pdconn.bench.transfer.report import CaseResult, draw, render, to_json
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
@@ -96,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
         if args.plot:
-            from pdconn.bench.transfer.plot import draw
-
             draw(results, args.plot)
     except (BenchError, TransportError, OSError) as error:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
@@ -115,21 +113,18 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -> list[CaseResult]:
-    lender = ListeningLender(*_address(args.remote)) if args.remote else LocalLender()
     rng = random.Random(args.seed)
     results = []
-    try:
+    with ListeningLender(*_address(args.remote)) if args.remote else LocalLender() as lender:
         for number, (path, workload) in enumerate(cases, 1):
-            progress = _Progress(f"case {number} of {len(cases)}")
+            progress = _CaseProgress(f"case {number} of {len(cases)}")
             with OpenCase(workload, PATHS[path], lender.control, mooncake=args.mooncake) as rig:
-                results_by_method = take_rounds(rig, args.rounds, rng, progress.show)
-                result = CaseResult(workload, path, tuple(results_by_method), rig.facts())
+                method_results = take_rounds(rig, args.rounds, rng, progress.show)
+                result = CaseResult(workload, path, tuple(method_results), rig.facts())
             progress.clear()
             results.append(result)
             if args.json != "-":
                 print(render(result), end="\n\n", flush=True)
-    finally:
-        lender.close()
     return results
 
 
@@ -187,7 +182,7 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class _Progress:
+class _CaseProgress:
     """One line of a terminal, rewritten in place; nothing without a terminal."""
 
     def __init__(self, where: str) -> None:

@@ -135,12 +135,7 @@ def allocate(
         layer.pages.layer: (layer, allocation) for plan, allocation in made for layer in plan.layers
     }
     described = tuple(
-        GroupMemory(
-            group.kind,
-            group.window,
-            group.block_tokens,
-            tuple(_describe(*placed[pages.layer], num_blocks) for pages in group.layers),
-        )
+        _describe_group(group, [placed[pages.layer] for pages in group.layers], num_blocks)
         for group in groups
     )
     return KVCacheAllocation(
@@ -169,6 +164,13 @@ def _allocate(plan: AllocationPlan, device: torch.device) -> Allocation:
 def _view(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerView:
     flat = owner.tensor.view(-1)
     return layer.pages.content.view(flat, layer.offset, num_blocks, layer.steps)
+
+
+def _describe_group(
+    group: GroupPages, layers: Sequence[tuple[PlacedLayer, Allocation]], num_blocks: int
+) -> GroupMemory:
+    memories = tuple(_describe(layer, owner, num_blocks) for layer, owner in layers)
+    return GroupMemory(group.kind, group.window, group.block_tokens, memories)
 
 
 def _describe(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerMemory:

@@ -42,12 +42,12 @@ class _RouteTimes(msgspec.Struct):
     first_byte_ms: float | None = None
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel] = []
 
 
 class Service:
@@ -134,7 +134,7 @@ async def _first_model(name: str, url: str, session: aiohttp.ClientSession) -> s
             asyncio.timeout(_CONNECT_S),
             session.get(f"{url.rstrip('/')}/v1/models") as response,
         ):
-            models = msgspec.json.decode(await response.read(), type=_Models)
+            models = msgspec.json.decode(await response.read(), type=_ModelList)
     except TimeoutError:
         raise TargetFailed(
             name, url, f"/v1/models did not answer within {_CONNECT_S:g} s"

@@ -10,6 +10,5 @@ moves       one measurement of one method
 rig         one case, ready to be measured
 rounds      measures all methods, turn by turn
 mooncake    Mooncake's transfer engine, where it is installed
-report      a table and a JSON document
-plot        throughput against block size
+report      a table, a JSON document, and a plot of throughput against block size
 """

@@ -35,12 +35,13 @@ from pdconn.bench.transfer.mooncake import Mooncake
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.workload import extent
 from transport import TransportError
+from transport.closing import Closing
 
 MAX_BYTES = 16 << 30
 _EXIT_S = 20.0
 
 
-class BenchLender:
+class BenchLender(Closing):
     """Memory of some ranks, each with a transport, until :meth:`close`."""
 
     def __init__(self, asked: Open, max_nbytes: int) -> None:
@@ -127,7 +128,7 @@ def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) ->
             log(f"{peer[0]} disconnected")
 
 
-class LocalLender:
+class LocalLender(Closing):
     """A lender in a process of its own, on this host, which ends with this object."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
@@ -151,7 +152,7 @@ class LocalLender:
             self._process.wait()
 
 
-class ListeningLender:
+class ListeningLender(Closing):
     """A lender that listens on another host.
 
     Raises:

@@ -30,7 +30,7 @@ class Mooncake:
         except ImportError as error:
             raise BenchError(
                 f"mooncake cannot be imported: {error}. It needs pdconn[rivals], "
-                "and libibverbs.so.1 where the loader finds it: see README.md, Measured"
+                "and libibverbs.so.1 where the loader finds it: see docs/benchmarks.md"
             ) from error
         self._engine: Any = TransferEngine()
         _check("initialize", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
