@@ -36,7 +36,7 @@ from transport.errors import TransportError
 from transport.types import U64
 from transport.ucx.library import EAGER_BYTES
 
-Session = NewType("Session", bytes)
+SessionId = NewType("SessionId", bytes)
 """16 random bytes that a reader draws for each connection."""
 
 SECRET_BYTES = 32
@@ -61,7 +61,7 @@ class BadFrame(TransportError):
 class ReaderHello:
     """A reader's first frame: where its worker can be reached."""
 
-    session: Session
+    session: SessionId
     worker_address: bytes
 
 
@@ -73,7 +73,7 @@ class PieceRequest:
     no run is empty or ends beyond 63 bits.
     """
 
-    session: Session
+    session: SessionId
     number: int
     tag: int
     addresses: U64
@@ -87,7 +87,7 @@ class PieceRefused:
     ``out_of_bounds``: a run lies outside what is registered.
     """
 
-    session: Session
+    session: SessionId
     tag: int
     out_of_bounds: bool
     reason: str
@@ -117,9 +117,9 @@ def encode(frame: Frame, secret: bytes) -> bytes:
     return plain + _mac(plain, secret)
 
 
-def session_in(data: bytes) -> Session:
+def session_in(data: bytes) -> SessionId:
     """The session that a frame claims to belong to, to find the secret to verify it with."""
-    return Session(data[_HEAD.size - SESSION_BYTES : _HEAD.size])
+    return SessionId(data[_HEAD.size - SESSION_BYTES : _HEAD.size])
 
 
 def is_answer(data: bytes) -> bool:
@@ -143,16 +143,16 @@ def decode(data: bytes, secret: bytes) -> Frame:
     magic, kind, zero, count, number, tag, session = _HEAD.unpack_from(plain)
     if magic != _MAGIC or zero != 0 or kind not in _BODIES:
         raise BadFrame(f"frame {magic!r}, kind {kind}, {zero}: expected {_MAGIC!r}, 1 to 3, 0")
-    return _BODIES[kind](Session(session), number, tag, count, plain[_HEAD.size :])
+    return _BODIES[kind](SessionId(session), number, tag, count, plain[_HEAD.size :])
 
 
-def _hello(session: Session, number: int, tag: int, count: int, body: bytes) -> ReaderHello:
+def _hello(session: SessionId, number: int, tag: int, count: int, body: bytes) -> ReaderHello:
     if len(body) != count or not 0 < count <= MAX_WORKER_ADDRESS_BYTES:
         raise BadFrame(f"hello states {count} bytes and has {len(body)}")
     return ReaderHello(session, body)
 
 
-def _request(session: Session, number: int, tag: int, count: int, body: bytes) -> PieceRequest:
+def _request(session: SessionId, number: int, tag: int, count: int, body: bytes) -> PieceRequest:
     if not 0 < count <= MAX_RUNS or len(body) != 12 * count:
         raise BadFrame(f"{count} runs in {len(body)} bytes, expected 1 to {MAX_RUNS}, 12 each")
     addresses = np.frombuffer(body, "<u8", count).astype(np.uint64)
@@ -164,14 +164,14 @@ def _request(session: Session, number: int, tag: int, count: int, body: bytes) -
     return PieceRequest(session, number, tag, addresses, nbytes)
 
 
-def _refused(session: Session, number: int, tag: int, count: int, body: bytes) -> PieceRefused:
+def _refused(session: SessionId, number: int, tag: int, count: int, body: bytes) -> PieceRefused:
     if len(body) != count or count > MAX_REASON_BYTES:
         raise BadFrame(f"refusal states {count} bytes and has {len(body)}")
     return PieceRefused(session, tag, number == 1, body.decode(errors="replace"))
 
 
 _REFUSED = 3
-_BODIES: dict[int, Callable[[Session, int, int, int, bytes], Frame]] = {
+_BODIES: dict[int, Callable[[SessionId, int, int, int, bytes], Frame]] = {
     1: _hello,
     2: _request,
     _REFUSED: _refused,

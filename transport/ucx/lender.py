@@ -27,7 +27,7 @@ from transport.ucx.frames import (
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     decode,
     encode,
 )
@@ -116,7 +116,7 @@ class RemoteReader:
     ``number`` is that of its latest request; numbers only grow.
     """
 
-    session: Session
+    session: SessionId
     endpoint: Endpoint
     number: int = 0
     requests: deque[PieceRequest] = field(default_factory=deque)
@@ -142,8 +142,8 @@ class UcxLender:
         self._worker = worker
         self._secret = secret
         self._clock = clock
-        self._readers: dict[Session, RemoteReader] = {}
-        self._ended: dict[Session, None] = {}
+        self._readers: dict[SessionId, RemoteReader] = {}
+        self._ended: dict[SessionId, None] = {}
         self._ending: list[OutgoingMessage] = []
         self._buffers = StagingBuffers(self.limits.buffers)
         self._liveness_at = 0.0

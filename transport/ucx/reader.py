@@ -32,7 +32,7 @@ from transport.ucx.frames import (
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     decode,
     encode,
     session_in,
@@ -91,7 +91,7 @@ class RemoteLender:
     payload: bytes
     secret: bytes
     worker_address: bytes
-    session: Session
+    session: SessionId
     lost: bool = False
     disconnecting: bool = False
     endpoint: Endpoint | None = None
@@ -125,7 +125,7 @@ class UcxReader:
         self._settle = settle
         self._clock = clock
         self._draw = draw
-        self._lenders: dict[Session, RemoteLender] = {}
+        self._lenders: dict[SessionId, RemoteLender] = {}
         self._spare: list[Bytes] = []
 
     @property

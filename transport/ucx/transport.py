@@ -42,7 +42,7 @@ from transport.errors import (
 from transport.hugepages import CollapseReport, collapse
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
-from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, Session
+from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, SessionId
 from transport.ucx.lender import lendable
 from transport.ucx.library import UcxLibrary, context_options, load_library
 from transport.ucx.reader import RemoteLender
@@ -254,5 +254,5 @@ def _remote_lender(envelope: Envelope) -> RemoteLender:
         envelope.payload,
         payload.secret,
         payload.worker_address,
-        Session(secrets.token_bytes(SESSION_BYTES)),
+        SessionId(secrets.token_bytes(SESSION_BYTES)),
     )

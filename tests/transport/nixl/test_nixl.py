@@ -57,7 +57,7 @@ class FakeHandle:
 
 
 class FakeNixl:
-    """A nixl_agent whose answers are queued per call; without one it says yes."""
+    """A nixl_agent whose answers are queued per call; without one it succeeds."""
 
     def __init__(self) -> None:
         self.handles: list[FakeHandle] = []
@@ -374,7 +374,7 @@ def test_a_backend_that_is_missing_or_does_not_start_is_named() -> None:
         NixlTransport("d", library=NixlLibrary(api, bindings, "0"))
 
 
-def test_without_nixl_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(TransportUnavailable, match=r"pdconn\[engine\]"):
@@ -401,7 +401,7 @@ def test_agents_of_one_name_differ_at_every_boot() -> None:
         lambda: NixlTransport(""),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(make: Callable[[], object]) -> None:
+def test_invalid_options_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r".+"):
         make()
 

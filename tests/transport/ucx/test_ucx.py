@@ -28,7 +28,7 @@ from transport.ucx.frames import (
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     encode,
 )
 from transport.ucx.lender import LenderLimits, RemoteReader, UcxLender
@@ -140,7 +140,7 @@ def stranger(lender: UcxTransport) -> Iterator[Stranger]:
     made.close()
 
 
-SESSION = Session(b"x" * 16)
+SESSION = SessionId(b"x" * 16)
 
 
 def test_only_a_holder_of_the_secret_gets_a_session() -> None:

@@ -21,7 +21,7 @@ from transport.ucx.frames import (
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     decode,
     encode,
 )
@@ -37,7 +37,7 @@ from transport.ucx.pieces import (
 )
 
 SECRET = b"s" * 32
-SESSION = Session(b"0123456789abcdef")
+SESSION = SessionId(b"0123456789abcdef")
 LIMITS = LenderLimits()
 
 
@@ -240,12 +240,12 @@ class LenderRig:
         pass
 
     def hello(self, session: bytes) -> FakeEndpoint:
-        self.lender.handle(encode(ReaderHello(Session(session), b"w"), SECRET))
+        self.lender.handle(encode(ReaderHello(SessionId(session), b"w"), SECRET))
         return self.endpoints[-1]
 
     def ask(self, session: bytes, number: int, *, runs: int = 2) -> None:
         frame = request(number, [self.base + 128 * i for i in range(runs)], [64] * runs)
-        self.lender.handle(encode(replace(frame, session=Session(session)), SECRET))
+        self.lender.handle(encode(replace(frame, session=SessionId(session)), SECRET))
 
     def settle(self) -> None:
         while self.lender.step():
@@ -353,7 +353,7 @@ def test_a_piece_that_is_too_large_to_stage_is_refused() -> None:
     endpoint = rig.hello(A)
     base = huge.ctypes.data
     frame = request(1, [base, base + 2 * STAGED_BYTES], [STAGED_BYTES, 64])
-    rig.lender.handle(encode(replace(frame, session=Session(A)), SECRET))
+    rig.lender.handle(encode(replace(frame, session=SessionId(A)), SECRET))
     rig.settle()
     assert [size for tag, size, _ in endpoint.sent if tag == 9] == [STAGED_BYTES + 64 + 1]
     assert len(endpoint.sent) == 2  # the reason, and nothing
