@@ -1,9 +1,12 @@
-"""What an engine's KV memory looks like, and pinning it once.
+"""Describes an engine's KV memory and registers it with a transport, once.
 
-``registration.references`` describes memory, ``registration.register`` pins it.  Both
-run without torch, as the router and the command line must.  ``registration.allocation.allocate``
-(with ``layers`` and ``contents`` to describe what an engine wants) makes memory; it
-needs torch and is imported by name.
+references   KV memory as byte references: where every head and token of a block lies
+register     registers one worker's KV memory, and releases it in the right order
+scratch      a page of memory for reads whose bytes are not used
+allocation/  allocates cross-layer KV memory; needs torch, so it is imported by name
+
+Everything but ``scratch`` and ``allocation`` runs without torch, as the router and the
+command line must.
 """
 
 from registration.references import (

@@ -9,7 +9,7 @@ strides between heads and between tokens::
                                 + data.offset + head * data.head_stride
                                 + token * data.token_stride
 
-That one formula covers every layout, so nothing after this module knows a
+That one formula covers every layout, so no other module needs to know a
 layout by name.  Layer-outermost caches have a small block stride and large data
 offsets, cross-layer ones a large stride and small offsets:
 
@@ -36,11 +36,11 @@ _ADDRESS_LIMIT = 1 << 62
 
 
 class RegistrationError(ValueError):
-    """A description of KV memory that cannot be true."""
+    """A description of KV memory is inconsistent."""
 
 
 class AttentionKind(StrEnum):
-    """What a KV cache group keeps, in vLLM's ``kv_cache_spec_kind`` words."""
+    """What a KV cache group keeps, by vLLM's names (``kv_cache_spec_kind``)."""
 
     FULL = "full_attention"
     SLIDING_WINDOW = "sliding_window"
@@ -49,7 +49,7 @@ class AttentionKind(StrEnum):
 
     @property
     def is_windowed(self) -> bool:
-        """Whether only the blocks near the last token are still of use."""
+        """Whether only the blocks near the last token are still needed."""
         return self in (AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
 
 
@@ -138,7 +138,7 @@ class KVCacheDataReference:
 
     @property
     def _run_nbytes(self) -> int:
-        """Bytes that certainly lie together: a token of a head, or an opaque head."""
+        """Bytes that are certainly contiguous: a token of a head, or an opaque head."""
         return self.head_nbytes if self.token_nbytes is None else self.token_nbytes
 
     @property
@@ -236,7 +236,7 @@ class KVCacheReferences:
         return tuple(dict.fromkeys(tensor.memory for tensor in self.tensors))
 
     def without_addresses(self) -> KVCacheReferences:
-        """The same shapes, every allocation at a made-up base."""
+        """The same shapes, with every allocation at a made-up base."""
         return replace(self, tensors=tuple(replace(t, base=1 << 12) for t in self.tensors))
 
     def num_blocks(self, group: int) -> int:
@@ -342,7 +342,7 @@ def build_kv_cache_references(groups: Sequence[GroupMemory]) -> KVCacheReference
 
 
 def _overlap(run_nbytes: int, steps: Iterable[tuple[int, int]]) -> bool:
-    """Whether a run repeated at every (stride, count) meets itself, or interleaves.
+    """Whether a run repeated at every (stride, count) overlaps itself, or interleaves.
 
     In every real layout one step's repetitions end before the next larger step begins.
     """

@@ -1,14 +1,14 @@
-"""One worker's KV memory, pinned.
+"""One worker's KV memory, registered with a transport.
 
-Pinning is per allocation, never per layer: a cross-layer cache of 60 layers is one
-region.  A transport cannot unpin a single region, so whoever pins memory with it owns
-it, and unpins by closing it::
+Memory is registered per allocation, never per layer: a cross-layer cache of 60 layers is
+one region.  A transport cannot unregister a single region, so the object that registers
+memory owns the transport, and unregisters by closing it::
 
     with RegisteredKVMemory(transport, made.references, made.owners) as memory:
-        greet(memory.address, memory.references)
+        send_hello(memory.address, memory.references)
 
-The order at the end matters: first the transport lets go of the pages, then the
-tensors that own them are dropped.  A NIC must never hold pages that have gone back to
+The order at the end matters: first the transport releases the pages, then the tensors
+that own them are dropped.  A NIC must never hold pages that have gone back to
 an allocator.
 """
 
@@ -24,29 +24,29 @@ from transport.closing import Closing
 
 
 class OverlappingMemory(RegistrationError):
-    """Two allocations share bytes but are not one and the same."""
+    """Two allocations share bytes but are not identical."""
 
 
 class RegistrationClosed(RuntimeError):
-    """The memory was unpinned before this call."""
+    """The memory was unregistered before this call."""
 
 
 class RegisteredKVMemory(Closing):
     """KV memory that peers can read and reads can land in, from construction to ``close``.
 
-    It owns ``transport`` from the call on: also when construction fails, in which
-    case some regions may be pinned already, so the transport is closed.  Like the
-    transport it belongs to one thread at a time.
+    It owns ``transport`` from the call on, also when construction fails: some regions may
+    be registered already then, so the transport is closed.  Like the transport it belongs
+    to one thread at a time.
 
     Args:
         transport: a fresh transport; nothing else is registered with it.
-        references: describe the memory; one region is pinned for each distinct
+        references: describe the memory; one region is registered for each distinct
             allocation in it.
-        owners: whatever keeps that memory alive (tensors); held until ``close``.
+        owners: the objects that keep that memory alive (tensors); held until ``close``.
 
     Raises:
         RegistrationError: the references describe no memory.
-        OverlappingMemory: two allocations overlap; they are not merged.
+        OverlappingMemory: two allocations overlap.
         TransportError: the transport refused a region.
     """
 
@@ -65,17 +65,17 @@ class RegisteredKVMemory(Closing):
 
     @property
     def references(self) -> KVCacheReferences:
-        """What the memory looks like; true also after ``close``."""
+        """The description of the memory; valid also after ``close``."""
         return self._references
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """The pinned regions."""
+        """The registered regions."""
         return self._references.memories()
 
     @property
     def transport(self) -> Transport:
-        """The transport that pinned the memory.
+        """The transport that the memory is registered with.
 
         Raises:
             RegistrationClosed: after ``close``.
@@ -85,7 +85,7 @@ class RegisteredKVMemory(Closing):
 
     @property
     def address(self) -> bytes:
-        """All that a peer needs to read this memory.
+        """Everything that a peer needs to read this memory.
 
         Raises:
             RegistrationClosed: after ``close``.
@@ -93,10 +93,10 @@ class RegisteredKVMemory(Closing):
         return self.transport.address()
 
     def close(self) -> None:
-        """Unpin by closing the transport, then let go of the owners.  Later calls do nothing.
+        """Unregister by closing the transport, then drop the owners.  Later calls do nothing.
 
         If the transport does not close (a read can still land), the owners are kept and
-        the call may be repeated.  A transport that its thread closed before is fine.
+        the call may be repeated.  A transport that is closed already is fine.
         """
         if not self._closed:
             self._transport.close()
@@ -109,7 +109,7 @@ class RegisteredKVMemory(Closing):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RegistrationClosed("this KV memory is not registered any more")
+            raise RegistrationClosed("this KV memory was unregistered")
 
     def _register(self) -> None:
         memories = self.memories

@@ -1,8 +1,8 @@
-"""A page of memory that holds nothing, for reads whose bytes nobody wants.
+"""A page of memory for reads whose bytes are not used, such as probe reads.
 
-It lies on the device of the KV memory, so that a read into it takes the way that a pull
-will take.  Register it after the transport's address was taken: an address covers what was
-registered before, so peers never learn of it.
+It lies on the device of the KV memory, so that a read into it takes the same path as a
+pull.  Register it after the transport's address was taken: an address covers what was
+registered before, so peers never learn of the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scratch:
 
     @classmethod
     def on(cls, device: Device) -> Scratch:
-        """A new page on ``device``, alone on its page: what is pinned is pinned by pages."""
+        """A new page on ``device``, aligned to a page, as memory is pinned by whole pages."""
         where = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.index}")
         tensor = torch.zeros(2 * PAGE_NBYTES, dtype=torch.uint8, device=where)
         base = -(-tensor.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES

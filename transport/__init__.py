@@ -1,10 +1,34 @@
-"""Moves bytes between registered memories, one-sidedly.
+"""Moves bytes between registered memories, one-sidedly: the reader asks, the lender need not act.
 
-``transport.nixl`` is the backend for real engines, ``transport.ucx`` the one for
-machines where NIXL does not load, ``transport.choose`` picks between them.
-``transport.inprocess`` is an in-process one with scriptable faults,
-``transport.testing`` the contract that all pass and that a backend of yours can
-be held to.
+::
+
+    base            the interface: register, address, connect, read, poll, close
+    types, errors   what it takes and returns, and what can go wrong
+    nixl/           the transport for real engines, over NIXL
+    ucx/            over UCX alone, for machines where NIXL does not load
+    inprocess/      within one process, with faults on demand; for tests and simulations
+    faulty          wraps another transport and injects faults (fault_schedule draws them)
+    choose          picks NIXL or UCX, as configured and as available
+    address         the checksummed envelope around a backend's address
+    regions         what is registered, and whether spans stay inside it
+    runs            merging neighbouring runs of bytes
+    hugepages       huge pages under host memory, and the warning where they are small
+    closing         ``with`` blocks for everything that has ``close()``
+    testing/        the contract that every transport passes, as tests to inherit
+
+To add a transport:
+
+1. Make a package ``transport/NAME/`` with a ``transport.py`` whose class implements
+   :class:`transport.base.Transport`.  ``transport.inprocess.transport`` is the shortest
+   example.  Make addresses with ``transport.address.pack``, keep registered memory in
+   ``transport.regions.Regions``, and map the library's exceptions to ``transport.errors``.
+   Import the library inside functions, and raise ``TransportUnavailable`` if it is absent.
+2. Hold it to the contract: add ``tests/transport/contract/test_NAME.py`` with a subclass of
+   :class:`transport.testing.contract.TransportContract` that overrides ``open_rig``.
+3. Let it be configured: add its name to ``transport.choose`` (``Wanted``, ``_ORDER``) and how
+   to open it to ``pdconn.vllm.worker``, and an import contract to ``pyproject.toml``.
+
+Nothing above a transport needs to change.
 """
 
 from transport.base import Transport

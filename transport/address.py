@@ -1,10 +1,10 @@
 """The envelope around a backend's address, checked before the backend sees it.
 
-An address comes from the network.  NIXL treats bad metadata harshly: a
-truncated copy of a known peer's metadata makes it forget that peer, in use or
-not.  So an address says which backend and version made it, and carries a
-checksum; what does not match is refused here.  The checksum finds accidents,
-not attackers: who may send an address is the protocol's business.
+An address comes from the network.  NIXL treats bad metadata harshly: a truncated copy of
+a known peer's metadata makes it forget that peer, even while it is in use.  So an address
+names the backend and version that made it, and carries a checksum; an address that does
+not match is refused here.  The checksum finds accidents, not attacks: authenticating the
+sender of an address is the protocol's task.
 
     [ backend, version, name of the peer, payload of the backend, crc32 ]
 """
@@ -25,7 +25,7 @@ MAX_NAME_CHARS = 256
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A decoded address: ``payload`` is what the backend itself made."""
+    """A decoded address: ``payload`` is the backend's own."""
 
     backend: str
     version: int
@@ -51,10 +51,10 @@ def pack(backend: str, name: str, payload: bytes) -> bytes:
 
 
 def named_in(address: bytes) -> str:
-    """Whose address this says it is, of whatever backend; nothing else is checked.
+    """The peer name in an address of any backend; nothing else is checked.
 
     Raises:
-        BadAddress: it is no address.
+        BadAddress: it is not an address.
     """
     return _decoded(address).name
 
@@ -63,7 +63,7 @@ def unpack(backend: str, address: bytes) -> Envelope:
     """Decode what ``pack`` made for the same backend.
 
     Raises:
-        BadAddress: anything else; the message says what was expected.
+        BadAddress: it is anything else; the message says what was expected.
     """
     envelope = _decoded(address)
     if envelope.backend != backend:
@@ -73,7 +73,7 @@ def unpack(backend: str, address: bytes) -> Envelope:
     if not 0 < len(envelope.name) <= MAX_NAME_CHARS:
         raise BadAddress(f"peer name of {len(envelope.name)} characters, 1 to {MAX_NAME_CHARS}")
     if envelope.checksum != _checksum(backend, envelope.name, envelope.payload):
-        raise BadAddress(f"address of {envelope.name!r} was damaged on its way: checksum differs")
+        raise BadAddress(f"address of {envelope.name!r} is damaged: its checksum differs")
     return envelope
 
 

@@ -1,9 +1,9 @@
-"""The interface that every way of moving bytes implements.
+"""The interface that every transport implements.
 
-It is small on purpose: register memory once, exchange addresses, post reads,
-ask how they are doing.  A read cannot be cancelled, because no RDMA stack can
-promise that a cancelled read writes nothing more (a released NIXL READ does
-write, see the contract suite); it can only be waited for.
+It is small on purpose: register memory once, exchange addresses, post reads, poll them.
+A read cannot be cancelled, because no RDMA stack can guarantee that a cancelled read
+writes nothing more (a released NIXL READ does write, see the contract's tests); a caller
+can only wait for it.
 
 A transport belongs to one thread at a time.  ``read`` may copy before it
 returns, so it is never called on an engine's thread.
@@ -39,11 +39,11 @@ class Transport(Closing):
 
     @abstractmethod
     def address(self) -> bytes:
-        """Everything a peer needs to reach us and what is registered so far."""
+        """Everything that a peer needs to reach us and to read what is registered so far."""
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
-        """Make ``address`` readable.  Connecting twice to one address is harmless.
+        """Learn a peer by its address, so that it can be read.  Connecting twice is harmless.
 
         Raises:
             BadAddress: the bytes are not an address of this backend.
@@ -76,21 +76,21 @@ class Transport(Closing):
         """
 
     def check(self) -> None:
-        """See that what serves us and our peers still lives.  Cheap, and from any thread.
+        """Raise if the backend's own threads have died.  Cheap, and may be called from any thread.
 
         Raises:
-            BackendFailure: it died: peers read in vain, and so do we.
+            BackendFailure: they died: neither our reads nor our peers' will end.
         """
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """Facts for logs: library versions, transports and settings really in use."""
+        """Facts for logs: library versions, and the transports and settings in use."""
 
     @abstractmethod
     def close(self) -> None:
         """Disconnect from all peers, unregister and release everything.
 
-        Once it returned nothing is written any more, and every read is forgotten.
+        Once it has returned nothing is written any more, and every read is forgotten.
         A second call does nothing.
 
         Raises:

@@ -4,9 +4,9 @@
     ucx    UCX or nothing
     auto   NIXL; if it is not available here, UCX
 
-Only ``TransportUnavailable`` counts as "not available": an option that cannot be
-meant is an error with either backend.  Two engines that choose differently do not
-understand each other's addresses, and say so (``BadAddress``, naming both).
+Only ``TransportUnavailable`` counts as "not available": an invalid option is an error
+with either backend.  Two engines that choose differently cannot use each other's
+addresses, and report ``BadAddress``, which names both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ORDER: Mapping[Wanted, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Backend ``name`` was opened because of ``reason``; ``tried`` says what was not available."""
+    """Backend ``name`` was opened for ``reason``; ``tried`` are those that were not available."""
 
     name: str
     reason: str
@@ -46,10 +46,10 @@ def choose(wanted: Wanted, openers: Mapping[str, Opener]) -> tuple[Transport, Ch
     """Open the first backend that ``wanted`` allows and that runs here.
 
     Args:
-        openers: for each backend by name, what opens a transport of it.
+        openers: by name of backend, a function that opens a transport of it.
 
     Raises:
-        TransportUnavailable: none runs, with the reason of each.
+        TransportUnavailable: none runs; says why for each.
     """
     tried: list[str] = []
     for name in _ORDER[wanted]:
@@ -63,13 +63,13 @@ def choose(wanted: Wanted, openers: Mapping[str, Opener]) -> tuple[Transport, Ch
 
 
 def ucx_options(backend_options: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The UCX settings among ``backend_options``, which are in the form that NIXL takes.
+    """The UCX settings in ``backend_options``, which are written as for NIXL.
 
     >>> ucx_options({"UCX": {"engine_config": "TLS=tcp,TCP_TX_SEG_SIZE=64K"}})
     {'TLS': 'tcp', 'TCP_TX_SEG_SIZE': '64K'}
 
     Raises:
-        ValueError: something that only NIXL could make use of.
+        ValueError: an option that only NIXL has.
     """
     foreign = [f"{b}.{key}" for b, opts in backend_options.items() for key in opts]
     foreign = [key for key in foreign if key != "UCX.engine_config"]

@@ -59,23 +59,23 @@ class TransportError(Exception):
 
 
 class BadSpans(TransportError, ValueError):
-    """Our own request makes no sense: wrong dtype, shape, length or address."""
+    """Our own request is invalid: wrong dtype, shape, length or address."""
 
 
 class OutOfBounds(TransportError):
-    """A span reaches outside memory that was registered, on either side."""
+    """A span leaves the registered memory, on either side."""
 
 
 class BadAddress(TransportError):
-    """The bytes a peer gave as its address cannot be used to reach it."""
+    """The bytes that a peer gave as its address cannot be used to reach it."""
 
 
 class PeerUnknown(TransportError):
-    """The peer was never connected, or is disconnected by now."""
+    """The peer was never connected, or was disconnected since."""
 
 
 class PeerLost(TransportError):
-    """The peer went away; reads in flight from it have failed."""
+    """The peer is gone; reads in flight from it have failed."""
 
 
 class BackendFailure(TransportError):

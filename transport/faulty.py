@@ -1,9 +1,9 @@
-"""A transport that disturbs the reads of another one: late, failed, stalled, spoiled.
+"""A transport that injects faults into another one's reads: late, failed, stalled, corrupted.
 
-It wraps a real backend, so what runs above it is what runs in production.  With
-``corrupt`` it is the negative control of every end-to-end check: a check that
-stays green while every read is spoiled checks nothing.  What befalls read n is
-drawn from a seeded generator, see ``transport.fault_schedule``, so a run can be replayed::
+It wraps a real backend, so everything above it is what runs in production.  With
+``corrupt`` it is the negative control of every end-to-end check: a check that passes
+while every read is corrupted checks nothing.  The faults of read n are drawn from a
+seeded generator, see ``transport.fault_schedule``, so a run can be replayed::
 
             fail ──► settled: BackendFailure, nothing was posted
     read ── stall ─► pending ──────────── disconnect or close ──► settled: PeerLost
@@ -11,9 +11,9 @@ drawn from a seeded generator, see ``transport.fault_schedule``, so a run can be
             else ─────────────────────────► posted
                                              └► kill: this process dies
 
-A read that waits was not posted, so it can write nothing and may be dropped at
-once; what it copies is what the peer's memory holds when it is posted.  A read
-of nothing is left alone: it must settle at once.
+A read that waits was not posted, so it can write nothing and may be dropped at once; it
+copies what the peer's memory holds when it is posted.  A read of nothing gets no fault,
+as it must settle at once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ReadFaults:
-    """The chance that each fault befalls a read, from 0 to 1; see the module for what they do.
+    """The probability of each fault, from 0 to 1; see the module for what they do.
 
-    ``fail`` goes before ``stall``, and that before the others, which add up.
+    ``fail`` takes precedence over ``stall``, and ``stall`` over the others, which combine.
 
     Raises:
-        FaultError: a value out of range, by its field.
+        FaultError: a value is out of range; names its field.
     """
 
     delay: float = 0.0
@@ -62,31 +62,31 @@ class ReadFaults:
         return in_words(self, _KINDS)
 
     def __bool__(self) -> bool:
-        """Whether anything can happen."""
+        """Whether any fault can happen."""
         return bool(str(self))
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A read that was not posted yet; a stalled one never will be."""
+    """A read that was not posted yet; a stalled one is never posted."""
 
     peer: PeerId
     spans: Spans
     due: float
-    fate: frozenset[str]
+    faults: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
-    """A read of the backend, under the name that the backend gave it."""
+    """A read of the backend, with the id that the backend gave it."""
 
     read: ReadId
     spans: Spans
-    fate: frozenset[str]
+    faults: frozenset[str]
 
 
 def kill_ourselves() -> None:
-    """End this process as a crash would: nothing is flushed, closed or said."""
+    """End this process as a crash would: nothing is flushed or closed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -94,10 +94,10 @@ class FaultyTransport(Transport):
     """``inner``, with ``faults`` drawn from ``rng`` for every read.
 
     Args:
-        inner: owned from now on; connect to peers through this transport only.
-        kill: ends this process; a test passes something milder.
+        inner: owned by this transport; connect to peers through this one only.
+        kill: ends this process; tests pass another function.
 
-    ``counts`` says how often each fault took place.
+    ``counts`` holds how often each fault happened.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class FaultyTransport(Transport):
         """As ``Transport.register``.
 
         Raises:
-            BackendFailure: other than host memory cannot be corrupted; said here, as
-                reads that stayed whole would look like a check that notices nothing.
+            BackendFailure: only host memory can be corrupted; raised here, as intact
+                reads would look like a check that notices nothing.
         """
         for memory in memories:
             if self._faults.corrupt and memory.device.kind != "cpu":
@@ -148,19 +148,19 @@ class FaultyTransport(Transport):
         self._inner.disconnect(peer)
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
-        fate = self._fate(peer, spans)
+        faults = self._draw(peer, spans)
         state: _Waiting | _Posted | Settled
-        if "fail" in fate:
+        if "fail" in faults:
             state = _failed(spans, BackendFailure(f"a read from {peer} failed on purpose"))
-        elif "stall" in fate:
-            state = _Waiting(peer, spans, _NEVER, fate)
-        elif "delay" in fate:
-            state = _Waiting(peer, spans, self._clock() + self._faults.delay_s, fate)
+        elif "stall" in faults:
+            state = _Waiting(peer, spans, _NEVER, faults)
+        elif "delay" in faults:
+            state = _Waiting(peer, spans, self._clock() + self._faults.delay_s, faults)
         else:
-            state = self._post(peer, spans, fate)
+            state = self._post(peer, spans, faults)
         read = ReadId(next(self._ids))
         self._reads[read] = state
-        self.counts.update(fate & {"fail"} or fate & {"stall"} or fate & {"delay"})
+        self.counts.update(faults & {"fail"} or faults & {"stall"} or faults & {"delay"})
         return read
 
     def poll(self, read: ReadId) -> Settled | None:
@@ -175,7 +175,7 @@ class FaultyTransport(Transport):
         return settled
 
     def describe(self) -> dict[str, str]:
-        return {**self._inner.describe(), "disturbed": str(self._faults) or "never"}
+        return {**self._inner.describe(), "faults": str(self._faults) or "none"}
 
     def close(self) -> None:
         for peer in self._peers:
@@ -184,46 +184,46 @@ class FaultyTransport(Transport):
         self._inner.close()
         self._reads.clear()
 
-    def _fate(self, peer: PeerId, spans: Spans) -> frozenset[str]:
+    def _draw(self, peer: PeerId, spans: Spans) -> frozenset[str]:
         if peer not in self._peers or not len(spans):
             return frozenset()  # the backend refuses it, or settles it at once
         return drawn(self._rng, self._faults, _KINDS)
 
-    def _post(self, peer: PeerId, spans: Spans, fate: frozenset[str]) -> _Posted:
-        posted = _Posted(self._inner.read(peer, spans), spans, fate)
-        if "kill" in fate:
+    def _post(self, peer: PeerId, spans: Spans, faults: frozenset[str]) -> _Posted:
+        posted = _Posted(self._inner.read(peer, spans), spans, faults)
+        if "kill" in faults:
             self.counts["kill"] += 1
             self._kill()
         return posted
 
     def _post_late(self, waiting: _Waiting) -> _Posted | Settled:
         try:
-            return self._post(waiting.peer, waiting.spans, waiting.fate)
-        except TransportError as error:  # nobody would catch it where it is polled
+            return self._post(waiting.peer, waiting.spans, waiting.faults)
+        except TransportError as error:  # poll must not raise what read would have raised
             return _failed(waiting.spans, error)
 
     def _poll_posted(self, posted: _Posted) -> Settled | None:
         settled = self._inner.poll(posted.read)
-        if settled is not None and settled.ok and "corrupt" in posted.fate:
+        if settled is not None and settled.ok and "corrupt" in posted.faults:
             self.counts["corrupt"] += 1
-            _spoil(posted.spans)
+            _corrupt(posted.spans)
         return settled
 
-    def _drop_waiting(self, peer: PeerId, why: str) -> None:
+    def _drop_waiting(self, peer: PeerId, reason: str) -> None:
         for read, state in self._reads.items():
             if isinstance(state, _Waiting) and state.peer == peer:
-                self._reads[read] = _failed(state.spans, PeerLost(why))
+                self._reads[read] = _failed(state.spans, PeerLost(reason))
 
 
 def _failed(spans: Spans, error: TransportError) -> Settled:
     return Settled(ReadStats(spans.total_bytes, len(spans.coalesced()), 0.0, 0.0), error)
 
 
-def _spoil(spans: Spans) -> None:
-    """Make one byte wrong, in the last number of the first span; host memory only.
+def _corrupt(spans: Spans) -> None:
+    """Change one byte, in the last number of the first span; host memory only.
 
-    It is the highest byte of a little-endian float: a number around 1 turns into one
-    of some thousands, and does not turn into infinity.
+    It is the highest byte of a little-endian float: a number around 1 turns into some
+    thousands, and not into infinity.
     """
     last = int(spans.local[0]) + int(spans.nbytes[0]) - 1
     ctypes.c_uint8.from_address(last).value ^= 0x7B

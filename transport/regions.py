@@ -1,8 +1,8 @@
-"""The memories one side has registered, and whether spans stay inside them.
+"""The memories that one side has registered, and whether spans stay inside them.
 
-Every backend refuses overlapping memories and runs that leave registered
-memory.  A run must lie inside *one* memory: two memories that happen to touch
-are still two registrations, with two keys, for the network card.
+Every backend refuses overlapping memories and runs that leave registered memory.  A run
+must lie inside *one* memory: two memories that happen to touch are still two
+registrations, with two keys, for the network card.
 """
 
 from __future__ import annotations

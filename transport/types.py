@@ -1,9 +1,8 @@
-"""The three things a transport talks about: memory, spans of it, and how a read ended.
+"""The types of the transport interface: memory, spans of it, and how a read ended.
 
-Addresses are plain integers: a transport moves bytes between registered
-memories and knows nothing of KV caches, requests or engines.  A read is a set
-of spans, kept as numpy columns because a pull of a long prompt has tens of
-thousands of them::
+Addresses are plain integers: a transport moves bytes between registered memories and
+knows nothing of KV caches, requests or engines.  A read is a set of spans, kept as
+numpy columns because a pull of a long prompt has tens of thousands of them::
 
             local                remote             nbytes
     span 0  0x7f10_0000_0000 <-- 0x7e20_0001_0000   65536
@@ -19,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import BadSpans, TransportError
+from transport.runs import merge_runs
 
 PeerId = NewType("PeerId", str)
-"""Names a connected peer, unique within one transport."""
+"""Identifies a connected peer within one transport."""
 
 ReadId = NewType("ReadId", int)
-"""Names one posted read, unique within one transport."""
+"""Identifies a posted read within one transport."""
 
 U64 = NDArray[np.uint64]
 
@@ -120,26 +120,18 @@ class Spans:
         Run i+1 joins run i when it continues it on both sides.  Order is kept,
         so a caller that lists blocks in ascending order merges the most.
         """
-        if len(self) < 2:
+        merged = merge_runs(self.nbytes, self.local, self.remote)
+        if merged is None:
             return self
-        joins = (self.local[:-1] + self.nbytes[:-1] == self.local[1:]) & (
-            self.remote[:-1] + self.nbytes[:-1] == self.remote[1:]
-        )
-        if not joins.any():
-            return self
-        starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+        first, nbytes = merged
         return Spans(
-            self.local[starts],
-            self.remote[starts],
-            np.add.reduceat(self.nbytes, starts),
-            self.local_device,
-            self.remote_device,
+            self.local[first], self.remote[first], nbytes, self.local_device, self.remote_device
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What a finished read cost, as the backend saw it.
+    """What a finished read cost, as measured by the backend.
 
     ``num_descriptors`` is counted after the backend merged neighbours; times are
     in seconds: ``post_s`` for posting, ``transfer_s`` from posting to the end.

@@ -1,4 +1,4 @@
-"""What can be wrong with a benchmark: how it was asked for, or its other side."""
+"""Errors of benchmarks: invalid options, and failures of the other side."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class BenchError(Exception):
     """A benchmark that cannot run."""
 
 
-class BadCase(FieldError, BenchError, ValueError):
-    """An option of a benchmark that makes no sense."""
+class BadOption(FieldError, BenchError, ValueError):
+    """An invalid option of a benchmark."""
 
 
 class LenderFailed(BenchError):
-    """The side that lends refused, or went away."""
+    """The side that lends refused, or is gone."""
 
 
 class WrongBytes(BenchError):

@@ -1,4 +1,4 @@
-"""What a result was measured with: without it a number means little."""
+"""The machine, versions and command of a measurement: without them a number means little."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a pull runs through, those that are installed."""
+    """Versions of the software that a pull uses, as far as it is installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def manifest(now: datetime | None = None) -> dict[str, object]:
-    """When, with what, and how it was asked for."""
+    """Time, command, machine and versions of a measurement."""
     return {
         "measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
         "command": ["pdconn", *sys.argv[1:]],

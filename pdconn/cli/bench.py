@@ -1,4 +1,4 @@
-"""``pdconn bench``: what a pull costs beside what the wire could do, and what a user sees."""
+"""``pdconn bench``: the throughput of pulls, and the latency of engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ examples:
 exit codes:
   0  measured, and every byte or token was right
   1  it failed, or brought wrong bytes or tokens
-  2  options that make no case
+  2  invalid options
 """
 
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     transfer.set_defaults(bench=bench_transfer.run)
     serve = kinds.add_parser(
         "serve",
-        help="ask prefill and decode, in-tree connector and one engine, in turns",
+        help="measure prefill and decode, the in-tree connector and a single engine, in turns",
         description="Measure latency and goodput of real engines, ours or running ones, in turns.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""``pdconn bench serve``: the options, whom they name, and the order of things."""
+"""``pdconn bench serve``: its options, and the contestants that they name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdconn.bench.errors import BadCase, BenchError
+from pdconn.bench.errors import BadOption, BenchError
 from pdconn.bench.manifest import manifest
 from pdconn.bench.serving.contestants import Target, running_contestants
 from pdconn.bench.serving.lineup import CONNECTORS, CORES
-from pdconn.bench.serving.replies import Taken
+from pdconn.bench.serving.replies import TurnResult
 from pdconn.bench.serving.report import Report, render, to_json
 from pdconn.bench.serving.summary import Bounds
-from pdconn.bench.serving.turns import RunPlan, Say, measure
+from pdconn.bench.serving.turns import Log, RunPlan, measure
 from pdconn.lab.errors import LabError
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.spec import SERVED_NAME, EngineSpec
@@ -27,24 +27,24 @@ _CONTESTANTS = (SINGLE, *CONNECTORS)
 _MODEL = "handover"
 
 _EPILOG = """\
-Contestants are measured in turns, each round in another order, with the same prompts
-(random token ids, temperature 0) at the same times.  Those whose turn it is not are
-frozen.  Reported are, medians and 99th percentiles:
+Contestants are measured in turns, each round in a different order, with the same prompts
+(random token ids, temperature 0) at the same times.  Outside its turn a contestant is
+frozen.  The report has medians and 99th percentiles of:
 
   TTFT       from the request (its due time under --rate) to the first token
-  ITL        between pieces of an answer, of all answers
+  ITL        between chunks of an answer, over all answers
   handover   from the end of prefill's answer to the first byte of decode's, as
-             pdconn proxy tells of each request; - where nobody does
-  goodput    requests a second that are whole, right, within --ttft-bound and, per token
-             after the first and on average, within --itl-bound
+             pdconn proxy reports it for each request; - where it is not reported
+  goodput    requests a second that are complete, right, within --ttft-bound and, on
+             average per token after the first, within --itl-bound
 
 Every answer is compared with the reference's: the single engine's, or that of the first
-contestant.  Two tokens of nearly the same probability may change places where a service
-batches differently; the lab's models have next to none.
+contestant.  Two tokens of nearly equal probability may swap where a service batches
+differently; the lab's models have almost no such tokens.
 
 Without --target, engines are started on this machine, without a GPU: a prefill and a
 decode engine behind pdconn proxy for each connector, and one engine by itself (single).
-Their model is small and random.  That takes minutes, and 1.6 GiB an engine.
+Their model is small and random.  This takes minutes, and 1.6 GiB per engine.
 
 examples:
   pdconn bench serve
@@ -53,9 +53,9 @@ examples:
       --prompt 2000 --output 200 --requests 100 --rate 5 --ttft-bound 300 --itl-bound 30
 
 exit codes:
-  0  measured, and every answer was whole and the reference's
-  1  an answer was wrong, a request failed, or a contestant could not be started or asked
-  2  options that make no case
+  0  measured, and every answer was complete and equal to the reference's
+  1  an answer was wrong, a request failed, or a contestant did not start or answer
+  2  invalid options
 """
 
 
@@ -63,14 +63,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = _EPILOG
     add = parser.add_argument
-    who = parser.add_mutually_exclusive_group()
-    who.add_argument(
+    contestants = parser.add_mutually_exclusive_group()
+    contestants.add_argument(
         "--contestants",
         default="pdconn,in-tree,single",
         metavar="NAME,...",
-        help=f"whom to start: {', '.join(_CONTESTANTS)} (%(default)s)",
+        help=f"contestants to start: {', '.join(_CONTESTANTS)} (%(default)s)",
     )
-    who.add_argument(
+    contestants.add_argument(
         "--target",
         action="append",
         metavar="NAME=URL",
@@ -84,28 +84,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt", type=int, default=1000, metavar="TOKENS", help="(%(default)s)")
     add("--output", type=int, default=32, metavar="TOKENS", help="of each answer (%(default)s)")
-    add("--requests", type=int, default=8, metavar="N", help="of each turn (%(default)s)")
-    add("--rounds", type=int, default=3, metavar="N", help="turns of each (%(default)s)")
+    add("--requests", type=int, default=8, metavar="N", help="requests of each turn (%(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of each contestant (%(default)s)")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument(
         "--rate",
         type=float,
         metavar="PER_S",
-        help="requests come at random times, so many a second (Poisson)",
+        help="requests per second, at random times (Poisson)",
     )
     pace.add_argument(
         "--concurrency",
         type=int,
         default=1,
         metavar="N",
-        help="clients that send their next request when the last is answered (%(default)s)",
+        help="clients that each send their next request when the last is answered (%(default)s)",
     )
     add("--ttft-bound", type=float, default=500.0, metavar="MS", help="(%(default)g)")
     add("--itl-bound", type=float, default=50.0, metavar="MS", help="(%(default)g)")
-    add("--timeout", type=float, default=120.0, metavar="S", help="of a request (%(default)g)")
-    add("--seed", type=int, default=0, help="of prompts and of --rate's times (%(default)s)")
-    add("--json", metavar="FILE", help="write all of it to FILE, - for standard output")
-    add("--cores", choices=CORES, default="apart", help="how engines share them (%(default)s)")
+    add(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="timeout of a request (%(default)g)",
+    )
+    add("--seed", type=int, default=0, help="seed of prompts and of --rate's times (%(default)s)")
+    add("--json", metavar="FILE", help="write all results to FILE, - for standard output")
+    add("--cores", choices=CORES, default="apart", help="how engines share the cores (%(default)s)")
     add(
         "--directory",
         type=Path,
@@ -115,10 +121,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure everyone and report; 0, 1 or 2 as ``--help`` says."""
+    """Measure all contestants and report; returns 0, 1 or 2 as ``--help`` says."""
     began = time.monotonic()
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     try:
@@ -127,16 +133,16 @@ def run(args: argparse.Namespace) -> int:
         names = [one.name for one in targets] or _names(args.contestants)
         if not targets:
             _check_lab(args, plan)
-    except BadCase as error:
+    except BadOption as error:
         print(f"pdconn bench serve: {error}", file=sys.stderr)
         return 2
     try:
         if targets:
-            taken = measure(targets, plan, say, watch=False)
+            turns = measure(targets, plan, log, watch=False)
         else:
-            taken = _measured_here(args, names, plan, say)
+            turns = _measured_here(args, names, plan, log)
         reference = SINGLE if SINGLE in names and not targets else names[0]
-        report = Report.of(plan, bounds, taken, names, reference)
+        report = Report.of(plan, bounds, turns, names, reference)
         _publish(args.json, report)
     except (BenchError, LabError, OSError) as error:
         print(f"pdconn bench serve: {error}", file=sys.stderr)
@@ -145,22 +151,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured_here(
-    args: argparse.Namespace, names: Sequence[str], plan: RunPlan, say: Say
-) -> list[Taken]:
+    args: argparse.Namespace, names: Sequence[str], plan: RunPlan, log: Log
+) -> list[TurnResult]:
     model = write_model(args.directory / "models", SPECS[args.model or _MODEL])
     directory = args.directory / "run"
-    say(f"starting {', '.join(names)}; logs are in {directory}")
-    progress = _Progress(say)
-    with running_contestants(names, model, args.cores, directory, progress.show) as everyone:
-        for engine in (engine for one in everyone for engine in one.engines):
-            say(f"{engine.spec.name} ready after {engine.boot_s or 0.0:.0f} s")
-        taken = measure(everyone, plan, say, watch=True)
-        say("stopping")
-    return taken
+    log(f"starting {', '.join(names)}; logs are in {directory}")
+    progress = _StartProgress(log)
+    with running_contestants(names, model, args.cores, directory, progress.show) as contestants:
+        for engine in (engine for one in contestants for engine in one.engines):
+            log(f"{engine.spec.name} ready after {engine.boot_s or 0.0:.0f} s")
+        turns = measure(contestants, plan, log, watch=True)
+        log("stopping")
+    return turns
 
 
 def _publish(file: str | None, report: Report) -> None:
-    for one in report.checked.wrong:
+    for one in report.answers.wrong:
         print(
             f"round {one.round_number}, prompt {one.prompt}: {one.contestant}: {one.difference}",
             file=sys.stderr,
@@ -191,7 +197,7 @@ def _plan(args: argparse.Namespace) -> RunPlan:
 def _bounds(args: argparse.Namespace) -> Bounds:
     for field, value in (("ttft-bound", args.ttft_bound), ("itl-bound", args.itl_bound)):
         if not 0 < value < float("inf"):
-            raise BadCase(field, "more than 0 ms", value)
+            raise BadOption(field, "more than 0 ms", value)
     return Bounds(args.ttft_bound / 1e3, args.itl_bound / 1e3)
 
 
@@ -202,11 +208,11 @@ def _targets(words: Sequence[str]) -> list[Target]:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise BadCase("target", "NAME=http://HOST:PORT", f"{word}: {error}") from None
+            raise BadOption("target", "NAME=http://HOST:PORT", f"{word}: {error}") from None
         if not (found and name and parts.scheme in ("http", "https") and parts.hostname):
-            raise BadCase("target", "NAME=http://HOST:PORT", word)
+            raise BadOption("target", "NAME=http://HOST:PORT", word)
         if name in [one.name for one in targets]:
-            raise BadCase("target", "a name for each", f"{name} twice")
+            raise BadOption("target", "a name for each", f"{name} twice")
         targets.append(Target(name, url))
     return targets
 
@@ -215,31 +221,31 @@ def _names(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
         if name not in _CONTESTANTS:
-            raise BadCase("contestants", ", ".join(_CONTESTANTS), name)
+            raise BadOption("contestants", ", ".join(_CONTESTANTS), name)
     if not names or len(set(names)) != len(names):
-        raise BadCase("contestants", "at least one, each once", text or "nothing")
+        raise BadOption("contestants", "at least one, each once", text or "nothing")
     return names
 
 
 def _check_lab(args: argparse.Namespace, plan: RunPlan) -> None:
     if args.model is not None and args.model not in SPECS:
-        raise BadCase("model", f"{', '.join(SPECS)}, or a --target that serves it", args.model)
+        raise BadOption("model", f"{', '.join(SPECS)}, or a --target that serves it", args.model)
     longest = EngineSpec.max_model_len
     if plan.prompt_tokens + plan.output_tokens > longest:
         asked = f"{plan.prompt_tokens} + {plan.output_tokens}"
-        raise BadCase("prompt and output", f"at most {longest} tokens together", asked)
+        raise BadOption("prompt and output", f"at most {longest} tokens together", asked)
 
 
-class _Progress:
-    """A line every ten seconds, of one of the engines that are still starting."""
+class _StartProgress:
+    """A line every ten seconds about an engine that is still starting."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._shown = 0
 
     def show(self, name: str, seconds: float, said: str) -> None:
-        """Called every second for each of them."""
+        """Called every second for each starting engine."""
         tens = int(seconds) // 10
         if tens > self._shown:
             self._shown = tens
-            self._say(f"{name} is starting: {said[-100:].strip()}")
+            self._log(f"{name} is starting: {said[-100:].strip()}")

@@ -1,4 +1,4 @@
-"""``pdconn bench transfer``: the options, the cases they make, and the order of things."""
+"""``pdconn bench transfer``: its options, and the cases that they make."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from pdconn.bench.errors import BadCase, BenchError
+from pdconn.bench.errors import BadOption, BenchError
 from pdconn.bench.manifest import manifest
-from pdconn.bench.transfer.lender import MAX_BYTES, Afar, Beside, listen
+from pdconn.bench.transfer.lender import MAX_BYTES, ListeningLender, LocalLender, listen
 from pdconn.bench.transfer.paths import PATHS
-from pdconn.bench.transfer.report import CaseResult, render, to_json
+from pdconn.bench.transfer.report import CaseResult, draw, render, to_json
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
@@ -30,9 +30,9 @@ from pdconn.planning.errors import PlanningError
 from transport import TransportError
 
 _EPILOG = """\
-Every case is measured beside three lines in the same run: one READ of as many bytes in
-one piece (raw), the same blocks layer by layer (layered), and a memcpy.  What arrives is
-compared with what was lent before and after.  Several values of an option, separated by
+Every case compares four methods in one run: pdconn, one READ of as many bytes in one
+piece (raw), the same blocks layer by layer (layered), and a memcpy.  The bytes that
+arrive are compared with the lender's before and after.  Several values of an option, separated by
 commas, make a case each.
 
 An engine is written as tp=4,pp=1,layout=BHLNC,block=16, as for pdconn plan; --layout and
@@ -51,7 +51,7 @@ examples:
 exit codes:
   0  measured, and every byte was right
   1  a read failed, or brought wrong bytes
-  2  options that make no case
+  2  invalid options
 """
 
 
@@ -61,8 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     paths = "; ".join(f"{path.name}: {path.words}" for path in PATHS.values())
     add = parser.add_argument
     add("--model", default="llama-3.1-8b", metavar="NAME", help="a built-in shape (%(default)s)")
-    add("--prefill", default="", metavar="ENGINE", help="who lends, e.g. tp=4")
-    add("--decode", default="", metavar="ENGINE", help="who pulls, e.g. tp=2")
+    add("--prefill", default="", metavar="ENGINE", help="the engine that lends, e.g. tp=4")
+    add("--decode", default="", metavar="ENGINE", help="the engine that pulls, e.g. tp=2")
     add("--rank", type=int, default=0, help="the decode rank that pulls (%(default)s)")
     add("--layout", default="", metavar="L,...", help="memory orders, e.g. BLHNC,LBHNC")
     add("--block", default="", metavar="N,...", help="tokens per block")
@@ -70,24 +70,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ids", default="random", metavar="ORDER,...", help=f"of block ids: {', '.join(IDS)}")
     add("--concurrency", default="1", metavar="N,...", help="pulls at once (%(default)s)")
     add("--path", default="shm-huge", metavar="PATH,...", help=f"{paths} (%(default)s)")
-    add("--mooncake", action="store_true", help="read with Mooncake's transfer engine, too")
-    add("--rounds", type=int, default=9, help="turns of each line (%(default)s)")
-    add("--seed", type=int, default=0, help="of block ids and of the order of turns")
-    add("--json", metavar="FILE", help="write all of it to FILE, - for standard output")
+    add("--mooncake", action="store_true", help="measure Mooncake's transfer engine, too")
+    add("--rounds", type=int, default=9, help="measurements of each method (%(default)s)")
+    add("--seed", type=int, default=0, help="of block ids and of the order of measurements")
+    add("--json", metavar="FILE", help="write all results to FILE, - for standard output")
     add("--plot", type=Path, metavar="FILE", help="draw throughput against block size")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--remote", metavar="HOST:PORT", help="read from a lender on another host")
-    other.add_argument("--serve", metavar="HOST:PORT", help="be that lender, until interrupted")
+    other.add_argument("--serve", metavar="HOST:PORT", help="run that lender until interrupted")
     add("--max-gib", type=float, default=MAX_BYTES / (1 << 30), help="that --serve may lend")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, or measure every case and report."""
+    """Run the lender, or measure every case and report."""
     try:
         if args.serve:
             return _serve(args)
         cases = _cases(args)
-    except (BadCase, ForecastError, PlanningError, OSError) as error:
+    except (BadOption, ForecastError, PlanningError, OSError) as error:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
         return 2
     try:
@@ -96,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
         if args.plot:
-            from pdconn.bench.transfer.plot import draw
-
             draw(results, args.plot)
     except (BenchError, TransportError, OSError) as error:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
@@ -110,38 +108,35 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     host, port = _address(args.serve)
     with contextlib.suppress(KeyboardInterrupt):
-        listen(host, port, int(args.max_gib * (1 << 30)), lambda words: print(words, flush=True))
+        listen(host, port, int(args.max_gib * (1 << 30)), lambda text: print(text, flush=True))
     return 0
 
 
 def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -> list[CaseResult]:
-    lender = Afar(*_address(args.remote)) if args.remote else Beside()
     rng = random.Random(args.seed)
     results = []
-    try:
+    with ListeningLender(*_address(args.remote)) if args.remote else LocalLender() as lender:
         for number, (path, workload) in enumerate(cases, 1):
-            progress = _Progress(f"case {number} of {len(cases)}")
-            with OpenCase(workload, PATHS[path], lender.talk, mooncake=args.mooncake) as rig:
-                lines = take_rounds(rig, args.rounds, rng, progress.say)
-                result = CaseResult(workload, path, tuple(lines), rig.facts())
+            progress = _CaseProgress(f"case {number} of {len(cases)}")
+            with OpenCase(workload, PATHS[path], lender.control, mooncake=args.mooncake) as rig:
+                method_results = take_rounds(rig, args.rounds, rng, progress.show)
+                result = CaseResult(workload, path, tuple(method_results), rig.facts())
             progress.clear()
             results.append(result)
             if args.json != "-":
                 print(render(result), end="\n\n", flush=True)
-    finally:
-        lender.close()
     return results
 
 
 def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
     if args.rounds < 1:
-        raise BadCase("rounds", "at least 1", args.rounds)
+        raise BadOption("rounds", "at least 1", args.rounds)
     if args.plot and find_spec("matplotlib") is None:
-        raise BadCase("plot", "matplotlib to be installed (pdconn[demo])", "no matplotlib")
+        raise BadOption("plot", "matplotlib to be installed (pdconn[demo])", "no matplotlib")
     model = built_in(args.model)
     for path in _listed(args.path):
         if path not in PATHS:
-            raise BadCase("path", ", ".join(PATHS), path)
+            raise BadOption("path", ", ".join(PATHS), path)
     made = []
     for path, layout, block, ids, prompt, requests in itertools.product(
         _listed(args.path),
@@ -156,7 +151,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
             for option, text in (("--prefill", args.prefill), ("--decode", args.decode))
         )
         workload = Workload(prefill, decode, prompt, ids, requests, args.rank, args.seed)  # type: ignore[arg-type]
-        workload.sources()  # refuses two engines that cannot exchange KV
+        workload.sources()  # raises for two engines that cannot exchange KV
         made.append((path, workload))
     return made
 
@@ -176,30 +171,30 @@ def _listed(text: str) -> list[str]:
 def _numbers(field: str, text: str) -> list[int]:
     words = _listed(text)
     if not words or not all(word.isascii() and word.isdigit() for word in words):
-        raise BadCase(field, "whole numbers, separated by commas", text or "nothing")
+        raise BadOption(field, "whole numbers, separated by commas", text or "nothing")
     return [int(word) for word in words]
 
 
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdigit() and int(port) < 1 << 16):
-        raise BadCase("address", "HOST:PORT", text)
+        raise BadOption("address", "HOST:PORT", text)
     return host.strip("[]"), int(port)
 
 
-class _Progress:
-    """One line of a terminal, rewritten; nothing where there is no terminal."""
+class _CaseProgress:
+    """One line of a terminal, rewritten in place; nothing without a terminal."""
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
-    def say(self, words: str) -> None:
-        """Show what is being done."""
+    def show(self, text: str) -> None:
+        """Show the current step."""
         if self._shown:
-            print(f"\r\033[K{self._where}: {words}", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{self._where}: {text}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Give the line back."""
+        """Erase the line."""
         if self._shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ from pdconn.planning.topology import Piece
 from pdconn.protocol.compat import Difference
 from registration.references import AttentionKind, KVCacheDataReference, KVCacheReferences
 from transport import Device
+from transport.runs import merge_runs
 
 I64 = NDArray[np.int64]
 
@@ -200,15 +201,12 @@ def _step(ref: KVCacheDataReference, sub_tokens: int, block_tokens: int) -> int:
 def _merged(table: I64) -> I64:
     """Join runs that continue each other on both sides, in the order of our addresses."""
     table = table[:, np.argsort(table[0], kind="stable")]
-    if table.shape[1] < 2:
+    steps = table[[1, 2, 4, 5]]
+    alike = (steps[:, :-1] == steps[:, 1:]).all(axis=0)
+    runs = merge_runs(table[6], table[0], table[3], alike=alike)
+    if runs is None:
         return table
-    before, after = table[:, :-1], table[:, 1:]
-    joins = (
-        (before[0] + before[6] == after[0])
-        & (before[3] + before[6] == after[3])
-        & (before[[1, 2, 4, 5]] == after[[1, 2, 4, 5]]).all(axis=0)
-    )
-    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
-    merged = table[:, starts].copy()
-    merged[6] = np.add.reduceat(table[6], starts)
+    first, nbytes = runs
+    merged = table[:, first]
+    merged[6] = nbytes
     return merged

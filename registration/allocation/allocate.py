@@ -4,11 +4,11 @@ A decode rank reads blocks of many layers.  If each layer has its own tensor, th
 one run per layer and block; if the layers of a block lie side by side, it is one run
 per block.  So memory is allocated by block and handed to the layers as views:
 
-    describe   GroupPages of LayerPages          what each layer wants (layers, contents)
+    describe   GroupPages of LayerPages          what each layer needs (layers, contents)
     decide     plan_allocations                  where each layer's pages go (layouts)
     do         allocate                          tensors, views, references (here)
 
-The views are the layers' own shapes and memory orders with larger strides, so a kernel
+The views have the layers' own shapes and memory orders with larger strides, so a kernel
 that honours strides needs no change.
 """
 
@@ -71,7 +71,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCacheAllocation:
-    """KV memory of one worker: what owns it, what uses it, and what describes it.
+    """KV memory of one worker: its allocations, the layers' views, and its description.
 
     ``views`` has, by layer name, the layer's tensor (a list of them for recurrent
     layers).  ``groups`` is what ``references`` were built from.
@@ -109,8 +109,8 @@ def allocate(
     Raises:
         LayerRefused: a layer appears twice or counts other blocks; as
             ``HeadMajorRefused``, a layer cannot be head-major although it is required.
-        RegistrationError: the device is neither CPU nor CUDA, or the groups make no
-            sense (see ``build_kv_cache_references``).
+        RegistrationError: the device is neither CPU nor CUDA, or the groups are
+            inconsistent (see ``build_kv_cache_references``).
 
     Example:
         >>> from registration.allocation.contents import AttentionTensor
@@ -135,12 +135,7 @@ def allocate(
         layer.pages.layer: (layer, allocation) for plan, allocation in made for layer in plan.layers
     }
     described = tuple(
-        GroupMemory(
-            group.kind,
-            group.window,
-            group.block_tokens,
-            tuple(_describe(*placed[pages.layer], num_blocks) for pages in group.layers),
-        )
+        _describe_group(group, [placed[pages.layer] for pages in group.layers], num_blocks)
         for group in groups
     )
     return KVCacheAllocation(
@@ -157,7 +152,7 @@ def allocate(
 
 def _allocate(plan: AllocationPlan, device: torch.device) -> Allocation:
     nbytes = prod(plan.shape)
-    # torch aligns to 64 (CPU) or 512 bytes (CUDA): take more than needed, start later.
+    # torch aligns to 64 (CPU) or 512 bytes (CUDA): allocate more and skip to the alignment.
     spare = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else 0
     raw = torch.zeros(nbytes + spare, dtype=torch.int8, device=device)
     skip = -raw.data_ptr() % HUGE_PAGE_NBYTES if spare else 0
@@ -169,6 +164,13 @@ def _allocate(plan: AllocationPlan, device: torch.device) -> Allocation:
 def _view(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerView:
     flat = owner.tensor.view(-1)
     return layer.pages.content.view(flat, layer.offset, num_blocks, layer.steps)
+
+
+def _describe_group(
+    group: GroupPages, layers: Sequence[tuple[PlacedLayer, Allocation]], num_blocks: int
+) -> GroupMemory:
+    memories = tuple(_describe(layer, owner, num_blocks) for layer, owner in layers)
+    return GroupMemory(group.kind, group.window, group.block_tokens, memories)
 
 
 def _describe(layer: PlacedLayer, owner: Allocation, num_blocks: int) -> LayerMemory:

@@ -1,9 +1,9 @@
 """The kinds of content that a layer's pages can have.
 
-Whatever the engine calls its tensor, what counts is which bytes stay together.  An
-attention tensor is searched from the inside out for the run that holds one token of
-one head; where the token axis cuts through the content (old paged layouts keep keys
-as ``(..., content / x, token, x)``), for the run that holds one head instead.
+Only one thing matters about an engine's tensor: which bytes are contiguous.  An attention
+tensor is searched from the inside out for the run that holds one token of one head; where
+the token axis cuts through the content (old paged layouts keep keys as ``(..., content /
+x, token, x)``), for the run that holds one head instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AttentionTensor(StridedTensor):
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a page's bytes lie together."""
+        """Whether a page's bytes are contiguous."""
         return self.is_block_outermost
 
     @property
@@ -146,17 +146,17 @@ class OpaqueTensor(StridedTensor):
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """Any kind: what it holds is unknown."""
+        """Any kind, as its content is unknown."""
         return tuple(AttentionKind)
 
     @property
     def shares_rows(self) -> bool:
-        """Never: what its kernels assume of their memory is unknown."""
+        """Never, as its kernels' assumptions about memory are unknown."""
         return False
 
     @property
     def heads(self) -> Heads | None:
-        """None: they cannot be found."""
+        """None: their place is unknown."""
         return None
 
     def chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:
@@ -230,11 +230,11 @@ class StateTensors:
 
     @property
     def heads(self) -> Heads | None:
-        """None: a state moves whole."""
+        """None: a state is moved whole."""
         return None
 
     def packed_steps(self, page_nbytes: int) -> Mapping[Axis, int]:
-        """Whole pages apart."""
+        """Blocks are a page apart."""
         return {Axis.BLOCK: page_nbytes}
 
     def chunks(self, steps: Mapping[Axis, int]) -> tuple[StateChunk, ...]:

@@ -1,15 +1,15 @@
-"""What an engine's layers want of KV memory, before any is allocated.
+"""What an engine's layers need of KV memory, before it is allocated.
 
-A layer asks for *pages*, one per block.  What it keeps in them is one of:
+A layer needs *pages*, one per block.  Their content is one of:
 
     AttentionTensor   keys and values, or an MLA latent: one tensor whose heads and
-                      tokens can be found in memory
+                      tokens have known places in memory
     OpaqueTensor      one tensor of which only the block axis is known
     StateTensors      several tensors packed into one page (recurrent states)
 
 Each says how large its page is, which chunks of it hold data, and how to view
 allocated bytes in the layer's own shape (``registration.allocation.contents``).  The allocator
-asks nothing else, so a new kind of layer is a new class there.
+needs nothing else, so a new kind of layer is a new class there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ from registration.references import (
     RegistrationError,
     StateChunk,
 )
+from transport.errors import FieldError
 
 
-class LayerRefused(RegistrationError):
-    """One layer does not fit what was asked; says which, what was expected and what came."""
-
-    def __init__(self, layer: str, what: str, expected: object, got: object) -> None:
-        super().__init__(f"{layer}: {what}: expected {expected}, got {got}")
-        self.layer = layer
-        self.what = what
-        self.expected = expected
-        self.got = got
+class LayerRefused(FieldError, RegistrationError):
+    """One layer does not fit; the error's field begins with the layer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +39,8 @@ class Heads:
     """How an attention page divides.
 
     ``num_rows`` are the stored tokens per head, None when a head's page is opaque.
-    ``memory_axes`` says in words what lies inside what; ``are_outermost`` whether
-    nothing but blocks lies outside the heads.
+    ``memory_axes`` names the axes from the outermost to the innermost, for messages;
+    ``are_outermost`` says whether only blocks lie outside the heads.
     """
 
     num_heads: int
@@ -58,8 +52,8 @@ class Heads:
 class PageContent(Protocol):
     """What the allocator needs to know of a layer's pages.
 
-    ``steps`` gives, in bytes, the strides that the allocation decides instead of
-    the layer: always ``Axis.BLOCK``, and ``Axis.HEAD`` where heads lie apart.
+    ``steps`` gives, in bytes, the strides that the allocation decides instead of the
+    layer: always that of ``Axis.BLOCK``, and of ``Axis.HEAD`` where heads lie apart.
     """
 
     @property
@@ -80,7 +74,7 @@ class PageContent(Protocol):
 
     @property
     def is_block_outermost(self) -> bool:
-        """Whether the bytes of one page lie together."""
+        """Whether the bytes of one page are contiguous."""
 
     @property
     def shares_rows(self) -> bool:
@@ -124,12 +118,12 @@ class LayerPages:
         content = self.content
         if self.page_padding < 0 or content.page_nbytes + self.page_padding != self.page_nbytes:
             wanted = f"{content.page_nbytes} and {self.page_padding} of padding"
-            raise LayerRefused(self.layer, "page bytes", wanted, self.page_nbytes)
+            raise LayerRefused(f"{self.layer}: page bytes", wanted, self.page_nbytes)
         if self.page_nbytes % content.alignment:
             wanted = f"a multiple of {content.alignment}"
-            raise LayerRefused(self.layer, "page bytes", wanted, self.page_nbytes)
+            raise LayerRefused(f"{self.layer}: page bytes", wanted, self.page_nbytes)
         if self.page_padding and not content.is_block_outermost:
-            raise LayerRefused(self.layer, "padding of scattered pages", 0, self.page_padding)
+            raise LayerRefused(f"{self.layer}: padding of scattered pages", 0, self.page_padding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,4 +143,4 @@ class GroupPages:
         for layer in self.layers:
             if self.kind not in layer.content.kinds:
                 wanted = " or ".join(layer.content.kinds)
-                raise LayerRefused(layer.layer, "kind of group", wanted, self.kind)
+                raise LayerRefused(f"{layer.layer}: kind of group", wanted, self.kind)

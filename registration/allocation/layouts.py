@@ -12,8 +12,8 @@ one head one run, which is what a peer of another tensor-parallel size asks for.
 
 Groups have a column per layer each, unless they *overlay*: where one pool of block ids
 serves all groups, an id belongs to one group at a time, so every group may start at
-column 0.  A row is then as wide as the widest group; what a narrower group leaves of
-it is never described, hence never transferred.
+column 0.  A row is then as wide as the widest group; the part that a narrower group does
+not use is never described, hence never transferred.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class HeadMajorRefused(LayerRefused):
 
 
 class HeadMajor(Enum):
-    """Whether heads are to lie outside layers in memory.
+    """Whether heads lie outside layers in memory.
 
-    ``PREFER`` falls back to rows for the layers of any page size that cannot.
+    ``PREFER`` falls back to rows for every page size whose layers cannot.
     """
 
     NEVER = "never"
@@ -44,7 +44,7 @@ class HeadMajor(Enum):
 
 
 class RowOrder(StrEnum):
-    """What lies inside what in one allocation."""
+    """The order of axes in one allocation, from the outermost."""
 
     ROWS = "block, layer"
     HEAD_MAJOR = "block, head, layer"
@@ -53,7 +53,7 @@ class RowOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlacedLayer:
-    """A layer's place: byte ``offset`` of its page in block 0, and the strides decided for it."""
+    """A layer's place: byte ``offset`` of its page in block 0, and its strides."""
 
     pages: LayerPages
     offset: int
@@ -104,20 +104,20 @@ def plan_allocations(
 
 
 def check_head_major(layers: Sequence[LayerPages]) -> None:
-    """Refuse layers that cannot lie together with heads outside of layers.
+    """Refuse layers that cannot share an allocation with heads outside of layers.
 
-    They need equal page bytes, heads and tokens, each a memory order of block, then
-    head; and no padding unless they have one head, for it would fall inside a head.
+    They need equal page bytes, heads and tokens; a memory order of block, then head; and
+    no padding unless they have one head, as it would lie inside a head.
 
     Raises:
-        HeadMajorRefused: names the first layer that does not fit.
+        HeadMajorRefused: for the first layer that does not fit.
     """
     first: LayerPages | None = None
     for layer in layers:
         heads = _outermost_heads(layer)
         if heads.num_heads > 1 and layer.page_padding:
             raise HeadMajorRefused(
-                layer.layer, f"padding of {heads.num_heads} heads", 0, layer.page_padding
+                f"{layer.layer}: padding of {heads.num_heads} heads", 0, layer.page_padding
             )
         first = first or layer
         for what, expected, got in zip(
@@ -128,16 +128,16 @@ def check_head_major(layers: Sequence[LayerPages]) -> None:
         ):
             if expected != got:
                 wanted = f"{expected} as {first.layer} has"
-                raise HeadMajorRefused(layer.layer, what, wanted, got)
+                raise HeadMajorRefused(f"{layer.layer}: {what}", wanted, got)
 
 
 def _outermost_heads(layer: LayerPages) -> Heads:
     heads = layer.content.heads
     if heads is None:
-        raise HeadMajorRefused(layer.layer, "content", "attention heads", "none that are known")
+        raise HeadMajorRefused(f"{layer.layer}: content", "attention heads", "none that are known")
     if not heads.are_outermost:
         raise HeadMajorRefused(
-            layer.layer, "memory order", "block, head, ...", f"({heads.memory_axes})"
+            f"{layer.layer}: memory order", "block, head, ...", f"({heads.memory_axes})"
         )
     return heads
 
@@ -156,11 +156,13 @@ def _check_layers(groups: Sequence[GroupPages], num_blocks: int) -> None:
         for layer in group.layers:
             if layer.layer in seen:
                 wanted = f"one, as in group {seen[layer.layer]}"
-                raise LayerRefused(layer.layer, "appearances", wanted, f"another in group {number}")
+                raise LayerRefused(
+                    f"{layer.layer}: appearances", wanted, f"another in group {number}"
+                )
             seen[layer.layer] = number
             counted = layer.content.num_blocks
             if counted not in (None, num_blocks):
-                raise LayerRefused(layer.layer, "blocks in its shape", num_blocks, counted)
+                raise LayerRefused(f"{layer.layer}: blocks in its shape", num_blocks, counted)
 
 
 def _columns_by_page_size(
@@ -195,13 +197,13 @@ def _shared(columns: Sequence[_Column], num_blocks: int, head_major: HeadMajor) 
 
 
 def _order(layers: Sequence[LayerPages], head_major: HeadMajor) -> tuple[RowOrder, int]:
-    """The order of layers of equal page size, and into how many heads it cuts a page."""
+    """The order of layers of equal page size, and how many heads it splits a page into."""
     if head_major is HeadMajor.NEVER:
         return RowOrder.ROWS, 1
     try:
         check_head_major(layers)
     except HeadMajorRefused:
-        return RowOrder.ROWS, 1  # REQUIRE was checked over all layers at once
+        return RowOrder.ROWS, 1  # REQUIRE was checked for all layers before
     return RowOrder.HEAD_MAJOR, _outermost_heads(layers[0]).num_heads
 
 

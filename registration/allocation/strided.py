@@ -24,7 +24,7 @@ LayerView = torch.Tensor | list[torch.Tensor]
 
 
 class Axis(StrEnum):
-    """What a dimension of a layer's tensor counts."""
+    """The meaning of a dimension of a layer's tensor."""
 
     BLOCK = "block"
     KV = "key or value"
@@ -69,7 +69,7 @@ class StridedTensor:
     def memory_order(self) -> tuple[int, ...]:
         """Dimensions from outermost to innermost.
 
-        Dimensions of size 1 are left out, for they move no byte; the block axis never is.
+        Dimensions of size 1 are left out, as they affect no address; the block axis never is.
         """
         return tuple(
             dim for dim in self.stride_order if self.shape[dim] > 1 or self.axes[dim] is Axis.BLOCK
@@ -77,7 +77,7 @@ class StridedTensor:
 
     @property
     def memory_axes(self) -> str:
-        """The memory order in words, for messages."""
+        """The names of the axes in memory order, for messages."""
         return ", ".join(self.axes[dim] for dim in self.memory_order)
 
     @property
@@ -97,7 +97,7 @@ class StridedTensor:
 
     @property
     def is_block_outermost(self) -> bool:
-        """Whether the bytes of one block lie together."""
+        """Whether the bytes of one block are contiguous."""
         return self.axes[self.memory_order[0]] is Axis.BLOCK
 
     def size(self, axis: Axis) -> int:
@@ -105,7 +105,7 @@ class StridedTensor:
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def strides(self, steps: Mapping[Axis, int]) -> tuple[int, ...]:
-        """Bytes between neighbours along each dimension: packed, save where ``steps`` says."""
+        """Bytes between neighbours along each dimension: packed, except where ``steps`` says."""
         packed = dict.fromkeys(range(len(self.shape)), 0)
         nbytes = self.dtype.itemsize
         for dim in reversed(self.stride_order):

@@ -16,20 +16,20 @@ import pytest
 
 from pdconn.bench.errors import LenderFailed, WrongBytes
 from pdconn.bench.percentile import percentile
-from pdconn.bench.transfer import rig as rig_module
+from pdconn.bench.transfer.arena import copy
 from pdconn.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
     AskCpu,
     CannotLend,
+    ControlConnection,
     Open,
     Opened,
     Shut,
-    Talk,
     Used,
 )
-from pdconn.bench.transfer.lender import Beside, lend
-from pdconn.bench.transfer.lines import Line
+from pdconn.bench.transfer.lender import LocalLender, lend
+from pdconn.bench.transfer.methods import Method
 from pdconn.bench.transfer.moves import Sample
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.rig import OpenCase
@@ -40,6 +40,7 @@ from pdconn.forecast.engine import parse_engine
 from pdconn.forecast.shapes import built_in
 from pdconn.lab.ports import free_ports
 from pdconn.protocol.framing import frame
+from transport import Memory
 
 MODEL = built_in("gpt-oss-20b")
 SMALL = ["--model", "gpt-oss-20b", "--prompt", "300", "--rounds", "2"]
@@ -49,31 +50,31 @@ SMALL = ["--model", "gpt-oss-20b", "--prompt", "300", "--rounds", "2"]
 
 
 @pytest.fixture
-def talk() -> Iterator[Talk]:
+def control() -> Iterator[ControlConnection]:
     """With a lender on a thread of this process."""
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=lend, args=(Talk(theirs, AT_LENDER), 1 << 28))
+    thread = threading.Thread(target=lend, args=(ControlConnection(theirs, AT_LENDER), 1 << 28))
     thread.start()
-    talk = Talk(ours, AT_READER)
-    yield talk
-    talk.close()
+    control = ControlConnection(ours, AT_READER)
+    yield control
+    control.close()
     thread.join()
 
 
-def opened(talk: Talk, **settings: object) -> object:
+def opened(control: ControlConnection, **settings: object) -> object:
     asked = {"engine": parse_engine("tp=2", MODEL), "num_blocks": 9, "ranks": (0, 1), "path": "shm"}
-    talk.send(Open(**{**asked, **settings}))
-    return talk.receive()
+    control.send(Open(**{**asked, **settings}))
+    return control.receive()
 
 
-def test_a_lender_lends_gives_back_and_counts_its_cpu(talk: Talk) -> None:
-    answer = opened(talk)
+def test_a_lender_lends_gives_back_and_counts_its_cpu(control: ControlConnection) -> None:
+    answer = opened(control)
     assert isinstance(answer, Opened)
     assert [one.rank for one in answer.lent] == [0, 1]
     assert answer.facts["nixl"]
     for message in (AskCpu(), Shut(), Shut()):
-        talk.send(message)
-        used = talk.receive()
+        control.send(message)
+        used = control.receive()
         assert isinstance(used, Used)
         assert used.cpu_s > 0
 
@@ -81,27 +82,27 @@ def test_a_lender_lends_gives_back_and_counts_its_cpu(talk: Talk) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"path": "wire"}, "BadCase: path: expected auto, shm, shm-huge, tcp, got wire"),
-        ({"ranks": (2,)}, r"BadCase: ranks: expected below 2, got \(2,\)"),
-        ({"num_blocks": 0}, "BadCase: blocks: expected 1 to"),
-        ({"num_blocks": 100_000}, "BadCase: bytes to lend: expected at most 268,435,456"),
+        ({"path": "wire"}, "BadOption: path: expected auto, shm, shm-huge, tcp, got wire"),
+        ({"ranks": (2,)}, r"BadOption: ranks: expected below 2, got \(2,\)"),
+        ({"num_blocks": 0}, "BadOption: blocks: expected 1 to"),
+        ({"num_blocks": 100_000}, "BadOption: bytes to lend: expected at most 268,435,456"),
     ],
 )
 def test_what_cannot_be_lent_is_refused_and_the_lender_goes_on(
-    talk: Talk, settings: dict[str, object], why: str
+    control: ControlConnection, settings: dict[str, object], why: str
 ) -> None:
-    answer = opened(talk, **settings)
+    answer = opened(control, **settings)
     assert isinstance(answer, CannotLend)
     assert re.search(why, answer.why), answer.why
-    assert isinstance(opened(talk), Opened)
+    assert isinstance(opened(control), Opened)
 
 
-def test_nonsense_ends_the_talk_with_a_reason() -> None:
+def test_an_invalid_message_ends_the_connection_with_a_reason() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         ours.sendall(frame(b"\x93nonsense"))
-        with pytest.raises(LenderFailed, match="makes no sense"):
-            Talk(theirs, AT_LENDER).receive()
+        with pytest.raises(LenderFailed, match="sent an invalid message"):
+            ControlConnection(theirs, AT_LENDER).receive()
     theirs.close()
 
 
@@ -109,8 +110,8 @@ def test_nonsense_ends_the_talk_with_a_reason() -> None:
 
 
 @pytest.fixture(scope="module")
-def beside() -> Iterator[Beside]:
-    lender = Beside()
+def lender() -> Iterator[LocalLender]:
+    lender = LocalLender()
     yield lender
     lender.close()
 
@@ -120,36 +121,37 @@ def workload(prefill: str = "", decode: str = "", **settings: object) -> Workloa
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
-def test_every_line_moves_the_bytes_that_it_says(beside: Beside, path: str) -> None:
+def test_every_method_moves_the_bytes_that_it_reports(lender: LocalLender, path: str) -> None:
     case = workload("tp=4", "tp=2", rank=1, requests=3)
-    with OpenCase(case, PATHS[path], beside.talk) as rig:
-        results = {one.line: one for one in take_rounds(rig, 2, random.Random(1), lambda _: None)}
-    ours = results[Line.PDCONN]
-    assert ours.nbytes == results[Line.RAW].nbytes == results[Line.LAYERED].nbytes
-    assert ours.nbytes == 3 * results[Line.ALONE].nbytes
-    assert results[Line.RAW].runs == 3 * 2, "one piece per request and rank"
-    assert results[Line.LAYERED].runs > ours.runs
-    assert results[Line.RAW].of_raw == 1.0
+    with OpenCase(case, PATHS[path], lender.control) as rig:
+        results = {one.method: one for one in take_rounds(rig, 2, random.Random(1), lambda _: None)}
+    ours = results[Method.PDCONN]
+    assert ours.nbytes == results[Method.RAW].nbytes == results[Method.LAYERED].nbytes
+    assert ours.nbytes == 3 * results[Method.ALONE].nbytes
+    assert results[Method.RAW].runs == 3 * 2, "one piece per request and rank"
+    assert results[Method.LAYERED].runs > ours.runs
+    assert results[Method.RAW].of_raw == 1.0
     assert ours.slowest_pull is not None
     assert all(one.bytes_per_s > 0 for one in results.values())
 
 
-def test_wrong_bytes_are_noticed(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
-    with OpenCase(workload(), PATHS["shm"], beside.talk) as rig:
-        rig.check()
-        measure = OpenCase.measure
+class CorruptingCase(OpenCase):
+    """After every measurement it overwrites one byte, once ``corrupts`` is set."""
 
-        def spoiling(self: OpenCase, line: Line) -> Sample:
-            sample = measure(self, line)
+    corrupts = False
+
+    def measure(self, method: Method) -> Sample:
+        sample = super().measure(method)
+        if self.corrupts:
             spans = self._planned[0][0][1]
-            rig_module.copy(
-                rig_module.Memory(int(spans.local[-1]), 1),
-                rig_module.Memory(int(spans.local[0]), 1),
-                1,
-            )
-            return sample
+            copy(Memory(int(spans.local[-1]), 1), Memory(int(spans.local[0]), 1), 1)
+        return sample
 
-        monkeypatch.setattr(OpenCase, "measure", spoiling)
+
+def test_wrong_bytes_are_noticed(lender: LocalLender) -> None:
+    with CorruptingCase(workload(), PATHS["shm"], lender.control) as rig:
+        rig.check()
+        rig.corrupts = True
         with pytest.raises(WrongBytes, match="request 0, rank 0: 1 bytes are wrong"):
             rig.check()
 
@@ -168,10 +170,10 @@ def test_the_command_measures_and_writes_what_it_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    words = [*SMALL, "--path", "shm", "--block", "16,32", "--ids", "random,runs"]
-    assert main(["bench", "transfer", *words, "--json", str(out), "--plot", str(picture)]) == 0
-    said = capfd.readouterr().out
-    assert said.count("of raw") == 4
+    options = [*SMALL, "--path", "shm", "--block", "16,32", "--ids", "random,runs"]
+    assert main(["bench", "transfer", *options, "--json", str(out), "--plot", str(picture)]) == 0
+    output = capfd.readouterr().out
+    assert output.count("of raw") == 4
     document = json.loads(out.read_text())
     assert [(case["block_tokens"], case["ids"]) for case in document["cases"]] == [
         (16, "random"),
@@ -179,15 +181,15 @@ def test_the_command_measures_and_writes_what_it_measured(
         (32, "random"),
         (32, "runs"),
     ]
-    lines = {line["line"] for line in document["cases"][0]["lines"]}
-    assert lines == {"pdconn", "layered", "raw", "memcpy"}
+    methods = {method["line"] for method in document["cases"][0]["lines"]}
+    assert methods == {"pdconn", "layered", "raw", "memcpy"}
     assert document["manifest"]["versions"]["nixl"]
     assert document["cases"][0]["transports"]["lender"]["nixl"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--model", "gpt-5"], "model: expected"),
         (["--path", "wire"], "path: expected auto, shm"),
@@ -201,14 +203,14 @@ def test_the_command_measures_and_writes_what_it_measured(
     ],
 )
 def test_options_that_make_no_case_end_with_2_and_one_line(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert main(["bench", "transfer", *words]) == 2
+    assert main(["bench", "transfer", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
-def test_nobody_at_the_other_end_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_lender_the_command_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     [port] = free_ports(1)
     assert main(["bench", "transfer", *SMALL, "--remote", f"127.0.0.1:{port}"]) == 1
     assert "refused" in capsys.readouterr().err
@@ -225,9 +227,9 @@ def test_a_lender_that_listens_serves_one_reader_after_the_other(tmp_path: Path)
             assert served.stdout is not None
             assert f"listening on {address}" in served.stdout.readline()
             for _ in range(2):
-                words = [*SMALL, "--path", "auto", "--json", "-", "--remote", address]
+                options = [*SMALL, "--path", "auto", "--json", "-", "--remote", address]
                 done = subprocess.run(
-                    [*command, *words], capture_output=True, text=True, timeout=120, check=True
+                    [*command, *options], capture_output=True, text=True, timeout=120, check=True
                 )
                 assert json.loads(done.stdout)["cases"][0]["path"] == "auto"
         finally:

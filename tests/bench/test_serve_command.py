@@ -31,8 +31,8 @@ def two() -> Iterator[FakeServer]:
 
 def serve(*servers: FakeServer | str, more: list[str] | None = None) -> int:
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    words = [f"--target={name}={url}" for name, url in zip(("one", "two"), urls, strict=False)]
-    return main(["bench", "serve", *words, *SMALL, *PATIENT, *(more or [])])
+    options = [f"--target={name}={url}" for name, url in zip(("one", "two"), urls, strict=False)]
+    return main(["bench", "serve", *options, *SMALL, *PATIENT, *(more or [])])
 
 
 def measured(path: Path) -> dict[str, Any]:
@@ -45,9 +45,9 @@ def test_equal_services_are_asked_the_same_in_turns_and_found_equal(
 ) -> None:
     out = tmp_path / "out.json"
     assert serve(one, two, more=["--json", str(out)]) == 0
-    said = capsys.readouterr()
-    assert "12 answers: none differs from that of one" in said.out
-    assert "round 2 of 2: two: 3 requests" in said.err
+    output = capsys.readouterr()
+    assert "12 answers: none differs from that of one" in output.out
+    assert "round 2 of 2: two: 3 requests" in output.err
     assert [asked["prompt"] for asked in one.asked] == [asked["prompt"] for asked in two.asked]
     assert {(asked["model"], asked["temperature"]) for asked in one.asked} == {(MODEL, 0.0)}
     document = json.loads(out.read_text())
@@ -75,9 +75,9 @@ def test_wrong_tokens_end_with_1_and_are_named(
     assert 0 < wrong < 6
     assert measured(out)["two"]["met"] == 6 - wrong
     assert measured(out)["one"]["wrong"] == 0
-    said = capsys.readouterr()
-    assert f"12 answers: {wrong} differ from those of one" in said.out
-    assert said.err.count("two: token 1: expected") == wrong
+    output = capsys.readouterr()
+    assert f"12 answers: {wrong} differ from those of one" in output.out
+    assert output.err.count("two: token 1: expected") == wrong
 
 
 @pytest.mark.parametrize("ends_early", [False, True])
@@ -98,9 +98,9 @@ def test_a_reference_that_fails_leaves_answers_unchecked(
 ) -> None:
     one.refuses_from = 4
     assert serve(one, two) == 1
-    said = capsys.readouterr()
-    assert "could not be compared: one did not answer" in said.out
-    assert "no more" in said.err
+    output = capsys.readouterr()
+    assert "could not be compared: one did not answer" in output.out
+    assert "no more" in output.err
 
 
 def test_a_target_that_is_not_there_is_named(
@@ -142,15 +142,15 @@ def test_a_router_is_asked_what_its_handovers_took(
     one: FakeServer, two: FakeServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
-    one.course = {"ticket_ms": 100.0, "first_byte_ms": 25.0}
-    two.course = {"ticket_ms": None, "first_byte_ms": 25.0}  # decode served it alone
+    one.route = {"ticket_ms": 100.0, "first_byte_ms": 25.0}
+    two.route = {"ticket_ms": None, "first_byte_ms": 25.0}  # decode served it alone
     assert serve(one, two, more=["--json", str(out)]) == 0
     found = measured(out)
-    assert found["one"]["handover"]["p50_s"] == one.course["first_byte_ms"] / 1000
+    assert found["one"]["handover"]["p50_s"] == one.route["first_byte_ms"] / 1000
     assert found["two"]["handover"] is None
 
 
-def test_bounds_that_nobody_keeps_leave_no_goodput(one: FakeServer, tmp_path: Path) -> None:
+def test_bounds_that_no_request_meets_leave_no_goodput(one: FakeServer, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert serve(one, more=["--ttft-bound", "0.000001", "--json", str(out)]) == 0
     assert (measured(out)["one"]["met"], measured(out)["one"]["goodput_per_s"]) == (0, 0.0)
@@ -168,7 +168,7 @@ def test_json_on_standard_output_is_nothing_but_json(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--rounds", "0"], "rounds: expected at least 1"),
         (["--rate", "-1"], "rate: expected more than 0"),
@@ -186,8 +186,8 @@ def test_json_on_standard_output_is_nothing_but_json(
     ],
 )
 def test_options_that_make_no_case_end_with_2_and_one_line(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert main(["bench", "serve", *words]) == 2
+    assert main(["bench", "serve", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

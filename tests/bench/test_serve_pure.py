@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.bench.errors import BadCase
-from pdconn.bench.serving.replies import FailedReply, Reply, SaidReply, Taken, WholeReply
+from pdconn.bench.errors import BadOption
+from pdconn.bench.serving.replies import (
+    AnswerContent,
+    CompleteReply,
+    FailedReply,
+    Reply,
+    TurnResult,
+)
 from pdconn.bench.serving.report import Report, render, to_json
 from pdconn.bench.serving.schedule import due_times, order, prompts
-from pdconn.bench.serving.stream import BrokenAnswer, Line, read_answer
+from pdconn.bench.serving.stream import BrokenAnswer, TimedLine, read_answer
 from pdconn.bench.serving.summary import Bounds, Spread, check, summarise
 from pdconn.bench.serving.turns import RunPlan
 
@@ -22,14 +28,14 @@ BOUNDS = Bounds(ttft_s=1.0, itl_s=0.1)
 PLAN = RunPlan(prompt_tokens=10, output_tokens=3, requests=2, rounds=1)
 
 
-def whole(
+def complete(
     prompt: int, arrivals_s: tuple[float, ...], *tokens: int, began_s: float = 0.0
-) -> WholeReply:
-    return WholeReply(prompt, began_s, arrivals_s, len(arrivals_s), SaidReply("", tokens))
+) -> CompleteReply:
+    return CompleteReply(prompt, began_s, arrivals_s, len(arrivals_s), AnswerContent("", tokens))
 
 
-def turn(name: str, *replies: Reply, number: int = 1, seconds: float = 2.0) -> Taken:
-    return Taken(number, name, replies, seconds)
+def turn(name: str, *replies: Reply, number: int = 1, seconds: float = 2.0) -> TurnResult:
+    return TurnResult(number, name, replies, seconds)
 
 
 # Answers out of events
@@ -42,7 +48,7 @@ def event(text: str = "", ids: list[int] | None = None, reason: str | None = Non
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n"
 
 
-def stream(*lines: bytes) -> list[Line]:
+def stream(*lines: bytes) -> list[TimedLine]:
     """A line a second from the first second on, with the empty ones that end events."""
     return [
         (float(second), part)
@@ -55,7 +61,7 @@ def test_an_answer_is_its_tokens_and_the_times_at_which_they_came() -> None:
     answer = read_answer(
         3, 0.5, stream(event("a", [7]), event("bc", [8, 9]), event("", [], "length"))
     )
-    assert answer.said == SaidReply("abc", (7, 8, 9))
+    assert answer.content == AnswerContent("abc", (7, 8, 9))
     assert (answer.prompt, answer.num_tokens) == (3, 3)
     assert answer.arrivals_s == (1.0, 2.0), "an event without tokens is no arrival"
     assert answer.ttft_s == 0.5
@@ -65,46 +71,48 @@ def test_an_answer_is_its_tokens_and_the_times_at_which_they_came() -> None:
 
 def test_without_token_ids_the_text_counts() -> None:
     answer = read_answer(0, 0.0, stream(event("a"), event("bc"), b"data: [DONE]\n"))
-    assert answer.said == SaidReply("abc", None)
+    assert answer.content == AnswerContent("abc", None)
     assert answer.num_tokens == 2
 
 
-def test_ids_that_are_told_of_some_pieces_only_are_not_taken_for_all() -> None:
+def test_ids_of_only_some_chunks_do_not_count() -> None:
     answer = read_answer(0, 0.0, stream(event("a", [7]), event("b"), event("c", [9], "stop")))
-    assert answer.said.tokens is None
+    assert answer.content.tokens is None
     assert answer.num_tokens == 3
 
 
 @pytest.mark.parametrize(
-    ("lines", "why"),
+    ("lines", "reason"),
     [
-        ([event("a", [7])], "broke off after 1 pieces"),
-        ([], "broke off after 0 pieces"),
-        ([b"data: [DONE]\n"], "without a token"),
+        ([event("a", [7])], "broke off after 1 chunks"),
+        ([], "broke off after 0 chunks"),
+        ([b"data: [DONE]\n"], "has no token"),
         ([event("a", [7]), b'data: {"error": {"message": "gone"}}\n'], "gone"),
-        ([b"data: {nonsense\n"], "makes no sense"),
+        ([b"data: {nonsense\n"], "malformed event"),
         ([b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n'], "ended by 'abort'"),
-        ([b'data: {"choices": [{"token_ids": ["x"]}]}\n'], "makes no sense"),
-        ([b"data: \xff\n"], "makes no sense"),
+        ([b'data: {"choices": [{"token_ids": ["x"]}]}\n'], "malformed event"),
+        ([b"data: \xff\n"], "malformed event"),
     ],
 )
-def test_what_is_no_whole_answer_says_why(lines: list[bytes], why: str) -> None:
-    with pytest.raises(BrokenAnswer, match=why):
+def test_an_incomplete_answer_is_an_error_with_a_reason(lines: list[bytes], reason: str) -> None:
+    with pytest.raises(BrokenAnswer, match=reason):
         read_answer(0, 0.0, stream(*lines))
 
 
 def test_comments_and_other_fields_of_events_are_passed_over() -> None:
     lines = stream(b": ping\n", b"event: x\n", event("a", [7]), b"data:[DONE]\r\n")
-    assert read_answer(0, 0.0, lines).said.tokens == (7,)
+    assert read_answer(0, 0.0, lines).content.tokens == (7,)
 
 
 def test_a_difference_names_the_first_place_and_both_values() -> None:
-    right = SaidReply("abc", (4, 5, 6))
+    right = AnswerContent("abc", (4, 5, 6))
     assert right.difference(right) is None
-    assert SaidReply("abd", (4, 5, 7)).difference(right) == "token 2: expected 6, seen 7"
-    assert SaidReply("ab", (4, 5)).difference(right) == "expected 3 tokens, seen 2"
-    assert SaidReply("abd").difference(right) == "character 2: expected c, seen d"
-    assert SaidReply("abc").difference(right) is None, "texts are compared where ids are not known"
+    assert AnswerContent("abd", (4, 5, 7)).difference(right) == "token 2: expected 6, seen 7"
+    assert AnswerContent("ab", (4, 5)).difference(right) == "expected 3 tokens, seen 2"
+    assert AnswerContent("abd").difference(right) == "character 2: expected c, seen d"
+    assert AnswerContent("abc").difference(right) is None, (
+        "texts are compared where ids are not known"
+    )
 
 
 # Who runs when
@@ -158,7 +166,7 @@ def test_requests_come_by_chance_at_the_rate_asked_for() -> None:
 )
 def test_a_plan_that_cannot_be_meant_is_refused(values: dict[str, float]) -> None:
     [(name, value)] = values.items()
-    with pytest.raises(BadCase, match=f"{name.split('_')[0]}: expected .*got {value}"):
+    with pytest.raises(BadOption, match=f"{name.split('_')[0]}: expected .*got {value}"):
         replace(PLAN, **values)
 
 
@@ -171,78 +179,78 @@ def test_a_spread_is_median_and_worst_of_few() -> None:
 
 
 def test_a_request_is_good_if_it_keeps_both_bounds() -> None:
-    good = whole(0, (1.0, 1.1, 1.2), 4, 5, 6)
-    stalled_once = whole(0, (0.5, 0.69, 0.7), 4, 5, 6)
+    good = complete(0, (1.0, 1.1, 1.2), 4, 5, 6)
+    stalled_once = complete(0, (0.5, 0.69, 0.7), 4, 5, 6)
     assert BOUNDS.hold(good)
     assert BOUNDS.hold(stalled_once), "the mean counts, not each gap"
-    assert not BOUNDS.hold(whole(0, (1.01, 1.1, 1.2), 4, 5, 6)), "late to begin"
-    assert not BOUNDS.hold(whole(0, (0.5, 0.6, 0.71), 4, 5, 6)), "slow to go on"
-    assert BOUNDS.hold(whole(0, (0.9,), 4)), "one token has no gaps"
+    assert not BOUNDS.hold(complete(0, (1.01, 1.1, 1.2), 4, 5, 6)), "late to begin"
+    assert not BOUNDS.hold(complete(0, (0.5, 0.6, 0.71), 4, 5, 6)), "slow to go on"
+    assert BOUNDS.hold(complete(0, (0.9,), 4)), "one token has no gaps"
 
 
 def test_time_counts_from_when_a_request_was_due() -> None:
-    assert whole(0, (5.0,), 4, began_s=4.5).ttft_s == 0.5
+    assert complete(0, (5.0,), 4, began_s=4.5).ttft_s == 0.5
 
 
 def test_goodput_counts_what_is_whole_right_and_in_time() -> None:
-    right = whole(0, (0.5, 0.55), 4, 5)
-    late = whole(1, (2.0, 2.05), 6, 7)
-    wrong = whole(2, (0.5, 0.55), 8, 8)
-    taken = [
-        turn("ref", right, late, replace(wrong, said=SaidReply("", (8, 9)))),
+    right = complete(0, (0.5, 0.55), 4, 5)
+    late = complete(1, (2.0, 2.05), 6, 7)
+    wrong = complete(2, (0.5, 0.55), 8, 8)
+    turns = [
+        turn("ref", right, late, replace(wrong, content=AnswerContent("", (8, 9)))),
         turn("one", right, late, wrong, FailedReply(3, 0.0, "gone"), seconds=4.0),
     ]
-    checked = check(taken, "ref")
-    assert [(one.contestant, one.prompt) for one in checked.wrong] == [("one", 2)]
-    one = summarise("one", taken, checked, BOUNDS)
+    answers = check(turns, "ref")
+    assert [(one.contestant, one.prompt) for one in answers.wrong] == [("one", 2)]
+    one = summarise("one", turns, answers, BOUNDS)
     assert (one.requests, one.failed, one.wrong, one.met) == (4, 1, 1, 1)
     assert one.goodput == 1 / 4.0
     assert one.throughput == 3 / 4.0
     assert one.ttft == Spread.of([0.5, 2.0, 0.5])
-    assert summarise("ref", taken, checked, BOUNDS).met == 2
+    assert summarise("ref", turns, answers, BOUNDS).met == 2
 
 
 def test_gaps_are_pooled_over_requests_and_rounds() -> None:
-    taken = [
-        turn("one", whole(0, (1.0, 1.5), 4, 5), number=1),
-        turn("one", whole(0, (1.0, 1.25, 2.25), 4, 5, 6), number=2),
+    turns = [
+        turn("one", complete(0, (1.0, 1.5), 4, 5), number=1),
+        turn("one", complete(0, (1.0, 1.25, 2.25), 4, 5, 6), number=2),
     ]
-    one = summarise("one", taken, check(taken, "one"), BOUNDS)
+    one = summarise("one", turns, check(turns, "one"), BOUNDS)
     assert one.itl == Spread.of([0.5, 0.25, 1.0])
     assert one.seconds == 4.0
     assert one.handover is None
 
 
 def test_an_answer_is_compared_within_its_round_only() -> None:
-    taken = [
-        turn("ref", whole(0, (1.0,), 4), number=1),
-        turn("ref", whole(0, (1.0,), 5), number=2),
-        turn("one", whole(0, (1.0,), 5), number=1),
-        turn("one", whole(0, (1.0,), 5), number=2),
+    turns = [
+        turn("ref", complete(0, (1.0,), 4), number=1),
+        turn("ref", complete(0, (1.0,), 5), number=2),
+        turn("one", complete(0, (1.0,), 5), number=1),
+        turn("one", complete(0, (1.0,), 5), number=2),
     ]
-    checked = check(taken, "ref")
-    assert [(one.round_number, one.difference) for one in checked.wrong] == [
+    answers = check(turns, "ref")
+    assert [(one.round_number, one.difference) for one in answers.wrong] == [
         (1, "token 0: expected 4, seen 5")
     ]
 
 
 def test_what_the_reference_did_not_answer_is_not_called_right() -> None:
-    taken = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", whole(0, (1.0,), 4))]
-    checked = check(taken, "ref")
-    assert checked.unchecked == {(1, "one", 0)}
-    assert summarise("one", taken, checked, BOUNDS).met == 0
-    report = Report.of(PLAN, BOUNDS, taken, ["ref", "one"], "ref")
+    turns = [turn("ref", FailedReply(0, 0.0, "gone")), turn("one", complete(0, (1.0,), 4))]
+    answers = check(turns, "ref")
+    assert answers.unchecked == {(1, "one", 0)}
+    assert summarise("one", turns, answers, BOUNDS).met == 0
+    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
     assert not report.is_good
     assert "1 could not be compared: ref did not answer" in render(report)
 
 
 def test_the_table_and_the_document_say_what_came() -> None:
-    answer = replace(whole(0, (10.5, 10.6), 4, 5, began_s=10.0), handover_s=0.025)
-    taken = [
-        turn("ref", answer, whole(1, (10.5,), 6)),
-        replace(turn("one", answer, whole(1, (10.5,), 7)), others=0.25),
+    answer = replace(complete(0, (10.5, 10.6), 4, 5, began_s=10.0), handover_s=0.025)
+    turns = [
+        turn("ref", answer, complete(1, (10.5,), 6)),
+        replace(turn("one", answer, complete(1, (10.5,), 7)), others=0.25),
     ]
-    report = Report.of(PLAN, BOUNDS, taken, ["ref", "one"], "ref")
+    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
     text = render(report)
     row = next(line for line in text.splitlines() if line.strip().startswith("one")).split()
     assert row == [
@@ -260,7 +268,7 @@ def test_the_table_and_the_document_say_what_came() -> None:
 
 
 def test_nothing_wrong_and_nothing_failed_is_good() -> None:
-    taken = [turn(name, whole(0, (1.0,), 4)) for name in ("ref", "one")]
-    report = Report.of(PLAN, BOUNDS, taken, ["ref", "one"], "ref")
+    turns = [turn(name, complete(0, (1.0,), 4)) for name in ("ref", "one")]
+    report = Report.of(PLAN, BOUNDS, turns, ["ref", "one"], "ref")
     assert report.is_good
     assert "2 answers: none differs from that of ref" in render(report)

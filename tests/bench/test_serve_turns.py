@@ -1,27 +1,25 @@
-"""How turns are taken: the pace of requests, and who is awake."""
+"""How turns are taken: the pace of requests, and which engines run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from pdconn.bench.serving import contestants as contestants_module
 from pdconn.bench.serving.client import service
 from pdconn.bench.serving.contestants import (
-    Ours,
+    LocalEngines,
     Target,
     TooLittleMemory,
     running_contestants,
 )
-from pdconn.bench.serving.replies import FailedReply, Reply, WholeReply
-from pdconn.bench.serving.turns import WAKING, RunPlan, in_closed_loop, measure, when_due
+from pdconn.bench.serving.replies import CompleteReply, FailedReply, Reply
+from pdconn.bench.serving.turns import WARMUP_REQUESTS, RunPlan, in_closed_loop, measure, when_due
 from pdconn.lab.engine import no_progress
 from pdconn.lab.errors import EngineDied
 from tests.fakes.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, hang, in_loop
@@ -55,7 +53,7 @@ async def test_a_closed_loop_asks_everything_and_never_more_at_a_time() -> None:
 
 
 @in_loop
-async def test_requests_that_are_due_wait_for_nobody() -> None:
+async def test_requests_that_are_due_do_not_wait_for_answers() -> None:
     everyone = asyncio.Event()
     began: list[tuple[int, float, float]] = []
 
@@ -82,8 +80,8 @@ async def test_a_request_that_is_sent_late_counts_from_when_it_was_due() -> None
         async with service("one", server.url, MODEL, PATIENCE_S) as asked:
             on_time = await asked.ask(0, (4, 5), 2)
             late = await asked.ask(1, (4, 5), 2, time.perf_counter() - late_s)
-    assert isinstance(on_time, WholeReply)
-    assert isinstance(late, WholeReply)
+    assert isinstance(on_time, CompleteReply)
+    assert isinstance(late, CompleteReply)
     assert on_time.ttft_s < late_s < late.ttft_s
 
 
@@ -94,7 +92,7 @@ async def test_an_answer_that_takes_too_long_has_failed() -> None:
         async with service("one", d.proxy.url, MODEL, timeout_s=0.2) as asked:
             reply = await asked.ask(0, (4, 5), 2)
     assert isinstance(reply, FailedReply)
-    assert reply.why == "no whole answer within 0.2 s"
+    assert reply.reason == "no complete answer within 0.2 s"
 
 
 # Through the router
@@ -127,10 +125,10 @@ async def test_a_handover_is_what_is_left_of_the_first_tokens_time_after_prefill
         plan = RunPlan(20, 4, requests=3, rounds=1, concurrency=3)
         target = Target("pd", d.proxy.url)
         [turn] = await asyncio.to_thread(measure, [target], plan, lambda _: None, watch=False)
-        assert len(d.decode[0].seen) == WAKING + 3
+        assert len(d.decode[0].seen) == WARMUP_REQUESTS + 3
         for reply in turn.replies:
-            assert isinstance(reply, WholeReply)
-            assert reply.said.tokens == (0, 1, 2, 3)
+            assert isinstance(reply, CompleteReply)
+            assert reply.content.tokens == (0, 1, 2, 3)
             assert reply.handover_s is not None
             assert reply.handover_s > 0
             # Timers may be a hair early; the proxy rounds to microseconds.
@@ -162,41 +160,35 @@ class Puppet:
         self.done.append("pause")
 
 
-def ours(puppet: Puppet, directory: Path) -> Ours:
-    return Ours("single", (puppet,), directory)  # type: ignore[arg-type]
+def ours(puppet: Puppet, directory: Path) -> LocalEngines:
+    return LocalEngines("single", (puppet,), directory)  # type: ignore[arg-type]
 
 
 def test_engines_run_in_their_turn_only_however_it_ends(tmp_path: Path) -> None:
     puppet = Puppet()
-    with ours(puppet, tmp_path).awake() as url:
+    with ours(puppet, tmp_path).active() as url:
         assert (url, puppet.done) == (puppet.url, ["resume"])
     assert puppet.done == ["resume", "pause"]
-    with pytest.raises(KeyError), ours(puppet, tmp_path).awake():
+    with pytest.raises(KeyError), ours(puppet, tmp_path).active():
         raise KeyError
     assert puppet.done[2:] == ["resume", "pause"]
 
 
 def test_the_turn_of_a_dead_engine_says_that_it_died(tmp_path: Path) -> None:
-    with pytest.raises(EngineDied), ours(Puppet(dead=True), tmp_path).awake():
+    with pytest.raises(EngineDied), ours(Puppet(dead=True), tmp_path).active():
         pytest.fail("it cannot serve")
 
 
 @pytest.mark.parametrize(
     "meminfo", ["MemTotal: 99999999 kB\nMemAvailable: 1024 kB\n", "MemAvailable: 1024 kB"]
 )
-def test_too_little_memory_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str
-) -> None:
-    said = tmp_path / "meminfo"
-    said.write_text(meminfo)
-    monkeypatch.setattr(contestants_module, "_MEMINFO", said)
-    monkeypatch.setattr(contestants_module, "running", _never)
-    monkeypatch.setattr(contestants_module, "check_dependencies", lambda: None)
+def test_too_little_memory_is_an_error_before_anything_starts(tmp_path: Path, meminfo: str) -> None:
+    file, logs = tmp_path / "meminfo", tmp_path / "logs"
+    file.write_text(meminfo)
+    names = ["pdconn", "single"]
     with (
-        pytest.raises(TooLittleMemory, match=r"3 engines want about .* 0\.0 GiB are free"),
-        running_contestants(["pdconn", "single"], tmp_path, "apart", tmp_path, no_progress),
+        pytest.raises(TooLittleMemory, match=r"3 engines need about .* 0\.0 GiB are free"),
+        running_contestants(names, tmp_path, "apart", logs, no_progress, meminfo=file),
     ):
         pytest.fail("it cannot start")
-
-
-_never: Callable[..., Any] = lambda *_, **__: pytest.fail("it started")  # noqa: E731
+    assert not logs.exists(), "an engine that starts has a log"

@@ -1,9 +1,8 @@
 """A pull of random blocks keeps up with one READ: two processes, real NIXL, ratios of one run.
 
 The cache is cross-layer, so a block of all layers is one piece, and so small that layer by layer
-its pieces are 8 KiB.  How fast the machine is does not matter, nor who else uses it: every round
-takes all lines in turn, and what counts is the median of the rounds' ratios.  A disturbed run is
-taken again.
+its pieces are 8 KiB.  Neither the machine's speed nor its other load matters: every round measures
+all methods in turn, and the median of the rounds' ratios counts.  A slow run is repeated.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.bench.transfer.lender import Beside
-from pdconn.bench.transfer.lines import Line
+from pdconn.bench.transfer.lender import LocalLender
+from pdconn.bench.transfer.methods import Method
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.rig import OpenCase
-from pdconn.bench.transfer.rounds import LineResult, take_rounds
+from pdconn.bench.transfer.rounds import MethodResult, take_rounds
 from pdconn.bench.transfer.workload import Workload
 from pdconn.forecast.engine import parse_engine
 from pdconn.forecast.shapes import built_in
@@ -28,23 +27,23 @@ OF_RAW = 0.5
 
 
 @pytest.fixture(scope="module")
-def beside() -> Iterator[Beside]:
-    lender = Beside()
+def lender() -> Iterator[LocalLender]:
+    lender = LocalLender()
     yield lender
     lender.close()
 
 
 def measured(
-    beside: Beside, path: str, prefill: str, decode: str, tokens: int
-) -> dict[Line, LineResult]:
-    engines = [parse_engine(words, MODEL) for words in (prefill, decode)]
-    with OpenCase(Workload(*engines, tokens), PATHS[path], beside.talk) as rig:
-        return {one.line: one for one in take_rounds(rig, 5, random.Random(1), lambda _: None)}
+    lender: LocalLender, path: str, prefill: str, decode: str, tokens: int
+) -> dict[Method, MethodResult]:
+    engines = [parse_engine(text, MODEL) for text in (prefill, decode)]
+    with OpenCase(Workload(*engines, tokens), PATHS[path], lender.control) as rig:
+        return {one.method: one for one in take_rounds(rig, 5, random.Random(1), lambda _: None)}
 
 
-def is_slow(lines: dict[Line, LineResult]) -> list[str]:
+def is_slow(methods: dict[Method, MethodResult]) -> list[str]:
     """What a pull does not keep up with."""
-    ours, layered = lines[Line.PDCONN].of_raw, lines[Line.LAYERED].of_raw
+    ours, layered = methods[Method.PDCONN].of_raw, methods[Method.LAYERED].of_raw
     assert ours is not None
     assert layered is not None
     found = []
@@ -57,22 +56,22 @@ def is_slow(lines: dict[Line, LineResult]) -> list[str]:
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_random_blocks_keep_up_with_one_read_and_beat_layer_by_layer(
-    beside: Beside, path: str
+    lender: LocalLender, path: str
 ) -> None:
     small = "layout=BLHNC,block=2"
     seen = []
     for _ in range(TRIES):
-        lines = measured(beside, path, small, small, 256)
-        assert lines[Line.PDCONN].runs <= 256 // 2 < lines[Line.LAYERED].runs
-        seen.append(is_slow(lines))
+        methods = measured(lender, path, small, small, 256)
+        assert methods[Method.PDCONN].runs <= 256 // 2 < methods[Method.LAYERED].runs
+        seen.append(is_slow(methods))
         if not seen[-1]:
             return
     pytest.fail(f"in each of {TRIES} runs: {seen}")
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
-def test_a_plan_in_pieces_of_a_token_and_head_is_noticed(beside: Beside, path: str) -> None:
+def test_a_plan_in_pieces_of_a_token_and_head_is_noticed(lender: LocalLender, path: str) -> None:
     """Negative control: memory orders that share no larger piece."""
-    lines = measured(beside, path, "layout=BLNHC", "layout=BHLNC", 128)
-    assert lines[Line.PDCONN].runs > 10_000
-    assert len(is_slow(lines)) == 2
+    methods = measured(lender, path, "layout=BLNHC", "layout=BHLNC", 128)
+    assert methods[Method.PDCONN].runs > 10_000
+    assert len(is_slow(methods)) == 2

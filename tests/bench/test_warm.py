@@ -28,4 +28,4 @@ def test_the_first_pull_from_a_warm_lender_has_a_fraction_of_a_cold_ones_overhea
             return
     assert cold > 0
     assert warmed < 0.5 * cold
-    assert 0.5 * cold < elsewhere, "negative control: a warm-up of somebody else helped"
+    assert 0.5 * cold < elsewhere, "negative control: a warm-up of another peer helped"

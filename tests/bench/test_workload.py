@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.bench.errors import BadCase
+from pdconn.bench.errors import BadOption
 from pdconn.bench.transfer.arena import BenchMemory, copy
-from pdconn.bench.transfer.lines import LayerByLayer, raw_reads
+from pdconn.bench.transfer.methods import LayeredPairings, raw_reads
 from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.model import ModelShape, sorts_of
@@ -21,8 +21,8 @@ from transport import Memory, Spans
 MODEL = ModelShape("small", sorts_of([AttentionKind.FULL] * 4, None, 4, 64))
 
 
-def engine(words: str = "", model: ModelShape = MODEL) -> EngineShape:
-    return parse_engine(words, model)
+def engine(text: str = "", model: ModelShape = MODEL) -> EngineShape:
+    return parse_engine(text, model)
 
 
 def spans_of(*runs: tuple[int, int, int]) -> Spans:
@@ -106,7 +106,7 @@ def test_requests_share_a_pool_and_no_block() -> None:
 )
 def test_a_case_that_cannot_be_is_refused(field: str, value: object, message: str) -> None:
     good = Workload(engine(), engine(), 100)
-    with pytest.raises(BadCase, match=message):
+    with pytest.raises(BadOption, match=message):
         replace(good, **{field: value})
 
 
@@ -122,12 +122,12 @@ def test_a_rank_reads_from_the_ranks_that_hold_its_heads(
 
 def test_memory_that_is_too_small_is_refused() -> None:
     references = engine().references(10)[0]
-    with pytest.raises(BadCase, match="memory: expected"):
+    with pytest.raises(BadOption, match="memory: expected"):
         placed(references, Memory(1 << 21, extent(references) - 1))
 
 
 def moved(reads: tuple[tuple[int, Spans], ...]) -> set[tuple[int, int, int]]:
-    """Which byte of whom goes where."""
+    """Which byte of which rank goes where."""
     return {
         (rank, int(local) + byte, int(remote) + byte)
         for rank, spans in reads
@@ -142,7 +142,7 @@ def test_layer_by_layer_moves_the_same_bytes_to_the_same_places(layout: str) -> 
     ours, theirs = workload.ours(), workload.theirs()
     [need], lent = workload.needs(), workload.lent[0].lists
     plan = workload.pairing(ours, theirs).plan(need, lent)
-    layered = LayerByLayer.of(ours, theirs).plan(need, lent)
+    layered = LayeredPairings.of(ours, theirs).plan(need, lent)
     assert moved(plan.reads) == moved(layered)
     assert sum(len(spans) for _, spans in layered) >= plan.num_runs
 
@@ -150,7 +150,7 @@ def test_layer_by_layer_moves_the_same_bytes_to_the_same_places(layout: str) -> 
 def test_a_layered_cache_needs_a_run_per_layer_and_block() -> None:
     layered = Workload(engine(), engine(), 160).layered()
     ours, theirs = layered.ours(), layered.theirs()
-    reads = LayerByLayer.of(ours, theirs).plan(layered.needs()[0], layered.lent[0].lists)
+    reads = LayeredPairings.of(ours, theirs).plan(layered.needs()[0], layered.lent[0].lists)
     assert sum(len(spans) for _, spans in reads) == 4 * 10
     assert extent(ours) == extent(Workload(engine(), engine(), 160).ours())
 

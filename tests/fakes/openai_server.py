@@ -36,7 +36,7 @@ class FakeServer(http.server.ThreadingHTTPServer):
         self.breaks_from: int | None = None  # as that: cut in the middle of the answer
         self.ends_early = False  # the same, but the connection is ended in good form
         self.wrong_from: int | None = None  # as that: another second token
-        self.course: dict[str, Any] | None = None  # what /debug/route says
+        self.route: dict[str, Any] | None = None  # what /debug/route says
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -46,8 +46,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._json(200, {"data": [{"id": model} for model in self.server.models]})
-        elif self.path.startswith("/debug/route/bench-") and self.server.course is not None:
-            self._json(200, self.server.course)
+        elif self.path.startswith("/debug/route/bench-") and self.server.route is not None:
+            self._json(200, self.server.route)
         else:
             self._json(404, {"detail": "Not Found"})
 
@@ -97,7 +97,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _reached(limit: int | None, number: int) -> bool:

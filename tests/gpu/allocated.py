@@ -1,7 +1,7 @@
 """KV memory as ``registration`` allocates it for an engine, on any device, with known content.
 
-A lender's rank writes through the layers' own views, as a model would, and a reader's rank
-is looked at through them: what lies where in memory is nobody's business but theirs.
+A lender's rank is written through the layers' own views, as by a model, and a reader's rank
+is compared through them, so the tests do not depend on where bytes lie in memory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class BytesOn:
     """A contiguous allocation on ``device`` that holds ``content``, its start page-aligned.
 
     Every access copies between host and device and waits for it, so that no kernel of ours
-    is under way while a peer reads.
+    runs while a peer reads.
     """
 
     def __init__(self, content: U8, device: Device) -> None:
@@ -49,7 +49,7 @@ class BytesOn:
     __hash__ = object.__hash__
 
     def flip(self, offset: int) -> None:
-        """Spoil one byte."""
+        """Change one byte."""
         self[offset] = int(self[offset]) ^ 1
 
     def _wait(self) -> None:

@@ -1,4 +1,4 @@
-"""One request between two engines, with memory that both processes can make up by themselves.
+"""One request between two engines, with memory content that both processes can compute.
 
 The oracle of ``tests/property`` says what every byte of a rank's memory is: layer, head,
 position, byte.  That label decides the byte's value, so the lender's process writes it and
@@ -24,7 +24,7 @@ from transport import Memory
 
 BLANK = 0xEE
 ELSEWHERE = 0xDD
-"""What a lender holds beside the request; no label has this value, nor ``BLANK``."""
+"""A lender's bytes outside the request; no label has this value, nor ``BLANK``."""
 
 BLOCK_TOKENS = 16
 TOKENS = 150

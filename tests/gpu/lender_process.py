@@ -1,4 +1,4 @@
-"""A process that lends memory of a device over NIXL, told what to do by lines of JSON.
+"""A process that lends memory of a device over NIXL, driven by lines of JSON.
 
     {"do": "open", "name": …, "boot": …, "options": …}   an arena, for the transport contract
     {"do": "ranks", "case": …, "verify": …}              every rank of a case, and a lender
@@ -7,7 +7,7 @@
     {"do": "flip", "rank": …, "offset": …}               spoil a byte of a rank
     {"do": "close"}
 
-The device is this program's argument.  Whatever was open before is closed first.
+The device is this program's argument.  What was open before is closed first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transport.testing.contract import Arena
 
 
 class Lending:
-    """What is open at a time."""
+    """The transports and memory that are open."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

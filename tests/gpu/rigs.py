@@ -66,9 +66,9 @@ def _geometry(ranks: list[str]) -> list[RankGeometry]:
 def device_rig(lender: DeviceLender) -> Iterator[Rig]:
     """A reader here and a lender there, both on the lender's device.
 
-    Over CMA the lender can be killed.  What becomes of memory that was opened through CUDA's
-    IPC and whose owner is gone CUDA leaves open, so on a GPU nobody is; and nobody is
-    stopped on either, as the reader copies by itself.
+    Over CMA the lender can be killed.  On a GPU it cannot: CUDA does not define what happens to
+    memory that was opened through its IPC once the owner is gone.  It can be paused on neither,
+    as the reader copies by itself.
     """
     device = lender.device
     address, where = lender.open("lender", None, {"huge_pages": False})

@@ -1,7 +1,7 @@
-"""What scattered blocks cost beside as many bytes in one piece, in one run.
+"""Scattered blocks against as many bytes in one piece, in one run.
 
-Prints both speeds and their ratio (``pytest -s``).  The least ratio is loose: on a GPU
-nobody has measured it yet, and each block there is a copy of its own that must be launched.
+Prints both speeds and their ratio (``pytest -s``).  The least ratio is loose: on a
+GPU each block is a copy of its own that must be launched.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def pullers(
 def until(done: Callable[[], bool]) -> None:
     give_up = time.monotonic() + PATIENCE_S
     while not done():
-        assert time.monotonic() < give_up, f"in vain for {PATIENCE_S:g} s"
+        assert time.monotonic() < give_up, f"not done after {PATIENCE_S:g} s"
         time.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""Cross-layer allocation: what lies where, what is refused, and what views promise."""
+"""Cross-layer allocation: where layers lie, what is refused, and what views guarantee."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 
 
 class RecordingTransport(Transport):
-    """Keeps what it is told and moves nothing."""
+    """Records its calls and moves nothing."""
 
     def __init__(self, *, refuses: bool = False, cannot_close: bool = False) -> None:
         self.refuses = refuses

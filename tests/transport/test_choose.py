@@ -92,5 +92,5 @@ def test_engines_that_chose_differently_hear_both_names() -> None:
             ucx.connect(nixl.address())
         with pytest.raises(BadAddress, match="address of backend 'ucx', ours is 'nixl'"):
             nixl.connect(ucx.address())
-        with pytest.raises(BadAddress, match=r"address of .somebody.: Expected"):
-            ucx.connect(pack("ucx", "somebody", b"garbage"))
+        with pytest.raises(BadAddress, match=r"address of .p.: Expected"):
+            ucx.connect(pack("ucx", "p", b"garbage"))

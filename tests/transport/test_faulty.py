@@ -1,4 +1,4 @@
-"""Laws of a disturbed transport: each fault does what it says, and what it does is replayed."""
+"""Laws of a faulty transport: each fault does what it says, and can be replayed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = (64, 4096, 1000)
 
 
 class Reading:
-    """A disturbed reader and its lender, on a clock that stands still."""
+    """A faulty reader and its lender, on a clock that stands still."""
 
     def __init__(self, faults: ReadFaults, seed: int = 7) -> None:
         self.clock = ManualClock()
@@ -223,7 +223,7 @@ def test_a_read_that_waits_kills_when_it_is_posted() -> None:
     assert reading.kills == 1
 
 
-def test_reading_nothing_is_never_disturbed() -> None:
+def test_reading_nothing_is_never_faulty() -> None:
     reading = Reading(ReadFaults(fail=1.0, stall=1.0, delay=1.0))
     settled = reading.reader.poll(reading.reader.read(reading.rig.peer, reading.rig.spans()))
     assert settled is not None
@@ -234,7 +234,7 @@ def test_an_unknown_peer_is_refused_and_takes_no_draw() -> None:
     reading = Reading(ReadFaults(stall=1.0))
     for _ in range(3):
         with pytest.raises(PeerUnknown):
-            reading.reader.read(PeerId("nobody"), reading.rig.spans(RUN))
+            reading.reader.read(PeerId("unknown"), reading.rig.spans(RUN))
     assert reading.counts == {}
 
 
@@ -263,8 +263,8 @@ def test_turning_one_fault_off_moves_no_other() -> None:
     assert [fate.replace("kill", "").strip() for fate in fates(MIXED, 7)] == without
 
 
-def test_what_is_disturbed_can_be_told() -> None:
+def test_the_description_names_the_faults() -> None:
     reader: Transport = Reading(ReadFaults(corrupt=1.0, delay=0.5)).reader
-    assert reader.describe()["disturbed"] == "delay 0.5, corrupt 1.0"
+    assert reader.describe()["faults"] == "delay 0.5, corrupt 1.0"
     assert reader.describe()["backend"] == reader.name == "memory"
-    assert Reading(ReadFaults()).reader.describe()["disturbed"] == "never"
+    assert Reading(ReadFaults()).reader.describe()["faults"] == "none"

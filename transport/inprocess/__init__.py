@@ -1,0 +1,8 @@
+"""Transports within one process, with real bytes and scripted faults; for tests and simulations.
+
+transport   one peer: reads copy between real addresses, and behave as NIXL's do
+network     connects peers; decides when reads land, fail or are lost
+faults      the faults, as plain data, and a manual clock
+
+In configuration and ``describe`` this transport is called ``memory``.
+"""

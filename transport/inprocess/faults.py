@@ -1,7 +1,7 @@
-"""What an in-process network can be told to do to a read, and a clock to do it by.
+"""Faults that an in-process network can inject into a read, and a manual clock for tests.
 
-A fault is plain data, so a test can queue a few, and a simulation can draw
-thousands from its own seeded generator::
+A fault is plain data, so a test can queue a few, and a simulation can draw thousands
+from its own seeded generator::
 
     network.inject(reader.peer_id, peer, Late(0.5), Failing(PeerLost("cable cut"), after_bytes=64))
     network.script = lambda read: Late(rng.expovariate(10.0))
@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The bytes land ``seconds`` after posting, as they are in the peer *then*."""
+    """The bytes land ``seconds`` after posting, as the peer's memory is *then*."""
 
     seconds: float
 
@@ -32,7 +32,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The bytes land when the network is told to ``release`` them."""
+    """The bytes land when the network's ``release`` is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ Script = Callable[[ReadRequest], Fault | None]
 
 
 class ManualClock:
-    """A clock that stands still until it is told to advance."""
+    """A clock that stands still between calls of ``advance``."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -84,7 +84,7 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move on by ``seconds``; what is due then lands at the network's next progress.
+        """Move on by ``seconds``; reads that are due then land at the network's next progress.
 
         Raises:
             ValueError: ``seconds`` is below 0.

@@ -1,9 +1,9 @@
-"""The hub of in-process transports: where reads fly, land late, fail or get lost.
+"""The network between in-process transports: it delays, fails and loses reads on demand.
 
-Nothing here moves by itself.  ``progress`` lands what is due by the network's
-clock, in order of due time, and every ``poll`` of a transport calls it first.
-Landing copies real bytes between real addresses, so a fault script meets the
-same memory hazards as a network card would.
+Nothing here moves by itself.  ``progress`` lands the reads that are due by the network's
+clock, in order of due time, and every ``poll`` of a transport calls it first.  Landing
+copies real bytes between real addresses, so a fault script has the same memory hazards
+as a network card.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _NEVER = float("inf")
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A posted read that has not landed; ``doomed`` once its reader disconnected."""
+class _PendingRead:
+    """A posted read that has not landed; ``disconnected`` once its reader left the peer."""
 
     request: ReadRequest
     fault: Fault | None
     settle: Callable[[Settled], None]
-    doomed: PeerLost | None = None
+    disconnected: PeerLost | None = None
 
 
 class InProcessNetwork:
-    """What connects ``MemoryTransport``s, and where faults are asked for.
+    """Connects ``InProcessTransport``s, and injects faults.
 
-    Faults injected for a (reader, peer) pair are used up first, one per read;
-    then ``script`` is asked; without an answer a read lands at once.
+    Faults injected for a (reader, peer) pair are used first, one per read; then ``script``
+    decides; without a fault a read lands at once.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic, script: Script | None = None) -> None:
@@ -47,11 +47,11 @@ class InProcessNetwork:
         self._boots = itertools.count()
         self._numbers = itertools.count()
         self._injected: defaultdict[tuple[PeerId, PeerId], deque[Fault]] = defaultdict(deque)
-        self._flights: dict[int, _Flight] = {}
+        self._pending: dict[int, _PendingRead] = {}
         self._due: list[tuple[float, int]] = []
 
     def inject(self, reader: PeerId, peer: PeerId, *faults: Fault) -> None:
-        """Let the next reads of ``reader`` from ``peer`` suffer ``faults``, in order."""
+        """Inject ``faults`` into the next reads of ``reader`` from ``peer``, in order."""
         self._injected[reader, peer].extend(faults)
 
     def progress(self) -> int:
@@ -59,17 +59,17 @@ class InProcessNetwork:
         now, landed = self.clock(), 0
         while self._due and self._due[0][0] <= now:
             _, number = heapq.heappop(self._due)
-            if flight := self._flights.pop(number, None):
-                self._land(flight, now)
+            if pending := self._pending.pop(number, None):
+                self._land(pending, now)
                 landed += 1
         return landed
 
     def release(self, peer: PeerId | None = None) -> int:
-        """Make held reads from ``peer``, or from everybody, due now; returns how many."""
+        """Make held reads from ``peer``, or from all peers, due now; returns how many."""
         held = [
             number
-            for number, flight in self._flights.items()
-            if isinstance(flight.fault, Held) and peer in (None, flight.request.peer)
+            for number, pending in self._pending.items()
+            if isinstance(pending.fault, Held) and peer in (None, pending.request.peer)
         ]
         for number in held:
             heapq.heappush(self._due, (self.clock(), number))
@@ -77,22 +77,22 @@ class InProcessNetwork:
 
     def kill(self, peer: PeerId) -> None:
         """End ``peer`` as a crash would: reads from it settle ``PeerLost``, its own vanish."""
-        for number in [n for n, f in self._flights.items() if f.request.reader == peer]:
-            del self._flights[number]
+        for number in [n for n, f in self._pending.items() if f.request.reader == peer]:
+            del self._pending[number]
         self.leave(peer, PeerLost(f"{peer} was killed"))
 
     def in_flight(self) -> tuple[ReadRequest, ...]:
         """The reads that have not settled, oldest first."""
-        return tuple(flight.request for flight in self._flights.values())
+        return tuple(pending.request for pending in self._pending.values())
 
     def is_alive(self, peer: PeerId) -> bool:
         """Whether ``peer`` has joined, and was neither closed nor killed since."""
         return peer in self._alive
 
-    # What follows is for MemoryTransport.
+    # What follows is for InProcessTransport.
 
     def join(self, name: str) -> PeerId:
-        """A new peer, named differently at every boot: a restarted peer is another peer."""
+        """A new peer; its name differs at every boot, as a restarted peer is another peer."""
         peer = PeerId(f"{name}#{next(self._boots)}")
         self._alive.add(peer)
         return peer
@@ -100,31 +100,31 @@ class InProcessNetwork:
     def leave(self, peer: PeerId, error: PeerLost) -> None:
         """Settle all reads from ``peer`` with ``error``; nothing more lands from it."""
         self._alive.discard(peer)
-        self._end([n for n, f in self._flights.items() if f.request.peer == peer], error)
+        self._end([n for n, f in self._pending.items() if f.request.peer == peer], error)
 
     def post(
         self, reader: PeerId, peer: PeerId, spans: Spans, settle: Callable[[Settled], None]
     ) -> None:
-        """Send a read on its way; ``settle`` is called once it can write nothing more."""
+        """Start a read; ``settle`` is called once it can write nothing more."""
         now, number = self.clock(), next(self._numbers)
         request = ReadRequest(reader, peer, spans, number, now)
-        flight = _Flight(request, self._fault(request), settle)
+        pending = _PendingRead(request, self._fault(request), settle)
         if peer not in self._alive:
-            self._settle(flight, now, PeerLost(f"{peer} is gone"))
+            self._settle(pending, now, PeerLost(f"{peer} is gone"))
             return
-        self._flights[number] = flight
-        due = _due(flight.fault, now)
+        self._pending[number] = pending
+        due = _due(pending.fault, now)
         if due < _NEVER:
             heapq.heappush(self._due, (due, number))
 
-    def doom(self, reader: PeerId, peer: PeerId) -> None:
-        """``reader`` disconnected: lost reads settle, others land and settle ``PeerLost``."""
+    def disconnect(self, reader: PeerId, peer: PeerId) -> None:
+        """Settle ``reader``'s lost reads; its others still land and settle ``PeerLost``."""
         error = PeerLost(f"{peer} was disconnected while reads were in flight")
         lost = []
-        for number, flight in self._flights.items():
-            if (flight.request.reader, flight.request.peer) == (reader, peer):
-                flight.doomed = error
-                if isinstance(flight.fault, Lost):
+        for number, pending in self._pending.items():
+            if (pending.request.reader, pending.request.peer) == (reader, peer):
+                pending.disconnected = error
+                if isinstance(pending.fault, Lost):
                     lost.append(number)
         self._end(lost, error)
 
@@ -136,22 +136,22 @@ class InProcessNetwork:
 
     def _end(self, numbers: list[int], error: PeerLost) -> None:
         for number in numbers:
-            self._settle(self._flights.pop(number), self.clock(), error)
+            self._settle(self._pending.pop(number), self.clock(), error)
 
-    def _land(self, flight: _Flight, now: float) -> None:
-        spans = flight.request.spans
-        if isinstance(flight.fault, Failing):
-            _copy(spans, flight.fault.after_bytes)
-            self._settle(flight, now, flight.doomed or flight.fault.error)
+    def _land(self, pending: _PendingRead, now: float) -> None:
+        spans = pending.request.spans
+        if isinstance(pending.fault, Failing):
+            _copy(spans, pending.fault.after_bytes)
+            self._settle(pending, now, pending.disconnected or pending.fault.error)
         else:
             _copy(spans, spans.total_bytes)
-            self._settle(flight, now, flight.doomed)
+            self._settle(pending, now, pending.disconnected)
 
-    def _settle(self, flight: _Flight, now: float, error: TransportError | None) -> None:
-        spans = flight.request.spans
-        elapsed = now - flight.request.posted_at
+    def _settle(self, pending: _PendingRead, now: float, error: TransportError | None) -> None:
+        spans = pending.request.spans
+        elapsed = now - pending.request.posted_at
         stats = ReadStats(spans.total_bytes, len(spans.coalesced()), 0.0, elapsed)
-        flight.settle(Settled(stats, error))
+        pending.settle(Settled(stats, error))
 
 
 def _due(fault: Fault | None, now: float) -> float:

@@ -1,22 +1,22 @@
 """An in-process transport: real bytes, between real addresses, with scripted faults.
 
-It is the backend for tests and simulations, yours too.  Where a choice had to
-be made it does what NIXL does, so that code which is right here is right there:
+It is the backend for tests and simulations, yours too.  In every detail it follows NIXL,
+so that code that is correct here is correct there:
 
 * A read that is late copies what its peer's memory holds when it lands, not
   what it held when it was posted.
 * A read in flight cannot be cancelled.  Disconnecting leaves it pending; it
   lands when it is due and settles as ``PeerLost``; ``close`` refuses until then.
-* An address covers what was registered when it was taken; connect again with a
-  newer one to read what was registered since.
+* An address covers what was registered when it was made; connect again with a newer one
+  to read what was registered since.
 * A run must lie inside one registered memory, on both sides.
 
 There is no thread: bytes move inside ``poll`` and ``InProcessNetwork.progress``.
 As with every backend, buffers must outlive the transport that registered them::
 
     clock = ManualClock()
-    network = MemoryNetwork(clock=clock)
-    lender, reader = MemoryTransport(network, "p0"), MemoryTransport(network, "d0")
+    network = InProcessNetwork(clock=clock)
+    lender, reader = InProcessTransport(network, "p0"), InProcessTransport(network, "d0")
     ...
     peer = reader.connect(lender.address())
     network.inject(reader.peer_id, peer, Late(0.5))
@@ -66,7 +66,7 @@ _MEMORIES = msgspec.msgpack.Decoder(list[tuple[int, int]])
 
 
 class InProcessTransport(Transport):
-    """One peer of a ``InProcessNetwork``; host memory of this process only."""
+    """One peer of an ``InProcessNetwork``; host memory of this process only."""
 
     def __init__(self, network: InProcessNetwork, name: str) -> None:
         self.network = network
@@ -107,7 +107,7 @@ class InProcessTransport(Transport):
 
     def disconnect(self, peer: PeerId) -> None:
         if self._peers.pop(peer, None) is not None:
-            self.network.doom(self.peer_id, peer)
+            self.network.disconnect(self.peer_id, peer)
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         self._check_open()

@@ -1,6 +1,6 @@
-"""One NIXL agent, with what is peculiar about it kept in one place.
+"""One NIXL agent; its oddities are dealt with here and nowhere else.
 
-Each oddity that the code below answers to was measured on NIXL 1.5.1:
+Each was measured on NIXL 1.5.1:
 
 * The stock agent's progress thread spins (65 to 99 % of a core while idle), as
   its delay is fixed at 0.  The delay can be set on the inner agent, so the inner
@@ -9,14 +9,14 @@ Each oddity that the code below answers to was measured on NIXL 1.5.1:
 * Unchecked arguments: an empty array raises IndexError, one of the wrong shape
   gives None, float indices are rounded.  ``Spans`` is checked already and the
   arrays are built here, from columns, always uint64 and C-contiguous.
-* The telemetry of a READ in flight is rubbish, not an error.
+* The telemetry of a READ in flight is meaningless, not an error.
 * Preparing both sides and then the READ takes three times as long as all at once
-  (0.34 against 0.12 ms for 2057 runs; 0.08 if the sides were kept), but tells
-  whose run lies outside registered memory.  So it is done only to find that out.
+  (0.34 against 0.12 ms for 2057 runs; 0.08 if the sides were kept), but reports
+  which side has a run outside registered memory.  So it is done only after a failure.
 * Loading damaged metadata of a known agent makes NIXL forget that agent, which
   is why addresses carry a checksum.
 
-Nothing here imports nixl: ``transport.nixl.transport`` does and passes its modules in.
+This module does not import nixl: ``transport.nixl.transport`` does, and passes it in.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Transfer:
     handles: ExitStack = field(repr=False)
 
     def release(self) -> None:
-        """Give back NIXL's handles.  The READ must have ended: releasing cancels nothing."""
+        """Release NIXL's handles.  The READ must have ended: releasing cancels nothing."""
         self.handles.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """NIXL's own account of one finished READ; ``num_descriptors`` is after merging."""
+    """NIXL's own statistics of one finished READ; ``num_descriptors`` is after merging."""
 
     num_descriptors: int
     post_s: float
@@ -111,14 +111,18 @@ class Agent:
         self._regions.append(region)
 
     def unregister_newest(self) -> None:
-        """Take back the latest ``register``; a refusal is logged, the agent's end settles it."""
+        """Undo the latest ``register``; a failure is logged, closing the agent unpins it anyway."""
         try:
             self._raw.deregister_memory(self._regions.pop())
         except self._errors:
-            _log.exception("%s: a region stays registered until the agent is gone", self.name)
+            _log.exception(
+                "pdconn: nixl did not deregister a region; it stays pinned until the agent closes "
+                "agent=%s",
+                self.name,
+            )
 
     def metadata(self) -> bytes:
-        """What a peer's ``add`` needs: how to connect, and the regions of this moment."""
+        """What a peer's ``add`` needs: how to connect, and the regions registered so far."""
         with self._mapped("get metadata"):
             return bytes(self._raw.get_agent_metadata())
 
@@ -126,7 +130,7 @@ class Agent:
         """Learn a peer, or newly registered regions of a known one; returns its name.
 
         Raises:
-            ChangedConnection: a known peer was started anew; remove it first.
+            ChangedConnection: a known peer was restarted; remove it first.
             BadAddress: the metadata cannot be used.
         """
         with self._mapped("load a peer's metadata", UNLOADABLE):
@@ -134,15 +138,15 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove(self, peer: str) -> None:
-        """Forget a peer.  No READ from it may be in flight: its end could not be seen."""
+        """Forget a peer.  No READ from it may be in flight: NIXL could not report its end."""
         with self._mapped(f"remove {peer}"):
             self._raw.remove_remote_agent(peer)
 
     def prepare(self, peer: str, spans: Spans) -> Transfer:
-        """Get a READ ready; nothing is moved yet.
+        """Prepare a READ; nothing is moved yet.
 
         Raises:
-            OutOfBounds: a run lies in no registered memory, ours or as the peer told us.
+            OutOfBounds: a run lies in no registered memory, ours or the peer's.
             PeerLost: NIXL dropped the peer by itself.
             BackendFailure: anything else.
         """
@@ -157,7 +161,7 @@ class Agent:
         return Transfer(peer, request, handles)
 
     def _prepare_by_steps(self, peer: str, spans: Spans) -> Transfer:
-        """As :meth:`prepare`, so that an error tells which side it is about."""
+        """As :meth:`prepare`; an error says which side it is about."""
         indices = np.arange(len(spans), dtype=np.int32)
         handles = ExitStack()
         try:
@@ -179,26 +183,26 @@ class Agent:
         return Transfer(peer, request, handles)
 
     def post(self, transfer: Transfer) -> Progress:
-        """Start a prepared READ; over shared memory it is over when this returns.
+        """Start a prepared READ; over shared memory it has ended when this returns.
 
         Raises:
             PeerLost: the connection is gone; nothing can be written.
-            BackendFailure: anything else; runs posted before the bad one may be on their way.
+            BackendFailure: anything else; runs posted before the bad one may be in flight.
         """
         with self._mapped(f"read from {transfer.peer}", INVALIDATED):
             return _progress(self._raw.transfer(transfer.request))
 
     def check(self, transfer: Transfer) -> Progress:
-        """Whether a posted READ is over.
+        """Whether a posted READ has ended.
 
         Raises:
-            PeerLost, BackendFailure: it is over, and failed.
+            PeerLost, BackendFailure: it has ended, and failed.
         """
         with self._mapped(f"read from {transfer.peer}", INVALIDATED):
             return _progress(self._raw.check_xfer_state(transfer.request))
 
     def telemetry(self, transfer: Transfer) -> Telemetry | None:
-        """What a READ that is done cost, or None where telemetry is off."""
+        """What a finished READ cost, or None where telemetry is off."""
         try:
             seen = self._raw.get_xfer_telemetry(transfer.request)
         except self._errors:
@@ -233,11 +237,11 @@ class Agent:
         try:
             handle.release()
         except self._errors as error:
-            _log.warning("%s: nixl did not release %r: %s", self.name, handle, error)
+            _log.warning("pdconn: nixl did not release %r: %s agent=%s", handle, error, self.name)
 
 
 def _bare_agent(library: NixlLibrary, name: str, progress_delay_us: int, telemetry: bool) -> Any:
-    """A nixl_agent without backends whose progress thread will rest between events."""
+    """A nixl_agent without backends whose progress thread sleeps between events."""
     empty = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
     raw = library.api.nixl_agent(name, empty)
     config = library.bindings.nixlAgentConfig()
@@ -251,7 +255,7 @@ def _bare_agent(library: NixlLibrary, name: str, progress_delay_us: int, telemet
 
 
 def _rows(addresses: U64, nbytes: U64, device: Device) -> U64:
-    """Shape (n, 3): address, bytes, device; as NIXL wants its descriptors."""
+    """NIXL's descriptors: shape (n, 3), with address, bytes and device."""
     rows = np.empty((len(addresses), 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device.index
     return rows
@@ -259,5 +263,5 @@ def _rows(addresses: U64, nbytes: U64, device: Device) -> U64:
 
 def _progress(state: str) -> Progress:
     if state not in ("DONE", "PROC"):
-        raise BackendFailure(f"nixl reports state {state!r} without a reason")
+        raise BackendFailure(f"nixl reports state {state!r} and no error")
     return "done" if state == "DONE" else "pending"

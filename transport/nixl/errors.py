@@ -1,7 +1,7 @@
 """NIXL's exceptions, turned into the transport's.
 
 NIXL raises a dozen classes that share no base class below ``Exception``, so
-the classes to catch are collected from its module, and told apart by name.
+the classes to catch are collected from its module, and distinguished by name.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Kinds = Mapping[str, type[TransportError]]
 
 
 class ChangedConnection(BadAddress):
-    """A known peer's address now leads elsewhere: it was started anew under its old name."""
+    """A known peer's address leads elsewhere now: it was restarted under its old name."""
 
 
 INVALIDATED: Kinds = {"nixlNotFoundError": PeerLost}
-"""Newer NIXL forgets a peer by itself once one READ finds it disconnected; its
-other READs then answer "not found".  They are over: one endpoint carried all."""
+"""Newer NIXL forgets a peer by itself once one READ finds it disconnected; its other
+READs then report "not found".  They have ended, as one endpoint carried all of them."""
 
 UNREGISTERED: Kinds = {"nixlNotFoundError": OutOfBounds}
-"""Descriptors outside registered memory are "not found" as well."""
+"""Descriptors outside registered memory are "not found", too."""
 
 UNLOADABLE: Kinds = {
     "nixlMismatchError": BadAddress,
@@ -34,7 +34,7 @@ UNLOADABLE: Kinds = {
     "nixlBackendError": BadAddress,  # no backend in common
     "nixlNotAllowedError": ChangedConnection,
 }
-"""What loading metadata can end with: all say that this address leads nowhere."""
+"""How loading metadata can fail: in every case the address cannot be used."""
 
 _ALWAYS: Kinds = {"nixlRemoteDisconnectError": PeerLost}
 
@@ -42,7 +42,7 @@ Mapped = Callable[..., AbstractContextManager[None]]
 
 
 def error_classes(bindings: Any) -> ErrorClasses:
-    """Every exception that NIXL raises for failures.
+    """Every exception class that NIXL raises for failures.
 
     RuntimeError stands for statuses that have no class of their own, ValueError
     for arguments that its bindings refuse.

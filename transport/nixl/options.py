@@ -1,4 +1,4 @@
-"""What a NIXL agent is configured with, and what it turns out to use.
+"""What a NIXL agent is configured with, and what it really uses.
 
 UCX takes a setting from, in this order: the environment (``UCX_…``), the
 user's ``engine_config``, ours.
@@ -14,12 +14,12 @@ from pathlib import Path
 _ENGINE_CONFIG = "engine_config"
 
 UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "1032K", "TCP_RX_SEG_SIZE": "1032K"}
-"""UCX's own segment of 8 KiB holds a READ over TCP at a fifth of what this reaches.  A block of
-1 MiB goes into one with its header; in segments of 256 KiB a block of that size goes into two."""
+"""With UCX's own segments of 8 KiB a READ over TCP reaches a fifth of the throughput.  A block
+of 1 MiB and its header fit one segment; of 256 KiB segments such a block would need one more."""
 
 _ONE_ENDPOINT = ("num_workers", "num_threads")
 """With several workers one peer has several endpoints, and the failure of one
-says nothing about READs on the others: we could not tell when they are over."""
+says nothing about READs on the others: we could not know when they have ended."""
 
 
 def backend_params(
@@ -32,7 +32,7 @@ def backend_params(
             ``engine_config`` that UCX would ignore in part, more than one worker.
     """
     if not backends:
-        raise ValueError("no NIXL backend is named; UCX is the usual one")
+        raise ValueError("backends: expected at least one NIXL backend, for example UCX, got none")
     options = options or {}
     for backend in options:
         if backend not in backends:
@@ -53,7 +53,7 @@ def merged_engine_config(user: str) -> str:
     Raises:
         ValueError: a part without ``=``.  NIXL splits at every comma and skips
             such parts, so ``TLS=rc,cuda_copy`` would silently mean ``TLS=rc``;
-            lists belong into the environment.
+            lists must be set in the environment.
     """
     settings = dict(UCX_DEFAULTS)
     for part in filter(None, (part.strip() for part in user.split(","))):
@@ -68,15 +68,15 @@ def merged_engine_config(user: str) -> str:
 
 
 def ucx_environment() -> dict[str, str]:
-    """Every ``UCX_…`` variable of this process; they win over ``engine_config``."""
+    """Every ``UCX_…`` variable of this process; they override ``engine_config``."""
     return {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
 
 
 def ucx_version(maps: str | None = None) -> str:
     """The version of the UCX that nixl loaded, or ``unknown``.
 
-    Another library may bring a UCX of its own, so the one whose path names
-    nixl is asked.  ``maps`` replaces ``/proc/self/maps``.
+    Another library may load a UCX of its own, so the one whose path contains
+    ``nixl`` is asked.  ``maps`` replaces ``/proc/self/maps``.
     """
     try:
         lines = (maps if maps is not None else Path("/proc/self/maps").read_text()).splitlines()

@@ -10,15 +10,15 @@ writes once the peer wakes up.  So a read settles for one of these reasons only:
   ends everything on it, and there is one endpoint per peer;
 * NIXL says that a posted READ ended in an error, by the flush that closes it.
 
-That leaves two cases that need care.  A read whose peer is disconnected by us
-is doomed: it settles as ``PeerLost``, but not before one of the above.  And
-posting may fail half way, with runs on their way that nobody can ask about;
-such a read is posted again until NIXL takes it, since the flush of the second
-attempt covers the first.
+That leaves two cases that need care.  A read whose peer we disconnect from is marked as
+failed: it settles as ``PeerLost``, but not before one of the above.  And posting may
+fail half way, with runs in flight whose state NIXL does not report; such a read is
+posted again until NIXL accepts it, since the flush of the second attempt covers the
+first.
 
 A peer that hangs without closing its connections (SIGSTOP, a lost route) leaves
-reads pending until it returns or UCX gives up on it.  That is for the caller's
-deadline to bear, with the destination in quarantine.
+reads pending until it returns or UCX gives up on it.  The caller has a deadline for
+that, and keeps the destination in quarantine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from transport.types import PeerId, ReadId, ReadStats, Settled, Spans
 
 _log = logging.getLogger(__name__)
 
-_REPOST_S = 1.0
+REPOST_S = 1.0
+"""How long to wait before a read that NIXL took only in part is posted again."""
 
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer that NIXL knows.  ``lost`` once a read found it disconnected."""
+    """A peer that NIXL knows; ``lost`` once a read has found it disconnected."""
 
     id: PeerId
     metadata: bytes
@@ -50,8 +51,11 @@ class NixlPeer:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A read that can still write; ``repost_at`` is set while posting it fails."""
+class _InflightRead:
+    """A read that can still write.
+
+    ``repost_at`` is set while posting it fails; ``disconnected`` once we left its peer.
+    """
 
     read: ReadId
     peer: NixlPeer
@@ -61,26 +65,36 @@ class _Flight:
     began: float
     post_s: float = 0.0
     repost_at: float | None = None
-    doomed: bool = False
+    disconnected: bool = False
 
 
 class Reads:
-    """All reads of ``agent`` that the caller has not been told the end of.
+    """All reads of ``agent`` that were not returned by ``poll`` yet.
 
-    ``ours`` are the registered memories, to name the run that lies outside them.
+    Args:
+        ours: the registered memories, to name the run that lies outside them.
+        repost_s: how long to wait before a read is posted again.
     """
 
-    def __init__(self, agent: Agent, ours: Regions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        ours: Regions,
+        clock: Callable[[], float],
+        *,
+        repost_s: float = REPOST_S,
+    ) -> None:
         self._agent = agent
         self._ours = ours
         self._clock = clock
+        self._repost_s = repost_s
         self._ids = itertools.count()
-        self._flights: dict[ReadId, _Flight] = {}
+        self._inflight: dict[ReadId, _InflightRead] = {}
         self._settled: dict[ReadId, Settled] = {}
 
     def __len__(self) -> int:
         """How many reads can still write."""
-        return len(self._flights)
+        return len(self._inflight)
 
     def start(self, peer: NixlPeer, spans: Spans) -> ReadId:
         """Post a read; every failure settles it."""
@@ -99,25 +113,25 @@ class Reads:
             return read
         nbytes = spans.total_bytes  # before the copy leaves every cache cold
         peer.reads.add(read)
-        self._flights[read] = flight = _Flight(read, peer, spans, nbytes, transfer, began)
-        self._post(flight)
+        self._inflight[read] = inflight = _InflightRead(read, peer, spans, nbytes, transfer, began)
+        self._post(inflight)
         return read
 
     def poll(self, read: ReadId) -> Settled | None:
         """As ``Transport.poll``."""
         self._advance(read)
-        if read in self._flights:
+        if read in self._inflight:
             return None
         return self._settled.pop(read)
 
-    def doom(self, peer: NixlPeer) -> None:
-        """Let the reads of ``peer`` settle as ``PeerLost``, each when it is over."""
+    def fail(self, peer: NixlPeer) -> None:
+        """Let the reads of ``peer`` settle as ``PeerLost``, each once it is over."""
         for read in peer.reads:
-            self._flights[read].doomed = True
+            self._inflight[read].disconnected = True
 
     def advance(self, peer: NixlPeer | None = None) -> None:
-        """See which reads, of ``peer`` or of all, are over; they stay to be polled."""
-        for read in list(self._flights if peer is None else peer.reads):
+        """Settle the reads, of ``peer`` or of all, that are over; ``poll`` returns them."""
+        for read in list(self._inflight if peer is None else peer.reads):
             self._advance(read)
 
     def clear(self) -> None:
@@ -125,10 +139,10 @@ class Reads:
         self._settled.clear()
 
     def _prepare(self, peer: NixlPeer, spans: Spans) -> Transfer:
-        """Merge neighbours first: NIXL merges them as well, at seventeen times the cost.
+        """Merge neighbours first: NIXL merges them, too, at seventeen times the cost.
 
         Merged runs may cross from one registered memory into the next, which
-        NIXL refuses; it then gets the runs as they came, and has the last word.
+        NIXL refuses; then it gets the runs unmerged, and its answer counts.
         """
         merged = spans.coalesced()
         try:
@@ -141,49 +155,49 @@ class Reads:
             raise ours or error from error.__cause__
 
     def _advance(self, read: ReadId) -> None:
-        flight = self._flights.get(read)
-        if flight is None:
+        inflight = self._inflight.get(read)
+        if inflight is None:
             return
-        if flight.repost_at is not None:
-            if self._clock() >= flight.repost_at:
-                self._post(flight)
+        if inflight.repost_at is not None:
+            if self._clock() >= inflight.repost_at:
+                self._post(inflight)
             return
         try:
-            if self._agent.check(flight.transfer) == "done":
-                self._end(flight, None)
+            if self._agent.check(inflight.transfer) == "done":
+                self._end(inflight, None)
         except TransportError as error:
-            self._end(flight, error)
+            self._end(inflight, error)
 
-    def _post(self, flight: _Flight) -> None:
+    def _post(self, inflight: _InflightRead) -> None:
         try:
-            progress = self._agent.post(flight.transfer)
+            progress = self._agent.post(inflight.transfer)
         except PeerLost as error:
-            self._end(flight, error)
+            self._end(inflight, error)
             return
         except BackendFailure as error:
-            _log.warning("%s; runs may be on their way, posting it again", error)
-            flight.repost_at = self._clock() + _REPOST_S
+            _log.warning("pdconn: %s; runs may be in flight, posting the read again", error)
+            inflight.repost_at = self._clock() + self._repost_s
             return
-        flight.repost_at = None
-        flight.post_s = self._clock() - flight.began
+        inflight.repost_at = None
+        inflight.post_s = self._clock() - inflight.began
         if progress == "done":
-            self._end(flight, None)
+            self._end(inflight, None)
 
-    def _end(self, flight: _Flight, error: TransportError | None) -> None:
-        elapsed = self._clock() - flight.began
-        if error is None and (seen := self._agent.telemetry(flight.transfer)):
-            stats = ReadStats(flight.nbytes, seen.num_descriptors, seen.post_s, seen.transfer_s)
+    def _end(self, inflight: _InflightRead, error: TransportError | None) -> None:
+        elapsed = self._clock() - inflight.began
+        if error is None and (seen := self._agent.telemetry(inflight.transfer)):
+            stats = ReadStats(inflight.nbytes, seen.num_descriptors, seen.post_s, seen.transfer_s)
         else:
-            stats = _stats(flight.spans, flight.post_s, elapsed)
-        flight.peer.lost |= isinstance(error, PeerLost)
-        if flight.doomed:
-            error = PeerLost(f"{flight.peer.id} was disconnected while this read was in flight")
-        flight.transfer.release()
-        flight.peer.reads.discard(flight.read)
-        del self._flights[flight.read]
-        self._settled[flight.read] = Settled(stats, error)
+            stats = _stats(inflight.spans, inflight.post_s, elapsed)
+        inflight.peer.lost |= isinstance(error, PeerLost)
+        if inflight.disconnected:
+            error = PeerLost(f"{inflight.peer.id} was disconnected while this read was in flight")
+        inflight.transfer.release()
+        inflight.peer.reads.discard(inflight.read)
+        del self._inflight[inflight.read]
+        self._settled[inflight.read] = Settled(stats, error)
 
 
 def _stats(spans: Spans, post_s: float, transfer_s: float) -> ReadStats:
-    """Our own account, where NIXL has none: what neighbours would merge to."""
+    """Our own statistics, where NIXL has none: the number of runs after merging."""
     return ReadStats(spans.total_bytes, len(spans.coalesced()), post_s, transfer_s)

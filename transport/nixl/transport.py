@@ -1,18 +1,18 @@
 """The transport for real engines: one-sided READs over NIXL, by default over UCX.
 
-NIXL's agent is wrapped in ``transport.nixl.agent``; when a read is over is
-decided in ``transport.nixl.reads``, and why is told there.  Here peers come and
-go.  NIXL cannot tell how a READ ends once its peer was removed, so a peer with
-reads in flight is only marked as leaving, and removed with its last read::
+``transport.nixl.agent`` wraps NIXL's agent, ``transport.nixl.reads`` decides when a read
+is over.  This module connects and disconnects peers.  NIXL cannot report how a READ ends
+once its peer was removed, so a peer with reads in flight is only marked as leaving, and
+removed with its last read::
 
     connect ──► connected ──disconnect, idle──────────► removed
                   ▲   └──disconnect, reads in flight──► leaving ──last read over──► removed
                   └──────────connect again───────────────┘
 
-This spares the lender, too.  Over TCP the lender answers READs in software, and
+This protects the lender, too.  Over TCP the lender answers READs in software, and
 UCX 1.23 aborts the *lender's* process when it cannot send such an answer: a
-reader that is killed amid a read over TCP may take its lender along; one that
-closes first does not.  Over CMA or RDMA the lender takes no part and is safe.
+reader that is killed amid a read over TCP may crash its lender; one that closes
+first does not.  Over CMA or RDMA the lender takes no part and is safe.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from transport.errors import (
     TransportError,
     TransportUnavailable,
 )
-from transport.hugepages import CollapseReport, collapse
+from transport.hugepages import CollapseReport, collapse, small_page_warning
 from transport.nixl.agent import Agent, NixlLibrary
 from transport.nixl.errors import ChangedConnection
 from transport.nixl.options import backend_params, ucx_environment, ucx_version
-from transport.nixl.reads import NixlPeer, Reads
-from transport.pages import small_pages
+from transport.nixl.reads import REPOST_S, NixlPeer, Reads
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, Settled, Spans
 
@@ -78,17 +77,18 @@ class NixlTransport(Transport):
         backends: NIXL plugins to start.
         backend_options: parameters per backend, over our defaults, see
             ``transport.nixl.options``.
-        progress_delay_us: how long NIXL's progress thread rests when no event
+        progress_delay_us: how long NIXL's progress thread sleeps when no event
             wakes it, in steps of 1000; at 5000 it costs 1 % of a core.
         telemetry: let NIXL count descriptors and time each read.
         huge_pages: back host memory with huge pages before it is registered,
             for at most ``huge_page_s`` seconds over the transport's life.
         close_wait_s: how long ``close`` waits for reads in flight.
+        repost_s: how long to wait before a read that NIXL took only in part is posted again.
         boot: the suffix; random by default.
 
     Raises:
         TransportUnavailable: nixl or one of the backends cannot be used here.
-        ValueError: an option that cannot be meant.
+        ValueError: an invalid option.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class NixlTransport(Transport):
         huge_pages: bool = True,
         huge_page_s: float = 10.0,
         close_wait_s: float = 5.0,
+        repost_s: float = REPOST_S,
         boot: str | None = None,
         library: NixlLibrary | None = None,
     ) -> None:
@@ -109,7 +110,10 @@ class NixlTransport(Transport):
         if len(agent_name) > MAX_NAME_CHARS or not name:
             raise ValueError(f"name of {len(name)} characters; with its suffix 1 to 256 fit")
         if progress_delay_us < 1000:
-            raise ValueError(f"progress_delay_us={progress_delay_us}: below 1000 the thread spins")
+            raise ValueError(
+                f"progress_delay_us: expected at least 1000, got {progress_delay_us}: below it "
+                "NIXL's progress thread spins"
+            )
         self._params = backend_params(backends, backend_options)
         self._library = library or load_library()
         self._settings = {"progress_delay_us": progress_delay_us, "telemetry": telemetry}
@@ -121,11 +125,11 @@ class NixlTransport(Transport):
             telemetry=telemetry,
         )
         self._registered = Regions()
-        self._reads = Reads(self._agent, self._registered, time.perf_counter)
+        self._reads = Reads(self._agent, self._registered, time.perf_counter, repost_s=repost_s)
         self._peers: dict[PeerId, NixlPeer] = {}
         self._leaving: dict[PeerId, NixlPeer] = {}
         self._huge_page_s = huge_page_s if huge_pages else 0.0
-        self._may_complain = huge_pages
+        self._may_warn = huge_pages
         self._collapsed: list[CollapseReport] = []
         self._close_wait_s = close_wait_s
         self._state = "open"
@@ -136,7 +140,7 @@ class NixlTransport(Transport):
 
     @property
     def peer_id(self) -> PeerId:
-        """How others name this transport: its agent's name."""
+        """What peers call this transport: its agent's name."""
         return PeerId(self._agent.name)
 
     def register(self, memories: Sequence[Memory]) -> None:
@@ -153,19 +157,19 @@ class NixlTransport(Transport):
                 self._agent.unregister_newest()
             raise
         self._registered.add(memories)
-        self._complain_of_small_pages()
+        self._warn_of_small_pages()
 
     def address(self) -> bytes:
         self._check_open()
         return pack(_BACKEND, self._agent.name, self._agent.metadata())
 
     def connect(self, address: bytes) -> PeerId:
-        """As ``Transport.connect``; takes a newer address of a known peer, or of its next boot.
+        """As ``Transport.connect``; also takes a newer address of a known peer, or of its restart.
 
         Raises:
             BadAddress: the bytes are not the address of another NIXL agent that we can reach.
-            BackendFailure: the peer was started anew under its old name, and reads
-                from its former boot can still write; connect again once they settled.
+            BackendFailure: the peer was restarted under its old name, and reads from
+                before can still write; connect again once they have settled.
         """
         self._check_open()
         envelope = unpack(_BACKEND, address)
@@ -183,13 +187,13 @@ class NixlTransport(Transport):
         return peer_id
 
     def disconnect(self, peer: PeerId) -> None:
-        """As ``Transport.disconnect``; reads in flight settle when they can write no more."""
+        """As ``Transport.disconnect``; reads in flight settle once they can write no more."""
         theirs = self._peers.pop(peer, None)
         if theirs is not None:
             self._leaving[peer] = theirs
-            self._reads.doom(theirs)
+            self._reads.fail(theirs)
             self._reads.advance(theirs)
-            self._remove_those_that_left()
+            self._remove_left()
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         self._check_open()
@@ -200,7 +204,7 @@ class NixlTransport(Transport):
     def poll(self, read: ReadId) -> Settled | None:
         settled = self._reads.poll(read)
         if self._leaving:
-            self._remove_those_that_left()
+            self._remove_left()
         return settled
 
     def describe(self) -> dict[str, str]:
@@ -209,7 +213,7 @@ class NixlTransport(Transport):
             "agent": self._agent.name,
             "nixl": self._library.version,
             "ucx": ucx_version(),
-            "huge_pages": self._huge_pages_in_words(),
+            "huge_pages": self._huge_pages(),
             **{key: str(value) for key, value in self._settings.items()},
         }
         for backend, params in self._params.items():
@@ -234,7 +238,7 @@ class NixlTransport(Transport):
         while len(self._reads) and time.monotonic() < deadline:
             time.sleep(_CLOSE_POLL_S)
             self._reads.advance()
-        self._remove_those_that_left()
+        self._remove_left()
         if len(self._reads):
             raise BackendFailure(
                 f"{self._agent.name}: {len(self._reads)} reads from {', '.join(self._leaving)} "
@@ -250,22 +254,22 @@ class NixlTransport(Transport):
             self._huge_page_s -= report.seconds
             self._collapsed.append(report)
 
-    def _complain_of_small_pages(self) -> None:
-        """Once: an engine's memory is registered early, and pages do not change by themselves."""
-        if self._may_complain:
+    def _warn_of_small_pages(self) -> None:
+        """Warn once: memory is registered early, and its pages do not change by themselves."""
+        if self._may_warn:
             reasons = (report.reason for report in self._collapsed)
-            text = small_pages(list(self._registered), reasons)
-            self._may_complain = text is None
+            text = small_page_warning(list(self._registered), reasons)
+            self._may_warn = text is None
             if text is not None:
-                _log.warning("%s: %s", self._agent.name, text)
+                _log.warning("pdconn: %s agent=%s", text, self._agent.name)
 
-    def _huge_pages_in_words(self) -> str:
+    def _huge_pages(self) -> str:
         done = sum(report.collapsed_bytes for report in self._collapsed)
         of = sum(memory.nbytes for memory in self._registered if memory.device.kind == "cpu")
         return f"{done} of {of} bytes of host memory"
 
     def _learn(self, known: NixlPeer | None, peer_id: PeerId, metadata: bytes) -> NixlPeer:
-        """Load metadata of a new peer, of one that registered more, or of its next boot."""
+        """Load the metadata of a new peer, of one that registered more, or of a restarted one."""
         try:
             self._load(peer_id, metadata)
         except ChangedConnection:
@@ -288,17 +292,17 @@ class NixlTransport(Transport):
             raise BadAddress(f"address of {peer!r} holds metadata of {loaded!r}")
 
     def _forget(self, peer: NixlPeer) -> None:
-        self._reads.doom(peer)
+        self._reads.fail(peer)
         self._reads.advance(peer)
         if peer.reads:
             raise BackendFailure(
-                f"{len(peer.reads)} reads from the former boot of {peer.id} can still write"
+                f"{peer.id} was restarted, and {len(peer.reads)} reads from before can still write"
             )
         self._peers.pop(peer.id, None)
         self._leaving.pop(peer.id, None)
         self._agent.remove(peer.id)
 
-    def _remove_those_that_left(self) -> None:
+    def _remove_left(self) -> None:
         for peer in [peer for peer in self._leaving.values() if not peer.reads]:
             del self._leaving[peer.id]
             self._agent.remove(peer.id)

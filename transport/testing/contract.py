@@ -1,7 +1,7 @@
 """The contract that every transport keeps, as tests to inherit.
 
-A backend is held to it by overriding one method, which yields a ``Rig``: a
-reader that is connected to a lender, with an arena of bytes on each side::
+A test of a backend overrides one method, which yields a ``Rig``: a reader that is
+connected to a lender, with an arena of bytes on each side::
 
     class TestMyTransport(TransportContract):
         @contextmanager
@@ -14,8 +14,8 @@ Only the middle of an arena is registered; the guards around it are ordinary
 memory where nothing may be read or written.  Every test looks at the whole
 arena, guards included, so a transport that writes one byte too many fails.
 
-What a rig cannot do (a lender that can neither be paused nor killed) is left
-out, and its tests are skipped.
+Tests that a rig does not support (its lender can neither be paused nor killed) are
+skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from transport.testing.rig import (
     ARENA_BYTES,
     BLANK,
     GUARD_BYTES,
-    SETTLE_S,
     Arena,
     Rig,
     pattern,
@@ -64,12 +63,9 @@ __all__ = [
     "scattered",
 ]
 
-_QUIET_S = 0.3
-"""How long a test watches for what must not happen."""
-
 
 class ReadingContract:
-    """What a read does and leaves alone."""
+    """What a read does, and what it leaves unchanged."""
 
     def test_bytes_arrive_exactly_and_nothing_else_changes(self, rig: Rig) -> None:
         rig.check_read((64, 4096, 1000))
@@ -108,8 +104,8 @@ class ReadingContract:
         stats = rig.check_read(*runs).stats
         assert stats.nbytes == sum(nbytes for _, _, nbytes in runs)
         assert 1 <= stats.num_descriptors <= len(runs)
-        assert 0 <= stats.post_s < SETTLE_S
-        assert 0 <= stats.transfer_s < SETTLE_S
+        assert 0 <= stats.post_s < rig.settle_s
+        assert 0 <= stats.transfer_s < rig.settle_s
 
     def test_a_settled_read_is_forgotten(self, rig: Rig) -> None:
         read = rig.reader.read(rig.peer, rig.spans((0, 0, 64)))
@@ -161,11 +157,11 @@ class BoundsContract:
 
 
 class PeerContract:
-    """Connecting, disconnecting, and addresses that lead nowhere."""
+    """Connecting, disconnecting, and invalid addresses."""
 
     def test_an_unknown_peer_is_refused(self, rig: Rig) -> None:
         with pytest.raises(PeerUnknown):
-            rig.reader.read(PeerId("nobody"), rig.spans((0, 0, 64)))
+            rig.reader.read(PeerId("unknown"), rig.spans((0, 0, 64)))
 
     def test_connecting_twice_is_harmless(self, rig: Rig) -> None:
         assert rig.reader.connect(rig.address) == rig.peer
@@ -180,8 +176,8 @@ class PeerContract:
         assert rig.reader.connect(rig.address) == rig.peer
         rig.check_read((0, 0, 64))
 
-    def test_disconnecting_nobody_is_ignored(self, rig: Rig) -> None:
-        rig.reader.disconnect(PeerId("nobody"))
+    def test_disconnecting_an_unknown_peer_is_ignored(self, rig: Rig) -> None:
+        rig.reader.disconnect(PeerId("unknown"))
         rig.check_read((0, 0, 64))
 
     def test_damaged_addresses_are_refused_and_harm_no_connection(self, rig: Rig) -> None:
@@ -200,6 +196,9 @@ class PeerContract:
 
 class EndingContract:
     """Closing, and peers that stall or die."""
+
+    quiet_s = 0.3
+    """How long a test watches that something does not happen."""
 
     def test_closing_twice_is_harmless(self, rig: Rig) -> None:
         rig.check_read((0, 0, 64))
@@ -256,7 +255,7 @@ class EndingContract:
         read = rig.reader.read(rig.peer, rig.spans((0, 0, 4096)))
         try:
             rig.reader.close()
-        except TransportError:  # it cannot promise that yet
+        except TransportError:  # it cannot guarantee that yet
             with pytest.raises(TransportClosed):
                 rig.reader.read(rig.peer, rig.spans((0, 0, 64)))
             resume()
@@ -286,16 +285,14 @@ class EndingContract:
             assert isinstance(settled.error, PeerLost), settled
         rig.check((0, 0, 64))
 
-    @staticmethod
-    def _nothing_is_written_later(rig: Rig, resume: Callable[[], None]) -> None:
+    def _nothing_is_written_later(self, rig: Rig, resume: Callable[[], None]) -> None:
         rig.arena.bytes[:] = BLANK
         resume()
-        time.sleep(_QUIET_S)
+        time.sleep(self.quiet_s)
         rig.check()
 
-    @staticmethod
-    def _stays_pending(rig: Rig, read: ReadId) -> None:
-        until = time.monotonic() + _QUIET_S
+    def _stays_pending(self, rig: Rig, read: ReadId) -> None:
+        until = time.monotonic() + self.quiet_s
         while time.monotonic() < until:
             assert rig.reader.poll(read) is None, "settled while its peer was stalled"
             time.sleep(0.005)

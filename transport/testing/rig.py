@@ -1,10 +1,10 @@
-"""What the contract's tests stand on: a reader, a lender, and bytes to watch.
+"""The fixture of the contract's tests: a reader, a lender, and bytes to watch.
 
     guard │ registered memory                 │ guard
     EE EE │ pattern (lender) or EE EE (reader)│ EE EE
 
-A rig tells its tests nothing about where the lender lives: the tests know the
-pattern that its memory holds, so no byte of it needs to be fetched to compare.
+The lender may be anywhere: the tests know the pattern that its memory holds, so they
+need no second way to fetch its bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GUARD_BYTES = 8192
 ARENA_BYTES = 256 * 1024
 BLANK = 0xEE
 SETTLE_S = 20.0
-"""How long a read may take before it counts as stuck."""
+"""How long a read may take before a test fails."""
 
 
 def pattern(nbytes: int) -> Bytes:
@@ -64,11 +64,11 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """A reader, connected to ``peer`` at ``address``; ``remote`` is memory it lends.
+    """A reader, connected to ``peer`` at ``address``; ``remote`` is memory that the peer lends.
 
-    ``remote`` is the middle of an ``Arena.patterned()``, wherever that lives.
-    After ``pause`` no read may settle before ``resume``; ``kill`` ends the peer
-    without a goodbye.  None means that this rig cannot.
+    ``remote`` is the middle of an ``Arena.patterned()``, in whatever process.
+    After ``pause`` no read may settle before ``resume``; ``kill`` ends the peer as a
+    crash would.  None means that this rig cannot do it.
     """
 
     reader: Transport
@@ -79,6 +79,7 @@ class Rig:
     pause: Callable[[], None] | None = None
     resume: Callable[[], None] | None = None
     kill: Callable[[], None] | None = None
+    settle_s: float = SETTLE_S
 
     def spans(self, *runs: tuple[int, int, int]) -> Spans:
         """Runs ``(local offset, remote offset, nbytes)`` into the registered memories."""
@@ -93,9 +94,9 @@ class Rig:
 
     def finish(self, read: ReadId) -> Settled:
         """Poll until ``read`` settles."""
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + self.settle_s
         while (settled := self.reader.poll(read)) is None:
-            assert time.monotonic() < deadline, f"read not settled after {SETTLE_S} s"
+            assert time.monotonic() < deadline, f"read not settled after {self.settle_s} s"
             time.sleep(0.0005)
         return settled
 
@@ -111,7 +112,7 @@ class Rig:
         )
 
     def check_read(self, *runs: tuple[int, int, int]) -> Settled:
-        """Read ``runs`` and assert that they and nothing else arrived."""
+        """Read ``runs``; assert that they arrived, and nothing else."""
         settled = self.finish(self.reader.read(self.peer, self.spans(*runs)))
         assert settled.ok, settled.error
         self.check(*runs)
@@ -119,7 +120,7 @@ class Rig:
 
 
 def scattered(num_runs: int, seed: int) -> list[tuple[int, int, int]]:
-    """Runs of assorted lengths, in another order on either side, with gaps between them."""
+    """Runs of random lengths, in a different order on each side, with gaps between them."""
     rng = np.random.default_rng(seed)
     slot = ARENA_BYTES // num_runs
     nbytes = rng.integers(1, slot, num_runs).tolist()

@@ -1,0 +1,12 @@
+"""The transport over UCX alone, through UCXX; importing this package does not import ucxx.
+
+transport   the transport's owner: registers memory, connects, posts and polls reads
+thread      the one thread that touches UCX, for reader and lender
+reader      requests pieces from lenders and puts them in place
+lender      answers readers: checks, gathers and sends pieces
+frames      the control messages, authenticated with the lender's secret
+pieces      cuts a read into pieces
+gather      copies between many runs and one buffer
+worker      one UCX worker, its endpoints and requests
+library     imports ucxx; its settings and exceptions
+"""

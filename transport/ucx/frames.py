@@ -1,24 +1,24 @@
-"""What a reader and a lender say to each other beside the bytes themselves.
+"""The control messages between a reader and a lender, beside the bytes themselves.
 
     reader                                         lender
-    Hello(session, our worker's address)  ───►     a way back to the reader
-    Want(session, number, reply tag, runs) ──►     checked, gathered, sent as one
-        ◄── the runs' bytes, tagged with the reply tag
-    Want(…)  ─────────────────────────────►
-        ◄── Refused(session, reply tag, why), and an empty message with the tag
+    ReaderHello(session, worker address) ────►     connects back to the reader
+    PieceRequest(session, number, tag, runs) ►     checked, gathered, sent as one
+        ◄── the runs' bytes, tagged with the request's tag
+    PieceRequest(…)  ────────────────────────►
+        ◄── PieceRefused(session, tag, reason), and a message that is too long
 
 A frame fits one packet of UCX, and so arrives whole or not at all.  Every frame
 ends in a keyed BLAKE2b of the rest.  The key is the lender's: random at every
 boot, it travels in the lender's address through the side channel only.  Nothing
-of a frame is looked at before that holds, so who does not know the address
+of a frame is used before its hash is verified, so a sender without the address
 cannot make us allocate, connect or answer; and a frame recorded before a restart
-holds no more after it.  The numbers of a session's frames only grow, so that a
-frame cannot be played back either.
+is invalid after it.  The numbers of a session's frames only grow, so that a
+frame cannot be replayed either.
 
     "pdU1" | kind u8 | 0 u8 | count u16 | number u64 | tag u64 | session 16 | body | mac 32
-    body:   Hello    the address of the reader's worker, ``count`` bytes
-            Want     ``count`` addresses u64, then ``count`` lengths u32
-            Refused  ``count`` bytes of UTF-8: what went wrong; number 1: out of bounds
+    body:   ReaderHello   the address of the reader's worker, ``count`` bytes
+            PieceRequest  ``count`` addresses u64, then ``count`` lengths u32
+            PieceRefused  ``count`` bytes of UTF-8: the reason; number 1: out of bounds
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transport.errors import TransportError
 from transport.types import U64
 from transport.ucx.library import EAGER_BYTES
 
-Session = NewType("Session", bytes)
+SessionId = NewType("SessionId", bytes)
 """16 random bytes that a reader draws for each connection."""
 
 SECRET_BYTES = 32
@@ -54,14 +54,14 @@ _LAST_ADDRESS = np.uint64(2**63 - 1)
 
 
 class BadFrame(TransportError):
-    """The bytes are no frame of ours, or were not made by who holds the secret."""
+    """The bytes are not a valid frame, or their sender does not hold the secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderHello:
     """A reader's first frame: where its worker can be reached."""
 
-    session: Session
+    session: SessionId
     worker_address: bytes
 
 
@@ -73,7 +73,7 @@ class PieceRequest:
     no run is empty or ends beyond 63 bits.
     """
 
-    session: Session
+    session: SessionId
     number: int
     tag: int
     addresses: U64
@@ -87,7 +87,7 @@ class PieceRefused:
     ``out_of_bounds``: a run lies outside what is registered.
     """
 
-    session: Session
+    session: SessionId
     tag: int
     out_of_bounds: bool
     reason: str
@@ -97,7 +97,7 @@ Frame = ReaderHello | PieceRequest | PieceRefused
 
 
 def encode(frame: Frame, secret: bytes) -> bytes:
-    """``frame`` with its proof of ``secret``, the lender's.
+    """``frame``, authenticated with ``secret``, the lender's.
 
     Raises:
         BadFrame: it is larger than ``decode`` would accept.
@@ -117,21 +117,21 @@ def encode(frame: Frame, secret: bytes) -> bytes:
     return plain + _mac(plain, secret)
 
 
-def session_in(data: bytes) -> Session:
-    """Which session a frame says it belongs to, to find the secret that would prove it."""
-    return Session(data[_HEAD.size - SESSION_BYTES : _HEAD.size])
+def session_in(data: bytes) -> SessionId:
+    """The session that a frame claims to belong to, to find the secret to verify it with."""
+    return SessionId(data[_HEAD.size - SESSION_BYTES : _HEAD.size])
 
 
 def is_answer(data: bytes) -> bool:
-    """Whether this says it is a ``PieceRefused``, so meant for a reader.  Nothing is checked."""
+    """Whether this claims to be a ``PieceRefused``, so for our reader.  Nothing is verified."""
     return len(data) > _HEAD.size and data[4] == _REFUSED
 
 
 def decode(data: bytes, secret: bytes) -> Frame:
-    """The frame that ``data`` holds, once it proved that its sender knows ``secret``.
+    """The frame in ``data``, if its sender holds ``secret``.
 
     Raises:
-        BadFrame: it does not; or it is no frame, with what was expected.
+        BadFrame: the sender does not; or it is not a frame, with what was expected.
     """
     if not _HEAD.size + MAC_BYTES <= len(data) <= MAX_FRAME_BYTES:
         raise BadFrame(
@@ -139,20 +139,20 @@ def decode(data: bytes, secret: bytes) -> Frame:
         )
     plain, mac = data[:-MAC_BYTES], data[-MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(plain, secret)):
-        raise BadFrame(f"frame of {len(data)} bytes was not made by a holder of our address")
+        raise BadFrame(f"frame of {len(data)} bytes is not authenticated by our secret")
     magic, kind, zero, count, number, tag, session = _HEAD.unpack_from(plain)
     if magic != _MAGIC or zero != 0 or kind not in _BODIES:
         raise BadFrame(f"frame {magic!r}, kind {kind}, {zero}: expected {_MAGIC!r}, 1 to 3, 0")
-    return _BODIES[kind](Session(session), number, tag, count, plain[_HEAD.size :])
+    return _BODIES[kind](SessionId(session), number, tag, count, plain[_HEAD.size :])
 
 
-def _hello(session: Session, number: int, tag: int, count: int, body: bytes) -> ReaderHello:
+def _hello(session: SessionId, number: int, tag: int, count: int, body: bytes) -> ReaderHello:
     if len(body) != count or not 0 < count <= MAX_WORKER_ADDRESS_BYTES:
-        raise BadFrame(f"hello names {count} bytes and has {len(body)}")
+        raise BadFrame(f"hello states {count} bytes and has {len(body)}")
     return ReaderHello(session, body)
 
 
-def _want(session: Session, number: int, tag: int, count: int, body: bytes) -> PieceRequest:
+def _request(session: SessionId, number: int, tag: int, count: int, body: bytes) -> PieceRequest:
     if not 0 < count <= MAX_RUNS or len(body) != 12 * count:
         raise BadFrame(f"{count} runs in {len(body)} bytes, expected 1 to {MAX_RUNS}, 12 each")
     addresses = np.frombuffer(body, "<u8", count).astype(np.uint64)
@@ -164,16 +164,16 @@ def _want(session: Session, number: int, tag: int, count: int, body: bytes) -> P
     return PieceRequest(session, number, tag, addresses, nbytes)
 
 
-def _refused(session: Session, number: int, tag: int, count: int, body: bytes) -> PieceRefused:
+def _refused(session: SessionId, number: int, tag: int, count: int, body: bytes) -> PieceRefused:
     if len(body) != count or count > MAX_REASON_BYTES:
-        raise BadFrame(f"refusal names {count} bytes and has {len(body)}")
+        raise BadFrame(f"refusal states {count} bytes and has {len(body)}")
     return PieceRefused(session, tag, number == 1, body.decode(errors="replace"))
 
 
 _REFUSED = 3
-_BODIES: dict[int, Callable[[Session, int, int, int, bytes], Frame]] = {
+_BODIES: dict[int, Callable[[SessionId, int, int, int, bytes], Frame]] = {
     1: _hello,
-    2: _want,
+    2: _request,
     _REFUSED: _refused,
 }
 

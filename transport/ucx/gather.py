@@ -1,8 +1,8 @@
 """Copying between many runs and one buffer, without the interpreter lock.
 
-A ``memmove`` per run lets go of the lock and takes it back each time.  Beside a
-busy Python thread taking it back may last 5 ms, so that 4 KB runs then move at
-0.03 GB/s.  One call of numpy moves a whole piece instead, and holds no lock:
+A ``memmove`` per run releases the lock and takes it back each time.  Beside a busy
+Python thread taking it back may last 5 ms, so that 4 KB runs then move at 0.03 GB/s.
+One call of numpy moves a whole piece instead, and holds no lock:
 
     memory   ░░██░░░░██░░██░░      seen as an array of items of g bytes, where g
     items      1    5   7          divides every run's start and length
@@ -25,7 +25,7 @@ from transport.ucx.pieces import Runs
 Bytes = NDArray[np.uint8]
 
 _MIN_ITEM_BYTES = 16
-"""Runs whose starts and lengths share less are copied one by one."""
+"""Runs whose starts and lengths have a smaller common divisor are copied one by one."""
 
 # Holds the lock: a piece has few enough runs, and see above.
 _memmove = ctypes.PyDLL(None).memmove
@@ -33,8 +33,8 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
 
 
-class _At:
-    """Tells numpy of memory that it does not own."""
+class _Unowned:
+    """Describes memory to numpy that numpy does not own."""
 
     def __init__(self, address: int, items: int, typestr: str, stride: int) -> None:
         self.__array_interface__ = {
@@ -48,7 +48,7 @@ class _At:
 
 def bytes_at(address: int, nbytes: int) -> Bytes:
     """The memory itself, as uint8 of shape (nbytes,); it must outlive the array."""
-    return np.asarray(_At(address, nbytes, "|u1", 1))
+    return np.asarray(_Unowned(address, nbytes, "|u1", 1))
 
 
 def gather(runs: Runs, into: Bytes) -> None:
@@ -80,7 +80,7 @@ def _item_bytes(runs: Runs) -> int:
 def _items(runs: Runs, item: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """All memory from the first run to the last as items, and those of the runs in order."""
     low, high = int(runs.addresses.min()), int((runs.addresses + runs.nbytes).max())
-    memory = np.asarray(_At(low, (high - low) // item, f"|V{item}", item))
+    memory = np.asarray(_Unowned(low, (high - low) // item, f"|V{item}", item))
     starts = ((runs.addresses - np.uint64(low)) // np.uint64(item)).astype(np.int64)
     counts = (runs.nbytes // np.uint64(item)).astype(np.int64)
     if (counts == 1).all():

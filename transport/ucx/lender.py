@@ -1,13 +1,13 @@
-"""Answering readers: each piece that is wanted is checked, gathered and sent.
+"""Answering readers: each piece that is requested is checked, gathered and sent.
 
-All state that a reader can make us hold is bounded: at most ``MAX_BORROWERS``
-sessions, ``MAX_QUEUED`` wants each (more is a breach, and ends the session),
-``MAX_SENDING`` of them on their way, ``MAX_BUFFERS`` staging buffers for all.
-Borrowers are served in turn, one piece each.
+All state that a reader can make us hold is bounded (:class:`LenderLimits`): the number of
+sessions, the requests that each may have queued (more is a breach, and ends the session),
+the messages in flight to each, and the staging buffers of all.  Readers are served in
+turn, one piece each.
 
-A reader that stops taking (a stopped process, a lost route) keeps the buffers
-of what is on its way to it.  Should others want for buffers then, it is dropped
-after ``STALL_S``: its reads fail, theirs go on.
+A reader that stops receiving (a stopped process, a lost route) keeps the buffers of what
+is in flight to it.  If others need buffers then, it is dropped after ``stall_s``: its
+reads fail, theirs go on.
 """
 
 from __future__ import annotations
@@ -27,229 +27,298 @@ from transport.ucx.frames import (
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     decode,
     encode,
 )
 from transport.ucx.gather import Bytes, bytes_at, gather
-from transport.ucx.outbox import Buffers, Sending
 from transport.ucx.pieces import MAX_PIECE_BYTES, STAGED_BYTES, Runs
-from transport.ucx.worker import FRAME_TAG, Endpoint, UcxWorker
+from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 _log = logging.getLogger(__name__)
 
-MAX_BORROWERS = 4096
-MAX_QUEUED = 32
-MAX_SENDING = 16
-MAX_BUFFERS = 128
-STALL_S = 10.0
+_MAX_SPARE_BUFFERS = 8
 _MAX_ENDED = 4096
-_LOOK_S = 1.0
+_LIVENESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LenderLimits:
+    """What all readers together, and each of them, can make a lender hold.
+
+    Attributes:
+        readers: open sessions; beyond it the oldest idle one is dropped.
+        queued: requests of one reader that wait to be answered.
+        sending: messages in flight to one reader.
+        buffers: staging buffers of all readers, ``STAGED_BYTES`` each.
+        stall_s: how long a reader may keep buffers that others wait for.
+    """
+
+    readers: int = 4096
+    queued: int = 32
+    sending: int = 16
+    buffers: int = 128
+    stall_s: float = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingMessage:
+    """A message in flight since ``since``, s; UCX may read its bytes until it is done.
+
+    ``buffer`` is the staging buffer that it was gathered in, if any.
+    """
+
+    request: UcxRequest
+    buffer: Bytes | None
+    since: float
+
+
+class StagingBuffers:
+    """Buffers of ``STAGED_BYTES``, at most ``limit`` at a time; a few are kept for reuse.
+
+    A buffer is returned once its message is done, whichever way it ended, and never
+    before: until then UCX may read it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._spare: list[Bytes] = []
+        self.taken = 0
+
+    def take(self) -> Bytes | None:
+        """A buffer with arbitrary content, or None at the limit."""
+        if self.taken == self._limit:
+            return None
+        self.taken += 1
+        return self._spare.pop() if self._spare else np.empty(STAGED_BYTES, dtype=np.uint8)
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Return a buffer that nothing uses any more."""
+        self.taken -= 1
+        if len(self._spare) < _MAX_SPARE_BUFFERS:
+            self._spare.append(buffer)
+
+    def reclaim(self, messages: list[OutgoingMessage]) -> list[OutgoingMessage]:
+        """Return the buffers of finished ``messages``; gives those still in flight."""
+        in_flight = []
+        for message in messages:
+            if not message.request.done:
+                in_flight.append(message)
+            elif message.buffer is not None:
+                self.give_back(message.buffer)
+        return in_flight
 
 
 @dataclass(slots=True, eq=False)
 class RemoteReader:
-    """A reader's session: its way back, what it wants, and what is on its way."""
+    """A reader's session: the endpoint to it, its queued requests, and messages in flight.
 
-    session: Session
-    line: Endpoint
+    ``number`` is that of its latest request; numbers only grow.
+    """
+
+    session: SessionId
+    endpoint: Endpoint
     number: int = 0
-    wants: deque[PieceRequest] = field(default_factory=deque)
-    sending: list[Sending] = field(default_factory=list)
+    requests: deque[PieceRequest] = field(default_factory=deque)
+    sending: list[OutgoingMessage] = field(default_factory=list)
 
 
 class UcxLender:
     """Serves ``lent``, which the transport replaces as memory is registered.
 
-    ``secret`` is ours: whoever holds it may read.
+    ``secret`` is ours: a reader must hold it to read.
     """
 
-    def __init__(self, wire: UcxWorker, secret: bytes, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        worker: UcxWorker,
+        secret: bytes,
+        clock: Callable[[], float],
+        limits: LenderLimits | None = None,
+    ) -> None:
         self.lent = Regions()
-        self._wire = wire
+        self.limits = limits or LenderLimits()
+        self.refused_frames = 0
+        self._worker = worker
         self._secret = secret
         self._clock = clock
-        self._borrowers: dict[Session, RemoteReader] = {}
-        self._ended: dict[Session, None] = {}
-        self._ending: list[Sending] = []
-        self._buffers = Buffers(MAX_BUFFERS)
-        self._look_at = 0.0
-        self.refused_frames = 0
+        self._readers: dict[SessionId, RemoteReader] = {}
+        self._ended: dict[SessionId, None] = {}
+        self._ending: list[OutgoingMessage] = []
+        self._buffers = StagingBuffers(self.limits.buffers)
+        self._liveness_at = 0.0
 
     @property
-    def num_borrowers(self) -> int:
-        """Sessions that are open."""
-        return len(self._borrowers)
+    def num_readers(self) -> int:
+        """Open sessions."""
+        return len(self._readers)
 
     @property
     def num_ending(self) -> int:
-        """Messages to readers whose connection was cut, that UCX may still read from."""
+        """Messages to readers that were dropped, which UCX may still read from."""
         return len(self._ending)
 
     @property
     def num_sending(self) -> int:
         """Messages that UCX may still read from."""
-        borrowers = tuple(self._borrowers.values())  # at once: other threads may ask as well
-        return len(self._ending) + sum(len(b.sending) for b in borrowers)
+        readers = tuple(self._readers.values())  # a snapshot: other threads may ask as well
+        return len(self._ending) + sum(len(reader.sending) for reader in readers)
 
-    def take(self, data: bytes) -> None:
-        """One frame from the wire, by whomever."""
+    def handle(self, data: bytes) -> None:
+        """Handle one frame from the network; its sender is not known yet."""
         try:
             frame = decode(data, self._secret)
             if isinstance(frame, ReaderHello):
-                self._greet(frame)
+                self._open_session(frame)
             elif isinstance(frame, PieceRequest):
                 self._queue(frame)
         except TransportError as error:
             self.refused_frames += 1
-            _log.debug("ucx: frame refused: %s", error)
+            _log.debug("pdconn: ucx lender refused a frame: %s", error)
 
     def step(self) -> bool:
-        """Send what can be sent; whether anything was done."""
-        self._look_after()
-        worked = self._reap_ending()
-        for borrower in list(self._borrowers.values()):
-            if borrower.wants or borrower.sending:
-                worked |= self._serve(borrower)
+        """Send what can be sent; returns whether anything was done."""
+        self._drop_broken()
+        worked = self._reclaim_ending()
+        for reader in list(self._readers.values()):
+            if reader.requests or reader.sending:
+                worked |= self._serve(reader)
         return worked
 
     def close(self) -> None:
-        """Drop all borrowers; keep stepping until ``num_sending`` is 0."""
-        for borrower in list(self._borrowers.values()):
-            self._drop(borrower, "we close")
+        """Drop all readers; keep stepping until ``num_sending`` is 0."""
+        for reader in list(self._readers.values()):
+            self._drop(reader, "the transport closes")
 
-    def _greet(self, hello: ReaderHello) -> None:
-        if hello.session in self._borrowers or hello.session in self._ended:
-            raise BadFrame("hello of a session that is known")
-        if len(self._borrowers) >= MAX_BORROWERS:
-            idle = (b for b in self._borrowers.values() if not b.wants and not b.sending)
+    def _open_session(self, hello: ReaderHello) -> None:
+        if hello.session in self._readers or hello.session in self._ended:
+            raise BadFrame("hello of a session that is known already")
+        if len(self._readers) >= self.limits.readers:
+            idle = (r for r in self._readers.values() if not r.requests and not r.sending)
             oldest = next(idle, None)
             if oldest is None:
-                raise BadFrame(f"{MAX_BORROWERS} readers are being served")
-            self._drop(oldest, "the table is full")
-        line = self._wire.dial(hello.worker_address)
-        self._borrowers[hello.session] = RemoteReader(hello.session, line)
+                raise BadFrame(f"{self.limits.readers} readers are being served")
+            self._drop(oldest, "the table of readers is full")
+        endpoint = self._worker.connect(hello.worker_address)
+        self._readers[hello.session] = RemoteReader(hello.session, endpoint)
 
-    def _queue(self, want: PieceRequest) -> None:
-        borrower = self._borrowers.get(want.session)
-        if borrower is None:
-            raise BadFrame("want of an unknown session")
-        if want.number <= borrower.number:
-            raise BadFrame(f"want {want.number} after {borrower.number}")
-        borrower.number = want.number
-        if len(borrower.wants) == MAX_QUEUED:
-            self._drop(borrower, f"more than {MAX_QUEUED} wants at once")
+    def _queue(self, request: PieceRequest) -> None:
+        reader = self._readers.get(request.session)
+        if reader is None:
+            raise BadFrame("request of an unknown session")
+        if request.number <= reader.number:
+            raise BadFrame(f"request {request.number} after {reader.number}")
+        reader.number = request.number
+        if len(reader.requests) == self.limits.queued:
+            self._drop(reader, f"more than {self.limits.queued} requests are queued")
             return
-        borrower.wants.append(want)
+        reader.requests.append(request)
 
-    def _serve(self, borrower: RemoteReader) -> bool:
-        worked = self._reap(borrower)
-        if not borrower.line.alive:
-            self._drop(borrower, "its connection broke")
+    def _serve(self, reader: RemoteReader) -> bool:
+        before = len(reader.sending)
+        reader.sending = self._buffers.reclaim(reader.sending)
+        worked = len(reader.sending) < before
+        if not reader.endpoint.alive:
+            self._drop(reader, "its connection broke")
             return True
-        if not borrower.wants or len(borrower.sending) >= MAX_SENDING:
+        if not reader.requests or len(reader.sending) >= self.limits.sending:
             return worked
         try:
-            return self._answer(borrower, borrower.wants[0]) or worked
+            return self._answer(reader, reader.requests[0]) or worked
         except TransportError as error:
-            self._drop(borrower, str(error))
+            self._drop(reader, str(error))
             return True
 
-    def _answer(self, borrower: RemoteReader, want: PieceRequest) -> bool:
-        """Send what is wanted, or why not; False while there is no buffer for it."""
-        refused = self._objection(want)
+    def _answer(self, reader: RemoteReader, request: PieceRequest) -> bool:
+        """Send the piece, or why it is refused; False while there is no buffer for it."""
+        refused = self._refusal(request)
         if refused is not None:
-            borrower.wants.popleft()
+            reader.requests.popleft()
             frame = np.frombuffer(encode(refused, self._secret), dtype=np.uint8)
-            self._send(borrower, frame, FRAME_TAG, None)
-            self._send(borrower, _too_long(want), want.tag, None)
+            self._send(reader, frame, FRAME_TAG, None)
+            self._send(reader, _too_long(request), request.tag, None)
             return True
-        runs = Runs(want.addresses, want.nbytes).joined()
+        runs = Runs(request.addresses, request.nbytes).merged()
         if len(runs.nbytes) == 1:
             message, buffer = bytes_at(int(runs.addresses[0]), runs.total_bytes), None
         else:
             buffer = self._buffers.take()
             if buffer is None:
-                return self._make_room()
+                return self._drop_slowest()
             message = buffer[: runs.total_bytes]
             gather(runs, message)
-        borrower.wants.popleft()
-        self._send(borrower, message, want.tag, buffer)
+        reader.requests.popleft()
+        self._send(reader, message, request.tag, buffer)
         return True
 
-    def _objection(self, want: PieceRequest) -> PieceRefused | None:
-        outside = self.lent.outside("remote", want.addresses, want.nbytes, HOST)
+    def _refusal(self, request: PieceRequest) -> PieceRefused | None:
+        outside = self.lent.outside("remote", request.addresses, request.nbytes, HOST)
         if outside is not None:
-            return PieceRefused(want.session, want.tag, True, str(outside))
-        runs = Runs(want.addresses, want.nbytes).joined()
+            return PieceRefused(request.session, request.tag, True, str(outside))
+        runs = Runs(request.addresses, request.nbytes).merged()
         limit = MAX_PIECE_BYTES if len(runs.nbytes) == 1 else STAGED_BYTES
         if runs.total_bytes <= limit:
             return None
-        reason = f"a piece of {runs.total_bytes} bytes, at most {limit}"
-        return PieceRefused(want.session, want.tag, False, reason)
+        reason = f"piece of {runs.total_bytes} bytes, at most {limit}"
+        return PieceRefused(request.session, request.tag, False, reason)
 
-    def _send(self, borrower: RemoteReader, message: Bytes, tag: int, buffer: Bytes | None) -> None:
+    def _send(self, reader: RemoteReader, message: Bytes, tag: int, buffer: Bytes | None) -> None:
         try:
-            request = borrower.line.send(message, tag)
+            request = reader.endpoint.send(message, tag)
         except TransportError:
             if buffer is not None:
-                self._buffers.give(buffer)
+                self._buffers.give_back(buffer)
             raise
-        borrower.sending.append(Sending(request, buffer, self._clock()))
+        reader.sending.append(OutgoingMessage(request, buffer, self._clock()))
 
-    def _make_room(self) -> bool:
-        """End the session that has kept its buffers longest, if that is long."""
-        borrowers = self._borrowers.values()
-        holding = [b for b in borrowers if any(s.buffer is not None for s in b.sending)]
+    def _drop_slowest(self) -> bool:
+        """Drop the reader that has kept its buffers longest, if that is ``stall_s`` or more."""
+        readers = self._readers.values()
+        holding = [r for r in readers if any(m.buffer is not None for m in r.sending)]
         if not holding:
             return False
-        slowest = min(holding, key=lambda b: b.sending[0].since)
-        if self._clock() - slowest.sending[0].since < STALL_S:
+        slowest = min(holding, key=lambda reader: reader.sending[0].since)
+        if self._clock() - slowest.sending[0].since < self.limits.stall_s:
             return False
-        self._drop(slowest, f"it took nothing for {STALL_S:g} s and others wait")
+        self._drop(slowest, f"it received nothing for {self.limits.stall_s:g} s and others wait")
         return True
 
-    def _reap(self, borrower: RemoteReader) -> bool:
-        before = len(borrower.sending)
-        borrower.sending = self._buffers.reap(borrower.sending)
-        return len(borrower.sending) < before
-
-    def _reap_ending(self) -> bool:
+    def _reclaim_ending(self) -> bool:
         before = len(self._ending)
         if before:
-            self._wire.cancel_lost()
-            self._ending = self._buffers.reap(self._ending)
+            self._worker.cancel_lost()
+            self._ending = self._buffers.reclaim(self._ending)
         return len(self._ending) < before
 
-    def _drop(self, borrower: RemoteReader, why: str) -> None:
-        _log.debug("ucx: session %s ends: %s", borrower.session.hex()[:8], why)
-        del self._borrowers[borrower.session]
-        self._ended[borrower.session] = None
+    def _drop(self, reader: RemoteReader, reason: str) -> None:
+        _log.debug("pdconn: ucx session=%s ends: %s", reader.session.hex()[:8], reason)
+        del self._readers[reader.session]
+        self._ended[reader.session] = None
         while len(self._ended) > _MAX_ENDED:
             del self._ended[next(iter(self._ended))]
-        borrower.wants.clear()
-        self._ending += borrower.sending
+        reader.requests.clear()
+        self._ending += reader.sending
         try:
-            borrower.line.close()
+            reader.endpoint.close()
         except TransportError as error:
-            _log.warning("ucx: closing a reader's connection: %s", error)
+            _log.warning("pdconn: ucx: closing a reader's connection failed: %s", error)
 
-    def _look_after(self) -> None:
-        """Now and then see which quiet readers have gone."""
+    def _drop_broken(self) -> None:
+        """Once in a while, drop idle readers whose connection broke."""
         now = self._clock()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            for borrower in [b for b in self._borrowers.values() if not b.line.alive]:
-                self._drop(borrower, "its connection broke")
+        if now >= self._liveness_at:
+            self._liveness_at = now + _LIVENESS_S
+            for reader in [r for r in self._readers.values() if not r.endpoint.alive]:
+                self._drop(reader, "its connection broke")
 
 
-def _too_long(want: PieceRequest) -> Bytes:
-    """What fails the receive of a piece, whether or not its reader hears why.
+def _too_long(request: PieceRequest) -> Bytes:
+    """A message that fails the receive of a piece, whether or not its reader learns why.
 
-    UCX fails one that more bytes come for than it has room for, and writes none of them.
-    It takes fewer for all that were wanted, so an empty message would pass for the piece.
+    UCX fails a receive when more bytes come than it has room for, and writes none of them.
+    It accepts a message that is shorter, so an empty one would pass for the piece.
     """
-    return np.zeros(min(int(want.nbytes.sum()), MAX_PIECE_BYTES) + 1, dtype=np.uint8)
+    return np.zeros(min(int(request.nbytes.sum()), MAX_PIECE_BYTES) + 1, dtype=np.uint8)
 
 
 def lendable(memories: Regions) -> Regions:

@@ -1,16 +1,16 @@
 """UCXX, imported late, with its settings and exceptions kept at this edge.
 
-Three oddities of ucxx 0.52 are answered here:
+Three oddities of ucxx 0.52 are dealt with here:
 
 * Its loader loads the UCX of its wheels only if ``librmm`` is there as well, a
-  CUDA package that moving host memory does not need.  UCX is loaded first, then.
+  CUDA package that moving host memory does not need.  So UCX is loaded first.
 * Importing it sets UCX variables in this process's environment, which NIXL's
-  own UCX beside it and every child process would inherit.  They are taken back;
-  what we want is passed to our context alone.
+  own UCX beside it and every child process would inherit.  They are removed again;
+  our settings are passed to our context alone.
 * All of its failures derive from one class, ``UCXError``.
 
 UCX takes a setting from, in this order: the environment (``UCX_…``), the user's
-options, ours.  ``FIXED`` cannot be changed by either: safety rests on it.
+options, ours.  ``FIXED`` can be changed by neither, as safety rests on it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEFAULTS = {
     "TCP_TX_SEG_SIZE": "1M",
     "TCP_RX_SEG_SIZE": "1M",
 }
-"""All of UCX's transports but those of shared memory.
+"""All of UCX's transports but those over shared memory.
 
-With the peer failures that we need switched on, UCX leaves most of them out by
-itself; through CMA a *lender* may write into the reader's memory, which closing
+With handling of peer failures switched on, which we need, UCX leaves most of them out
+by itself; through CMA a *lender* may write into the reader's memory, which closing
 the reader's connection would not end.
 
 Segments: with 1 M instead of 256 K, reads of 1 MiB blocks over TCP went from 0.69 to
@@ -43,16 +43,16 @@ EAGER_BYTES = 8192
 """Messages below this many bytes travel in one packet on every transport of UCX."""
 
 FIXED = {"RNDV_THRESH": str(EAGER_BYTES), "RCACHE_ENABLE": "y"}
-"""Settings that nothing changes, the environment neither.
+"""Settings that nothing changes, not even the environment.
 
-``RNDV_THRESH``: larger messages are announced first.  A message of several packets
-that was not would leave its receive pending for ever when the sender dies midway.
+``RNDV_THRESH``: larger messages are announced first.  An unannounced message of several
+packets would leave its receive pending for ever if the sender dies midway.
 
 ``RCACHE_ENABLE``: UCX starts with a registration cache or not at all.  Its own
 default goes on without one where its memory hooks do not work or are switched off
 (``UCX_MEM_EVENTS=n``, ``UCX_MEM_MMAP_HOOK_MODE=none``), and then a peer that dies
 while an announced message is under way to it makes UCX up to 1.21 follow a null
-pointer: a reader's death was its lender's (openucx/ucx issue 11467).
+pointer: when a reader dies, its lender crashes (openucx/ucx issue 11467).
 """
 
 _LOST = (

@@ -1,15 +1,15 @@
 """A read, cut into pieces: each is one request, one message and one receive.
 
 A piece is some bytes that are gathered from runs of the lender's memory and
-scattered to runs of ours.  Either side may be a single run, and mostly is when
-blocks are large; nothing is copied there.
+scattered to runs of ours.  Either side may be a single run, as it mostly is when
+blocks are large; then nothing is copied on that side.
 
     spans        ██ ██ ██ ██ ██████████████████████ ██ ██
     pieces      [ 1: small, staged ][ 2: direct ][ 3 ][ 4 ]
 
 Small neighbours are put together until a piece has ``STAGED_BYTES``; a long run
-is cut into direct pieces.  Pieces are made when they are asked for, so a read
-of a million runs costs nothing in advance.
+is cut into direct pieces.  Pieces are made one by one, as the window allows, so a
+read of a million runs costs nothing in advance.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from transport.runs import merge_runs
 from transport.types import U64, Spans
 from transport.ucx.frames import MAX_RUNS
 
@@ -25,7 +26,7 @@ STAGED_BYTES = 512 << 10
 """Most bytes that one staging buffer holds."""
 
 DIRECT_BYTES = 256 << 10
-"""A run of this many bytes is a piece of its own: copying it costs more than asking for it."""
+"""A run of this many bytes is a piece of its own: copying it costs more than a request."""
 
 MAX_PIECE_BYTES = 4 << 20
 
@@ -42,15 +43,13 @@ class Runs:
         """Bytes of all runs; never overflows, as a piece is bounded."""
         return int(self.nbytes.sum())
 
-    def joined(self) -> Runs:
+    def merged(self) -> Runs:
         """The same bytes with runs merged that continue each other."""
-        if len(self.nbytes) < 2:
+        merged = merge_runs(self.nbytes, self.addresses)
+        if merged is None:
             return self
-        joins = self.addresses[:-1] + self.nbytes[:-1] == self.addresses[1:]
-        if not joins.any():
-            return self
-        starts = np.flatnonzero(np.concatenate(([True], ~joins)))
-        return Runs(self.addresses[starts], np.add.reduceat(self.nbytes, starts))
+        first, nbytes = merged
+        return Runs(self.addresses[first], nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,19 +61,19 @@ class ReadPiece:
     nbytes: int
 
 
-class Cutter:
-    """Gives the pieces of ``spans``, in order, each byte once."""
+class PieceCutter:
+    """Cuts ``spans`` into pieces, in order; every byte is in exactly one."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans.coalesced()
         self._ends = np.cumsum(self._spans.nbytes)
         self._large = np.flatnonzero(self._spans.nbytes >= DIRECT_BYTES)
         self._next = 0
-        self._into = 0  # bytes of run ``_next`` that were given already
+        self._into = 0  # bytes of run ``_next`` that are in earlier pieces
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last piece was given."""
+        """Whether there is no further piece."""
         return self._next == len(self._spans)
 
     def next(self) -> ReadPiece:
@@ -109,4 +108,4 @@ class Cutter:
 
 
 def _piece(local: U64, remote: U64, nbytes: U64) -> ReadPiece:
-    return ReadPiece(Runs(local, nbytes).joined(), Runs(remote, nbytes).joined(), int(nbytes.sum()))
+    return ReadPiece(Runs(local, nbytes).merged(), Runs(remote, nbytes).merged(), int(nbytes.sum()))

@@ -1,52 +1,109 @@
-"""Reading from lenders: pieces are asked for, a few at a time, and put in place.
+"""Reading from lenders: pieces are requested, a few at a time, and put in place.
 
-    read ──► waiting ──piece asked──► outstanding ──all pieces done──► settled
+    read ──► queued ──piece requested──► outstanding ──all pieces done──► settled
 
-For every piece a receive is posted *before* the lender is asked, so data is
-never waited for in UCX's own memory.  From then until UCX completes the receive
-the piece can be written, and its read is not settled, whatever else happens:
+For every piece a receive is posted *before* the lender is asked, so data never waits in
+UCX's own memory.  From then until UCX completes the receive the piece can be written,
+and its read is not settled, whatever else happens:
 
 * The lender is paused: the receives wait with it.
 * The lender refuses: a message that is too long fails the receive; no byte changed.
-  (UCX does not tell that one was too short.)
-* We disconnect, or the lender dies: the connection is cut, UCX cancels what was
-  not matched and ends what was, and each receive tells when that is so.
+  (UCX does not report that a message was too short.)
+* We disconnect, or the lender dies: the connection is cut, UCX cancels what was not
+  matched and ends what was, and each receive reports when that is so.
 
-At most ``WINDOW`` pieces of a lender are outstanding, so that is what its reads
-can hold in staging buffers.  Several reads of one lender take turns, a piece each.
+At most ``WINDOW`` pieces of a lender are outstanding, which bounds the staging buffers
+that its reads can hold.  Several reads from one lender take turns, a piece each.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportError
-from transport.types import ReadId, ReadStats, Settled, Spans
+from transport.types import PeerId, ReadId, ReadStats, Settled, Spans
 from transport.ucx.frames import (
     BadFrame,
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     decode,
     encode,
     session_in,
 )
 from transport.ucx.gather import Bytes, bytes_at, scatter
-from transport.ucx.pieces import STAGED_BYTES, Cutter
-from transport.ucx.pulls import AwaitedPiece, RemoteLender, UcxRead
-from transport.ucx.worker import FRAME_TAG, Endpoint, UcxWorker
+from transport.ucx.pieces import STAGED_BYTES, PieceCutter, ReadPiece
+from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 _log = logging.getLogger(__name__)
 
 WINDOW = 16
-_SPARE = 32
-"""Staging buffers that are kept for the next piece, whoever's."""
+_MAX_SPARE_BUFFERS = 32
+"""Staging buffers that are kept for the next piece, of any lender."""
 
 _DATA = 1 << 63
+
+
+@dataclass(slots=True, eq=False)
+class UcxRead:
+    """A read that has not settled: ``error`` is set once it cannot succeed."""
+
+    id: ReadId
+    spans: Spans
+    began: float
+    cutter: PieceCutter
+    num_descriptors: int
+    post_s: float = 0.0
+    outstanding: int = 0
+    error: TransportError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it can be written any more, and nothing will be requested."""
+        return not self.outstanding and (self.cutter.exhausted or self.error is not None)
+
+
+@dataclass(slots=True, eq=False)
+class OutstandingPiece:
+    """A piece whose receive is posted; ``buffer`` if it must be scattered afterwards."""
+
+    read: UcxRead
+    piece: ReadPiece
+    request: UcxRequest
+    buffer: Bytes | None
+
+
+@dataclass(slots=True, eq=False)
+class RemoteLender:
+    """A lender as its address describes it; what has a default belongs to the UCX thread.
+
+    ``lost`` is set by that thread for all threads to see, and never taken back.
+    ``reads`` have pieces that were not requested yet.
+    """
+
+    id: PeerId
+    payload: bytes
+    secret: bytes
+    worker_address: bytes
+    session: SessionId
+    lost: bool = False
+    disconnecting: bool = False
+    endpoint: Endpoint | None = None
+    number: int = 0
+    reads: deque[UcxRead] = field(default_factory=deque)
+    outstanding: dict[int, OutstandingPiece] = field(default_factory=dict)
+    frames: list[UcxRequest] = field(default_factory=list)
+
+    @property
+    def ending(self) -> bool:
+        """Whether its connection was cut, by either side."""
+        return self.lost or self.disconnecting
 
 
 class UcxReader:
@@ -54,186 +111,191 @@ class UcxReader:
 
     Args:
         settle: called with each read that ended.
-        draw: a random number below its argument, for tags that nobody guesses.
+        draw: a random number below its argument, for tags that cannot be guessed.
     """
 
     def __init__(
         self,
-        wire: UcxWorker,
+        worker: UcxWorker,
         settle: Callable[[ReadId, Settled], None],
         clock: Callable[[], float],
         draw: Callable[[int], int],
     ) -> None:
-        self._wire = wire
+        self._worker = worker
         self._settle = settle
         self._clock = clock
         self._draw = draw
-        self._sources: dict[Session, RemoteLender] = {}
+        self._lenders: dict[SessionId, RemoteLender] = {}
         self._spare: list[Bytes] = []
 
     @property
     def num_outstanding(self) -> int:
         """Receives that can still write, and frames that UCX still reads from."""
-        return sum(len(s.awaited) + len(s.frames) for s in self._sources.values())
-
-    def start(self, source: RemoteLender, read: ReadId, spans: Spans, began: float) -> None:
-        """Queue a read whose runs were checked on our side."""
-        pull = UcxRead(read, spans, began, Cutter(spans), len(spans.coalesced()))
-        if source.lost or source.leaving:
-            pull.error = PeerLost(f"{source.id} is disconnected; connect to it again")
-            self._end(source, pull)
-            return
-        self._sources[source.session] = source
-        source.pulls.append(pull)
-        self._fill(source)
-        pull.post_s = self._clock() - began
-
-    def leave(self, source: RemoteLender) -> None:
-        """Cut the connection; its reads settle as ``PeerLost``, each when it is over."""
-        source.leaving = True
-        self._cut(source, PeerLost(f"{source.id} was disconnected while this read was in flight"))
-
-    def close(self) -> None:
-        """Leave all lenders; keep stepping until ``num_outstanding`` is 0."""
-        for source in list(self._sources.values()):
-            self.leave(source)
-
-    def take(self, data: bytes) -> None:
-        """A frame that says it is a lender's answer, by whomever."""
-        source = self._sources.get(session_in(data))
-        if source is None:
-            return
-        try:
-            frame = decode(data, source.secret)
-        except BadFrame as error:
-            _log.debug("ucx: frame refused: %s", error)
-            return
-        if isinstance(frame, PieceRefused) and frame.tag in source.awaited:
-            pull = source.awaited[frame.tag].pull
-            kind = OutOfBounds if frame.out_of_bounds else BackendFailure
-            pull.error = pull.error or kind(f"{source.id}: {frame.reason}")
+        return sum(len(each.outstanding) + len(each.frames) for each in self._lenders.values())
 
     @property
-    def num_leaving(self) -> int:
+    def num_ending(self) -> int:
         """Connections that were cut and whose receives have not all ended."""
-        return sum(s.lost or s.leaving for s in self._sources.values())
+        return sum(lender.ending for lender in self._lenders.values())
+
+    def start(self, lender: RemoteLender, read_id: ReadId, spans: Spans, began: float) -> None:
+        """Queue a read whose runs were checked on our side."""
+        read = UcxRead(read_id, spans, began, PieceCutter(spans), len(spans.coalesced()))
+        if lender.ending:
+            read.error = PeerLost(f"{lender.id} is disconnected; connect to it again")
+            self._end(lender, read)
+            return
+        self._lenders[lender.session] = lender
+        lender.reads.append(read)
+        self._request_pieces(lender)
+        read.post_s = self._clock() - began
+
+    def disconnect(self, lender: RemoteLender) -> None:
+        """Cut the connection; its reads settle as ``PeerLost``, each when it is over."""
+        lender.disconnecting = True
+        self._cut(lender, PeerLost(f"{lender.id} was disconnected while this read was in flight"))
+
+    def close(self) -> None:
+        """Disconnect from all lenders; keep stepping until ``num_outstanding`` is 0."""
+        for lender in list(self._lenders.values()):
+            self.disconnect(lender)
+
+    def handle(self, data: bytes) -> None:
+        """Handle a frame that claims to be a lender's answer; its sender is not known yet."""
+        lender = self._lenders.get(session_in(data))
+        if lender is None:
+            return
+        try:
+            frame = decode(data, lender.secret)
+        except BadFrame as error:
+            _log.debug("pdconn: ucx reader refused a frame: %s", error)
+            return
+        if isinstance(frame, PieceRefused) and frame.tag in lender.outstanding:
+            read = lender.outstanding[frame.tag].read
+            kind = OutOfBounds if frame.out_of_bounds else BackendFailure
+            read.error = read.error or kind(f"{lender.id}: {frame.reason}")
 
     def step(self) -> bool:
-        """Put in place what came and ask for more; whether anything was done."""
+        """Put in place what came and request more; returns whether anything was done."""
         worked = False
-        for source in list(self._sources.values()):
-            worked |= self._attend(source)
+        for lender in list(self._lenders.values()):
+            worked |= self._step_lender(lender)
         return worked
 
-    def _attend(self, source: RemoteLender) -> bool:
-        worked = self._land(source)
-        if source.lost or source.leaving:
-            if source.awaited or source.frames:
-                self._wire.cancel_lost()
+    def _step_lender(self, lender: RemoteLender) -> bool:
+        worked = self._complete_pieces(lender)
+        if lender.ending:
+            if lender.outstanding or lender.frames:
+                self._worker.cancel_lost()
             else:
-                del self._sources[source.session]
-        elif source.line is not None and not source.line.alive:
-            self._lose(source, PeerLost(f"{source.id} closed its connection or died"))
+                del self._lenders[lender.session]
+        elif lender.endpoint is not None and not lender.endpoint.alive:
+            self._lose(lender, PeerLost(f"{lender.id} closed its connection or died"))
             return True
         else:
-            worked |= self._fill(source)
+            worked |= self._request_pieces(lender)
         return worked
 
-    def _land(self, source: RemoteLender) -> bool:
-        source.frames = [request for request in source.frames if not request.done]
-        done = [tag for tag, awaited in source.awaited.items() if awaited.request.done]
+    def _complete_pieces(self, lender: RemoteLender) -> bool:
+        lender.frames = [request for request in lender.frames if not request.done]
+        done = [tag for tag, piece in lender.outstanding.items() if piece.request.done]
         for tag in done:
-            awaited = source.awaited.pop(tag)
-            self._place(source, awaited)
-            awaited.pull.outstanding -= 1
-            if awaited.pull.over:
-                self._end(source, awaited.pull)
+            piece = lender.outstanding.pop(tag)
+            self._place(lender, piece)
+            piece.read.outstanding -= 1
+            if piece.read.over:
+                self._end(lender, piece.read)
         return bool(done)
 
-    def _place(self, source: RemoteLender, awaited: AwaitedPiece) -> None:
-        pull = awaited.pull
+    def _place(self, lender: RemoteLender, outstanding: OutstandingPiece) -> None:
+        read = outstanding.read
         try:
-            awaited.request.check(f"read from {source.id}")
+            outstanding.request.check(f"read from {lender.id}")
         except TransportError as error:
-            pull.error = pull.error or error
-        if awaited.buffer is None:
+            read.error = read.error or error
+        if outstanding.buffer is None:
             return
-        if pull.error is None:
-            scatter(awaited.request.array, awaited.piece.local)
-        if len(self._spare) < _SPARE:
-            self._spare.append(awaited.buffer)
+        if read.error is None:
+            scatter(outstanding.request.array, outstanding.piece.local)
+        if len(self._spare) < _MAX_SPARE_BUFFERS:
+            self._spare.append(outstanding.buffer)
 
-    def _fill(self, source: RemoteLender) -> bool:
-        """Ask for pieces, one read after the other, until the window is full."""
-        asked = False
-        while source.pulls and len(source.awaited) < WINDOW:
-            pull = source.pulls.popleft()
-            if pull.error is not None:
-                continue  # it ends with its last piece
+    def _request_pieces(self, lender: RemoteLender) -> bool:
+        """Request pieces, one of each read in turn, until the window is full."""
+        requested = False
+        while lender.reads and len(lender.outstanding) < WINDOW:
+            read = lender.reads.popleft()
+            if read.error is not None:
+                continue  # it ends with its last outstanding piece
             try:
-                self._ask(source, pull)
+                self._request_piece(lender, read)
             except TransportError as error:
-                source.pulls.append(pull)
-                self._lose(source, PeerLost(f"{source.id}: {error}"))
+                lender.reads.append(read)
+                self._lose(lender, PeerLost(f"{lender.id}: {error}"))
                 return True
-            if not pull.cutter.exhausted:
-                source.pulls.append(pull)
-            asked = True
-        return asked
+            if not read.cutter.exhausted:
+                lender.reads.append(read)
+            requested = True
+        return requested
 
-    def _ask(self, source: RemoteLender, pull: UcxRead) -> None:
-        line = self._line(source)
-        piece = pull.cutter.next()
-        source.number += 1
+    def _request_piece(self, lender: RemoteLender, read: UcxRead) -> None:
+        endpoint = self._endpoint(lender)
+        piece = read.cutter.next()
+        lender.number += 1
         tag = _DATA | self._draw(_DATA)
-        want = PieceRequest(
-            source.session, source.number, tag, piece.remote.addresses, piece.remote.nbytes
+        request = PieceRequest(
+            lender.session, lender.number, tag, piece.remote.addresses, piece.remote.nbytes
         )
-        frame = encode(want, source.secret)
+        frame = encode(request, lender.secret)
         buffer = None
         if len(piece.local.nbytes) == 1:
             into = bytes_at(int(piece.local.addresses[0]), piece.nbytes)
         else:
             buffer = self._spare.pop() if self._spare else np.empty(STAGED_BYTES, dtype=np.uint8)
             into = buffer[: piece.nbytes]
-        source.awaited[tag] = AwaitedPiece(pull, piece, line.receive(into, tag), buffer)
-        pull.outstanding += 1
-        self._say(source, line, frame)
+        receive = endpoint.receive(into, tag)
+        lender.outstanding[tag] = OutstandingPiece(read, piece, receive, buffer)
+        read.outstanding += 1
+        self._send_frame(lender, endpoint, frame)
 
-    def _line(self, source: RemoteLender) -> Endpoint:
-        if source.line is None:
-            source.line = self._wire.dial(source.worker_address)
-            hello = ReaderHello(source.session, self._wire.address)
-            self._say(source, source.line, encode(hello, source.secret))
-        return source.line
+    def _endpoint(self, lender: RemoteLender) -> Endpoint:
+        if lender.endpoint is None:
+            lender.endpoint = self._worker.connect(lender.worker_address)
+            hello = ReaderHello(lender.session, self._worker.address)
+            self._send_frame(lender, lender.endpoint, encode(hello, lender.secret))
+        return lender.endpoint
 
     @staticmethod
-    def _say(source: RemoteLender, line: Endpoint, frame: bytes) -> None:
-        source.frames.append(line.send(np.frombuffer(frame, dtype=np.uint8), FRAME_TAG))
+    def _send_frame(lender: RemoteLender, endpoint: Endpoint, frame: bytes) -> None:
+        lender.frames.append(endpoint.send(np.frombuffer(frame, dtype=np.uint8), FRAME_TAG))
 
-    def _lose(self, source: RemoteLender, error: PeerLost) -> None:
-        source.lost = True
-        self._cut(source, error)
+    def _lose(self, lender: RemoteLender, error: PeerLost) -> None:
+        lender.lost = True
+        self._cut(lender, error)
 
-    def _cut(self, source: RemoteLender, error: PeerLost) -> None:
-        pulls = {pull.read: pull for pull in source.pulls}
-        pulls |= {awaited.pull.read: awaited.pull for awaited in source.awaited.values()}
-        if source.line is not None:
+    def _cut(self, lender: RemoteLender, error: PeerLost) -> None:
+        reads = {read.id: read for read in lender.reads}
+        reads |= {piece.read.id: piece.read for piece in lender.outstanding.values()}
+        if lender.endpoint is not None:
             try:
-                source.line.close()
+                lender.endpoint.close()
             except TransportError as closing:
-                _log.warning("ucx: closing the connection to %s: %s", source.id, closing)
-            self._wire.cancel_lost()
-        for pull in pulls.values():
-            pull.error = error
-            if pull.over:
-                self._end(source, pull)
-        source.pulls.clear()
+                _log.warning(
+                    "pdconn: ucx: closing a lender's connection failed: %s peer=%s",
+                    closing,
+                    lender.id,
+                )
+            self._worker.cancel_lost()
+        for read in reads.values():
+            read.error = error
+            if read.over:
+                self._end(lender, read)
+        lender.reads.clear()
 
-    def _end(self, source: RemoteLender, pull: UcxRead) -> None:
-        if pull in source.pulls:
-            source.pulls.remove(pull)
+    def _end(self, lender: RemoteLender, read: UcxRead) -> None:
+        if read in lender.reads:
+            lender.reads.remove(read)
         stats = ReadStats(
-            pull.spans.total_bytes, pull.num_descriptors, pull.post_s, self._clock() - pull.began
+            read.spans.total_bytes, read.num_descriptors, read.post_s, self._clock() - read.began
         )
-        self._settle(pull.read, Settled(stats, pull.error))
+        self._settle(read.id, Settled(stats, read.error))

@@ -1,11 +1,11 @@
 """The one thread of a UCX transport: it alone touches UCX, for reader and lender.
 
-    owner ──order──► mailbox ──┐ wakes
+    owner ──command──► queue ──┐ wakes
     UCX's sockets ─────────────┴─► progress → frames → lender → reader ─┐
-                        rest ◄── nothing to do ◄────────────────────────┘
+                        wait ◄── nothing to do ◄────────────────────────┘
 
-It answers readers while the owner does nothing, and rests in ``epoll`` when
-there is nothing to do: on UCX's descriptor, armed, and on the mailbox's.
+It answers readers while the owner does nothing, and waits in ``epoll`` when there is
+nothing to do: on UCX's descriptor, armed, and on an eventfd for the owner's commands.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from transport.ucx.worker import UcxWorker
 
 _log = logging.getLogger(__name__)
 
-_REST_S = 1.0
-"""Longest sleep, so that quiet connections are looked after now and then."""
+_MAX_WAIT_S = 1.0
+"""Longest sleep, so that idle connections are checked once in a while."""
 
-_ENDING_REST_S = 0.005
-"""While connections that were cut wind up, which no event may announce."""
+_ENDING_WAIT_S = 0.005
+"""Longest sleep while connections that were cut end, which may raise no event."""
 
 _MAX_PROGRESS = 16
 
 _failed: list[UcxThread] = []
-"""Those that ended by an error, kept as long as the process lives.
+"""Threads that ended by an error, kept as long as the process lives.
 
-To collect one would close its connections, which has UCX work: on whichever thread
-collects, and into memory that its owner may have freed since.
+Collecting one would close its connections, which lets UCX work: on whichever thread runs
+the garbage collector, and into memory that its owner may have freed since.
 """
 
-Order = Callable[[], None]
+Command = Callable[[], None]
 
 
 class UcxThread:
-    """Runs from its making until ``close``.
+    """Runs from construction until ``close``.
 
     Args:
         settle: called on the thread with each read that ended.
@@ -67,32 +67,32 @@ class UcxThread:
     ) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._wire = UcxWorker(library, options, self._wake_fd)
+            self._worker = UcxWorker(library, options, self._wake_fd)
         except TransportError:
             os.close(self._wake_fd)
             raise
-        self.worker_address = self._wire.address
-        self.config = self._wire.config
-        self.reader = UcxReader(self._wire, settle, clock, draw)
-        self.lender = UcxLender(self._wire, secret, clock)
-        self._orders: deque[Order] = deque()
+        self.worker_address = self._worker.address
+        self.config = self._worker.config
+        self.reader = UcxReader(self._worker, settle, clock, draw)
+        self.lender = UcxLender(self._worker, secret, clock)
+        self._commands: deque[Command] = deque()
         self._closing = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"ucx-{name}", daemon=True)
         self._thread.start()
 
-    def post(self, order: Order) -> None:
-        """Have the thread do ``order`` soon.
+    def post(self, command: Command) -> None:
+        """Let the thread run ``command`` soon.
 
         Raises:
             BackendFailure: the thread ended by an error of its own.
         """
         self.check()
-        self._orders.append(order)
+        self._commands.append(command)
         os.eventfd_write(self._wake_fd, 1)
 
     def check(self) -> None:
-        """See that the thread lives; from any thread.
+        """Raise if the thread has failed; may be called from any thread.
 
         Raises:
             BackendFailure: it ended by an error of its own.
@@ -121,24 +121,24 @@ class UcxThread:
         try:
             while not self._step():
                 pass
-            self._wire.close()
+            self._worker.close()
         except Exception as error:  # noqa: BLE001 - the thread's outermost loop
-            _log.exception("ucx thread ended")
+            _log.exception("pdconn: ucx thread ended")
             _failed.append(self)
             self._failure = error
 
     def _step(self) -> bool:
-        """One round; whether all is over."""
+        """One round; returns whether the thread is to end."""
         worked = False
         for _ in range(_MAX_PROGRESS):
-            if not self._wire.progress():
+            if not self._worker.progress():
                 break
             worked = True
-        while self._orders:
-            self._orders.popleft()()
+        while self._commands:
+            self._commands.popleft()()
             worked = True
-        for frame in self._wire.frames():
-            (self.reader if is_answer(frame) else self.lender).take(frame)
+        for frame in self._worker.frames():
+            (self.reader if is_answer(frame) else self.lender).handle(frame)
             worked = True
         worked |= self.lender.step()
         worked |= self.reader.step()
@@ -148,6 +148,6 @@ class UcxThread:
             if not self.lender.num_sending and not self.reader.num_outstanding:
                 return True
         if not worked:
-            ending = self._closing or self.reader.num_leaving or self.lender.num_ending
-            self._wire.rest(_ENDING_REST_S if ending else _REST_S)
+            ending = self._closing or self.reader.num_ending or self.lender.num_ending
+            self._worker.wait(_ENDING_WAIT_S if ending else _MAX_WAIT_S)
         return False

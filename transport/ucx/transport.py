@@ -1,23 +1,23 @@
 """The transport over UCX alone, through UCXX, for machines where NIXL does not load.
 
 UCXX offers messages and no one-sided READ, so a read is *answered*: our thread
-asks the lender's thread for pieces, and that one gathers and sends them.
+requests pieces from the lender's thread, which gathers and sends them.
 
-    owner of the reader        its thread              the lender's thread
-    read ───────────────────►  cut into pieces ─want─► check, gather
-                               receive, scatter ◄───── send
+    owner of the reader        its thread                 the lender's thread
+    read ───────────────────►  cut into pieces ─request─► check, gather
+                               receive, scatter ◄──────── send
     poll ◄── settled ─────────
 
-``transport.ucx.frames`` tells what they say and how the lender knows who may
-ask, ``transport.ucx.reader`` when a read is over, ``transport.ucx.lender`` what
-bounds a lender's memory, ``transport.ucx.thread`` how one thread does it all.
+``transport.ucx.frames`` describes the messages and how a reader authenticates,
+``transport.ucx.reader`` when a read is over, ``transport.ucx.lender`` what bounds a
+lender's memory, ``transport.ucx.thread`` how one thread does it all.
 
 What differs from NIXL: the lender's CPU takes part; disconnecting and closing
 *do* end reads, as cutting the connection keeps its bytes away; what a lender
 registers later can be read through its older address; host memory only.
 
-UCX itself authenticates nobody: who reaches its ports can harm this process
-whatever we check above it, with NIXL as well.  Keep them on a trusted network.
+UCX itself does not authenticate: a host that reaches its ports can harm this process
+whatever we check above it, and so it is with NIXL.  Keep them on a trusted network.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from transport.errors import (
 from transport.hugepages import CollapseReport, collapse
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
-from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, Session
+from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, SessionId
 from transport.ucx.lender import lendable
 from transport.ucx.library import UcxLibrary, context_options, load_library
-from transport.ucx.pulls import RemoteLender
+from transport.ucx.reader import RemoteLender
 from transport.ucx.thread import UcxThread
 
 _BACKEND = "ucx"
 
 
 class _Payload(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What an address holds: the proof that a reader must give, and where the worker is."""
+    """What an address holds: the secret that readers need, and the worker's address."""
 
     secret: bytes
     worker_address: bytes
@@ -71,7 +71,7 @@ class UcxTransport(Transport):
     Raises:
         TransportUnavailable: ucxx cannot be used here.
         BackendFailure: UCX does not start with these options.
-        ValueError: an option that cannot be meant.
+        ValueError: an invalid option.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class UcxTransport(Transport):
         self._ids = itertools.count()
         self._reads: dict[ReadId, Settled | None] = {}
         self._registered = Regions()
-        self._sources: dict[PeerId, RemoteLender] = {}
+        self._lenders: dict[PeerId, RemoteLender] = {}
         self._huge_page_s = huge_page_s if huge_pages else 0.0
         self._collapsed: list[CollapseReport] = []
         self._close_wait_s = close_wait_s
@@ -144,32 +144,32 @@ class UcxTransport(Transport):
         peer = PeerId(envelope.name)
         if peer == self.peer_id:
             raise BadAddress(f"{peer} is this transport itself")
-        known = self._sources.get(peer)
+        known = self._lenders.get(peer)
         if known is not None and known.payload == envelope.payload and not known.lost:
             return peer
-        source = _source(envelope)
+        lender = _remote_lender(envelope)
         self.disconnect(peer)
-        self._sources[peer] = source
+        self._lenders[peer] = lender
         return peer
 
     def disconnect(self, peer: PeerId) -> None:
         """As ``Transport.disconnect``; cuts the connection, which ends its reads soon."""
-        source = self._sources.pop(peer, None)
-        if source is not None:
+        lender = self._lenders.pop(peer, None)
+        if lender is not None:
             with suppress(BackendFailure):  # the thread is gone, and its reads with it
-                self._thread.post(lambda: self._thread.reader.leave(source))
+                self._thread.post(lambda: self._thread.reader.disconnect(lender))
 
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         self._check_open()
-        if peer not in self._sources:
+        if peer not in self._lenders:
             raise PeerUnknown(f"{peer} is not connected to {self.peer_id}")
         read, began = ReadId(next(self._ids)), time.perf_counter()
         self._reads[read] = None
         try:
             error = self._outside(spans) if len(spans) else None
             if error is None and len(spans):
-                source = self._sources[peer]
-                self._thread.post(lambda: self._thread.reader.start(source, read, spans, began))
+                lender = self._lenders[peer]
+                self._thread.post(lambda: self._thread.reader.start(lender, read, spans, began))
                 return read
         except BackendFailure as failure:
             error = failure
@@ -199,7 +199,7 @@ class UcxTransport(Transport):
         }
 
     def close(self) -> None:
-        """As ``Transport.close``: cuts all connections and waits until UCX let go of memory.
+        """As ``Transport.close``: cuts all connections and waits until UCX has released memory.
 
         Raises:
             BackendFailure: something can still be written after ``close_wait_s``;
@@ -208,7 +208,7 @@ class UcxTransport(Transport):
         if self._state == "closed":
             return
         self._state = "closing"
-        self._sources.clear()
+        self._lenders.clear()
         if not self._thread.close(self._close_wait_s):
             raise BackendFailure(
                 f"{self.peer_id}: connections have not ended after {self._close_wait_s} s; "
@@ -218,11 +218,11 @@ class UcxTransport(Transport):
         self._state = "closed"
 
     def _settle(self, read: ReadId, settled: Settled) -> None:
-        # On the thread; the owner only ever removes reads that have settled.
+        # Runs on the UCX thread; the owner only removes reads that have settled.
         self._reads[read] = settled
 
     def _outside(self, spans: Spans) -> TransportError | None:
-        """What the runs have wrong on our side; the lender checks its own."""
+        """What is wrong with the runs on our side; the lender checks its own side."""
         for device in (spans.local_device, spans.remote_device):
             if device.kind != "cpu":
                 return BackendFailure(f"{device}: the ucx backend moves host memory only")
@@ -233,11 +233,11 @@ class UcxTransport(Transport):
             raise TransportClosed(f"{self.peer_id} is {self._state}")
 
 
-def _source(envelope: Envelope) -> RemoteLender:
-    """The peer that an address names.
+def _remote_lender(envelope: Envelope) -> RemoteLender:
+    """The lender at an address.
 
     Raises:
-        BadAddress: its payload is none of ours.
+        BadAddress: its payload is not that of a UCX transport.
     """
     try:
         payload = msgspec.msgpack.decode(envelope.payload, type=_Payload)
@@ -254,5 +254,5 @@ def _source(envelope: Envelope) -> RemoteLender:
         envelope.payload,
         payload.secret,
         payload.worker_address,
-        Session(secrets.token_bytes(SESSION_BYTES)),
+        SessionId(secrets.token_bytes(SESSION_BYTES)),
     )

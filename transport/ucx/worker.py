@@ -1,14 +1,14 @@
 """One UCX worker and its connections, as the transport's own thread uses them.
 
-Only that thread may call anything here.  What arrives and nobody asked for is
-taken off the worker at once: frames are handed out, all else is received into
-one byte, which makes UCX drop it.  So a stranger cannot fill our memory with
-messages that wait to be fetched.
+Only that thread may call anything here.  Messages without a posted receive are taken
+off the worker at once: frames are handed out, everything else is received into one
+byte, which makes UCX drop it.  So a stranger cannot fill our memory with messages that
+wait to be fetched.
 
-A message that was asked for lands in the array given to ``receive``, until its
-request is completed *and not before*.  UCX completes a request that was
-cancelled only when it will not touch the array any more; a request that was
-matched with a message already is not cancelled, it ends with its connection.
+A message with a posted receive lands in the array given to ``receive``; the array is in
+use until the request is completed *and not before*.  UCX completes a request that was
+cancelled only when it will not touch the array any more; a request that was matched
+with a message already is not cancelled, it ends with its connection.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ FRAME_TAG = 0x7064636F6E6E
 """Tags all frames; tags of data have their highest bit set."""
 
 _MAX_INCOMING = 64
-"""Frames that were announced but not sent: ours never are, so these are somebody's attempts."""
+"""Frames announced but not sent yet: ours are never announced, so these are attacks or bugs."""
 
 _MAX_DRAIN = 256
 
 _NO_CACHE = (
-    "UCX does not start with a registration cache, without which a dying peer would take this "
-    "process along; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and what else turns its hooks "
+    "UCX does not start with a registration cache, without which this process would crash when "
+    "a peer dies; unset UCX_MEM_EVENTS, UCX_MEM_MMAP_HOOK_MODE and whatever else turns its hooks "
     "off, and load no other UCX, such as NIXL's, in the same process"
 )
 
 
 class UcxRequest:
-    """A message on its way; ``array`` is in use until ``done``."""
+    """A message in flight; ``array`` is in use until ``done``."""
 
     __slots__ = ("_library", "_raw", "array")
 
@@ -55,7 +55,7 @@ class UcxRequest:
         return bool(self._raw.completed)
 
     def check(self, doing: str) -> None:
-        """How it went, once ``done``.
+        """Raise if it failed; call it once ``done``.
 
         Raises:
             PeerLost, BackendFailure: it failed.
@@ -77,21 +77,21 @@ class Endpoint:
         return self._endpoint is not None and bool(self._endpoint.alive)
 
     def send(self, array: Bytes, tag: int) -> UcxRequest:
-        """Start sending; zero bytes are a message as well."""
+        """Start sending; an empty array is a message as well."""
         with self._library.mapped("send"):
             api = self._library.api
             raw = self._endpoint.tag_send(self._library.array(array), api.UCXXTag(tag))
         return UcxRequest(self._library, raw, array)
 
     def receive(self, array: Bytes, tag: int) -> UcxRequest:
-        """Expect a message tagged ``tag`` of at most the array's size."""
+        """Post a receive for a message tagged ``tag`` of at most the array's size."""
         with self._library.mapped("receive"):
             api = self._library.api
             raw = self._endpoint.tag_recv(self._library.array(array), api.UCXXTag(tag))
         return UcxRequest(self._library, raw, array)
 
     def close(self) -> None:
-        """Cut the connection, at once and whatever the peer does; its requests end soon."""
+        """Cut the connection at once, whatever the peer does; its requests end soon."""
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
             with self._library.mapped("close"):
@@ -99,7 +99,7 @@ class Endpoint:
 
 
 class UcxWorker:
-    """Our worker.  ``wake_fd``: an eventfd that ends ``rest`` when it is written to.
+    """Our worker.  ``wake_fd``: an eventfd that ends ``wait`` when it is written to.
 
     Raises:
         TransportUnavailable, BackendFailure: UCX does not start with these options.
@@ -119,19 +119,19 @@ class UcxWorker:
             self.address: bytes = self._worker.address.tobytes()
         self.config: dict[str, str] = dict(self._context.config)
         self._any = (api.UCXXTag(0), api.UCXXTagMask(0))
-        self._void = library.array(np.empty(1, dtype=np.uint8))
+        self._discard = library.array(np.empty(1, dtype=np.uint8))
         self._incoming: list[UcxRequest] = []
         self._wake_fd = wake_fd
         self._events = select.epoll()
         self._events.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._events.register(wake_fd, select.EPOLLIN)
 
-    def dial(self, worker_address: bytes) -> Endpoint:
-        """Connect to a worker.  The address must come from somebody who is trusted: UCX
-        does not check it.
+    def connect(self, worker_address: bytes) -> Endpoint:
+        """Connect to a worker.  The address must come from a trusted peer: UCX does not
+        check it.
 
         Raises:
-            PeerLost: nobody is there.
+            PeerLost: no worker is there.
             BackendFailure: anything else.
         """
         with self._library.mapped("connect"):
@@ -141,16 +141,16 @@ class UcxWorker:
             )
 
     def progress(self) -> bool:
-        """Let UCX work; whether there was anything to do."""
+        """Let UCX work; returns whether there was anything to do."""
         return bool(self._worker.progress_once())
 
     def cancel_lost(self) -> None:
-        """Cancel what was asked of connections that broke."""
+        """Cancel the requests of connections that broke."""
         with self._library.mapped("cancel"):
             self._worker.cancel_inflight_requests(0, 1)
 
     def frames(self) -> Iterator[bytes]:
-        """The frames that came, at most ``_MAX_DRAIN`` messages at a time; the rest is dropped."""
+        """The frames among the next ``_MAX_DRAIN`` messages; other messages are dropped."""
         done: list[UcxRequest] = []
         for _ in range(_MAX_DRAIN):
             found = self._worker.tag_probe(*self._any, remove=True)
@@ -159,14 +159,14 @@ class UcxWorker:
             request = self._take(found)
             if request is not None:
                 self._incoming.append(request)
-                if request.done:  # most are: only what is announced and not sent yet counts
+                if request.done:  # most are: only announced messages that were not sent yet count
                     done.append(self._incoming.pop())
         done += [request for request in self._incoming if request.done]
         self._incoming = [request for request in self._incoming if not request.done]
         for request in done:
             yield request.array.tobytes()
 
-    def rest(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Sleep until there is work, for this worker or from ``wake_fd``, or time is up."""
         if self._worker.arm():
             self._events.poll(seconds)
@@ -174,21 +174,21 @@ class UcxWorker:
             os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
-        """Give everything back.  All lines are closed and all requests done."""
+        """Release everything.  All endpoints must be closed and all requests done."""
         self._events.close()
         self._incoming.clear()
         self._worker = None
         self._context = None
 
     def _take(self, found: Any) -> UcxRequest | None:
-        """Fetch a message that nobody waits for; None if it is no frame."""
-        wanted = (
+        """Take a message without a posted receive; None if it is not a frame."""
+        is_frame = (
             int(found.sender_tag.value) == FRAME_TAG
             and found.length <= MAX_FRAME_BYTES
             and len(self._incoming) < _MAX_INCOMING
         )
-        if not wanted:
-            self._worker.tag_recv_with_handle(self._void, found)
+        if not is_frame:
+            self._worker.tag_recv_with_handle(self._discard, found)
             return None
         array = np.zeros(found.length, dtype=np.uint8)
         raw = self._worker.tag_recv_with_handle(self._library.array(array), found)

@@ -1,6 +1,6 @@
-"""Asks one OpenAI-compatible server, as many requests at a time as are wanted.
+"""Sends requests to one OpenAI-compatible server, any number at a time.
 
-One thread for all of them, so that on a small machine the engines keep the rest.
+All of them share one thread, so that on a small machine the engines have the other cores.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import aiohttp
 import msgspec
 
 from pdconn.bench.errors import BenchError
-from pdconn.bench.serving.replies import FailedReply, Reply, WholeReply
+from pdconn.bench.serving.replies import CompleteReply, FailedReply, Reply
 from pdconn.bench.serving.schedule import Prompt
-from pdconn.bench.serving.stream import BrokenAnswer, Line, read_answer
+from pdconn.bench.serving.stream import BrokenAnswer, TimedLine, read_answer
 
-#: vLLM closes a connection that idles for 5 s; ours must go first.
+#: vLLM closes a connection that is idle for 5 s; ours must close earlier.
 _KEEPALIVE_S = 4.0
 #: vLLM repeats the prompt's token ids in the first event: one long line.
 _LINE_NBYTES = 1 << 23
@@ -30,28 +30,28 @@ _CONNECT_S = 10.0
 
 
 class TargetFailed(BenchError):
-    """A service that is to be measured cannot be asked."""
+    """A service that is to be measured does not answer."""
 
-    def __init__(self, name: str, url: str, why: str) -> None:
-        super().__init__(f"{name} at {url}: {why}")
+    def __init__(self, name: str, url: str, reason: str) -> None:
+        super().__init__(f"{name} at {url}: {reason}")
         self.name = name
 
 
-class _Course(msgspec.Struct):
+class _RouteTimes(msgspec.Struct):
     ticket_ms: float | None = None
     first_byte_ms: float | None = None
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel] = []
 
 
 class Service:
-    """One server, asked through ``session``; ``timeout_s`` is for a whole answer."""
+    """One server, reached through ``session``; ``timeout_s`` is for a complete answer."""
 
     def __init__(
         self, name: str, url: str, model: str, timeout_s: float, session: aiohttp.ClientSession
@@ -68,8 +68,8 @@ class Service:
     ) -> Reply:
         """Continue ``prompt`` greedily by ``max_tokens`` tokens.
 
-        ``due_s`` is when the request should have been sent; without it, time is counted
-        from when it is.
+        Times count from ``due_s``, when the request should have been sent; without it, from
+        when it is sent.
         """
         body = json.dumps(_body(self._model, prompt, max_tokens))  # before the clock starts
         self._ids[number] = request_id = f"bench-{uuid.uuid4().hex}"
@@ -79,45 +79,45 @@ class Service:
                 lines = await self._lines(body, request_id)
             return read_answer(number, began_s, lines)
         except TimeoutError:
-            return FailedReply(number, began_s, f"no whole answer within {self._timeout_s:g} s")
+            return FailedReply(number, began_s, f"no complete answer within {self._timeout_s:g} s")
         except (BrokenAnswer, aiohttp.ClientError, OSError, ValueError) as error:
             return FailedReply(number, began_s, str(error) or type(error).__name__)
 
-    async def _lines(self, body: str, request_id: str) -> list[Line]:
+    async def _lines(self, body: str, request_id: str) -> list[TimedLine]:
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         url = f"{self._url}/v1/completions"
         async with self._session.post(url, data=body, headers=headers) as response:
             if response.status != 200:
-                said = (await response.content.read(500)).decode(errors="replace")
-                raise BrokenAnswer(f"status {response.status}: {said}")
+                text = (await response.content.read(500)).decode(errors="replace")
+                raise BrokenAnswer(f"status {response.status}: {text}")
             return [(time.perf_counter(), line) async for line in response.content]
 
     async def with_handover(self, reply: Reply) -> Reply:
-        """``reply`` with what a ``pdconn proxy`` says that its handover took.
+        """``reply`` with the handover time that ``pdconn proxy`` reports for it.
 
         Unchanged if the server is no such proxy, or did not hand over.
         """
-        if not isinstance(reply, WholeReply):
+        if not isinstance(reply, CompleteReply):
             return reply
         url = f"{self._url}/debug/route/{quote(self._ids[reply.prompt])}"
         try:
             async with asyncio.timeout(_CONNECT_S), self._session.get(url) as response:
-                course = msgspec.json.decode(await response.read(), type=_Course)
+                route = msgspec.json.decode(await response.read(), type=_RouteTimes)
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.DecodeError):
             return reply
-        if course.ticket_ms is None or course.first_byte_ms is None:
+        if route.ticket_ms is None or route.first_byte_ms is None:
             return reply
-        return replace(reply, handover_s=course.first_byte_ms / 1000)
+        return replace(reply, handover_s=route.first_byte_ms / 1000)
 
 
 @asynccontextmanager
 async def service(
     name: str, url: str, model: str | None, timeout_s: float
 ) -> AsyncIterator[Service]:
-    """A server to be asked; ``model`` None means the first that it says it serves.
+    """A client of the server at ``url``; without ``model``, for the first model that it lists.
 
     Raises:
-        TargetFailed: it cannot be asked what it serves.
+        TargetFailed: it does not list its models.
     """
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -134,13 +134,15 @@ async def _first_model(name: str, url: str, session: aiohttp.ClientSession) -> s
             asyncio.timeout(_CONNECT_S),
             session.get(f"{url.rstrip('/')}/v1/models") as response,
         ):
-            models = msgspec.json.decode(await response.read(), type=_Models)
+            models = msgspec.json.decode(await response.read(), type=_ModelList)
     except TimeoutError:
-        raise TargetFailed(name, url, f"no word of its models within {_CONNECT_S:g} s") from None
+        raise TargetFailed(
+            name, url, f"/v1/models did not answer within {_CONNECT_S:g} s"
+        ) from None
     except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
         raise TargetFailed(name, url, str(error) or type(error).__name__) from error
     if not models.data:
-        raise TargetFailed(name, url, "it names no model; name it with --model")
+        raise TargetFailed(name, url, "/v1/models lists no model; name one with --model")
     return models.data[0].id
 
 

@@ -1,9 +1,9 @@
-"""Who is measured: engines of our own behind the router, or a service that runs somewhere.
+"""What is measured: engines of our own behind the router, or a service that runs already.
 
-Engines of our own are frozen while it is not their turn.  Idle is not enough: the in-tree
-connector's agent spins on a core also when nothing is asked of it, and vLLM's processes do
-for a second after a request.  The router is started for each turn, so that it has no old
-opinion of engines that stood still.
+Engines of our own are frozen outside their turns.  Idle is not enough: the in-tree
+connector's agent spins on a core even when idle, and vLLM's processes do for a second after
+a request.  The router is started for each turn, so that it has no outdated health of
+engines that were frozen.
 """
 
 from __future__ import annotations
@@ -15,63 +15,63 @@ from pathlib import Path
 from typing import Protocol
 
 from pdconn.bench.errors import BenchError
-from pdconn.bench.serving.lineup import deal, engine_specs
+from pdconn.bench.serving.lineup import assign_engines, engine_specs
 from pdconn.lab.demo import check_dependencies
 from pdconn.lab.engine import Engine, Progress, running
 from pdconn.lab.proxy import running_proxy
 
-#: What an engine holds once it has served the small model, its share of common pages included.
+#: Memory of an engine that has served the small model, its share of common pages included.
 ENGINE_NBYTES = 1_600 << 20
 START_TIMEOUT_S = 900.0
 _MEMINFO = Path("/proc/meminfo")
 
 
 class TooLittleMemory(BenchError):
-    """This machine cannot hold all the engines that were asked for."""
+    """This machine has too little memory for all the requested engines."""
 
     def __init__(self, num_engines: int, free_nbytes: int) -> None:
-        wanted = num_engines * ENGINE_NBYTES / (1 << 30)
+        needed = num_engines * ENGINE_NBYTES / (1 << 30)
         super().__init__(
-            f"memory: {num_engines} engines want about {wanted:.1f} GiB, "
+            f"memory: {num_engines} engines need about {needed:.1f} GiB, "
             f"{free_nbytes / (1 << 30):.1f} GiB are free; ask for fewer --contestants"
         )
 
 
 class Contestant(Protocol):
-    """Somebody who answers prompts."""
+    """One of the systems that are compared: it answers prompts."""
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Its name in the table."""
 
-    def awake(self) -> AbstractContextManager[str]:
-        """Its turn: hands over the URL at which it serves."""
+    def active(self) -> AbstractContextManager[str]:
+        """Run it for one turn; gives the URL that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service that runs; it is only asked."""
+    """A service that runs already; it is neither started nor frozen."""
 
     name: str
     url: str
 
     @contextmanager
-    def awake(self) -> Iterator[str]:
-        """Nothing to be done."""
+    def active(self) -> Iterator[str]:
+        """Give its URL; there is nothing to start."""
         yield self.url
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
-    """One engine, or prefill and decode, which the router joins."""
+class LocalEngines:
+    """One engine, or a prefill and a decode engine behind the router."""
 
     name: str
     engines: tuple[Engine, ...]
     directory: Path
 
     @contextmanager
-    def awake(self) -> Iterator[str]:
-        """Let its engines run, and freeze them afterwards.
+    def active(self) -> Iterator[str]:
+        """Resume its engines, and freeze them afterwards.
 
         Raises:
             LabError: an engine died, or the router could not be started.
@@ -86,7 +86,7 @@ class Ours:
             self.freeze()
 
     def freeze(self) -> None:
-        """Stop its engines from running, those that still do."""
+        """Pause its engines, those that still run."""
         for engine in self.engines:
             with suppress(ProcessLookupError):
                 engine.pause()
@@ -97,41 +97,47 @@ class Ours:
             yield self.engines[0].url
             return
         prefill, decode = self.engines
-        policy = ("--policy", "round-robin")  # with one engine a role there is nothing to weigh
+        policy = ("--policy", "round-robin")  # with one engine per role there is nothing to score
         with running_proxy([prefill.url], [decode.url], self.directory, args=policy) as url:
             yield url
 
 
 @contextmanager
 def running_contestants(
-    names: Sequence[str], model: Path, cores: str, directory: Path, progress: Progress
-) -> Iterator[list[Ours]]:
-    """Start the engines of all ``names`` at once and freeze them; they are gone afterwards.
+    names: Sequence[str],
+    model: Path,
+    cores: str,
+    directory: Path,
+    progress: Progress,
+    *,
+    meminfo: Path = _MEMINFO,
+) -> Iterator[list[LocalEngines]]:
+    """Start the engines of all ``names`` at once and freeze them; they are ended afterwards.
 
     Raises:
         TooLittleMemory: before anything is started.
         LabError: something is not installed, could not be started, or died.
     """
-    check_dependencies()
     specs = engine_specs(names, model, cores)
-    free = _available_nbytes()
+    free = _available_nbytes(meminfo)
     if free is not None and free < len(specs) * ENGINE_NBYTES:
         raise TooLittleMemory(len(specs), free)
+    check_dependencies()
     with running(specs, directory, timeout_s=START_TIMEOUT_S, progress=progress) as engines:
-        everyone = []
-        for name, dealt in deal(names, engines):
+        contestants = []
+        for name, its_engines in assign_engines(names, engines):
             own = directory / name
             own.mkdir(parents=True, exist_ok=True)
-            everyone.append(Ours(name, dealt, own))
-        for one in everyone:
-            one.freeze()
-        yield everyone
+            contestants.append(LocalEngines(name, its_engines, own))
+        for contestant in contestants:
+            contestant.freeze()
+        yield contestants
 
 
-def _available_nbytes() -> int | None:
-    """Memory that programs could still get; None where the system does not tell."""
+def _available_nbytes(meminfo: Path) -> int | None:
+    """Memory that is available to programs; None where the system does not report it."""
     try:
-        lines = _MEMINFO.read_text().splitlines()
+        lines = meminfo.read_text().splitlines()
     except OSError:
         return None
     words = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,4 +1,4 @@
-"""The engines that each contestant needs: connectors as rows, and how engines share cores."""
+"""The engines that each contestant needs: the connectors, and how engines share cores."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pdconn.lab.spec import EngineSpec
 
 _T = TypeVar("_T")
 
-#: How engines share the cores, and how vLLM comes to do so.
+#: How engines share the cores.
 CORES: Mapping[str, str] = MappingProxyType(
     {
-        "apart": "prefill and an engine alone compute on core 0, decode on core 1",
+        "apart": "prefill, or a single engine, computes on core 0, decode on core 1",
         "auto": "vLLM's own choice: on two cores an engine with a connector takes both",
         "reserved": "vLLM's own choice with one core reserved: every engine's model on core 0",
         "float": "one thread each, wherever the kernel puts it",
@@ -40,7 +40,7 @@ _PDCONN = {
 }
 
 
-def _verifying(how: str) -> Connector:
+def _with_verify(how: str) -> Connector:
     return Connector({**_PDCONN, "kv_connector_extra_config": {"verify": how}})
 
 
@@ -48,8 +48,8 @@ CONNECTORS: Mapping[str, Connector] = MappingProxyType(
     {
         "in-tree": Connector({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
         "pdconn": Connector(_PDCONN),
-        "pdconn-sample": _verifying("sample"),
-        "pdconn-always": _verifying("always"),
+        "pdconn-sample": _with_verify("sample"),
+        "pdconn-always": _with_verify("always"),
         "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
         "pdconn-BHLNC": Connector(_PDCONN, layout="BHLNC"),
     }
@@ -68,15 +68,15 @@ def engine_specs(names: Sequence[str], model: Path, cores: str) -> list[EngineSp
     ]
 
 
-def deal(names: Sequence[str], engines: Sequence[_T]) -> list[tuple[str, tuple[_T, ...]]]:
-    """Give ``engines``, in the order of ``engine_specs(names)``, back to their names."""
+def assign_engines(names: Sequence[str], engines: Sequence[_T]) -> list[tuple[str, tuple[_T, ...]]]:
+    """The engines of each name; ``engines`` are in the order of ``engine_specs(names)``."""
     left = list(engines)
-    dealt = []
+    assigned = []
     for name in names:
         count = 2 if name in CONNECTORS else 1
-        dealt.append((name, tuple(left[:count])))
+        assigned.append((name, tuple(left[:count])))
         del left[:count]
-    return dealt
+    return assigned
 
 
 def _spec(name: str, core: int, role: str | None, model: Path, cores: str) -> EngineSpec:

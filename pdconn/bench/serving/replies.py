@@ -1,6 +1,6 @@
-"""What came of one request, and of a turn of them.  Pure.
+"""The result of one request, and of one turn.  Pure.
 
-All times are seconds of one clock that only ever goes forward.
+All times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class SaidReply:
-    """The words of an answer; ``tokens`` are ids, where the server tells them."""
+class AnswerContent:
+    """The content of an answer; ``tokens`` are ids, where the server reports them."""
 
     text: str
     tokens: tuple[int, ...] | None = None
 
-    def difference(self, expected: SaidReply) -> str | None:
-        """Where this first departs from ``expected``, or None; texts where ids are not known.
+    def difference(self, expected: AnswerContent) -> str | None:
+        """Where this first differs from ``expected``, or None; by text where ids are unknown.
 
-        >>> Said("", (4, 5)).difference(Said("", (4, 6)))
+        >>> AnswerContent("", (4, 5)).difference(AnswerContent("", (4, 6)))
         'token 1: expected 6, seen 5'
         """
         if self.tokens is None or expected.tokens is None:
@@ -29,24 +29,24 @@ class SaidReply:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeReply:
-    """An answer that came to its end.
+class CompleteReply:
+    """A complete answer.
 
     Attributes:
         prompt: the number of its prompt within the round.
-        began_s: when it was sent, or was due where requests come at times of their own.
-        arrivals_s: when each piece with tokens came; at least one.
-        num_tokens: in all pieces; pieces are counted where the server tells no ids.
-        said: what it was.
+        began_s: when it was sent; or when it was due, under a request rate.
+        arrivals_s: when each chunk with tokens arrived; at least one.
+        num_tokens: in all chunks; the number of chunks where the server reports no ids.
+        content: its text and tokens.
         handover_s: from the end of prefill's answer to the first byte of decode's; None
-            where nobody handed over, or nobody told.
+            without a handover, or where it was not reported.
     """
 
     prompt: int
     began_s: float
     arrivals_s: tuple[float, ...]
     num_tokens: int
-    said: SaidReply
+    content: AnswerContent
     handover_s: float | None = None
 
     @property
@@ -56,37 +56,37 @@ class WholeReply:
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Times between pieces, as a reader sees them."""
+        """Times between chunks, as a user sees them."""
         return tuple(later - earlier for earlier, later in pairwise(self.arrivals_s))
 
     @property
     def mean_gap_s(self) -> float:
-        """Time per token after the first; 0 where there is none."""
+        """Time per token after the first; 0 if there is only one."""
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, self.num_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FailedReply:
-    """A request that got no whole answer, and why."""
+    """A request without a complete answer, and the reason."""
 
     prompt: int
     began_s: float
-    why: str
+    reason: str
 
 
-Reply = WholeReply | FailedReply
+Reply = CompleteReply | FailedReply
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One contestant's turn.
+class TurnResult:
+    """The result of one contestant's turn.
 
     Attributes:
         round_number: counted from 1.
         contestant: its name.
         replies: in the order of the prompts.
         seconds: from the first request to the end of the last answer.
-        others: part of the machine that other programs took meanwhile, 0 to 1; None where
+        others: share of the machine that other programs used meanwhile, 0 to 1; None where
             the contestant's own processes are not known.
     """
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as a document."""
+"""The result of a run, as a table and as a JSON document."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdconn.bench.serving.replies import Reply, Taken, WholeReply
-from pdconn.bench.serving.summary import Bounds, Checked, Spread, Summary, check, summarise
+from pdconn.bench.serving.replies import CompleteReply, Reply, TurnResult
+from pdconn.bench.serving.summary import AnswerCheck, Bounds, Spread, Summary, check, summarise
 from pdconn.bench.serving.turns import RunPlan
 from pdconn.lab.table import table
 
@@ -16,19 +16,19 @@ _HEADINGS = [
     "\np99 ms", "within\nbounds", "goodput\nper s", "all\nper s", "failed", "wrong",
 ]  # fmt: skip
 
-#: More of the machine than this in other programs' hands is worth a word.
+#: If other programs use more of the machine than this, the report says so.
 NOTED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run: what was asked, what came, and what it comes to."""
+    """One run: its plan, its turns, and their summary."""
 
     plan: RunPlan
     bounds: Bounds
-    taken: tuple[Taken, ...]
+    turns: tuple[TurnResult, ...]
     reference: str
-    checked: Checked
+    answers: AnswerCheck
     summaries: tuple[Summary, ...]
 
     @classmethod
@@ -36,23 +36,23 @@ class Report:
         cls,
         plan: RunPlan,
         bounds: Bounds,
-        taken: Sequence[Taken],
+        turns: Sequence[TurnResult],
         names: Sequence[str],
         reference: str,
     ) -> Report:
-        """Sum ``taken`` up for ``names``; ``reference``'s answers are the right ones."""
-        checked = check(taken, reference)
-        summaries = tuple(summarise(name, taken, checked, bounds) for name in names)
-        return cls(plan, bounds, tuple(taken), reference, checked, summaries)
+        """Summarise ``turns`` for ``names``; ``reference``'s answers count as right."""
+        answers = check(turns, reference)
+        summaries = tuple(summarise(name, turns, answers, bounds) for name in names)
+        return cls(plan, bounds, tuple(turns), reference, answers, summaries)
 
     @property
     def is_good(self) -> bool:
-        """Whether every request was answered, and as the reference answered it."""
+        """Whether every request was answered, and as by the reference."""
         return not any(summary.failed or summary.wrong for summary in self.summaries)
 
 
 def render(report: Report) -> str:
-    """A heading, a row per contestant, and what is to be known of the answers."""
+    """A heading, a row per contestant, and remarks on the answers."""
     plan, bounds = report.plan, report.bounds
     pace = (
         f"{plan.concurrency} at a time"
@@ -69,17 +69,17 @@ def render(report: Report) -> str:
 
 
 def to_json(report: Report, manifest: dict[str, object]) -> dict[str, Any]:
-    """All of it; times in seconds, those of a reply from when it was due or sent."""
+    """All results; times in seconds, those of a reply from when it was due or sent."""
     wrong = {
         (one.round_number, one.contestant, one.prompt): one.difference
-        for one in report.checked.wrong
+        for one in report.answers.wrong
     }
     return {
         "manifest": manifest,
         "plan": asdict(report.plan),
         "bounds": asdict(report.bounds),
         "reference": report.reference,
-        "unchecked": len(report.checked.unchecked),
+        "unchecked": len(report.answers.unchecked),
         "contestants": [
             {**asdict(one), "goodput_per_s": one.goodput, "throughput_per_s": one.throughput}
             for one in report.summaries
@@ -99,7 +99,7 @@ def to_json(report: Report, manifest: dict[str, object]) -> dict[str, Any]:
                     for reply in turn.replies
                 ],
             }
-            for turn in report.taken
+            for turn in report.turns
         ],
     }
 
@@ -127,25 +127,25 @@ def _in_ms(spread: Spread | None) -> tuple[str, str]:
 
 def _remarks(report: Report) -> Iterator[str]:
     answers = sum(one.requests - one.failed for one in report.summaries)
-    wrong, unchecked = len(report.checked.wrong), len(report.checked.unchecked)
+    wrong, unchecked = len(report.answers.wrong), len(report.answers.unchecked)
     verdict = f"{wrong} differ from those of" if wrong else "none differs from that of"
     yield f"{answers} answers: {verdict} {report.reference}"
     if unchecked:
         yield f"{unchecked} could not be compared: {report.reference} did not answer their prompts"
-    disturbed = [turn for turn in report.taken if turn.others is not None and turn.others > NOTED]
-    if disturbed:
-        worst = max(disturbed, key=lambda turn: turn.others or 0.0)
+    loaded = [turn for turn in report.turns if turn.others is not None and turn.others > NOTED]
+    if loaded:
+        worst = max(loaded, key=lambda turn: turn.others or 0.0)
         yield (
-            f"other programs took more than {NOTED:.0%} of this machine in {len(disturbed)} of "
-            f"{len(report.taken)} turns, at most {worst.others:.0%} "
+            f"other programs used more than {NOTED:.0%} of this machine in {len(loaded)} of "
+            f"{len(report.turns)} turns, at most {worst.others:.0%} "
             f"({worst.contestant}, round {worst.round_number})"
         )
 
 
 def _reply(reply: Reply, turn_began_s: float, difference: str | None) -> dict[str, Any]:
     began = {"prompt": reply.prompt, "began_s": reply.began_s - turn_began_s}
-    if not isinstance(reply, WholeReply):
-        return {**began, "failed": reply.why}
+    if not isinstance(reply, CompleteReply):
+        return {**began, "failed": reply.reason}
     return {
         **began,
         "arrivals_s": [at_s - reply.began_s for at_s in reply.arrivals_s],

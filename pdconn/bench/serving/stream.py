@@ -1,7 +1,7 @@
-"""A completion out of server-sent events.  Pure.
+"""Parses a completion from server-sent events.  Pure.
 
-Lines are kept as they come, each with its time, and read when the answer has ended: while
-tokens arrive nothing is parsed, which would delay the note of the next.
+Lines are stored as they arrive, each with its time, and parsed when the answer has ended:
+parsing meanwhile would delay the timestamp of the next.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from pdconn.bench.errors import BenchError
-from pdconn.bench.serving.replies import SaidReply, WholeReply
+from pdconn.bench.serving.replies import AnswerContent, CompleteReply
 
-Line = tuple[float, bytes]
-"""When it came, and what it was."""
+TimedLine = tuple[float, bytes]
+"""When a line arrived, and its bytes."""
 
 
 class BrokenAnswer(BenchError):
-    """A stream that is no whole answer."""
+    """A stream that is not a complete answer."""
 
 
 class _Choice(msgspec.Struct):
@@ -32,16 +32,16 @@ class _Event(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def read_answer(prompt: int, began_s: float, lines: Sequence[Line]) -> WholeReply:
-    """The answer that ``lines`` are.
+def read_answer(prompt: int, began_s: float, lines: Sequence[TimedLine]) -> CompleteReply:
+    """Parse an answer.
 
     Raises:
-        BrokenAnswer: it is none, reports an error, or ends before its end.
+        BrokenAnswer: it is incomplete or malformed, or reports an error.
     """
     arrivals: list[float] = []
     texts: list[str] = []
     tokens: list[int] = []
-    told, ended = True, False
+    has_ids, ended = True, False
     for at_s, choice in _choices(lines):
         if choice is None:
             ended = True
@@ -53,19 +53,19 @@ def read_answer(prompt: int, began_s: float, lines: Sequence[Line]) -> WholeRepl
         tokens += choice.token_ids or ()
         if choice.token_ids or (choice.token_ids is None and choice.text):
             arrivals.append(at_s)
-            told = told and choice.token_ids is not None
+            has_ids = has_ids and choice.token_ids is not None
     if not ended:
-        raise BrokenAnswer(f"the answer broke off after {len(arrivals)} pieces")
+        raise BrokenAnswer(f"the answer broke off after {len(arrivals)} chunks")
     if not arrivals:
-        raise BrokenAnswer("an answer without a token")
-    said = SaidReply("".join(texts), tuple(tokens) if told else None)
-    return WholeReply(
-        prompt, began_s, tuple(arrivals), len(tokens) if told else len(arrivals), said
+        raise BrokenAnswer("the answer has no token")
+    content = AnswerContent("".join(texts), tuple(tokens) if has_ids else None)
+    return CompleteReply(
+        prompt, began_s, tuple(arrivals), len(tokens) if has_ids else len(arrivals), content
     )
 
 
-def _choices(lines: Sequence[Line]) -> Iterator[tuple[float, _Choice | None]]:
-    """What each event adds to the answer; None for the word that it is done."""
+def _choices(lines: Sequence[TimedLine]) -> Iterator[tuple[float, _Choice | None]]:
+    """What each event adds to the answer; None for the event that ends it."""
     for at_s, line in lines:
         field, _, value = line.partition(b":")
         if field != b"data":
@@ -76,7 +76,7 @@ def _choices(lines: Sequence[Line]) -> Iterator[tuple[float, _Choice | None]]:
         try:
             event = msgspec.json.decode(value, type=_Event)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BrokenAnswer(f"an event that makes no sense: {error}") from error
+            raise BrokenAnswer(f"malformed event: {error}") from error
         if bytes(event.error) != b"null":
             reported = bytes(event.error)[:500].decode(errors="replace")
             raise BrokenAnswer(f"the server reports {reported}")

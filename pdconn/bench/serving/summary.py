@@ -1,7 +1,7 @@
-"""What replies come to: latencies, goodput, and whose answers are wrong.  Pure.
+"""Statistics of replies: latencies, goodput, and which answers are wrong.  Pure.
 
-Goodput counts the requests that a user would be content with: whole, with the tokens of
-the reference, and within both bounds.  As in DistServe (Zhong et al., OSDI 2024), the bound
+Goodput counts the requests that a user would accept: complete, with the tokens of the
+reference, and within both bounds.  As in DistServe (Zhong et al., OSDI 2024), the bound
 between tokens holds for a request's mean, not for each gap.
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdconn.bench.percentile import percentile
-from pdconn.bench.serving.replies import Taken, WholeReply
+from pdconn.bench.serving.replies import CompleteReply, TurnResult
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The most that a good request may take: to its first token, and per token after it."""
+    """The limits of a good request: time to its first token, and per token after it."""
 
     ttft_s: float
     itl_s: float
 
-    def hold(self, reply: WholeReply) -> bool:
-        """Whether a request stays within both."""
+    def hold(self, reply: CompleteReply) -> bool:
+        """Whether a request is within both."""
         return reply.ttft_s <= self.ttft_s and reply.mean_gap_s <= self.itl_s
 
 
@@ -35,14 +35,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """None of no values."""
+        """The spread of ``values``; None if there are none."""
         known = list(values)
         return cls(percentile(known, 0.5), percentile(known, 0.99)) if known else None
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
-    """An answer that is not the reference's."""
+class AnswerDifference:
+    """An answer that differs from the reference's."""
 
     round_number: int
     contestant: str
@@ -51,13 +51,13 @@ class Wrong:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """Every answer held against the reference's.
+class AnswerCheck:
+    """All answers compared with the reference's.
 
-    ``unchecked`` are those that it has none for: round, contestant, prompt.
+    ``unchecked`` are those without a reference: round, contestant, prompt.
     """
 
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[AnswerDifference, ...]
     unchecked: frozenset[tuple[int, str, int]]
 
 
@@ -65,8 +65,8 @@ class Checked:
 class Summary:
     """One contestant over all rounds.
 
-    ``itl`` is of all gaps between pieces, of all requests; ``met`` counts the good ones and
-    ``seconds`` those of its turns.
+    ``itl`` is of all gaps between chunks of all requests; ``met`` counts the good requests;
+    ``seconds`` is the length of its turns.
     """
 
     contestant: str
@@ -86,50 +86,54 @@ class Summary:
 
     @property
     def throughput(self) -> float:
-        """Whole answers per second, good or not."""
+        """Complete answers per second, good or not."""
         return (self.requests - self.failed) / self.seconds
 
 
-def check(taken: Sequence[Taken], reference: str) -> Checked:
-    """Hold every answer against ``reference``'s to the same prompt."""
+def check(turns: Sequence[TurnResult], reference: str) -> AnswerCheck:
+    """Compare every answer with ``reference``'s to the same prompt."""
     expected = {
-        (turn.round_number, reply.prompt): reply.said
-        for turn in taken
+        (turn.round_number, reply.prompt): reply.content
+        for turn in turns
         if turn.contestant == reference
         for reply in turn.replies
-        if isinstance(reply, WholeReply)
+        if isinstance(reply, CompleteReply)
     }
     wrong, unchecked = [], set()
-    for turn in taken:
+    for turn in turns:
         for reply in turn.replies:
-            if not isinstance(reply, WholeReply):
+            if not isinstance(reply, CompleteReply):
                 continue
             right = expected.get((turn.round_number, reply.prompt))
             if right is None:
                 unchecked.add((turn.round_number, turn.contestant, reply.prompt))
                 continue
-            difference = reply.said.difference(right)
+            difference = reply.content.difference(right)
             if difference is not None:
-                wrong.append(Wrong(turn.round_number, turn.contestant, reply.prompt, difference))
-    return Checked(tuple(wrong), frozenset(unchecked))
+                wrong.append(
+                    AnswerDifference(turn.round_number, turn.contestant, reply.prompt, difference)
+                )
+    return AnswerCheck(tuple(wrong), frozenset(unchecked))
 
 
-def summarise(contestant: str, taken: Sequence[Taken], checked: Checked, bounds: Bounds) -> Summary:
-    """What ``contestant`` achieved in its turns."""
-    turns = [turn for turn in taken if turn.contestant == contestant]
+def summarise(
+    contestant: str, turns: Sequence[TurnResult], answers: AnswerCheck, bounds: Bounds
+) -> Summary:
+    """The results of ``contestant`` over its turns."""
+    turns = [turn for turn in turns if turn.contestant == contestant]
     wrong = {
-        (one.round_number, one.prompt) for one in checked.wrong if one.contestant == contestant
+        (one.round_number, one.prompt) for one in answers.wrong if one.contestant == contestant
     }
     doubtful = wrong | {
-        (number, prompt) for number, who, prompt in checked.unchecked if who == contestant
+        (number, prompt) for number, name, prompt in answers.unchecked if name == contestant
     }
-    whole = [
+    complete = [
         (turn.round_number, reply)
         for turn in turns
         for reply in turn.replies
-        if isinstance(reply, WholeReply)
+        if isinstance(reply, CompleteReply)
     ]
-    replies = [reply for _, reply in whole]
+    replies = [reply for _, reply in complete]
     num_requests = sum(len(turn.replies) for turn in turns)
     return Summary(
         contestant,
@@ -139,6 +143,6 @@ def summarise(contestant: str, taken: Sequence[Taken], checked: Checked, bounds:
         Spread.of(reply.ttft_s for reply in replies),
         Spread.of(gap for reply in replies for gap in reply.gaps_s),
         Spread.of(reply.handover_s for reply in replies if reply.handover_s is not None),
-        sum(bounds.hold(one) and (number, one.prompt) not in doubtful for number, one in whole),
+        sum(bounds.hold(one) and (number, one.prompt) not in doubtful for number, one in complete),
         sum(turn.seconds for turn in turns),
     )

@@ -1,7 +1,7 @@
-"""Measures everyone, round by round.
+"""Measures all contestants, round by round.
 
-A turn begins with requests that are not counted: what was frozen has lost its caches, and
-the first hand-over between two engines is their greeting.
+A turn begins with warm-up requests that are not counted: frozen processes have lost their
+caches, and the first handover between two engines includes their handshake.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from pdconn.bench.errors import BadCase
+from pdconn.bench.errors import BadOption
 from pdconn.bench.serving.client import Service, TargetFailed, service
 from pdconn.bench.serving.contestants import Contestant
-from pdconn.bench.serving.replies import FailedReply, Reply, Taken
+from pdconn.bench.serving.replies import FailedReply, Reply, TurnResult
 from pdconn.bench.serving.schedule import due_times, order, prompts
 from pdconn.lab.quiet import Neighbours
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Ask = Callable[[int, float | None], Awaitable[Reply]]
 
-WAKING = 2
-_WAKING_TOKENS = 4
+WARMUP_REQUESTS = 2
+_WARMUP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What everyone is asked.
+    """The load that every contestant gets.
 
-    ``rate`` is requests per second that come by themselves; None for ``concurrency``
-    clients who each send their next request when the last is answered.  ``model`` is what
-    services call it; None: the first that each says it serves.
+    ``rate`` is requests per second, independent of the answers; None for ``concurrency``
+    clients that each send their next request when the last is answered.  ``model`` is the
+    name that services use; None: the first that each lists.
 
     Raises:
-        BadCase: a value that cannot be meant.
+        BadOption: an invalid value.
     """
 
     prompt_tokens: int
@@ -57,43 +57,43 @@ class RunPlan:
             ("concurrency", self.concurrency, 1),
         ):
             if value < least:
-                raise BadCase(field, f"at least {least}", value)
+                raise BadOption(field, f"at least {least}", value)
         for field, seconds in (("rate", self.rate), ("timeout", self.timeout_s)):
             if seconds is not None and not 0 < seconds < float("inf"):
-                raise BadCase(field, "more than 0", seconds)
+                raise BadOption(field, "more than 0", seconds)
 
 
 def measure(
-    contestants: Sequence[Contestant], plan: RunPlan, say: Say, *, watch: bool
-) -> list[Taken]:
-    """Every contestant's turn of every round.
+    contestants: Sequence[Contestant], plan: RunPlan, log: Log, *, watch: bool
+) -> list[TurnResult]:
+    """Measure every contestant in every round.
 
-    ``watch``: note what other programs take of this machine, where everything that is
-    measured was started by this process.
+    ``watch``: record the share of this machine that other programs use, if everything that
+    is measured was started by this process.
 
     Raises:
         TargetFailed: a contestant answers none of the first requests.
-        LabError: an engine of our own died.
+        LabError: one of our engines died.
     """
     by_name = {one.name: one for one in contestants}
-    taken = []
+    turns = []
     for number in range(1, plan.rounds + 1):
         for name in order(list(by_name), number):
-            with by_name[name].awake() as url:
+            with by_name[name].active() as url:
                 turn = asyncio.run(_turn(name, url, plan, number, watch))
-            taken.append(turn)
-            say(f"round {number} of {plan.rounds}: {name}: {_in_words(turn)}")
-    return taken
+            turns.append(turn)
+            log(f"round {number} of {plan.rounds}: {name}: {_in_words(turn)}")
+    return turns
 
 
-async def _turn(name: str, url: str, plan: RunPlan, number: int, watch: bool) -> Taken:
-    async with service(name, url, plan.model, plan.timeout_s) as asked:
-        await _wake(asked, name, url, plan, number)
+async def _turn(name: str, url: str, plan: RunPlan, number: int, watch: bool) -> TurnResult:
+    async with service(name, url, plan.model, plan.timeout_s) as target:
+        await _warm_up(target, name, url, plan, number)
         neighbours = Neighbours([os.getpid()]) if watch else None
         wanted = prompts(plan.requests, plan.prompt_tokens, plan.seed, number)
 
         def ask(prompt: int, due_s: float | None) -> Awaitable[Reply]:
-            return asked.ask(prompt, wanted[prompt], plan.output_tokens, due_s)
+            return target.ask(prompt, wanted[prompt], plan.output_tokens, due_s)
 
         began_s = time.perf_counter()
         if plan.rate is None:
@@ -104,12 +104,12 @@ async def _turn(name: str, url: str, plan: RunPlan, number: int, watch: bool) ->
             )
         seconds = time.perf_counter() - began_s
         others = None if neighbours is None else neighbours.share()
-        told = [await asked.with_handover(reply) for reply in replies]
-    return Taken(number, name, tuple(told), seconds, others)
+        replies = [await target.with_handover(reply) for reply in replies]
+    return TurnResult(number, name, tuple(replies), seconds, others)
 
 
 async def in_closed_loop(ask: Ask, count: int, concurrency: int) -> list[Reply]:
-    """``concurrency`` clients share ``count`` prompts; each waits for its answer."""
+    """Send ``count`` prompts from ``concurrency`` clients; each waits for its answer."""
     replies: dict[int, Reply] = {}
     left = iter(range(count))
 
@@ -124,7 +124,7 @@ async def in_closed_loop(ask: Ask, count: int, concurrency: int) -> list[Reply]:
 
 
 async def when_due(ask: Ask, due_s: Sequence[float], began_s: float) -> list[Reply]:
-    """Each request at its time after ``began_s``, whoever still waits for an answer."""
+    """Send each request at its time after ``began_s``, however many answers are pending."""
 
     async def one(prompt: int, at_s: float) -> Reply:
         await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
@@ -138,21 +138,23 @@ async def when_due(ask: Ask, due_s: Sequence[float], began_s: float) -> list[Rep
     return [task.result() for task in tasks]
 
 
-async def _wake(asked: Service, name: str, url: str, plan: RunPlan, number: int) -> None:
-    """Requests that are not counted.  Where nobody answers the first time, nobody will."""
-    tokens = min(_WAKING_TOKENS, plan.output_tokens)
+async def _warm_up(target: Service, name: str, url: str, plan: RunPlan, number: int) -> None:
+    """Send requests that are not counted; fail if the first round's are all unanswered."""
+    tokens = min(_WARMUP_TOKENS, plan.output_tokens)
     replies = [
-        await asked.ask(prompt, words, tokens)
-        for prompt, words in enumerate(prompts(WAKING, plan.prompt_tokens, plan.seed, -number))
+        await target.ask(prompt, token_ids, tokens)
+        for prompt, token_ids in enumerate(
+            prompts(WARMUP_REQUESTS, plan.prompt_tokens, plan.seed, -number)
+        )
     ]
     failed = [reply for reply in replies if isinstance(reply, FailedReply)]
     if number == 1 and len(failed) == len(replies):
-        raise TargetFailed(name, url, failed[-1].why)
+        raise TargetFailed(name, url, failed[-1].reason)
 
 
-def _in_words(turn: Taken) -> str:
+def _in_words(turn: TurnResult) -> str:
     failed = [reply for reply in turn.replies if isinstance(reply, FailedReply)]
-    said = f"{len(turn.replies)} requests in {turn.seconds:.1f} s"
+    text = f"{len(turn.replies)} requests in {turn.seconds:.1f} s"
     if failed:
-        said += f", {len(failed)} failed: {failed[0].why}"
-    return said
+        text += f", {len(failed)} failed: {failed[0].reason}"
+    return text

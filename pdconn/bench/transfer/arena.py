@@ -1,8 +1,8 @@
-"""Memory like an engine's, backed by pages of a chosen size, and what it should hold.
+"""Memory like an engine's, on pages of a chosen size, and the pattern that it holds.
 
-A lender's arena holds a pattern in which no two words are alike, within an arena and
-between the arenas of different seeds.  A reader can compute any part of it, so that what
-arrived can be checked without a second way to fetch it.
+A lender's arena holds a pattern in which no two words are equal, within an arena and
+between arenas of different seeds.  A reader can compute any part of it, so the bytes that
+arrived can be checked without a second way to fetch them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BenchMemory(Closing):
     """``nbytes`` bytes that begin at a multiple of 2 MiB, every page of them touched.
 
     Raises:
-        BenchError: there is not so much memory.
+        BenchError: there is too little memory.
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool) -> None:
@@ -36,7 +36,7 @@ class BenchMemory(Closing):
             # Private: the kernel gives no huge pages to anonymous memory that is shared.
             self._map = mmap.mmap(-1, whole + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
         except OSError as error:
-            raise BenchError(f"no {whole:,} bytes of memory: {error}") from error
+            raise BenchError(f"cannot allocate {whole:,} bytes of memory: {error}") from error
         self._map.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
         held = ctypes.c_char.from_buffer(self._map)
         start = ctypes.addressof(held)
@@ -49,7 +49,7 @@ class BenchMemory(Closing):
         self.blank()
 
     def blank(self) -> None:
-        """Set every byte to 0xEE, which no pattern is likely to hold."""
+        """Set every byte to 0xEE, which a pattern is unlikely to hold for long."""
         assert self._words is not None
         self._words[:] = np.uint64(0xEEEEEEEEEEEEEEEE)
 
@@ -61,9 +61,9 @@ class BenchMemory(Closing):
             part[:] = _pattern(seed, first, len(part))
 
     def wrong_bytes(self, spans: Spans, source: Memory, seed: int) -> int:
-        """Bytes of ``spans`` here that are not those of the arena of ``seed`` at ``source``.
+        """How many bytes of ``spans`` here differ from the arena of ``seed`` at ``source``.
 
-        Of more than 4096 runs, as many are looked at, spread evenly.
+        Of more than 4096 runs, 4096 are compared, spread evenly.
         """
         step = -(-len(spans) // _CHECKED_RUNS) or 1
         return sum(
@@ -74,7 +74,7 @@ class BenchMemory(Closing):
         )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._words = None
         self._map.close()
 

@@ -1,16 +1,16 @@
-"""The words between the side that measures and the side that lends.
+"""The messages between the side that measures and the side that lends.
 
     reader                          lender
     Open(shape, blocks, ranks) ──►  allocates, fills, registers
-                              ◄──   Opened(where, how to reach it) | Refused(why)
-    Ask                       ──►
+                              ◄──   Opened(memory, address) | CannotLend(reason)
+    AskCpu                    ──►
                               ◄──   Used(seconds of CPU so far)
-    Shut                      ──►   gives the memory back
+    Shut                      ──►   frees the memory
                               ◄──   Used
 
 Each is a frame of ``pdconn.protocol.framing`` around msgpack.  A lender holds a pattern
-and nothing else, so there is nothing to authenticate; what it may be made to allocate is
-bounded where it is started.
+and nothing else, so there is no authentication; an option of the lender bounds what it
+allocates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK = 1 << 18
 class Open(msgspec.Struct, tag=True, frozen=True):
     """Lend ``num_blocks`` blocks of each rank in ``ranks``, over the path of that name.
 
-    ``mooncake``: lend them through Mooncake's transfer engine, too.
+    ``mooncake``: lend them over Mooncake's transfer engine, too.
     """
 
     engine: EngineShape
@@ -53,9 +53,9 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """What :class:`Open` asked for; ``facts`` describe the lender's transport and machine.
+    """The memory that :class:`Open` requested; ``facts`` describe the lender's machine.
 
-    ``mooncake`` is where Mooncake's engine is reached, empty without one.
+    ``mooncake`` is the address of Mooncake's engine, empty without one.
     """
 
     lent: tuple[Lent, ...]
@@ -64,43 +64,43 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
 
 
 class AskCpu(msgspec.Struct, tag=True, frozen=True):
-    """How much CPU have you used?"""
+    """Ask for the CPU time that the lender has used."""
 
 
 class Shut(msgspec.Struct, tag=True, frozen=True):
-    """Give the memory back."""
+    """Free the memory."""
 
 
 class Used(msgspec.Struct, tag=True, frozen=True):
-    """Seconds of CPU, user and system, since the process began."""
+    """CPU seconds, user and system, since the process began."""
 
     cpu_s: float
 
 
 class CannotLend(msgspec.Struct, tag=True, frozen=True):
-    """Why something cannot be done."""
+    """The lender cannot lend what was requested."""
 
     why: str
 
 
 ToLender = Open | AskCpu | Shut
 FromLender = Opened | Used | CannotLend
-Heard = TypeVar("Heard")
+Incoming = TypeVar("Incoming")
 
 AT_LENDER: msgspec.msgpack.Decoder[ToLender] = msgspec.msgpack.Decoder(ToLender)
 AT_READER: msgspec.msgpack.Decoder[FromLender] = msgspec.msgpack.Decoder(FromLender)
 
 
-class Talk(Generic[Heard]):
+class ControlConnection(Generic[Incoming]):
     """Messages over a connected socket that blocks.  Owns the socket.
 
-    ``decoder`` is ``AT_LENDER`` or ``AT_READER``, for what the other side says.
+    ``decoder`` is ``AT_LENDER`` or ``AT_READER``, for the messages of the other side.
 
     Raises:
-        LenderFailed: the other side went away, or does not speak this.
+        LenderFailed: the other side is gone, or sent an invalid message.
     """
 
-    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Heard]) -> None:
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Incoming]) -> None:
         self._sock = sock
         self._decoder = decoder
         self._frames = Frames(_MAX_FRAME)
@@ -113,8 +113,8 @@ class Talk(Generic[Heard]):
         except OSError as error:
             raise LenderFailed(f"the other side is gone: {error}") from error
 
-    def receive(self) -> Heard | None:
-        """The next message; None once the other side has left."""
+    def receive(self) -> Incoming | None:
+        """The next message; None once the other side has closed the connection."""
         try:
             while not self._bodies:
                 data = self._sock.recv(_CHUNK)
@@ -123,8 +123,8 @@ class Talk(Generic[Heard]):
                 self._bodies.extend(self._frames.feed(data))
             return self._decoder.decode(self._bodies.popleft())
         except (OSError, FrameError, msgspec.MsgspecError) as error:
-            raise LenderFailed(f"the other side said what makes no sense: {error}") from error
+            raise LenderFailed(f"the other side sent an invalid message: {error}") from error
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._sock.close()

@@ -1,14 +1,13 @@
-"""The side that lends: allocates what it is told to, registers it, and is read.
+"""The side that lends: allocates the requested memory, registers it, and is read.
 
-Beside a benchmark it is a child process at the end of a socket pair; on another host it
-listens (``pdconn bench transfer --serve``).  One reader at a time is served.  Whoever
-reaches the port may make it allocate up to its limit and read a pattern, so it belongs
-on a network where that is harmless.
+On the same host it is a child process at the end of a socket pair; on another host it
+listens (``pdconn bench transfer --serve``).  It serves one reader at a time.  A client that
+reaches the port can make it allocate up to its limit and read a pattern, so run it on a
+network where that is harmless.
 """
 
 from __future__ import annotations
 
-import logging
 import socket
 import subprocess
 import sys
@@ -16,19 +15,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from pdconn.bench.errors import BadCase, BenchError, LenderFailed
+from pdconn.bench.errors import BadOption, BenchError, LenderFailed
 from pdconn.bench.manifest import machine
 from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
     CannotLend,
+    ControlConnection,
     FromLender,
     Lent,
     Open,
     Opened,
     Shut,
-    Talk,
     ToLender,
     Used,
 )
@@ -36,14 +35,13 @@ from pdconn.bench.transfer.mooncake import Mooncake
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.workload import extent
 from transport import TransportError
-
-log = logging.getLogger(__name__)
+from transport.closing import Closing
 
 MAX_BYTES = 16 << 30
-_ENDING_S = 20.0
+_EXIT_S = 20.0
 
 
-class BenchLender:
+class BenchLender(Closing):
     """Memory of some ranks, each with a transport, until :meth:`close`."""
 
     def __init__(self, asked: Open, max_nbytes: int) -> None:
@@ -55,21 +53,21 @@ class BenchLender:
             raise
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self._stack.close()
 
     def _open(self, asked: Open, max_nbytes: int) -> Opened:
         if asked.path not in PATHS:
-            raise BadCase("path", ", ".join(PATHS), asked.path)
+            raise BadOption("path", ", ".join(PATHS), asked.path)
         if not 0 < asked.num_blocks <= max_nbytes:
-            raise BadCase("blocks", f"1 to {max_nbytes}", asked.num_blocks)
+            raise BadOption("blocks", f"1 to {max_nbytes}", asked.num_blocks)
         path = PATHS[asked.path]
         described = asked.engine.references(asked.num_blocks)
         if not set(asked.ranks) <= set(range(len(described))):
-            raise BadCase("ranks", f"below {len(described)}", asked.ranks)
+            raise BadOption("ranks", f"below {len(described)}", asked.ranks)
         needed = sum(extent(described[rank]) for rank in asked.ranks)
         if needed > max_nbytes:
-            raise BadCase("bytes to lend", f"at most {max_nbytes:,}", f"{needed:,}")
+            raise BadOption("bytes to lend", f"at most {max_nbytes:,}", f"{needed:,}")
         lent, facts = [], machine()
         rival = Mooncake() if asked.mooncake else None
         if rival is not None:
@@ -88,11 +86,11 @@ class BenchLender:
         return Opened(tuple(lent), facts, "" if rival is None else rival.address)
 
 
-def lend(talk: Talk[ToLender], max_nbytes: int = MAX_BYTES) -> None:
-    """Do what a reader asks for until it leaves."""
+def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> None:
+    """Serve one reader until it disconnects."""
     lending: BenchLender | None = None
     try:
-        while (message := talk.receive()) is not None:
+        while (message := control.receive()) is not None:
             answer: FromLender = Used(time.process_time())
             if isinstance(message, Open | Shut) and lending is not None:
                 lending.close()
@@ -103,35 +101,35 @@ def lend(talk: Talk[ToLender], max_nbytes: int = MAX_BYTES) -> None:
                     answer = lending.opened
                 except (BenchError, TransportError, ValueError) as error:
                     answer = CannotLend(f"{type(error).__name__}: {error}")
-            talk.send(answer)
+            control.send(answer)
     finally:
         if lending is not None:
             lending.close()
-        talk.close()
+        control.close()
 
 
-def listen(host: str, port: int, max_nbytes: int, say: Callable[[str], None]) -> None:
+def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) -> None:
     """Serve one reader after the other until interrupted.
 
     Raises:
-        OSError: the port cannot be listened on.
+        OSError: the port cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as server:
         at = server.getsockname()
-        say(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
+        log(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
         while True:
             sock, peer = server.accept()
-            say(f"{peer[0]} has come")
+            log(f"{peer[0]} connected")
             try:
-                lend(Talk(sock, AT_LENDER), max_nbytes)
+                lend(ControlConnection(sock, AT_LENDER), max_nbytes)
             except LenderFailed as error:
-                say(f"{peer[0]}: {error}")
-            say(f"{peer[0]} has left")
+                log(f"{peer[0]}: {error}")
+            log(f"{peer[0]} disconnected")
 
 
-class Beside:
-    """A lender in a process of its own, on this host, gone when this closes."""
+class LocalLender(Closing):
+    """A lender in a process of its own, on this host, which ends with this object."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -142,23 +140,23 @@ class Beside:
                 pass_fds=[fd],
                 env=env,
             )
-        self.talk = Talk(ours, AT_READER)
+        self.control = ControlConnection(ours, AT_READER)
 
     def close(self) -> None:
-        """Hang up, which ends it."""
-        self.talk.close()
+        """Close the connection, which ends the process."""
+        self.control.close()
         try:
-            self._process.wait(_ENDING_S)
+            self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
-class Afar:
+class ListeningLender(Closing):
     """A lender that listens on another host.
 
     Raises:
-        LenderFailed: nobody listens there.
+        LenderFailed: no lender listens there.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -168,12 +166,12 @@ class Afar:
             raise LenderFailed(f"{host}:{port}: {error}") from error
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.talk = Talk(sock, AT_READER)
+        self.control = ControlConnection(sock, AT_READER)
 
     def close(self) -> None:
-        """Hang up."""
-        self.talk.close()
+        """Close the connection."""
+        self.control.close()
 
 
 if __name__ == "__main__":
-    lend(Talk(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))
+    lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))

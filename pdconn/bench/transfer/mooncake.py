@@ -1,7 +1,7 @@
-"""Mooncake's transfer engine beside ours, where it is installed (``pdconn[rivals]``).
+"""Mooncake's transfer engine, for comparison, where it is installed (``pdconn[rivals]``).
 
 It reads the same runs from the same memory over TCP, with addresses exchanged peer to
-peer.  Batches are of 512 runs: version 0.3.13 fails on batches of a few thousand.
+peer.  A batch has 512 runs: version 0.3.13 fails on batches of a few thousand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Mooncake:
     """One transfer engine, listening at ``host``.
 
     Raises:
-        BenchError: it is not installed, or refuses.
+        BenchError: it is not installed, or fails.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -30,7 +30,7 @@ class Mooncake:
         except ImportError as error:
             raise BenchError(
                 f"mooncake cannot be imported: {error}. It needs pdconn[rivals], "
-                "and libibverbs.so.1 where the loader finds it: see README.md, Measured"
+                "and libibverbs.so.1 where the loader finds it: see docs/benchmarks.md"
             ) from error
         self._engine: Any = TransferEngine()
         _check("initialize", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
@@ -38,12 +38,12 @@ class Mooncake:
         self._memories: list[int] = []
 
     def register(self, memory: Memory) -> None:
-        """Let peers read ``memory``, or read into it."""
+        """Register ``memory``, to be read by peers or read into."""
         _check("register", self._engine.register_memory(memory.base, memory.nbytes))
         self._memories.append(memory.base)
 
     def read(self, address: str, spans: Spans) -> None:
-        """Copy ``spans`` from the engine at ``address``; returns when all is there."""
+        """Copy ``spans`` from the engine at ``address``; returns when all bytes have arrived."""
         local, remote, nbytes = (
             column.tolist() for column in (spans.local, spans.remote, spans.nbytes)
         )
@@ -55,7 +55,7 @@ class Mooncake:
             _check("read", code)
 
     def close(self) -> None:
-        """Unregister everything; the engine goes with its last reference."""
+        """Unregister everything; the engine ends with its last reference."""
         while self._memories:
             self._engine.unregister_memory(self._memories.pop())
         self._engine = None

@@ -1,4 +1,4 @@
-"""One turn of one line: bytes are moved, and it is written down what that took."""
+"""One measurement of one method: moves the bytes and records the time and CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.bench.errors import BenchError
-from pdconn.bench.transfer.lines import Line, ReadsByRank
+from pdconn.bench.transfer.methods import Method, ReadsByRank
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.jobs import News, Read, ReaderStopped, ReadSettled
@@ -16,22 +16,22 @@ from pdconn.puller.reads import ReaderThread
 from pdconn.sidechannel.clock import steady
 from transport import PeerId, Settled, Transport
 
-PATIENCE_S = 120.0
-"""How long one pull may take before it counts as stuck."""
+READ_TIMEOUT_S = 120.0
+"""How long one pull may take before it fails."""
 
 _PAUSES_S = (0.0, 0.00005)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of one line.
+    """One measurement of one method.
 
     ``runs`` are descriptors after merging.  ``plan_s`` and ``post_s`` are summed over the
     requests; ``wall_s`` is from the first plan to the last byte, ``each_s`` likewise for
     every request, all counted from the same beginning.  CPU is user and system time.
     """
 
-    line: Line
+    method: Method
     nbytes: int
     runs: int
     wall_s: float
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(slots=True)
 class MoveTally:
-    """What is known of a turn while its reads settle."""
+    """The sums of one measurement while its reads settle."""
 
     nbytes: int = 0
     runs: int = 0
@@ -53,7 +53,7 @@ class MoveTally:
     _ends: dict[int, float] = field(default_factory=dict)
 
     def expect(self, request: int, reads: int) -> None:
-        """So many reads of ``request`` will settle."""
+        """Expect ``reads`` reads of ``request``."""
         self._open[request] = reads
 
     @property
@@ -62,7 +62,7 @@ class MoveTally:
         return len(self._ends) == len(self._open)
 
     def add(self, request: int, settled: Settled, at: float) -> None:
-        """One of them did, at ``at``."""
+        """Add a read that settled at ``at``."""
         if settled.error is not None:
             raise BenchError(f"a read failed: {settled.error}") from settled.error
         self.nbytes += settled.stats.nbytes
@@ -72,13 +72,13 @@ class MoveTally:
         if self._open[request] == 0:
             self._ends[request] = at
 
-    def sample(self, line: Line, began: float, plan_s: float) -> Sample:
-        """The turn, over now; CPU is added by who counts it."""
+    def sample(self, method: Method, began: float, plan_s: float) -> Sample:
+        """The finished measurement; the caller adds CPU times."""
         each = tuple(self._ends[request] - began for request in sorted(self._ends))
-        return Sample(line, self.nbytes, self.runs, max(each), each, plan_s, self.post_s)
+        return Sample(method, self.nbytes, self.runs, max(each), each, plan_s, self.post_s)
 
 
-class Moves:
+class Mover:
     """Moves bytes over ``transport`` from ``peers``, by rank.
 
     The transport belongs to the reader's thread, which sleeps while nothing was posted to
@@ -96,12 +96,12 @@ class Moves:
         self._reader.close()
 
     def pull(
-        self, line: Line, pairing: Pairing, wanted: Sequence[tuple[Need, Sequence[BlockList]]]
+        self, method: Method, pairing: Pairing, wanted: Sequence[tuple[Need, Sequence[BlockList]]]
     ) -> Sample:
         """Plan on this thread and read on the reader's, as a decode engine does.
 
         Raises:
-            BenchError: a read failed or does not end.
+            BenchError: a read failed, or timed out.
         """
         tally, plan_s, began = MoveTally(), 0.0, steady()
         for request, (need, lent) in enumerate(wanted):
@@ -113,19 +113,19 @@ class Moves:
                 self._reader.post(Read(request, self._peers[rank], spans))
         while not tally.is_over:
             try:
-                news = self._news.get(timeout=PATIENCE_S)
+                news = self._news.get(timeout=READ_TIMEOUT_S)
             except queue.Empty:
-                raise BenchError(f"a pull did not end within {PATIENCE_S} s") from None
+                raise BenchError(f"a pull did not end within {READ_TIMEOUT_S} s") from None
             if not isinstance(news, ReadSettled) or not isinstance(news.tag, int):
-                raise BenchError(f"the reader says {news}")
+                raise BenchError(f"unexpected report of the reader: {news}")
             tally.add(news.tag, news.settled, news.at)
-        return tally.sample(line, began, plan_s)
+        return tally.sample(method, began, plan_s)
 
-    def read(self, line: Line, planned: Sequence[ReadsByRank], pause_s: float) -> Sample:
+    def read(self, method: Method, planned: Sequence[ReadsByRank], pause_s: float) -> Sample:
         """Post everything and poll, resting ``pause_s`` in between.
 
         Raises:
-            BenchError: a read failed or does not end.
+            BenchError: a read failed, or timed out.
         """
         tally, began = MoveTally(), steady()
         posted = {}
@@ -140,13 +140,15 @@ class Moves:
                     tally.add(posted.pop(read), settled, steady())
             if posted and pause_s:
                 time.sleep(pause_s)
-            if steady() - began > PATIENCE_S:
-                raise BenchError(f"a read did not end within {PATIENCE_S} s")
-        return tally.sample(line, began, 0.0)
+            if steady() - began > READ_TIMEOUT_S:
+                raise BenchError(f"a read did not end within {READ_TIMEOUT_S} s")
+        return tally.sample(method, began, 0.0)
 
     def best_pause(self, planned: Sequence[ReadsByRank]) -> float:
-        """Between polls: none, or one that leaves a core to whoever moves the bytes."""
+        """The faster pause between polls: none, or one that leaves a core to the copying side."""
         return min(
             _PAUSES_S,
-            key=lambda pause_s: min(self.read(Line.RAW, planned, pause_s).wall_s for _ in range(3)),
+            key=lambda pause_s: min(
+                self.read(Method.RAW, planned, pause_s).wall_s for _ in range(3)
+            ),
         )

@@ -1,7 +1,7 @@
-"""Over what a benchmark moves bytes: what UCX may use, and which pages lie under it.
+"""The paths of a benchmark: the transports that UCX may use, and the size of pages.
 
 The names are those of ``pdconn plan --link``.  A path is set per connection, so one run
-can compare several; ``UCX_TLS`` in the environment of either side wins over it.
+can compare several; ``UCX_TLS`` in the environment of either side overrides it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transport.nixl.transport import NixlTransport
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """``tls`` is UCX's list of transports, None to let it choose; ``huge_pages``: 2 MiB."""
+    """``tls`` is UCX's list of transports, None to let UCX choose; huge pages have 2 MiB."""
 
     name: str
     tls: str | None
@@ -33,7 +33,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
     {
         path.name: path
         for path in (
-            Path("auto", None, True, "whatever UCX chooses, huge pages"),
+            Path("auto", None, True, "UCX's own choice, huge pages"),
             Path("shm", None, False, "CMA between processes of one host, 4 KiB pages"),
             Path("shm-huge", None, True, "CMA between processes of one host, huge pages"),
             Path("tcp", "tcp", True, "TCP with segments of 1 MiB, huge pages"),

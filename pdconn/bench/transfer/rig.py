@@ -1,4 +1,4 @@
-"""A reader's side of one case, open: memory, transport, lenders connected, plans ready."""
+"""The reader's side of one case: memory, transport, connected lenders, plans."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pdconn.bench.transfer.arena import BenchMemory, copy
 from pdconn.bench.transfer.control import (
     AskCpu,
     CannotLend,
+    ControlConnection,
     FromLender,
     Open,
     Opened,
     Shut,
-    Talk,
     Used,
 )
-from pdconn.bench.transfer.lines import LayerByLayer, Line, ReadsByRank, raw_reads
+from pdconn.bench.transfer.methods import LayeredPairings, Method, ReadsByRank, raw_reads
 from pdconn.bench.transfer.mooncake import Mooncake
-from pdconn.bench.transfer.moves import Moves, Sample
+from pdconn.bench.transfer.moves import Mover, Sample
 from pdconn.bench.transfer.paths import Path
 from pdconn.bench.transfer.workload import Workload, extent, placed
 from pdconn.sidechannel.clock import steady
@@ -34,17 +34,22 @@ class OpenCase(Closing):
     """One workload over one path, ready to be measured.
 
     Raises:
-        LenderFailed: the lender refused, or has left.
-        BenchError: there is not so much memory.
+        LenderFailed: the lender refused, or is gone.
+        BenchError: there is too little memory.
     """
 
     def __init__(
-        self, workload: Workload, path: Path, talk: Talk[FromLender], *, mooncake: bool = False
+        self,
+        workload: Workload,
+        path: Path,
+        control: ControlConnection[FromLender],
+        *,
+        mooncake: bool = False,
     ) -> None:
         self.workload = workload
         self._with_mooncake = mooncake
         self.path = path
-        self._talk = talk
+        self._control = control
         self._stack = ExitStack()
         try:
             self._open()
@@ -52,29 +57,29 @@ class OpenCase(Closing):
             self._stack.close()
             raise
 
-    def measure(self, line: Line) -> Sample:
-        """Take one turn.
+    def measure(self, method: Method) -> Sample:
+        """Measure one method once.
 
         Raises:
-            BenchError: a read failed or does not end.
+            BenchError: a read failed, or timed out.
         """
         lender_before, before = self._lender_cpu(), time.process_time()
-        sample = self._turns[line]()
+        sample = self._measures[method]()
         after, lender_after = time.process_time(), self._lender_cpu()
         return replace(
             sample, reader_cpu_s=after - before, lender_cpu_s=lender_after - lender_before
         )
 
     def check(self) -> None:
-        """Pull once and compare what came with what the lender holds; Mooncake likewise.
+        """Pull once and compare the bytes with the lender's; likewise with Mooncake.
 
         Raises:
-            WrongBytes: some of it is something else.
+            WrongBytes: some bytes differ.
         """
-        for line in (Line.PDCONN, Line.MOONCAKE):
-            if line in self._turns:
+        for method in (Method.PDCONN, Method.MOONCAKE):
+            if method in self._measures:
                 self._arena.blank()
-                self.measure(line)
+                self.measure(method)
                 self._compare()
 
     def _compare(self) -> None:
@@ -85,16 +90,16 @@ class OpenCase(Closing):
                     raise WrongBytes(f"request {request}, rank {rank}: {wrong:,} bytes are wrong")
 
     def facts(self) -> dict[str, dict[str, str]]:
-        """What both transports say of themselves."""
+        """The descriptions of both transports."""
         return {"reader": self._transport.describe(), "lender": self._lender_facts}
 
     @property
-    def lines(self) -> tuple[Line, ...]:
-        """Those that make sense here."""
-        return tuple(self._turns)
+    def methods(self) -> tuple[Method, ...]:
+        """The methods that this case can measure."""
+        return tuple(self._measures)
 
     def close(self) -> None:
-        """Give everything back, the lender's memory too."""
+        """Release everything, the lender's memory as well."""
         self._stack.close()
 
     # Opening
@@ -119,7 +124,7 @@ class OpenCase(Closing):
         self._transport.register([self._arena.memory])
         self._remote = {one.rank: Memory(one.base, one.nbytes) for one in opened.lent}
         peers = {one.rank: self._transport.connect(one.address) for one in opened.lent}
-        self._moves = Moves(self._transport, peers)
+        self._moves = Mover(self._transport, peers)
         self._stack.callback(self._moves.close)
         self._lender_facts = opened.facts
         self._mooncake = self._open_mooncake() if opened.mooncake else None
@@ -135,25 +140,25 @@ class OpenCase(Closing):
             for need, tables in zip(workload.needs(), workload.lent, strict=True)
         ]
         self._planned = [pairing.plan(need, lent).reads for need, lent in wanted]
-        layered = LayerByLayer.of(
+        layered = LayeredPairings.of(
             *self._placed(workload.layered()), workload.rank % workload.decode.tp
         )
         by_layer = [layered.plan(need, lent) for need, lent in wanted]
         raw = self._raw_of(self._planned, self._remote)
         moves, pause_s = self._moves, self._moves.best_pause(raw)
-        self._turns: dict[Line, Callable[[], Sample]] = {
-            Line.PDCONN: lambda: moves.pull(Line.PDCONN, pairing, wanted),
-            Line.LAYERED: lambda: moves.read(Line.LAYERED, by_layer, pause_s),
-            Line.RAW: lambda: moves.read(Line.RAW, raw, pause_s),
-            Line.MEMCPY: self._copy,
+        self._measures: dict[Method, Callable[[], Sample]] = {
+            Method.PDCONN: lambda: moves.pull(Method.PDCONN, pairing, wanted),
+            Method.LAYERED: lambda: moves.read(Method.LAYERED, by_layer, pause_s),
+            Method.RAW: lambda: moves.read(Method.RAW, raw, pause_s),
+            Method.MEMCPY: self._copy,
         }
         if self._mooncake is not None:
-            self._turns[Line.MOONCAKE] = self._read_mooncake
+            self._measures[Method.MOONCAKE] = self._read_mooncake
         if workload.requests > 1:
-            self._turns[Line.ALONE] = lambda: moves.pull(Line.ALONE, pairing, wanted[:1])
+            self._measures[Method.ALONE] = lambda: moves.pull(Method.ALONE, pairing, wanted[:1])
 
     def _placed(self, workload: Workload) -> tuple[KVCacheReferences, list[KVCacheReferences]]:
-        """Both sides' memory as ``workload`` lays it out, where ours and the lender's is."""
+        """Both sides' references as ``workload`` lays them out, at the real addresses."""
         ours = placed(workload.ours(), self._arena.memory)
         theirs = [
             placed(references, self._remote[rank]) if rank in self._remote else references
@@ -171,7 +176,7 @@ class OpenCase(Closing):
             at += total
         return made
 
-    # The rivals
+    # Mooncake and memcpy
 
     def _open_mooncake(self) -> Mooncake:
         rival = Mooncake()
@@ -187,7 +192,7 @@ class OpenCase(Closing):
                 self._mooncake.read(self._mooncake_address, spans)
                 nbytes += spans.total_bytes
                 runs += len(spans)
-        return Sample(Line.MOONCAKE, nbytes, runs, steady() - began)
+        return Sample(Method.MOONCAKE, nbytes, runs, steady() - began)
 
     def _copy(self) -> Sample:
         total = sum(spans.total_bytes for reads in self._planned for _, spans in reads)
@@ -195,13 +200,13 @@ class OpenCase(Closing):
         nbytes = min(total, memory.nbytes // 2)
         began = steady()
         copy(memory, Memory(memory.base + nbytes, nbytes), nbytes)
-        return Sample(Line.MEMCPY, nbytes, 1, steady() - began)
+        return Sample(Method.MEMCPY, nbytes, 1, steady() - began)
 
     # The lender
 
     def _ask(self, message: Open) -> Opened:
-        self._talk.send(message)
-        match self._talk.receive():
+        self._control.send(message)
+        match self._control.receive():
             case Opened() as opened:
                 return opened
             case CannotLend(why):
@@ -210,12 +215,12 @@ class OpenCase(Closing):
                 raise LenderFailed(f"the lender: expected what it lends, got {other}")
 
     def _lender_cpu(self) -> float:
-        self._talk.send(AskCpu())
-        answer = self._talk.receive()
+        self._control.send(AskCpu())
+        answer = self._control.receive()
         if not isinstance(answer, Used):
             raise LenderFailed(f"the lender: expected CPU seconds, got {answer}")
         return answer.cpu_s
 
     def _shut(self) -> None:
-        self._talk.send(Shut())
-        self._talk.receive()
+        self._control.send(Shut())
+        self._control.receive()

@@ -1,7 +1,7 @@
-"""Turns of every line, interleaved, and what they come to.
+"""Measures all methods, interleaved, and summarises them.
 
-Machines drift, so the lines of a case are measured turn by turn in an order drawn anew
-each round, and ratios are taken within a round before the median is.
+Machines drift, so the methods of a case are measured turn by turn in a new random order
+each round, and ratios are samples_by_method within a round before the median is.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdconn.bench.percentile import percentile
-from pdconn.bench.transfer.lines import Line
+from pdconn.bench.transfer.methods import Method
 from pdconn.bench.transfer.moves import Sample
 from pdconn.bench.transfer.rig import OpenCase
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class LineResult:
-    """One line over all rounds.
+class MethodResult:
+    """One method over all rounds.
 
     Times are medians and the 99th percentile (of few rounds: the slowest), in seconds;
-    ``of_raw`` is the throughput as a part of raw's in the same round, ``slowest_pull``
+    ``of_raw`` is the throughput relative to raw's in the same round, ``slowest_pull``
     the slowest request's time over the median request's.  CPU is seconds per gigabyte.
     """
 
-    line: Line
+    method: Method
     nbytes: int
     runs: int
     wall_p50_s: float
@@ -44,31 +44,35 @@ class LineResult:
     walls_s: tuple[float, ...]
 
 
-def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, say: Say) -> list[LineResult]:
+def take_rounds(rig: OpenCase, rounds: int, rng: random.Random, log: Log) -> list[MethodResult]:
     """Warm up, check the bytes, measure, check again.
 
     Raises:
-        WrongBytes: a pull brought something else than what is lent.
-        BenchError: a read failed or does not end.
+        WrongBytes: a pull brought other bytes than the lender's.
+        BenchError: a read failed, or timed out.
     """
-    say("checking what arrives")
+    log("checking the bytes")
     rig.check()
-    for line in rig.lines:
-        rig.measure(line)
-    taken: dict[Line, list[Sample]] = {line: [] for line in rig.lines}
+    for method in rig.methods:
+        rig.measure(method)
+    samples_by_method: dict[Method, list[Sample]] = {method: [] for method in rig.methods}
     for number in range(1, rounds + 1):
-        for line in rng.sample(rig.lines, len(rig.lines)):
-            say(f"round {number} of {rounds}: {line}")
-            taken[line].append(rig.measure(line))
+        for method in rng.sample(rig.methods, len(rig.methods)):
+            log(f"round {number} of {rounds}: {method}")
+            samples_by_method[method].append(rig.measure(method))
     rig.check()
-    return [_result(line, samples, taken) for line, samples in taken.items()]
+    return [
+        _result(method, samples, samples_by_method) for method, samples in samples_by_method.items()
+    ]
 
 
-def _result(line: Line, samples: Sequence[Sample], taken: dict[Line, list[Sample]]) -> LineResult:
+def _result(
+    method: Method, samples: Sequence[Sample], samples_by_method: dict[Method, list[Sample]]
+) -> MethodResult:
     walls = [sample.wall_s for sample in samples]
     nbytes = samples[0].nbytes
-    return LineResult(
-        line,
+    return MethodResult(
+        method,
         nbytes,
         samples[0].runs,
         percentile(walls, 0.5),
@@ -76,8 +80,8 @@ def _result(line: Line, samples: Sequence[Sample], taken: dict[Line, list[Sample
         statistics.median(sample.plan_s for sample in samples),
         statistics.median(sample.post_s for sample in samples),
         nbytes / percentile(walls, 0.5),
-        _part_of(samples, taken.get(Line.RAW)),
-        _part_of(samples, taken.get(Line.ALONE)),
+        _relative(samples, samples_by_method.get(Method.RAW)),
+        _relative(samples, samples_by_method.get(Method.ALONE)),
         _slowest(samples),
         statistics.median(sample.reader_cpu_s for sample in samples) / nbytes * 1e9,
         statistics.median(sample.lender_cpu_s for sample in samples) / nbytes * 1e9,
@@ -89,8 +93,8 @@ def _speed(sample: Sample) -> float:
     return sample.nbytes / sample.wall_s
 
 
-def _part_of(samples: Sequence[Sample], others: Sequence[Sample] | None) -> float | None:
-    """Throughput over that of others, round by round; the median of it."""
+def _relative(samples: Sequence[Sample], others: Sequence[Sample] | None) -> float | None:
+    """The median of the throughput relative to others', round by round."""
     if others is None:
         return None
     pairs = zip(samples, others, strict=True)

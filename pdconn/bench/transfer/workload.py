@@ -1,8 +1,8 @@
 """What is pulled: one decode rank's share of prompts that a prefill engine computed.
 
-Two engine shapes describe memory that does not exist; :func:`placed` puts a description
-where memory really is.  Both sides of a benchmark compute all of this from the same few
-numbers, so that only those travel.
+Two engine shapes describe memory that does not exist; :func:`placed` moves a description
+to real memory.  Both sides of a benchmark compute all of this from the same few numbers,
+so only those are sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pdconn.bench.errors import BadCase
+from pdconn.bench.errors import BadOption
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.tables import IDS, Ids, Tables, tables_of_requests
@@ -31,7 +31,7 @@ class Workload:
     ``ids`` says how block ids lie in both caches; they are drawn with ``seed``.
 
     Raises:
-        BadCase: a value that cannot be.
+        BadOption: an invalid value.
     """
 
     prefill: EngineShape
@@ -49,9 +49,9 @@ class Workload:
             ("rank", self.rank, 0, self.decode.ranks - 1),
         ):
             if not low <= value <= high:
-                raise BadCase(field, f"{low} to {high}", value)
+                raise BadOption(field, f"{low} to {high}", value)
         if self.ids not in IDS:
-            raise BadCase("ids", ", ".join(IDS), self.ids)
+            raise BadOption("ids", ", ".join(IDS), self.ids)
 
     @property
     def until(self) -> int:
@@ -69,19 +69,19 @@ class Workload:
         return self._tables(self.decode, self.seed + 1)
 
     def needs(self) -> list[Need]:
-        """What each request wants; nothing of it is held."""
+        """What each request needs; nothing of it is cached."""
         return [Need(0, self.until, tables.lists) for tables in self.taken]
 
     def ours(self) -> KVCacheReferences:
-        """Memory of the decode rank, nowhere in particular."""
+        """Memory of the decode rank, at made-up addresses."""
         return self.decode.references(self.taken[0].num_blocks)[self.rank]
 
     def theirs(self) -> list[KVCacheReferences]:
-        """Memory of every prefill rank, nowhere in particular."""
+        """Memory of every prefill rank, at made-up addresses."""
         return self.prefill.references(self.lent[0].num_blocks)
 
     def pairing(self, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences]) -> Pairing:
-        """What every pull of this workload is planned from, once memory has a place."""
+        """The pairing from which every pull of this workload is planned."""
         return Pairing.of(ours, theirs, self.rank % self.decode.tp)
 
     def sources(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Workload:
 
 
 def extent(references: KVCacheReferences) -> int:
-    """Bytes of the one allocation that an engine shape's rank describes."""
+    """Bytes of the one allocation of an engine shape's rank."""
     [memory] = references.memories()
     return memory.nbytes
 
@@ -112,6 +112,6 @@ def extent(references: KVCacheReferences) -> int:
 def placed(references: KVCacheReferences, memory: Memory) -> KVCacheReferences:
     """The same description of the allocation at ``memory``."""
     if extent(references) > memory.nbytes:
-        raise BadCase("memory", f"{extent(references)} bytes", memory.nbytes)
+        raise BadOption("memory", f"{extent(references)} bytes", memory.nbytes)
     tensors = tuple(replace(t, base=memory.base) for t in references.tensors)
     return replace(references, tensors=tensors)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pdconn.bench.serving.lineup import deal
+from pdconn.bench.serving.lineup import assign_engines
 from pdconn.lab.client import Client, Timed, prefill_only
 from pdconn.lab.engine import Engine
 
@@ -81,4 +81,4 @@ def _prefill(client: Client, prompt: Sequence[int]) -> tuple[float, Mapping[str,
 
 def contestants(names: Sequence[str], engines: Sequence[Engine]) -> list[Contestant]:
     """Deal ``engines``, started from ``engine_specs(names)``, back to their names."""
-    return [Contestant(name, dealt) for name, dealt in deal(names, engines)]
+    return [Contestant(name, dealt) for name, dealt in assign_engines(names, engines)]

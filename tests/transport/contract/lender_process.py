@@ -6,7 +6,7 @@
     {"do": "close"}                                     ->  {}
 
 ``open`` closes what was open before.  One process serves many tests, as
-importing either takes longer than all that a test does.
+importing either takes longer than a test.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def main() -> None:
     arena = Arena.patterned()
     _answer(ready=True)
     for line in sys.stdin:
-        order = json.loads(line)
+        command = json.loads(line)
         if lender is not None:
             lender.close()
             lender = None
-        if order["do"] == "open":
-            lender = make(order["name"], boot=order["boot"], **order["options"])
+        if command["do"] == "open":
+            lender = make(command["name"], boot=command["boot"], **command["options"])
             lender.register([arena.memory])
             _answer(address=lender.address().hex(), base=arena.memory.base)
         else:

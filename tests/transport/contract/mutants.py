@@ -131,7 +131,7 @@ class MergesAcrossMemories(InProcessTransport):
         return super().read(peer, spans.coalesced())
 
 
-class KnowsEverybody(InProcessTransport):
+class KnowsEveryPeer(InProcessTransport):
     def read(self, peer: PeerId, spans: Spans) -> ReadId:
         return super().read(peer if peer in self._peers else next(iter(self._peers)), spans)
 
@@ -143,7 +143,7 @@ class DisconnectsOnce(InProcessTransport):
 
 class KeepsDisconnectedPeers(InProcessTransport):
     def disconnect(self, peer: PeerId) -> None:
-        self.network.doom(self.peer_id, peer)
+        self.network.disconnect(self.peer_id, peer)
 
 
 class TakesAnyAddress(InProcessTransport):
@@ -151,7 +151,7 @@ class TakesAnyAddress(InProcessTransport):
         try:
             return super().connect(address)
         except BadAddress:
-            return PeerId("somebody")
+            return PeerId("anything")
 
 
 class BadAddressesCostConnections(InProcessTransport):
@@ -215,7 +215,7 @@ class ClosesUnderItsReads(InProcessTransport):
             super()._settle(read, settled)
 
 
-class LosesNobody(InProcessTransport):
+class LosesNoPeer(InProcessTransport):
     """A killed peer's reads stay pending for ever."""
 
     def poll(self, read: ReadId) -> Settled | None:

@@ -1,4 +1,4 @@
-"""Rigs for our own backends: an in-process one here, NIXL's with a lender process beside it."""
+"""Rigs for our own backends: an in-process one here, NIXL's with a lender in another process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from transport.inprocess.faults import Held
 from transport.inprocess.transport import InProcessNetwork, InProcessTransport
 from transport.nixl.transport import NixlTransport
 from transport.testing.contract import ARENA_BYTES, Arena, Rig
+from transport.testing.rig import SETTLE_S
 from transport.types import Memory
 
 
 @contextmanager
 def memory_rig(
     reader_type: Callable[[InProcessNetwork, str], Transport] = InProcessTransport,
+    settle_s: float = SETTLE_S,
 ) -> Iterator[Rig]:
     """A rig on a network of its own; ``reader_type`` may be a broken or a wrapped one."""
     network = InProcessNetwork()
@@ -51,6 +53,7 @@ def memory_rig(
         pause,
         resume,
         kill=lambda: network.kill(lender.peer_id),
+        settle_s=settle_s,
     )
     resume()
     reader.close()
@@ -60,7 +63,7 @@ def memory_rig(
 class Lender:
     """The other process of a NIXL rig; it can be stopped, continued and killed.
 
-    A spare one imports nixl meanwhile, which takes longer than most tests.
+    A spare process imports nixl meanwhile, which takes longer than most tests.
     """
 
     def __init__(self) -> None:
@@ -99,13 +102,13 @@ class Lender:
         self._process = self._spare
         self.kill()
 
-    def _ask(self, **order: Any) -> dict[str, Any]:
-        """Tell the process; the spare one if it was killed."""
+    def _ask(self, **command: Any) -> dict[str, Any]:
+        """Send a command to the process; to the spare one if it was killed."""
         if self._process.poll() is not None:
             self._process, self._spare = self._spare, self._start()
             self._wait_for_answer()
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         return self._wait_for_answer()
 

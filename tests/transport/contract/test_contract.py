@@ -8,8 +8,6 @@ from tests.transport.contract import mutants
 from tests.transport.contract.rigs import memory_rig
 from transport.errors import TransportError
 from transport.inprocess.transport import InProcessTransport
-from transport.testing import contract as testing
-from transport.testing import rig as testing_rig
 from transport.testing.contract import TransportContract
 
 CAUGHT_BY = {
@@ -31,8 +29,8 @@ CAUGHT_BY = {
     mutants.RegistersHalf: "test_overlapping_memory_is_refused_and_nothing_of_it_registered",
     mutants.RegistersOnce: "test_memory_registered_after_connecting_can_be_read_into",
     mutants.MergesAcrossMemories: "test_neighbouring_runs_may_end_in_neighbouring_memories",
-    mutants.KnowsEverybody: "test_an_unknown_peer_is_refused",
-    mutants.DisconnectsOnce: "test_disconnecting_nobody_is_ignored",
+    mutants.KnowsEveryPeer: "test_an_unknown_peer_is_refused",
+    mutants.DisconnectsOnce: "test_disconnecting_an_unknown_peer_is_ignored",
     mutants.KeepsDisconnectedPeers: (
         "test_a_disconnected_peer_is_unknown_until_it_is_connected_again"
     ),
@@ -46,22 +44,20 @@ CAUGHT_BY = {
     mutants.RemembersReadsWhenClosed: "test_a_closed_transport_refuses_work",
     mutants.SettlesWhatItDisconnects: "test_disconnecting_settles_no_read_that_can_still_write",
     mutants.ClosesUnderItsReads: "test_once_closed_nothing_is_written",
-    mutants.LosesNobody: "test_reads_from_a_killed_peer_settle_as_lost",
+    mutants.LosesNoPeer: "test_reads_from_a_killed_peer_settle_as_lost",
     mutants.BlamesTheCaller: "test_stalled_reads_settle_as_lost_when_their_peer_dies",
 }
 
 CAUGHT = (AssertionError, pytest.fail.Exception, TransportError, KeyError)
 
 
-@pytest.fixture(autouse=True)
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "_QUIET_S", 0.02)
-    monkeypatch.setattr(testing_rig, "SETTLE_S", 0.1)
+class HurriedContract(TransportContract):
+    quiet_s = 0.02
 
 
 def _run(test: str, transport: type[InProcessTransport]) -> None:
-    with memory_rig(transport) as rig:
-        getattr(TransportContract(), test)(rig)
+    with memory_rig(transport, settle_s=0.1) as rig:
+        getattr(HurriedContract(), test)(rig)
 
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY, ids=lambda mutant: mutant.__name__)

@@ -1,4 +1,4 @@
-"""A rig for the UCX backend: a reader here, a lender in a process beside it."""
+"""A rig for the UCX backend: a reader here, a lender in another process."""
 
 from __future__ import annotations
 

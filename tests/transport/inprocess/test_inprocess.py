@@ -64,7 +64,7 @@ def test_late_bytes_are_those_of_the_moment_they_land(world: World) -> None:
     assert (world.ours == 99).all()
 
 
-def test_late_reads_land_in_the_order_they_are_due_whoever_polls(world: World) -> None:
+def test_late_reads_land_in_the_order_they_are_due_whichever_transport_polls(world: World) -> None:
     world.network.inject(world.reader.peer_id, world.peer, Late(2.0), Late(1.0))
     first = world.reader.read(world.peer, world.spans((0, 8)))
     second = world.reader.read(world.peer, world.spans((8, 8)))
@@ -111,7 +111,7 @@ def test_held_reads_land_when_released(world: World) -> None:
     world.network.script = lambda _: Held()
     reads = [world.reader.read(world.peer, world.spans((at, 8))) for at in (0, 8)]
     assert [world.reader.poll(read) for read in reads] == [None, None]
-    assert world.network.release(PeerId("somebody else")) == 0
+    assert world.network.release(PeerId("another")) == 0
     assert world.network.release(world.peer) == 2
     assert all(world.reader.poll(read) for read in reads)
     assert world.network.in_flight() == ()

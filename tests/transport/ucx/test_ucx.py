@@ -22,21 +22,20 @@ from tests.transport.ucx.ucx_process import TCP, content, process, shuffled
 from transport.address import unpack
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportUnavailable
 from transport.types import Memory, ReadId, Settled, Spans
-from transport.ucx import lender as ucx_lender
 from transport.ucx import thread as ucx_thread
 from transport.ucx.frames import (
     MAX_FRAME_BYTES,
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     encode,
 )
+from transport.ucx.lender import LenderLimits, RemoteReader, UcxLender
 from transport.ucx.library import context_options, load_library
 from transport.ucx.pieces import MAX_PIECE_BYTES
-from transport.ucx.pulls import RemoteLender
-from transport.ucx.reader import WINDOW
-from transport.ucx.transport import UcxTransport, _source
+from transport.ucx.reader import WINDOW, RemoteLender
+from transport.ucx.transport import UcxTransport, _remote_lender
 from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 if importlib.util.find_spec("ucxx") is None:
@@ -46,6 +45,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.usefixtures("only_one_ucx")]
 
 MIB = 1 << 20
 PATIENCE_S = 30.0
+LIMITS = LenderLimits()
 
 
 def until(done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> bool:
@@ -70,8 +70,8 @@ def finish(reader: UcxTransport, read: ReadId) -> Settled:
     return settled[0]
 
 
-def source_of(lender: UcxTransport) -> RemoteLender:
-    return _source(unpack("ucx", lender.address()))
+def remote(lender: UcxTransport) -> RemoteLender:
+    return _remote_lender(unpack("ucx", lender.address()))
 
 
 class Pair:
@@ -106,112 +106,112 @@ def pair(nbytes: int = MIB) -> Iterator[Pair]:
 
 
 class Stranger:
-    """A UCX worker of somebody else, connected to a lender, that says whatever it likes."""
+    """A UCX worker of a stranger, connected to a lender, that sends whatever it likes."""
 
     def __init__(self, worker_address: bytes) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         options = {**context_options(TCP["options"])}
-        self.wire = UcxWorker(load_library(), options, self._wake_fd)
-        self.line: Endpoint = self.wire.dial(worker_address)
+        self.worker = UcxWorker(load_library(), options, self._wake_fd)
+        self.endpoint: Endpoint = self.worker.connect(worker_address)
         self._sending: list[UcxRequest] = []
 
-    def say(self, data: bytes, tag: int = FRAME_TAG) -> None:
-        self._sending.append(self.line.send(np.frombuffer(data, dtype=np.uint8), tag))
+    def send(self, data: bytes, tag: int = FRAME_TAG) -> None:
+        self._sending.append(self.endpoint.send(np.frombuffer(data, dtype=np.uint8), tag))
 
     def flush(self) -> None:
-        assert until(self._all_sent, self.wire.progress)
+        assert until(self._all_sent, self.worker.progress)
         self._sending.clear()
 
     def close(self) -> None:
-        self.line.close()
-        self.wire.close()
+        self.endpoint.close()
+        self.worker.close()
         os.close(self._wake_fd)
 
     def _all_sent(self) -> bool:
         for _ in range(100):
-            self.wire.progress()
+            self.worker.progress()
         return all(request.done for request in self._sending)
 
 
 @contextmanager
 def stranger(lender: UcxTransport) -> Iterator[Stranger]:
-    made = Stranger(source_of(lender).worker_address)
+    made = Stranger(remote(lender).worker_address)
     yield made
     made.close()
 
 
-SESSION = Session(b"x" * 16)
+SESSION = SessionId(b"x" * 16)
 
 
-def test_who_does_not_know_the_secret_gets_no_session_and_who_does_gets_one() -> None:
-    with pair() as two, stranger(two.lender) as somebody:
-        desk = two.lender._thread.lender
-        secret = source_of(two.lender).secret
-        hello = ReaderHello(SESSION, somebody.wire.address)
-        somebody.say(encode(hello, bytes(32)))
-        somebody.say(encode(hello, secret)[:-1] + b"\0\0")
-        assert until(lambda: desk.refused_frames == 2, somebody.wire.progress)
-        assert desk.num_borrowers == 0
-        somebody.say(encode(hello, secret))
-        assert until(lambda: desk.num_borrowers == 1, somebody.wire.progress)
+def test_only_a_holder_of_the_secret_gets_a_session() -> None:
+    with pair() as two, stranger(two.lender) as intruder:
+        lending = two.lender._thread.lender
+        secret = remote(two.lender).secret
+        hello = ReaderHello(SESSION, intruder.worker.address)
+        intruder.send(encode(hello, bytes(32)))
+        intruder.send(encode(hello, secret)[:-1] + b"\0\0")
+        assert until(lambda: lending.refused_frames == 2, intruder.worker.progress)
+        assert lending.num_readers == 0
+        intruder.send(encode(hello, secret))
+        assert until(lambda: lending.num_readers == 1, intruder.worker.progress)
         assert two.is_fine()
 
 
 def test_frames_of_another_boot_are_refused() -> None:
-    with pair() as two, UcxTransport("other", **TCP) as other, stranger(other) as somebody:
-        hello = ReaderHello(SESSION, somebody.wire.address)
-        somebody.say(encode(hello, source_of(two.lender).secret))
-        desk = other._thread.lender
-        assert until(lambda: desk.refused_frames == 1, somebody.wire.progress)
-        assert desk.num_borrowers == 0
+    with pair() as two, UcxTransport("other", **TCP) as other, stranger(other) as intruder:
+        hello = ReaderHello(SESSION, intruder.worker.address)
+        intruder.send(encode(hello, remote(two.lender).secret))
+        lending = other._thread.lender
+        assert until(lambda: lending.refused_frames == 1, intruder.worker.progress)
+        assert lending.num_readers == 0
 
 
 def test_a_flood_of_strange_messages_is_dropped_and_costs_no_memory() -> None:
-    with pair() as two, stranger(two.lender) as somebody:
+    with pair() as two, stranger(two.lender) as intruder:
         assert two.is_fine()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        rubbish = os.urandom(MAX_FRAME_BYTES)
+        noise = os.urandom(MAX_FRAME_BYTES)
         for number in range(200):
             for _ in range(20):
-                somebody.say(rubbish)
-                somebody.say(rubbish, tag=number)
-            somebody.say(bytes(8 * MIB), tag=number | 1 << 63)
-            somebody.say(bytes(MIB))
-            somebody.flush()
+                intruder.send(noise)
+                intruder.send(noise, tag=number)
+            intruder.send(bytes(8 * MIB), tag=number | 1 << 63)
+            intruder.send(bytes(MIB))
+            intruder.flush()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        sent_mib = 200 * 9 + 200 * 40 * len(rubbish) / MIB
+        sent_mib = 200 * 9 + 200 * 40 * len(noise) / MIB
         assert grown / 1024 < sent_mib / 10
         assert two.is_fine()
-        assert two.lender._thread.lender.num_borrowers == 1
+        assert two.lender._thread.lender.num_readers == 1
 
 
 def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
-    with pair() as two, stranger(two.lender) as somebody:
-        secret, desk = source_of(two.lender).secret, two.lender._thread.lender
-        somebody.say(encode(ReaderHello(SESSION, somebody.wire.address), secret))
+    with pair() as two, stranger(two.lender) as intruder:
+        secret, lending = remote(two.lender).secret, two.lender._thread.lender
+        intruder.send(encode(ReaderHello(SESSION, intruder.worker.address), secret))
         base = two.held.ctypes.data
         for number, (address, nbytes) in enumerate(
             [(base - 1, 2), (base + MIB - 1, 2), (4096, 64), (base, 2**32 - 1)], 1
         ):
             run = np.array([address], np.uint64), np.array([nbytes], np.uint64)
             into = np.full(min(nbytes, MAX_PIECE_BYTES), 255, dtype=np.uint8)
-            answer = somebody.line.receive(into, 1 << 63 | number)
-            somebody.say(encode(PieceRequest(SESSION, number, 1 << 63 | number, *run), secret))
-            assert until(lambda answer=answer: answer.done, somebody.wire.progress)
+            answer = intruder.endpoint.receive(into, 1 << 63 | number)
+            intruder.send(encode(PieceRequest(SESSION, number, 1 << 63 | number, *run), secret))
+            assert until(lambda answer=answer: answer.done, intruder.worker.progress)
             with pytest.raises(BackendFailure, match="truncated"):
                 answer.check("receive")
             assert (into == 255).all()
-        assert desk.num_borrowers == 1
+        assert lending.num_readers == 1
         assert two.is_fine()
 
 
-def test_answers_that_nobody_proved_change_nothing() -> None:
-    with pair() as two, stranger(two.reader) as somebody:
+def test_unauthenticated_answers_change_nothing() -> None:
+    with pair() as two, stranger(two.reader) as intruder:
         assert two.is_fine()
-        session = next(iter(two.reader._thread.reader._sources))
-        somebody.say(encode(PieceRefused(session, 1, True, "no"), bytes(32)))
-        somebody.say(encode(PieceRefused(SESSION, 1, True, "no"), bytes(32)))
-        somebody.flush()
+        session = next(iter(two.reader._thread.reader._lenders))
+        intruder.send(encode(PieceRefused(session, 1, True, "no"), bytes(32)))
+        intruder.send(encode(PieceRefused(SESSION, 1, True, "no"), bytes(32)))
+        intruder.flush()
         assert two.is_fine()
 
 
@@ -250,13 +250,13 @@ def test_a_refused_piece_fails_its_read_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 64 << 10, 4 * MIB])
-def test_a_refused_piece_fails_even_if_its_reader_does_not_hear_why(
+def test_a_refused_piece_fails_even_if_its_reader_does_not_learn_why(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames from strangers may push the lender's word out."""
+    """Frames from strangers may push the lender's frame out."""
     with pair(4 * MIB) as two:
         assert two.is_fine()
-        monkeypatch.setattr(two.reader._thread.reader, "take", lambda data: None)
+        monkeypatch.setattr(two.reader._thread.reader, "handle", lambda data: None)
         before = two.ours.copy()
         ours, outside = two.ours.ctypes.data, two.held.ctypes.data + 4 * MIB
         read = two.reader.read(two.peer, shuffled(ours, outside, nbytes, nbytes))
@@ -299,14 +299,14 @@ def test_a_reader_that_vanishes_leaves_nothing_behind(run: int) -> None:
     with pair() as two:
         big = content(nbytes)
         two.lender.register([Memory(big.ctypes.data, nbytes)])
-        desk = two.lender._thread.lender
+        lending = two.lender._thread.lender
         for _ in range(3):
             address = two.lender.address().hex()
             with process("read", address, big.ctypes.data, nbytes, run) as (child, _):
-                assert until(lambda: desk.num_sending > 0)
+                assert until(lambda: lending.num_sending > 0)
                 child.kill()
-            assert until(lambda: desk.num_borrowers == 0 and desk.num_sending == 0)
-            assert desk._buffers.taken == 0
+            assert until(lambda: lending.num_readers == 0 and lending.num_sending == 0)
+            assert lending._buffers.taken == 0
         assert two.is_fine()
 
 
@@ -315,18 +315,18 @@ def test_a_reader_that_hangs_holds_a_bounded_share_and_others_go_on() -> None:
     with pair() as two:
         big = content(nbytes)
         two.lender.register([Memory(big.ctypes.data, nbytes)])
-        desk = two.lender._thread.lender
+        lending = two.lender._thread.lender
         address = two.lender.address().hex()
         with process("read", address, big.ctypes.data, nbytes, 64 << 10) as (child, _):
-            assert until(lambda: desk.num_sending > 0)
+            assert until(lambda: lending.num_sending > 0)
             child.send_signal(signal.SIGSTOP)
             for _ in range(20):
                 assert two.is_fine()
-                assert desk._buffers.taken <= 2 * ucx_lender.MAX_SENDING  # its share and ours
-            assert until(lambda: len(_busy(desk)) == 1), "ours has all that it asked for"
-            (hung,) = _busy(desk)
-            assert 0 < len(hung.sending) <= ucx_lender.MAX_SENDING
-            assert len(hung.wants) <= ucx_lender.MAX_QUEUED
+                assert lending._buffers.taken <= 2 * LIMITS.sending  # its share and ours
+            assert until(lambda: len(_busy(lending)) == 1), "ours has all that it asked for"
+            (hung,) = _busy(lending)
+            assert 0 < len(hung.sending) <= LIMITS.sending
+            assert len(hung.requests) <= LIMITS.queued
 
 
 def test_a_lender_outlives_its_readers_even_where_the_environment_turns_ucxs_cache_off(
@@ -365,8 +365,8 @@ def test_ucx_without_a_registration_cache_is_not_used_and_the_text_says_why() ->
     assert "unset UCX_MEM_EVENTS" in done.stderr
 
 
-def _busy(desk: ucx_lender.UcxLender) -> list[ucx_lender.RemoteReader]:
-    return [b for b in list(desk._borrowers.values()) if b.wants or b.sending]
+def _busy(lending: UcxLender) -> list[RemoteReader]:
+    return [r for r in list(lending._readers.values()) if r.requests or r.sending]
 
 
 @pytest.mark.parametrize("run", [64 << 10, 4 * MIB])
@@ -435,38 +435,41 @@ def test_the_window_bounds_what_one_lender_can_write_at_a_time() -> None:
         spans = shuffled(ours.ctypes.data, base, 64 * MIB, 64 << 10)
         reads = [reader.read(peer, spans) for _ in range(3)]
         time.sleep(0.2)
-        (source,) = reader._thread.reader._sources.values()
-        assert len(source.awaited) == WINDOW
+        (theirs,) = reader._thread.reader._lenders.values()
+        assert len(theirs.outstanding) == WINDOW
         reader.disconnect(peer)
         for read in reads:
             assert isinstance(finish(reader, read).error, PeerLost)
 
 
 def test_an_error_of_the_thread_fails_reads_and_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with UcxTransport("lender", **TCP) as lender:
         reader = UcxTransport("reader", close_wait_s=0.1, **TCP)
         two = Pair(lender, reader, MIB)
         reader.check()
 
-        def broken() -> bool:
+        def broken() -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(reader._thread.reader, "step", broken)
+        gate = threading.Event()
+        reader._thread.post(lambda: gate.wait(PATIENCE_S) and None)
         pending = two.start(4096)
+        reader._thread.post(broken)  # in the same round: before the lender can have answered
+        gate.set()
         assert until(lambda: reader._thread._failure is not None)
         with pytest.raises(BackendFailure, match="broken"):
             reader.check()
         lender.check()
-        assert reader.poll(pending) is None  # nobody knows whether it can still write
+        assert reader.poll(pending) is None  # whether it can still write is unknown
         settled = finish(reader, two.start(4096))
         assert isinstance(settled.error, BackendFailure)
         assert "broken" in str(settled.error)
         with pytest.raises(BackendFailure):
             reader.close()
     assert "ucx thread ended" in caplog.text
-    assert reader._thread in ucx_thread._failed, "collected, it would have UCX write again"
+    assert reader._thread in ucx_thread._failed, "collected, it would let UCX write again"
 
 
 def test_without_ucxx_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +478,7 @@ def test_without_ucxx_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPa
         load_library()
 
 
-def test_options_that_ucx_does_not_know_or_cannot_follow_are_told() -> None:
+def test_options_that_ucx_does_not_know_or_cannot_follow_are_errors() -> None:
     with pytest.raises((TransportUnavailable, BackendFailure), match="NO_SUCH"):
         UcxTransport("x", options={"NO_SUCH": "1"})
     with pytest.raises(ValueError, match="RNDV_THRESH"):
@@ -527,4 +530,4 @@ def test_the_thread_ends_with_the_transport() -> None:
     assert thread.is_alive()
     reader.close()
     assert not thread.is_alive()
-    assert ucx_thread._REST_S <= 1.0
+    assert ucx_thread._MAX_WAIT_S <= 1.0

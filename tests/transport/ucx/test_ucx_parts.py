@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transport.errors import PeerLost
 from transport.regions import Regions
 from transport.types import Memory, Spans
-from transport.ucx import lender as ucx_lender
 from transport.ucx.frames import (
     MAX_FRAME_BYTES,
     MAX_RUNS,
@@ -22,30 +21,31 @@ from transport.ucx.frames import (
     PieceRefused,
     PieceRequest,
     ReaderHello,
-    Session,
+    SessionId,
     decode,
     encode,
 )
 from transport.ucx.gather import Bytes, bytes_at, gather, scatter
-from transport.ucx.lender import UcxLender, lendable
+from transport.ucx.lender import LenderLimits, UcxLender, lendable
 from transport.ucx.library import FIXED, context_options
 from transport.ucx.pieces import (
     DIRECT_BYTES,
     MAX_PIECE_BYTES,
     STAGED_BYTES,
-    Cutter,
+    PieceCutter,
     Runs,
 )
 
 SECRET = b"s" * 32
-SESSION = Session(b"0123456789abcdef")
+SESSION = SessionId(b"0123456789abcdef")
+LIMITS = LenderLimits()
 
 
 def u64(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(values, dtype=np.uint64)
 
 
-def want(
+def request(
     number: int = 1, addresses: object = (4096,), nbytes: object = (64,), tag: int = 9
 ) -> PieceRequest:
     return PieceRequest(
@@ -55,8 +55,8 @@ def want(
 
 FRAMES: list[Frame] = [
     ReaderHello(SESSION, b"worker"),
-    want(),
-    want(addresses=range(1, MAX_RUNS + 1), nbytes=[7] * MAX_RUNS),
+    request(),
+    request(addresses=range(1, MAX_RUNS + 1), nbytes=[7] * MAX_RUNS),
     PieceRefused(SESSION, 5, True, "outside"),
 ]
 
@@ -73,7 +73,7 @@ def test_frames_arrive_as_they_were(frame: Frame) -> None:
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
 def test_a_frame_that_was_changed_or_signed_with_another_secret_is_refused(frame: Frame) -> None:
     data = encode(frame, SECRET)
-    with pytest.raises(BadFrame, match="not made by a holder"):
+    with pytest.raises(BadFrame, match="not authenticated by our secret"):
         decode(data, b"t" * 32)
     for at in range(0, len(data), max(1, len(data) // 97)):
         with pytest.raises(BadFrame):
@@ -86,16 +86,16 @@ def test_a_frame_that_was_changed_or_signed_with_another_secret_is_refused(frame
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: want(addresses=[], nbytes=[]), "0 runs"),
-        (lambda: want(addresses=[1] * 600, nbytes=[1] * 600), "600 runs"),
-        (lambda: want(nbytes=[0]), "run 0 has 0 bytes"),
-        (lambda: want(addresses=[2**63 - 8], nbytes=[64]), "beyond 63 bits"),
-        (lambda: want(addresses=[2**64 - 8], nbytes=[64]), "beyond 63 bits"),
-        (lambda: ReaderHello(SESSION, b""), "hello names 0 bytes"),
-        (lambda: ReaderHello(SESSION, b"x" * 6500), "hello names 6500 bytes"),
+        (lambda: request(addresses=[], nbytes=[]), "0 runs"),
+        (lambda: request(addresses=[1] * 600, nbytes=[1] * 600), "600 runs"),
+        (lambda: request(nbytes=[0]), "run 0 has 0 bytes"),
+        (lambda: request(addresses=[2**63 - 8], nbytes=[64]), "beyond 63 bits"),
+        (lambda: request(addresses=[2**64 - 8], nbytes=[64]), "beyond 63 bits"),
+        (lambda: ReaderHello(SESSION, b""), "hello states 0 bytes"),
+        (lambda: ReaderHello(SESSION, b"x" * 6500), "hello states 6500 bytes"),
     ],
 )
-def test_who_holds_the_secret_is_held_to_the_bounds(make: Callable[[], Frame], text: str) -> None:
+def test_a_holder_of_the_secret_is_held_to_the_bounds(make: Callable[[], Frame], text: str) -> None:
     with pytest.raises(BadFrame, match=text):
         decode(encode(make(), SECRET), SECRET)
 
@@ -127,7 +127,7 @@ def test_pieces_hold_every_byte_once_and_keep_their_bounds(
     gaps = np.array([[a, b] for _, a, b in runs], dtype=np.uint64)
     starts = np.cumsum(nbytes[:, None] + gaps, axis=0) - nbytes[:, None] + np.uint64(4096)
     spans = Spans(starts[:, 0].copy(), starts[:, 1].copy(), nbytes)
-    cutter, local, remote = Cutter(spans), [], []
+    cutter, local, remote = PieceCutter(spans), [], []
     while not cutter.exhausted:
         piece = cutter.next()
         staged = len(piece.local.nbytes) > 1 or len(piece.remote.nbytes) > 1
@@ -140,8 +140,8 @@ def test_pieces_hold_every_byte_once_and_keep_their_bounds(
         together = Runs(
             np.concatenate([p.addresses for p in pieces]),
             np.concatenate([p.nbytes for p in pieces]),
-        ).joined()
-        expected = Runs(column, nbytes).joined()
+        ).merged()
+        expected = Runs(column, nbytes).merged()
         assert (together.addresses == expected.addresses).all()
         assert (together.nbytes == expected.nbytes).all()
 
@@ -202,7 +202,7 @@ class FakeRequest:
         self.done = False
 
 
-class FakeLine:
+class FakeEndpoint:
     """A connection whose messages never leave; it remembers what was sent."""
 
     def __init__(self) -> None:
@@ -221,31 +221,31 @@ class FakeLine:
             request.done = True
 
 
-class Desk:
-    """A lender on fake lines, with 1 MiB of memory at ``base`` to lend and a clock of its own."""
+class LenderRig:
+    """A lender with fake endpoints, 1 MiB of memory at ``base`` to lend, and a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: LenderLimits = LIMITS) -> None:
         self.now = 0.0
-        self.lines: list[FakeLine] = []
-        self.lender = UcxLender(self, SECRET, lambda: self.now)  # type: ignore[arg-type]
+        self.endpoints: list[FakeEndpoint] = []
+        self.lender = UcxLender(self, SECRET, lambda: self.now, limits)  # type: ignore[arg-type]
         self.held = np.zeros(1 << 20, dtype=np.uint8)
         self.base = self.held.ctypes.data
         self.lender.lent = Regions([Memory(self.base, 1 << 20)])
 
-    def dial(self, worker_address: bytes) -> FakeLine:
-        self.lines.append(FakeLine())
-        return self.lines[-1]
+    def connect(self, worker_address: bytes) -> FakeEndpoint:
+        self.endpoints.append(FakeEndpoint())
+        return self.endpoints[-1]
 
     def cancel_lost(self) -> None:
         pass
 
-    def greet(self, session: bytes) -> FakeLine:
-        self.lender.take(encode(ReaderHello(Session(session), b"w"), SECRET))
-        return self.lines[-1]
+    def hello(self, session: bytes) -> FakeEndpoint:
+        self.lender.handle(encode(ReaderHello(SessionId(session), b"w"), SECRET))
+        return self.endpoints[-1]
 
     def ask(self, session: bytes, number: int, *, runs: int = 2) -> None:
-        frame = want(number, [self.base + 128 * i for i in range(runs)], [64] * runs)
-        self.lender.take(encode(replace(frame, session=Session(session)), SECRET))
+        frame = request(number, [self.base + 128 * i for i in range(runs)], [64] * runs)
+        self.lender.handle(encode(replace(frame, session=SessionId(session)), SECRET))
 
     def settle(self) -> None:
         while self.lender.step():
@@ -256,110 +256,104 @@ A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
 def test_a_reader_never_has_more_on_its_way_than_its_share() -> None:
-    desk = Desk()
-    line = desk.greet(A)
-    for number in range(1, ucx_lender.MAX_QUEUED + 1):
-        desk.ask(A, number)
-    desk.settle()
-    assert len(line.sent) == ucx_lender.MAX_SENDING == desk.lender.num_sending
-    for _, _, request in line.sent[:2]:
+    rig = LenderRig()
+    endpoint = rig.hello(A)
+    for number in range(1, LIMITS.queued + 1):
+        rig.ask(A, number)
+    rig.settle()
+    assert len(endpoint.sent) == LIMITS.sending == rig.lender.num_sending
+    for _, _, request in endpoint.sent[:2]:
         request.done = True
-    desk.settle()
-    assert len(line.sent) == ucx_lender.MAX_SENDING + 2
-    assert desk.lender.num_sending == ucx_lender.MAX_SENDING
+    rig.settle()
+    assert len(endpoint.sent) == LIMITS.sending + 2
+    assert rig.lender.num_sending == LIMITS.sending
 
 
-def test_a_reader_that_asks_for_more_than_it_may_loses_its_session_and_no_other() -> None:
-    desk = Desk()
-    greedy, modest = desk.greet(A), desk.greet(B)
-    for number in range(1, ucx_lender.MAX_QUEUED + 2):
-        desk.ask(A, number)
-    desk.ask(B, 1)
-    desk.settle()
+def test_a_reader_that_queues_more_than_it_may_loses_its_session_and_no_other() -> None:
+    rig = LenderRig()
+    greedy, modest = rig.hello(A), rig.hello(B)
+    for number in range(1, LIMITS.queued + 2):
+        rig.ask(A, number)
+    rig.ask(B, 1)
+    rig.settle()
     assert not greedy.alive
     assert modest.alive
     assert len(modest.sent) == 1
-    assert desk.lender.num_borrowers == 1
+    assert rig.lender.num_readers == 1
 
 
 def test_readers_are_served_in_turn() -> None:
-    desk = Desk()
-    lines = [desk.greet(A), desk.greet(B)]
+    rig = LenderRig()
+    endpoints = [rig.hello(A), rig.hello(B)]
     for number in range(1, 4):
-        desk.ask(A, number)
-    desk.ask(B, 1)
-    desk.lender.step()
-    assert [len(line.sent) for line in lines] == [1, 1]
+        rig.ask(A, number)
+    rig.ask(B, 1)
+    rig.lender.step()
+    assert [len(endpoint.sent) for endpoint in endpoints] == [1, 1]
 
 
-def test_what_was_said_once_is_not_heard_again() -> None:
-    desk = Desk()
-    line = desk.greet(A)
-    desk.ask(A, 1)
-    desk.ask(A, 1)
-    desk.settle()
-    assert len(line.sent) == 1
-    desk.greet(A)
-    assert len(desk.lines) == 1
-    line.alive = False
-    desk.now += 10.0
-    desk.settle()
-    assert desk.lender.num_borrowers == 0
-    desk.greet(A)  # nor after the session ended
-    desk.ask(A, 2)
-    assert desk.lender.num_borrowers == 0
-    assert desk.lender.refused_frames == 4
+def test_a_frame_is_not_accepted_twice() -> None:
+    rig = LenderRig()
+    endpoint = rig.hello(A)
+    rig.ask(A, 1)
+    rig.ask(A, 1)
+    rig.settle()
+    assert len(endpoint.sent) == 1
+    rig.hello(A)
+    assert len(rig.endpoints) == 1
+    endpoint.alive = False
+    rig.now += 10.0
+    rig.settle()
+    assert rig.lender.num_readers == 0
+    rig.hello(A)  # nor after the session ended
+    rig.ask(A, 2)
+    assert rig.lender.num_readers == 0
+    assert rig.lender.refused_frames == 4
 
 
-def test_the_table_of_readers_is_bounded_and_gives_up_idle_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ucx_lender, "MAX_BORROWERS", 2)
-    desk = Desk()
-    busy, idle = desk.greet(A), desk.greet(B)
-    desk.ask(A, 1)
-    desk.greet(C)
+def test_the_table_of_readers_is_bounded_and_gives_up_idle_ones() -> None:
+    rig = LenderRig(replace(LIMITS, readers=2))
+    busy, idle = rig.hello(A), rig.hello(B)
+    rig.ask(A, 1)
+    rig.hello(C)
     assert (busy.alive, idle.alive) == (True, False)
-    assert desk.lender.num_borrowers == 2
+    assert rig.lender.num_readers == 2
 
 
-def test_a_stalled_reader_gives_up_its_buffers_when_others_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ucx_lender, "MAX_BUFFERS", 1)
-    desk = Desk()
-    stalled, other = desk.greet(A), desk.greet(B)
-    desk.ask(A, 1)
-    desk.settle()
-    desk.ask(B, 1)
-    desk.now = ucx_lender.STALL_S / 2
-    desk.settle()
+def test_a_stalled_reader_gives_up_its_buffers_when_others_wait() -> None:
+    rig = LenderRig(replace(LIMITS, buffers=1))
+    stalled, other = rig.hello(A), rig.hello(B)
+    rig.ask(A, 1)
+    rig.settle()
+    rig.ask(B, 1)
+    rig.now = LIMITS.stall_s / 2
+    rig.settle()
     assert stalled.alive  # it may just be slow
     assert not other.sent
-    desk.now = ucx_lender.STALL_S
-    desk.settle()
+    rig.now = LIMITS.stall_s
+    rig.settle()
     assert not stalled.alive
     assert len(other.sent) == 1
 
 
-def test_a_stalled_reader_is_left_alone_while_nobody_waits() -> None:
-    desk = Desk()
-    stalled = desk.greet(A)
-    desk.ask(A, 1)
-    desk.settle()
-    desk.now = 100 * ucx_lender.STALL_S
-    desk.settle()
+def test_a_stalled_reader_is_left_alone_while_no_other_waits() -> None:
+    rig = LenderRig()
+    stalled = rig.hello(A)
+    rig.ask(A, 1)
+    rig.settle()
+    rig.now = 100 * LIMITS.stall_s
+    rig.settle()
     assert stalled.alive
 
 
 def test_a_piece_that_is_too_large_to_stage_is_refused() -> None:
-    desk = Desk()
+    rig = LenderRig()
     huge = np.zeros(3 * STAGED_BYTES, dtype=np.uint8)
-    desk.lender.lent = Regions([Memory(huge.ctypes.data, huge.nbytes)])
-    line = desk.greet(A)
+    rig.lender.lent = Regions([Memory(huge.ctypes.data, huge.nbytes)])
+    endpoint = rig.hello(A)
     base = huge.ctypes.data
-    frame = want(1, [base, base + 2 * STAGED_BYTES], [STAGED_BYTES, 64])
-    desk.lender.take(encode(replace(frame, session=Session(A)), SECRET))
-    desk.settle()
-    assert [size for tag, size, _ in line.sent if tag == 9] == [STAGED_BYTES + 64 + 1]
-    assert len(line.sent) == 2  # why, and nothing
+    frame = request(1, [base, base + 2 * STAGED_BYTES], [STAGED_BYTES, 64])
+    rig.lender.handle(encode(replace(frame, session=SessionId(A)), SECRET))
+    rig.settle()
+    assert [size for tag, size, _ in endpoint.sent if tag == 9] == [STAGED_BYTES + 64 + 1]
+    assert len(endpoint.sent) == 2  # the reason, and nothing

@@ -1,4 +1,4 @@
-"""What a benchmark compares: the same bytes, moved in several ways.
+"""The methods that a benchmark compares: the same bytes, moved in several ways.
 
 ::
 
@@ -7,12 +7,12 @@
     layered   the same blocks where every layer has a tensor of its own (vLLM's default,
               LBHNC), the blocks of one layer after the other; through the same transport
     raw       one READ of as many bytes in one piece per rank, polled as suits the path:
-              what it can do
-    memcpy    one memcpy of as many bytes within this process: what the memory can do
+              the limit of the path
+    memcpy    one memcpy of as many bytes within this process: the limit of the memory
     mooncake  the runs of pdconn, read by Mooncake's transfer engine over TCP
-    alone     as pdconn, but one request while nobody else pulls
+    alone     as pdconn, but a single request
 
-``raw`` and ``memcpy`` know nothing of blocks.
+``raw`` and ``memcpy`` do not depend on blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from registration.references import KVCacheReferences
 from transport import HOST, Memory, Spans
 
 
-class Line(StrEnum):
+class Method(StrEnum):
     """A way to move bytes."""
 
     PDCONN = "pdconn"
@@ -44,7 +44,7 @@ ReadsByRank = tuple[tuple[int, Spans], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerByLayer:
+class LayeredPairings:
     """Pairings of one layer each, in the model's order."""
 
     pairings: tuple[Pairing, ...]
@@ -52,8 +52,8 @@ class LayerByLayer:
     @classmethod
     def of(
         cls, ours: KVCacheReferences, theirs: Sequence[KVCacheReferences], spread: int = 0
-    ) -> LayerByLayer:
-        """Match every layer of ours by itself."""
+    ) -> LayeredPairings:
+        """Pair every layer of ours by itself."""
         layers = sorted({layer for group in ours.groups for layer in group.layers}, key=_number_in)
         return cls(
             tuple(
@@ -63,7 +63,7 @@ class LayerByLayer:
         )
 
     def plan(self, need: Need, lent: Sequence[BlockList]) -> ReadsByRank:
-        """The reads of one request, a layer's after the other's."""
+        """The reads of one request, layer by layer."""
         parts: dict[int, list[Spans]] = {}
         for pairing in self.pairings:
             for rank, spans in pairing.plan(need, lent).reads:
@@ -72,7 +72,7 @@ class LayerByLayer:
 
 
 def raw_reads(reads: ReadsByRank, local: Memory, remote: Mapping[int, Memory]) -> ReadsByRank:
-    """As many bytes from each rank as ``reads`` bring, in one piece each, side by side."""
+    """As many bytes from each rank as ``reads``, in one piece each, side by side."""
     made, at = [], local.base
     for rank, spans in reads:
         nbytes = spans.total_bytes

@@ -1,0 +1,48 @@
+"""Merging runs of bytes that continue each other; the one place that does it.
+
+    before   ██ ██ ██████ ██         after   █████ ██████ ██
+             a  a+2  …               the first two are neighbours on every side
+
+A run may have an address on several sides (ours and theirs), and merges with the run
+before it only if it continues that one on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Int = TypeVar("_Int", np.uint64, np.int64)
+
+
+def merge_runs(
+    nbytes: NDArray[_Int], *sides: NDArray[_Int], alike: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.intp], NDArray[_Int]] | None:
+    """The runs that remain once neighbours are merged, or None if there are no neighbours.
+
+    Run i + 1 merges into run i where every one of ``sides`` says that it begins where run i
+    ends.  Order is kept: runs that are listed out of order do not merge.
+
+    Args:
+        nbytes: bytes of each run, of shape (n,).
+        sides: addresses of each run, of shape (n,) each; at least one.
+        alike: of shape (n - 1,): whether runs i and i + 1 may merge at all.
+
+    Returns:
+        The indices of the runs that remain, and their bytes after merging.
+
+    >>> merge_runs(np.array([4, 4, 4]), np.array([0, 4, 16]))
+    (array([0, 2]), array([8, 4]))
+    """
+    if len(nbytes) < 2:
+        return None
+    joins = alike
+    for addresses in sides:
+        follows = addresses[:-1] + nbytes[:-1] == addresses[1:]
+        joins = follows if joins is None else joins & follows
+    if joins is None or not joins.any():
+        return None
+    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    return first, np.add.reduceat(nbytes, first)
