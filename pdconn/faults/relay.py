@@ -129,7 +129,7 @@ class Relay:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._mailbox.socket:
-                self._mailbox.hush()
+                self._mailbox.drain()
             elif events & selectors.EVENT_READ:
                 readable[key.data].append(key.fileobj)
         for link in list(self._links):

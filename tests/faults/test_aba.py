@@ -23,7 +23,7 @@ import pytest
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
-from tests.fakes.believing import without_deadline
+from tests.fakes.no_deadline import without_deadline
 from tests.faults.engines import Decode, Prefill
 from tests.faults.prefill_process import PrefillProcess
 from tests.faults.relays import RelayWithoutRenewals

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdconn.lifecycle.pull import (
     TRANSITIONS,
-    AskProof,
+    AskChecksums,
     Effect,
     Patience,
     Pull,
@@ -25,9 +25,9 @@ TTL_S = 9.0
 PATIENCE = Patience(claim_s=5.0, drain_s=2.0)
 
 
-def reading(now: float = 0.0, proof: bool = False) -> Pull:
+def reading(now: float = 0.0, verify: bool = False) -> Pull:
     """A pull whose read is under way, claimed at ``now``."""
-    pull = Pull(PATIENCE, now, proof)
+    pull = Pull(PATIENCE, now, verify)
     assert pull.greeted(now) == [SendClaim(1)]
     assert pull.want(now) == []
     assert pull.granted(1, TTL_S, now + 0.1) == [StartRead()]
@@ -46,7 +46,7 @@ def test_a_read_that_settles_after_its_deadline_is_failed() -> None:
     effects = pull.settled(None, 9.0)
     assert effects[0] == SendDone(ok=False)
     assert isinstance(effects[1], ReportFailed)
-    assert "after the claim was over" in effects[1].reason
+    assert "after the claim expired" in effects[1].reason
 
 
 def test_a_renewal_moves_the_deadline() -> None:
@@ -140,22 +140,22 @@ def test_a_grant_that_arrives_after_its_own_time_grants_nothing() -> None:
     assert isinstance(failed, ReportFailed)
 
 
-def test_what_was_read_is_received_only_with_its_proof() -> None:
-    pull = reading(proof=True)
-    assert pull.settled(None, 1.0) == [AskProof()]
+def test_what_was_read_is_received_only_with_its_checksum() -> None:
+    pull = reading(verify=True)
+    assert pull.settled(None, 1.0) == [AskChecksums()]
     assert pull.verified(None, 2.0) == [SendDone(ok=True), ReportReceived()]
-    pull = reading(proof=True)
+    pull = reading(verify=True)
     pull.settled(None, 1.0)
     assert pull.verified("differs", 2.0) == [SendDone(ok=False), ReportFailed("differs")]
     assert pull.verified(None, 3.0) == []
-    pull = reading(proof=True)
+    pull = reading(verify=True)
     pull.settled(None, 1.0)
     assert pull.tick(5.9) == []
-    assert pull.tick(6.0) == [SendDone(ok=False), ReportFailed("no proof of what was lent")]
+    assert pull.tick(6.0) == [SendDone(ok=False), ReportFailed("no checksum of what was lent")]
 
 
-def test_a_late_read_is_not_worth_a_proof() -> None:
-    assert AskProof() not in reading(proof=True).settled(None, 9.0)
+def test_a_late_read_is_not_worth_a_checksum() -> None:
+    assert AskChecksums() not in reading(verify=True).settled(None, 9.0)
 
 
 def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:

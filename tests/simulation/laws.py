@@ -61,9 +61,13 @@ class Laws:
             LawBroken: naming what is left, and where.
         """
         for prefill in self._prefills:
-            self._require(prefill.desk.num_lent == 0, f"law 5: {prefill.name} still lends")
-            self._require(prefill.desk.num_summed == 0, f"law 5: {prefill.name} keeps checksums")
-            self._require(prefill.desk.next_deadline() is None, f"law 5: {prefill.name} has alarms")
+            self._require(prefill.sessions.num_lent == 0, f"law 5: {prefill.name} still lends")
+            self._require(
+                prefill.sessions.num_summed == 0, f"law 5: {prefill.name} keeps checksums"
+            )
+            self._require(
+                prefill.sessions.next_deadline() is None, f"law 5: {prefill.name} has alarms"
+            )
             self._all_free(prefill.name, prefill.free)
         for decode in self._decodes:
             self._require(not decode.requests, f"law 5: {decode.name} has {decode.requests}")
@@ -106,10 +110,12 @@ class Laws:
 
     def _everything_lent_is_somebodys(self, prefill: Prefill) -> None:
         """Law 5: a lender's tables speak of what the engine lends, and of nothing else."""
-        desk, lent = prefill.desk, prefill.lent
-        self._subset(desk._book._leases, lent, f"{prefill.name} has leases of nothing")
-        self._subset(desk._proofs._lent, lent, f"{prefill.name} has checksums of nothing lent")
-        self._subset(desk._claimants, lent, f"{prefill.name} has claimants of nothing lent")
+        sessions, lent = prefill.sessions, prefill.lent
+        self._subset(sessions._leases._leases, lent, f"{prefill.name} has leases of nothing")
+        self._subset(
+            sessions._checksums._leases, lent, f"{prefill.name} has checksums of nothing lent"
+        )
+        self._subset(sessions._claimants, lent, f"{prefill.name} has claimants of nothing lent")
 
     def _everything_pulled_is_somebodys(self, decode: Decode, rank: DecodeRank) -> None:
         """Law 5: a rank's pulls are requests', its peers and its reads are pulls'."""

@@ -22,7 +22,7 @@ from pdconn.lifecycle.lease import Lease, LeaseState
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.results import FailedPull
-from tests.fakes.believing import without_deadline
+from tests.fakes.no_deadline import without_deadline
 from tests.simulation import engines
 from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.run import simulate
