@@ -182,7 +182,7 @@ class Lender:
         if self._sessions.has_work:
             self._sessions.work()
         touched += self._sessions.take_pending()
-        self._publish()  # before the replies: what a reader is told is counted already
+        self._publish()  # before the replies, so that a reader is never ahead of the counts
         for session in touched:
             self._reply(session, now)
         for session in self._admission.overdue(now):

@@ -22,7 +22,7 @@ from pdconn.protocol.auth import Secret
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import FromReader, decode_from_reader
 from pdconn.sidechannel.security import Security
-from tests.faults.child import obey
+from tests.faults.child import serve
 from tests.faults.engines import Prefill
 from tests.faults.footprint import Footprint, peak_nbytes
 from transport.inprocess.network import InProcessNetwork
@@ -81,7 +81,7 @@ class _Served:
 
 
 def _break(mutant: str) -> None:
-    heard = []
+    received = []
 
     def fragile(body: bytes) -> list[FromReader]:
         try:
@@ -90,7 +90,7 @@ def _break(mutant: str) -> None:
             raise KeyError(error.field) from error
 
     def hoarding(body: bytes) -> list[FromReader]:
-        heard.append(np.ones(len(body) + 8192, dtype=np.uint8))
+        received.append(np.ones(len(body) + 8192, dtype=np.uint8))
         return decode_from_reader(body)
 
     mutants = {"fragile": fragile, "hoarder": hoarding}
@@ -99,7 +99,7 @@ def _break(mutant: str) -> None:
 
 if __name__ == "__main__":
     served = _Served()
-    obey(
+    serve(
         {
             "open": served.open,
             "lend": served.lend,

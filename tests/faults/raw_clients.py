@@ -43,7 +43,7 @@ class RawReader:
         self._connection = Connection(sock, 1 << 24, policy=policy)
         self._received: list[FromLender] = []
         try:
-            self.say(Hello(PROTOCOL_VERSION, "guest", wants))
+            self.say(Hello(PROTOCOL_VERSION, "reader", wants))
             self.welcome = self.hear(Welcome)
         except BaseException:
             self.close()

@@ -42,7 +42,7 @@ from transport.inprocess.faults import Held
 
 PATIENCE_S = 30.0
 BLOCKS = b"\x55" * 16
-HELLO = frame(encode([Hello(PROTOCOL_VERSION, "stranger", "boot-1")]))
+HELLO = frame(encode([Hello(PROTOCOL_VERSION, "unknown", "boot-1")]))
 
 
 LIMITS = ConnectionLimits()

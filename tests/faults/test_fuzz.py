@@ -105,10 +105,10 @@ class Fuzzed:
 def body(rng: Random) -> bytes:
     """Valid messages of a reader without a ticket, that knows the names of what is lent."""
     request, ticket = f"victim{rng.randrange(9)}", rng.randbytes(16)
-    reader = Reader(f"stranger/{rng.randrange(9)}", rng.randrange(2), 2)
+    reader = Reader(f"unknown/{rng.randrange(9)}", rng.randrange(2), 2)
     said: list[FromReader] = [
-        Hello(PROTOCOL_VERSION, "stranger", "boot-1"),
-        Hello(PROTOCOL_VERSION, "stranger", "boot-0"),
+        Hello(PROTOCOL_VERSION, "unknown", "boot-1"),
+        Hello(PROTOCOL_VERSION, "unknown", "boot-0"),
         Describe(PROTOCOL_VERSION),
         Claim(1, request, reader, ticket),
         Renew(2, request, reader),
@@ -122,7 +122,7 @@ def body(rng: Random) -> bytes:
 
 def to_open_lender(rng: Random) -> bytes:
     """Garbage at once, or after a greeting."""
-    hello = frame(encode([Hello(PROTOCOL_VERSION, "stranger", "boot-1")]))
+    hello = frame(encode([Hello(PROTOCOL_VERSION, "unknown", "boot-1")]))
     return rng.choice((b"", hello)) + rng.choice(KINDS)(rng, body(rng))
 
 

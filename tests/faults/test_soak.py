@@ -61,7 +61,7 @@ FRAMES = MessageFaults(
 
 
 class Leak(AssertionError):
-    """Something is left that nobody owns, or grew."""
+    """An entry without an owner is left, or something grew."""
 
 
 class Soak:
@@ -90,7 +90,7 @@ class Soak:
         stack.callback(self._end)
 
     def run(self, pulls: int, restart_every: int = 150) -> None:
-        """Hand ``pulls`` requests over, then wait until nobody does anything."""
+        """Hand ``pulls`` requests over, then wait until all is quiet."""
         give_up = time.monotonic() + self.quiet_s + pulls
         for _ in range(pulls):
             while not self.decode.has_room or not (ticket := self._lend()):

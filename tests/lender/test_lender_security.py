@@ -16,7 +16,7 @@ from pdconn.sidechannel.security import Security, Unprotected
 from tests.fakes.pair import Pair
 
 SECURED = Security(Secret(b"known to engines only"))
-OTHER = Security(Secret(b"known to nobody we know"))
+OTHER = Security(Secret(b"known to other engines"))
 
 
 def test_a_reader_with_the_secret_pulls() -> None:

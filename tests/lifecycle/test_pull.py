@@ -1,4 +1,4 @@
-"""Laws of a pull: what is reported, when, and what the lender hears."""
+"""Laws of a pull: what is reported, when, and what the lender is sent."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
     sent: dict[int, float] = {}
     good_until, reports, in_flight, released = 0.0, [], False, 0
 
-    def heed(effects: list[Effect]) -> None:
+    def apply(effects: list[Effect]) -> None:
         nonlocal in_flight, released
         for effect in effects:
             if isinstance(effect, (SendClaim, SendRenew)):
@@ -213,23 +213,23 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
     for event, seq, wait in events:
         now += wait
         if event == "greeted":
-            heed(pull.greeted(now))
+            apply(pull.greeted(now))
         elif event == "granted":
             if seq in sent:
                 good_until = max(good_until, sent[seq] + TTL_S)
-            heed(pull.granted(seq, TTL_S, now))
+            apply(pull.granted(seq, TTL_S, now))
         elif event == "want":
-            heed(pull.want(now))
+            apply(pull.want(now))
         elif event in ("settled", "error") and in_flight:
             in_flight = False
-            heed(pull.settled(None if event == "settled" else "broken", now))
+            apply(pull.settled(None if event == "settled" else "broken", now))
             if reports and isinstance(reports[-1], ReportReceived):
                 assert event == "settled"
                 assert now < good_until
         elif event == "fail":
-            heed(pull.fail("told to", now))
+            apply(pull.fail("told to", now))
         elif event == "tick":
-            heed(pull.tick(now))
+            apply(pull.tick(now))
     assert sum(isinstance(report, ReportReceived) for report in reports) <= 1
     quarantined = sum(isinstance(report, ReportFailed) and report.quarantined for report in reports)
     assert released == (quarantined if not in_flight else 0)

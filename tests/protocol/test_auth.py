@@ -1,4 +1,4 @@
-"""Laws of the handshake and of seals: only who knows the secret is heard, once, in order."""
+"""Laws of the handshake and of seals: only frames made with the secret pass, once, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sides(
 def shake(
     reader: ReaderAuth, lender: LenderAuth, change: Flip = lambda _, body: body
 ) -> list[bytes]:
-    """Pass handshake frames until nobody has more; ``change`` sits between."""
+    """Pass handshake frames until neither side has more; ``change`` sits between."""
     seen: list[bytes] = []
     here, there = reader.start(), lender.start()
     while here or there:

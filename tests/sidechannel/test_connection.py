@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import select
+import selectors
 import socket
 import ssl
 import time
@@ -33,7 +34,7 @@ from tests.fakes.credentials import (
 )
 
 WELCOME = b"welcome: addresses and geometry"
-HELLO = b"hello: who calls"
+HELLO = b"hello: engine and incarnation"
 PATIENCE_S = 20.0
 
 
@@ -54,7 +55,7 @@ class Worlds:
             "tls": self.tls,
             "both": self.both,
             "both other": Security(FOREIGN.secret, self.engine),
-            "nobody": self.tls,
+            "no certificate": self.tls,
             "foreign": Security(tls=self.foreign.sign("whole", "localhost")),
             "of foreign": Security(tls=stolen),
             "elsewhere": Security(tls=self.ours.sign("elsewhere", "elsewhere.example")),
@@ -181,7 +182,7 @@ def arrived(source: socket.socket) -> bytes:
         ("tls", "both", "require a secret or another certificate", "peer have a secret"),
         ("both", "tls", "pdconn's challenge", ""),
         ("both", "both other", "the secrets probably differ", "made with our secret"),
-        ("nobody", "tls", "requires a client certificate", "no client certificate"),
+        ("no certificate", "tls", "requires a client certificate", "no client certificate"),
         (
             "foreign",
             "tls",
@@ -199,7 +200,7 @@ def test_with_unequal_credentials_no_message_passes_and_both_sides_know_why(
 ) -> None:
     ours, theirs = worlds.by_name[reader], worlds.by_name[lender]
     dialling = ours.for_reader("localhost")
-    if reader == "nobody":
+    if reader == "no certificate":
         dialling = ReaderAuthPolicy(None, without_certificate(worlds.ours.file), "localhost")
     with between(dialling, theirs.for_lender()) as both:
         both.reader.send([HELLO])
@@ -234,7 +235,7 @@ def test_an_address_is_checked_as_a_host_name_is(worlds: Worlds) -> None:
         assert "IP address mismatch" in both.until_lost()[0]
 
 
-class Stranger:
+class RawClient:
     """A raw socket connected to a lender, that sees every byte the lender sends."""
 
     def __init__(self, security: Security) -> None:
@@ -243,14 +244,14 @@ class Stranger:
         self.lender = Connection(self.accepted, 1 << 20, policy=security.for_lender())
         self.seen = b""
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> RawClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
         self.lender.close()
 
-    def say(self, data: bytes) -> list[bytes]:
+    def send(self, data: bytes) -> list[bytes]:
         """Send it and let the lender answer; return the messages that it received."""
         self.socket.sendall(data)
         self.lender.flush()
@@ -260,7 +261,7 @@ class Stranger:
         self.seen += arrived(self.socket)
         return bodies
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """All that the lender has sent, once there is more of it."""
         await_bytes(self.socket)
         self.seen += arrived(self.socket)
@@ -268,46 +269,46 @@ class Stranger:
 
 
 def test_a_lender_sends_no_byte_of_a_message_before_the_reader_has_proven_itself() -> None:
-    with Stranger(SHARED) as stranger:
-        stranger.lender.send([WELCOME])
+    with RawClient(SHARED) as client:
+        client.lender.send([WELCOME])
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
-        stranger.say(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(stranger.seen or stranger.hear())
-        assert len(stranger.seen) < 64
-        assert WELCOME not in stranger.seen
-        assert stranger.lender.is_midway
+        client.send(frame(reader.start()[0]))
+        [challenge] = Frames(1 << 20).feed(client.seen or client.receive())
+        assert len(client.seen) < 64
+        assert WELCOME not in client.seen
+        assert client.lender.is_midway
         [proof] = reader.feed(challenge)[1]
         with pytest.raises(Unauthenticated):
-            stranger.say(frame(flipped(proof, 200)))
+            client.send(frame(flipped(proof, 200)))
         time.sleep(0.05)
-        assert WELCOME not in stranger.seen + arrived(stranger.socket)
+        assert WELCOME not in client.seen + arrived(client.socket)
 
 
 def test_the_welcome_is_seen_once_the_reader_has_proven_itself_or_none_need_to() -> None:
     """The control of the test above: the same eyes do see it."""
-    with Stranger(SHARED) as stranger:
-        stranger.lender.send([WELCOME])
+    with RawClient(SHARED) as client:
+        client.lender.send([WELCOME])
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
-        stranger.say(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(stranger.seen or stranger.hear())
-        stranger.say(frame(reader.feed(challenge)[1][0]))
+        client.send(frame(reader.start()[0]))
+        [challenge] = Frames(1 << 20).feed(client.seen or client.receive())
+        client.send(frame(reader.feed(challenge)[1][0]))
         give_up = time.monotonic() + PATIENCE_S
-        while WELCOME not in stranger.seen and time.monotonic() < give_up:
-            stranger.hear()
-        assert WELCOME in stranger.seen
-    with Stranger(OPEN) as stranger:
-        stranger.lender.send([WELCOME])
-        stranger.say(b"")
-        assert WELCOME in stranger.seen or WELCOME in stranger.hear()
+        while WELCOME not in client.seen and time.monotonic() < give_up:
+            client.receive()
+        assert WELCOME in client.seen
+    with RawClient(OPEN) as client:
+        client.lender.send([WELCOME])
+        client.send(b"")
+        assert WELCOME in client.seen or WELCOME in client.receive()
 
 
 def test_tls_hides_what_a_secret_alone_does_not(worlds: Worlds) -> None:
-    assert HELLO in overreceived(SHARED)  # the control
-    assert HELLO not in overreceived(worlds.tls)
-    assert HELLO not in overreceived(worlds.both)
+    assert HELLO in sent_bytes(SHARED)  # the control
+    assert HELLO not in sent_bytes(worlds.tls)
+    assert HELLO not in sent_bytes(worlds.both)
 
 
-def overreceived(security: Security) -> bytes:
+def sent_bytes(security: Security) -> bytes:
     """Every byte that a reader sends to say HELLO."""
     with relayed(security) as relay:
         relay.reader.send([HELLO])
@@ -350,7 +351,7 @@ class Relay:
             assert time.monotonic() < give_up, f"received {self.received}"
             self.turn()
 
-    def turn_once_said(self) -> None:
+    def turn_once_sent(self) -> None:
         """A turn in which something that the reader has said passes."""
         self.reader.flush()
         await_bytes(self._a)
@@ -398,7 +399,7 @@ def test_nothing_changed_on_the_way_is_ever_received(secured: Security, how: str
         relay.reader.send([b"one"])
         relay.reader.send([b"two"])
         if how == "left out":
-            relay.turn_once_said()
+            relay.turn_once_sent()
             relay.change = None
             relay.reader.send([b"six"])
         with pytest.raises(Unauthenticated, match="altered, replayed or misplaced"):
@@ -432,23 +433,23 @@ def test_a_session_recorded_whole_means_nothing_to_another_lender(secured: Secur
         relay.reader.send([HELLO])
         relay.until_received(1)
         recorded = bytes(relay.passed["there"])
-    with Stranger(secured) as stranger, pytest.raises(Unauthenticated):
-        stranger.say(recorded)
+    with RawClient(secured) as client, pytest.raises(Unauthenticated):
+        client.send(recorded)
 
 
 def test_a_plain_session_recorded_whole_is_believed_by_another_lender() -> None:
     """The control of the test above."""
-    with Stranger(OPEN) as stranger:
-        assert stranger.say(overreceived(OPEN)) == [HELLO]
+    with RawClient(OPEN) as client:
+        assert client.send(sent_bytes(OPEN)) == [HELLO]
 
 
 @pytest.mark.parametrize("length", [1025, 1 << 20])
-def test_a_stranger_may_send_no_frame_over_one_kibibyte(length: int) -> None:
+def test_a_client_may_send_no_frame_over_one_kibibyte(length: int) -> None:
     prefix = frame(bytes(length))[:4]
-    with Stranger(SHARED) as stranger, pytest.raises(Unauthenticated, match="frame length"):
-        stranger.say(prefix)
-    with Stranger(OPEN) as stranger:  # the control
-        assert stranger.say(prefix) == []
+    with RawClient(SHARED) as client, pytest.raises(Unauthenticated, match="frame length"):
+        client.send(prefix)
+    with RawClient(OPEN) as client:  # the control
+        assert client.send(prefix) == []
 
 
 def test_what_waits_for_the_handshake_is_bounded(secured: Security) -> None:
@@ -479,18 +480,18 @@ def test_a_frame_of_which_the_last_byte_is_missing_is_midway(security: Security)
         assert not relay.lender.is_midway
         relay.change = lambda data: data[:-1]
         relay.reader.send([b"one"])
-        relay.turn_once_said()
+        relay.turn_once_sent()
         assert relay.received == [HELLO]
         assert relay.lender.is_midway
 
 
 def test_half_a_frame_is_midway_and_a_whole_one_is_not() -> None:
-    with Stranger(OPEN) as stranger:
+    with RawClient(OPEN) as client:
         for piece in (frame(HELLO)[:2], frame(HELLO)[2:-1]):
-            assert stranger.say(piece) == []
-            assert stranger.lender.is_midway
-        assert stranger.say(frame(HELLO)[-1:]) == [HELLO]
-        assert not stranger.lender.is_midway
+            assert client.send(piece) == []
+            assert client.lender.is_midway
+        assert client.send(frame(HELLO)[-1:]) == [HELLO]
+        assert not client.lender.is_midway
 
 
 def test_a_lender_that_closes_before_it_answers_probably_requires_credentials() -> None:
@@ -528,3 +529,31 @@ def test_no_reason_and_no_log_line_shows_a_secret(caplog: pytest.LogCaptureFixtu
     for text in (*said, *map(repr, policies)):
         assert SECRET.decode() not in text
         assert OTHER.decode() not in text
+
+
+def test_a_watched_connection_selects_for_what_it_wants() -> None:
+    """For reading unless told not to, and for writing while connecting or unsent."""
+    dialled, accepted = sockets()
+    read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
+    with dialled, selectors.DefaultSelector() as selector:
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        lender = Connection(accepted, 1 << 20)
+        lender.watch(selector, "session", connecting=True)
+        assert selector.get_key(accepted)[2:] == (read | write, "session")
+        lender.send([])
+        assert selector.get_key(accepted).events == read
+        lender.send([bytes(1 << 22)])
+        assert lender.has_unsent
+        assert selector.get_key(accepted).events == read | write
+        lender.read_on(False)
+        assert selector.get_key(accepted).events == write
+        while lender.has_unsent:
+            await_bytes(dialled)
+            dialled.recv(1 << 20)
+            lender.flush()
+        lender.read_on(True)
+        assert selector.get_key(accepted).events == read
+        lender.close()
+        lender.close()
+        assert not selector.get_map()

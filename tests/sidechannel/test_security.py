@@ -73,8 +73,8 @@ def test_anywhere_else_one_of_three_ways_out_is_needed(host: str, files: TlsFile
         OPEN.require(host)
     for way in ("secret_file", "PDCONN_SECRET", "tls_cert, tls_key and tls_ca", '"insecure": true'):
         assert way in str(refused.value)
-    for guarded in (SHARED, Security(tls=files), Security(insecure=True)):
-        guarded.require(host)
+    for security in (SHARED, Security(tls=files), Security(insecure=True)):
+        security.require(host)
 
 
 def test_insecure_allows_strangers_and_does_not_turn_a_guard_off() -> None:

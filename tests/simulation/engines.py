@@ -42,7 +42,7 @@ TRAITS = {"model": "simulated"}
 
 
 class Clockwork:
-    """Wakes somebody a little after a deadline, once per deadline.
+    """Calls back a little after a deadline, once per deadline.
 
     Clocks ring late, so what was read too late may be seen before the alarm is: by the lag of
     any event here, and by ``late_s`` more.
@@ -141,8 +141,8 @@ class Prefill:
         self._start()
 
     def open(self, arrived: Callable[[], None]) -> Wire:
-        """Somebody dials; its end of the wire."""
-        session = Session("somebody")
+        """A reader dials; return its end of the wire."""
+        session = Session("reader")
         theirs, ours = connect(self.world, arrived, lambda: self._serve(session))
         self._wires[session] = ours
         return theirs
@@ -372,7 +372,7 @@ class Decode:
         for rank in self.ranks:
             rank.pulls.cancel(name)
             rank.turn()
-        if not request.blocks:  # it was queueing, and nobody will report it
+        if not request.blocks:  # it was queueing, and will not be reported
             del self.requests[name]
 
     def _rank_done(self, me: int, name: str, reason: str | None, quarantined: bool) -> None:

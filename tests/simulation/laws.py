@@ -2,9 +2,9 @@
 
 ::
 
-    law 3   at every event    what somebody may still believe is lent; nothing is freed twice
+    law 3   at every event    what a reader may still believe is lent; nothing is freed twice
     law 4   at every event    what was received settled before its claim was over, and is right
-    law 5   at every event    no entry of any table is nobody's
+    law 5   at every event    every entry of every table has an owner
             at the end        every table is empty, every block is back
     and     at every event    no block that is free can be written
 
@@ -81,7 +81,7 @@ class Laws:
                 self._require(warming.num_warm == places, f"law 5: {decode.name} is cold")
                 self._require(warming.num_open == places, f"law 5: {decode.name} has touches")
                 idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.connections)
-                self._require(idle, f"law 5: {decode.name} keeps peers that nobody uses")
+                self._require(idle, f"law 5: {decode.name} keeps unused peers")
                 known = {at for peer in rank.pulls.connections for at in peer.ranks.values()}
                 self._subset(rank.transport._peers, known, f"{decode.name} reaches strangers")
         self._require(not self._world.network.in_flight(), "law 5: a read is in flight")
@@ -150,7 +150,7 @@ class Laws:
                 raw = rank.memory.raw
                 row = raw.nbytes // len(raw)
                 return decode, {(at - raw.ctypes.data) // row for at in flight.spans.local.tolist()}
-        raise AssertionError(f"nobody is {flight.reader}")
+        raise AssertionError(f"no rank is {flight.reader}")
 
     def _ranks(self) -> list[tuple[Decode, DecodeRank]]:
         return [(decode, rank) for decode in self._decodes for rank in decode.ranks]
