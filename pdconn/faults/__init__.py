@@ -1,0 +1,1 @@
+"""Faults on demand in side-channel messages: configuration, frames, and a relay."""

@@ -4,13 +4,12 @@
      "reads": {"delay": 0.1, "delay_s": 0.5, "corrupt": 0.01},
      "messages": {"drop": 0.05, "skip": 2}}
 
-``reads`` disturbs the reads of KV, see ``transport.faulty``; ``messages`` the
+``reads`` injects faults into reads of KV, see ``transport.faulty``; ``messages`` into
 frames of the side channel in both directions, see ``pdconn.faults.frames``.
-Chances are per read and per frame, from 0 to 1, and 0 unless given; ``delay_s``
-is in seconds, 0.1 unless given.  Answers may be wrong with ``corrupt`` reads, and with
-``corrupt`` messages where nothing authenticates them: a greeting with one bit of an
-offset turned over is a greeting still.  ``kill`` ends the process; all else costs time or requests
-only.
+Chances are per read and per frame, from 0 to 1, and 0 by default; ``delay_s`` is in
+seconds, 0.1 by default.  Answers may be wrong with ``corrupt`` reads, and with ``corrupt``
+messages without a secret or TLS: a Welcome with one bit of an offset flipped is still a
+valid Welcome.  ``kill`` ends the process; all other faults cost only time or requests.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What to disturb, and the seed that every draw follows from.
+    """The faults to inject, and the seed that determines every draw.
 
     Raises:
-        FaultError: the seed is no whole number from 0.
+        FaultError: the seed is not a whole number from 0.
     """
 
     seed: int = 0
@@ -43,7 +42,7 @@ class Faults:
         check_count("seed", self.seed)
 
     def __bool__(self) -> bool:
-        """Whether anything can happen."""
+        """Whether any fault can happen."""
         return bool(self.reads) or bool(self.messages)
 
     def __str__(self) -> str:
@@ -52,11 +51,11 @@ class Faults:
 
 
 def read_faults(value: object, path: str = "debug_faults") -> Faults:
-    """Check faults as they came from JSON; ``path`` is what errors call them.
+    """Check faults parsed from JSON; ``path`` is their name in errors.
 
     Raises:
-        FaultError: naming the key path, what was expected, what came, and for an
-            unknown key the nearest known one.
+        FaultError: naming the key path, both values, and for an unknown key the nearest
+            known one.
 
     Example:
         >>> read_faults({"reads": {"corupt": 1}})

@@ -1,14 +1,14 @@
-"""Faults of a message stream, frame by frame: what a bad network or a bad peer does.
+"""Faults of a message stream, frame by frame, as a bad network or a bad peer causes them.
 
-Pure: a relay feeds it what arrived and sends what comes back when it is due; a
-simulation can do the same in virtual time.  What befalls frame n is drawn as
-``transport.fault_schedule`` says, so it does not depend on when anything arrived::
+Pure: a relay feeds it the frames that arrived and sends the results when they are due; a
+simulation does the same in virtual time.  The faults of frame n are drawn as described in
+``transport.fault_schedule``, so they do not depend on when anything arrived::
 
-    feed(frame, now) ──► [Outgoing(due, frame), …]    due never goes back
+    feed(frame, now) ──► [DelayedFrame(due, frame), …]    due never decreases
                          state CUT: close both ends, drop what waits
-                         state STALLED: nothing more comes, what waits still goes out
+                         state STALLED: no more frames pass, what waits is still sent
 
-Bodies are not looked at: they may be encrypted, and a peer must bear any bytes.
+Bodies are opaque: they may be encrypted, and a peer must survive any bytes.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _KINDS = ("cut", "stall", "drop", "corrupt", "duplicate", "delay", "reorder")
 _PREFIX = 4
 
 HOLD_S = 0.25
-"""How long a frame to be reordered waits for the next one, before it goes out alone."""
+"""How long a frame to be reordered waits for the next one, before it is sent alone."""
 
 MAX_FRAME = 1 << 28
-"""A longer frame is none: the stream is encrypted, or was spoiled on its way here."""
+"""A longer frame means that the stream is encrypted, or was corrupted before us."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFaults:
-    """The chance that each fault befalls a frame, from 0 to 1.
+    """The chance that each fault happens to a frame, from 0 to 1.
 
     ``delay``
-        goes out ``delay_s`` later, and so do those behind it.
+        is sent ``delay_s`` later, and so are the frames behind it.
     ``drop``, ``duplicate``
-        goes out never, or twice.
+        is never sent, or sent twice.
     ``reorder``
-        goes out after the next frame; alone after ``HOLD_S`` if there is none.
+        is sent after the next frame; alone after ``HOLD_S`` if there is none.
     ``corrupt``
         one bit is flipped, in the length or in the body.
     ``cut``
         both ends of the connection are closed.
     ``stall``
-        it and all later frames of this direction never go out; the connection
+        it and all later frames of this direction are never sent; the connection
         stays open.
     ``skip``
-        so many first frames of a connection and direction are left alone.
+        the number of first frames of a connection and direction without faults.
 
-    ``cut`` goes before ``stall``, that before ``drop``, and that before the others,
-    which add up.
+    ``cut`` precedes ``stall``, which precedes ``drop``, which precedes the others;
+    those combine.
 
     Raises:
         FaultError: a value out of range, by its field.
@@ -76,12 +76,12 @@ class MessageFaults:
         return in_words(self, _KINDS)
 
     def __bool__(self) -> bool:
-        """Whether anything can happen."""
+        """Whether any fault can happen."""
         return bool(str(self))
 
 
 class FlowState(Enum):
-    """What became of one direction."""
+    """The state of one direction."""
 
     OPEN = "open"
     STALLED = "stalled"
@@ -98,7 +98,7 @@ class DelayedFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A frame, or two copies, that the next one overtakes."""
+    """A frame, or two copies of it, that the next frame overtakes."""
 
     copies: tuple[bytes, ...]
     due: float
@@ -106,12 +106,13 @@ class _Held:
 
 
 class FrameFaults:
-    """Disturbs one direction of one connection.
+    """Injects faults into one direction of one connection.
 
     Args:
-        rng: this direction's own.
-        counts: where faults are counted, by kind, and under ``frames`` all frames up to
-            one that ends the direction.
+        rng: used by this direction only.
+        counts: faults by kind, and as ``frames`` all frames up to one that ends the
+            direction.
+        hold_s: how long a frame to be reordered waits for the next one.
 
     Example:
         >>> faults = FrameFaults(MessageFaults(reorder=1.0), Random(7))
@@ -122,10 +123,15 @@ class FrameFaults:
     """
 
     def __init__(
-        self, faults: MessageFaults, rng: Random, counts: Counter[str] | None = None
+        self,
+        faults: MessageFaults,
+        rng: Random,
+        counts: Counter[str] | None = None,
+        hold_s: float = HOLD_S,
     ) -> None:
         self._faults = faults
         self._rng = rng
+        self._hold_s = hold_s
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.state = FlowState.OPEN
         self._number = 0
@@ -134,37 +140,37 @@ class FrameFaults:
 
     @property
     def held_until(self) -> float | None:
-        """When to call :meth:`flush` unless another frame was fed before."""
+        """When to call :meth:`flush` unless another frame is fed before."""
         return None if self._held is None else self._held.until
 
     def feed(self, frame: bytes, now: float) -> list[DelayedFrame]:
-        """A frame arrived; what is to be sent, in order.  See also :attr:`state`."""
-        befallen, where = drawn(self._rng, self._faults, _KINDS), self._rng.random()
+        """A frame arrived; return what to send, in order.  See also :attr:`state`."""
+        happens, where = drawn(self._rng, self._faults, _KINDS), self._rng.random()
         if self.state is not FlowState.OPEN:
             return []
         self._number += 1
         self.counts["frames"] += 1
         if self._number <= self._faults.skip:
-            befallen = frozenset()
+            happens = frozenset()
         for kind in ("cut", "stall", "drop"):
-            if kind in befallen:
+            if kind in happens:
                 return self._withhold(kind, now)
-        self.counts.update(befallen - {"reorder"})
-        if "corrupt" in befallen:
+        self.counts.update(happens - {"reorder"})
+        if "corrupt" in happens:
             frame = _flipped(frame, where)
-        copies = (frame, frame) if "duplicate" in befallen else (frame,)
-        due = now + (self._faults.delay_s if "delay" in befallen else 0.0)
-        if "reorder" in befallen and self._held is None:
-            self._held = _Held(copies, due, now + HOLD_S)
+        copies = (frame, frame) if "duplicate" in happens else (frame,)
+        due = now + (self._faults.delay_s if "delay" in happens else 0.0)
+        if "reorder" in happens and self._held is None:
+            self._held = _Held(copies, due, now + self._hold_s)
             return []
         if self._held is not None:
             self.counts["reorder"] += 1
-        return [*self._out(copies, due), *self.flush(now)]
+        return [*self._delayed(copies, due), *self.flush(now)]
 
     def flush(self, now: float) -> list[DelayedFrame]:
-        """Let go of a frame that waits for the next one, at the end of a stream too."""
+        """Release a frame that waits for the next one, also at the end of a stream."""
         held, self._held = self._held, None
-        return self._out(held.copies, max(held.due, now)) if held else []
+        return self._delayed(held.copies, max(held.due, now)) if held else []
 
     def _withhold(self, kind: str, now: float) -> list[DelayedFrame]:
         self.counts[kind] += 1
@@ -177,16 +183,16 @@ class FrameFaults:
         self._held = None
         return []
 
-    def _out(self, copies: tuple[bytes, ...], due: float) -> list[DelayedFrame]:
+    def _delayed(self, copies: tuple[bytes, ...], due: float) -> list[DelayedFrame]:
         self._last_due = max(self._last_due, due)
         return [DelayedFrame(self._last_due, copy) for copy in copies]
 
 
 class FrameCutter:
-    """Cuts a byte stream into frames, lengths included, and nothing is lost or judged.
+    """Splits a byte stream into frames, lengths included, without loss or checks.
 
-    A stream whose next length is above ``max_frame`` is not framed, as TLS is not: it
-    passes in the chunks that it came in, from there on.
+    A stream whose next length is above ``max_frame`` is not framed (TLS, for example): from
+    there on, chunks pass as they arrive.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
@@ -199,7 +205,7 @@ class FrameCutter:
         if not self._is_framed:
             return [data]
         self._pending += data
-        units = []
+        frames = []
         start = 0
         while len(self._pending) - start >= _PREFIX:
             length = int.from_bytes(self._pending[start : start + _PREFIX], "big")
@@ -209,18 +215,18 @@ class FrameCutter:
                 end = len(self._pending)
             if len(self._pending) < end:
                 break
-            units.append(bytes(self._pending[start:end]))
+            frames.append(bytes(self._pending[start:end]))
             start = end
         del self._pending[:start]
-        return units
+        return frames
 
     def rest(self) -> list[bytes]:
-        """The stream ended: what is left of an unfinished frame, if anything."""
+        """The stream ended: the part of an unfinished frame, if any."""
         rest, self._pending = bytes(self._pending), bytearray()
         return [rest] if rest else []
 
 
 def _flipped(frame: bytes, where: float) -> bytes:
-    """``frame`` with the bit at ``where``, from 0 to 1, turned over."""
+    """``frame`` with the bit at ``where``, from 0 to 1, flipped."""
     byte, bit = divmod(int(where * 8 * len(frame)), 8)
     return frame[:byte] + bytes([frame[byte] ^ 1 << bit]) + frame[byte + 1 :]

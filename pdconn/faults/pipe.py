@@ -23,18 +23,28 @@ class PipeLost(Exception):
 
 
 class Pipe:
-    """Reads frames of ``source``, sends to ``sink`` what ``faults`` makes of them.
+    """Reads frames from ``source``, and sends to ``sink`` what ``faults`` makes of them.
 
     Both sockets are non-blocking; the sink may still be connecting.  The end of the
-    source is passed on once everything before it was sent.  A stalled pipe reads on
-    and throws away, so that it hears of the end: nobody is left to wait for it.
+    source is passed on after everything before it.  A stalled pipe keeps reading and
+    discards, so that it notices the end of its source.
+
+    Args:
+        max_waiting: bytes that may wait to be sent before the source is no longer read.
     """
 
-    def __init__(self, source: socket.socket, sink: socket.socket, faults: FrameFaults) -> None:
+    def __init__(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        faults: FrameFaults,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         self._source = source
         self._sink = sink
         self._faults = faults
-        self._units = FrameCutter()
+        self._max_waiting = max_waiting
+        self._cutter = FrameCutter()
         self._queue: deque[DelayedFrame] = deque()
         self._queued = 0
         self._unsent = bytearray()
@@ -43,8 +53,8 @@ class Pipe:
 
     @property
     def wants_to_read(self) -> bool:
-        """Whether there is more to come, and room for it."""
-        return not self._ended and self._queued + len(self._unsent) <= MAX_WAITING
+        """Whether the source has not ended, and there is room for more."""
+        return not self._ended and self._queued + len(self._unsent) <= self._max_waiting
 
     @property
     def wants_to_write(self) -> bool:
@@ -53,14 +63,14 @@ class Pipe:
 
     @property
     def next_due(self) -> float | None:
-        """When to send next, whatever the sockets say."""
+        """When to call :meth:`send` even if no socket is ready."""
         dues = [self._queue[0].due] if self._queue else []
         if self._faults.held_until is not None:
             dues.append(self._faults.held_until)
         return min(dues, default=None)
 
     def receive(self, now: float) -> None:
-        """The source can be read.
+        """Read from the source.
 
         Raises:
             PipeLost: the connection broke, or was cut by a fault.
@@ -75,16 +85,16 @@ class Pipe:
             if not data:
                 raise PipeLost("closed by the end whose frames are stalled")
             return
-        for unit in self._units.feed(data) if data else self._units.rest():
-            self._enqueue(self._faults.feed(unit, now))
+        for frame in self._cutter.feed(data) if data else self._cutter.rest():
+            self._enqueue(self._faults.feed(frame, now))
             if self._faults.state is FlowState.CUT:
-                raise PipeLost("cut on purpose")
+                raise PipeLost("cut by a fault")
         if not data:
             self._ended = True
             self._enqueue(self._faults.flush(now))
 
     def send(self, now: float) -> None:
-        """Send what is due, as far as the sink takes it.
+        """Send what is due, as much as the sink takes.
 
         Raises:
             PipeLost: the connection broke.

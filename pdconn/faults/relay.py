@@ -1,20 +1,19 @@
-"""A relay between decode ranks and a lender that disturbs the frames it passes on.
+"""A relay between decode ranks and a lender that injects faults into the frames it passes.
 
 Both ends are real and unaware of it: decode dials the relay, the relay dials the
-lender, and each frame meets ``pdconn.faults.frames`` on its way::
+lender, and each frame passes through ``pdconn.faults.frames``::
 
-    decode ──► client socket ──► Pipe "there": Units, FrameFaults ──► target socket ──► lender
-           ◄──               ◄── Pipe "back"                      ◄──               ◄──
+    decode ──► client socket ──► Pipe "there": FrameFaults ──► target socket ──► lender
+           ◄──               ◄── Pipe "back"               ◄──               ◄──
 
-One thread, never blocked by either end: while more than ``MAX_WAITING`` bytes wait
-to go out, the other end is not read.  A lender that cannot be reached looks like
-one that hangs up at once, since the relay had to accept before it could know.
+One thread, never blocked by either end: while too many bytes wait to be sent to one end
+(``pdconn.faults.pipe``), the other end is not read.  A lender that cannot be reached looks
+like one that closes at once, since the relay accepts before it knows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import selectors
@@ -25,8 +24,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from random import Random
 
-from pdconn.faults.frames import FrameFaults, MessageFaults
+from pdconn.faults.frames import HOLD_S, FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe, PipeLost
+from pdconn.sidechannel.dial import connecting_to, resolve
 from pdconn.sidechannel.wakeup_queue import WakeupQueue
 
 log = logging.getLogger(__name__)
@@ -46,20 +46,20 @@ class _Link:
 
     @property
     def is_over(self) -> bool:
-        """Whether both ends have said all they had to say."""
+        """Whether both directions have ended."""
         return all(pipe.is_over for pipe in self.pipes)
 
     def receive(self, sock: object, now: float) -> None:
-        """``sock`` can be read."""
+        """Read from ``sock``."""
         self.pipes[0 if sock is self.sockets[0] else 1].receive(now)
 
     def send(self, now: float) -> None:
-        """Send what is due, both ways."""
+        """Send what is due, in both directions."""
         for pipe in self.pipes:
             pipe.send(now)
 
     def wanted(self) -> list[tuple[socket.socket, int]]:
-        """What to select each socket for."""
+        """The events to select each socket for."""
         there, back = self.pipes
         read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
         return [
@@ -74,8 +74,11 @@ class Relay:
     Every connection and direction draws from ``Random(f"{seed}/{connection}/{direction}")``:
     ``connection`` counts from 0, ``direction`` is ``there`` or ``back``.
 
-    ``counts`` has what was done: faults by kind, ``frames``, ``connections``, and
-    ``unreachable`` for connections that found nobody at the target.
+    ``counts`` has faults by kind, ``frames``, ``connections``, and ``unreachable`` for
+    connections that the target did not accept.
+
+    Args:
+        hold_s: how long a frame to be reordered waits for the next one.
     """
 
     def __init__(
@@ -84,17 +87,20 @@ class Relay:
         target_port: int,
         faults: MessageFaults,
         seed: int,
+        *,
         clock: Callable[[], float] = time.monotonic,
+        hold_s: float = HOLD_S,
     ) -> None:
         self._target = (target_host, target_port)
         self._faults = faults
         self._seed = seed
         self._clock = clock
+        self._hold_s = hold_s
         self._numbers = itertools.count()
         self._links: set[_Link] = set()
         self._stopping = False
         self.counts: Counter[str] = Counter()
-        self._mailbox: WakeupQueue[None] = WakeupQueue()
+        self._queue: WakeupQueue[None] = WakeupQueue()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._listener.setblocking(False)
         self.host, self.port = self._listener.getsockname()[:2]
@@ -105,18 +111,18 @@ class Relay:
     def close(self) -> None:
         """Close every connection and end the thread.  A second call does nothing."""
         self._stopping = True
-        self._mailbox.wake()
+        self._queue.wake()
         self._thread.join()
-        self._mailbox.close()
+        self._queue.close()
 
     def _run(self) -> None:
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
-            self._selector.register(self._mailbox.socket, selectors.EVENT_READ)
+            self._selector.register(self._queue.socket, selectors.EVENT_READ)
             while not self._stopping:
                 self._turn()
         except Exception:
-            log.critical("the relay thread stopped", exc_info=True)
+            log.critical("pdconn: relay thread died", exc_info=True)
         finally:
             for link in list(self._links):
                 self._drop(link)
@@ -125,17 +131,17 @@ class Relay:
 
     def _turn(self) -> None:
         readable: defaultdict[_Link, list[object]] = defaultdict(list)
-        for key, events in self._selector.select(self._pause_s()):
+        for key, events in self._selector.select(self._timeout_s()):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._mailbox.socket:
-                self._mailbox.hush()
+            elif key.fileobj is self._queue.socket:
+                self._queue.drain()
             elif events & selectors.EVENT_READ:
                 readable[key.data].append(key.fileobj)
         for link in list(self._links):
             self._serve(link, readable[link])
 
-    def _pause_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         dues = [pipe.next_due for link in self._links for pipe in link.pipes]
         soonest = min((due for due in dues if due is not None), default=None)
         return None if soonest is None else max(0.0, soonest - self._clock())
@@ -144,13 +150,13 @@ class Relay:
         try:
             client, _ = self._listener.accept()
         except OSError:
-            return  # who knocked has left
+            return  # the client has closed already
         number = next(self._numbers)
         self.counts["connections"] += 1
         try:
-            target = _dial(*self._target)
+            target = connecting_to(resolve(*self._target))
         except OSError as error:
-            log.info("pdconn: relay to %s:%s: %s", *self._target, error)
+            log.info("pdconn: relay cannot connect: %s target=%s:%s", error, *self._target)
             self.counts["unreachable"] += 1
             client.close()
             return
@@ -159,7 +165,7 @@ class Relay:
 
     def _faults_of(self, connection: int, direction: str) -> FrameFaults:
         rng = Random(f"{self._seed}/{connection}/{direction}")
-        return FrameFaults(self._faults, rng, self.counts)
+        return FrameFaults(self._faults, rng, self.counts, self._hold_s)
 
     def _serve(self, link: _Link, readable: list[object]) -> None:
         now = self._clock()
@@ -168,7 +174,7 @@ class Relay:
                 link.receive(sock, now)
             link.send(now)
         except PipeLost as error:
-            log.debug("pdconn: relay to %s:%s: %s", *self._target, error)
+            log.debug("pdconn: relayed connection ended: %s target=%s:%s", error, *self._target)
             if error.never_connected:
                 self.counts["unreachable"] += 1
             self._drop(link)
@@ -176,7 +182,7 @@ class Relay:
             self._select(link)
 
     def _select(self, link: _Link) -> None:
-        """Wait for what the link wants next, which may be nothing but time, or its end."""
+        """Select for what the link wants next; drop it once it is over."""
         if link.is_over:
             self._drop(link)
             return
@@ -199,7 +205,7 @@ class Relay:
 
 
 class Relays:
-    """A relay per lender, opened when it is first asked for; for one thread."""
+    """A relay per lender, opened on first use; for one thread."""
 
     def __init__(self, faults: MessageFaults, seed: int) -> None:
         self._faults = faults
@@ -207,7 +213,7 @@ class Relays:
         self._relays: dict[tuple[str, int], Relay] = {}
 
     def through(self, host: str, port: int) -> tuple[str, int]:
-        """Where to dial to reach ``host:port`` with faults on the way.
+        """The address to dial to reach ``host:port`` with faults on the way.
 
         Relay n has the seed ``seed + n``, so that two lenders do not fail alike.
         """
@@ -218,30 +224,10 @@ class Relays:
         return relay.host, relay.port
 
     def counts(self) -> Counter[str]:
-        """What all relays did."""
+        """The counts of all relays together."""
         return sum((relay.counts for relay in self._relays.values()), Counter())
 
     def close(self) -> None:
-        """Close every relay; the next ``through`` opens anew."""
+        """Close every relay; a later ``through`` opens a new one."""
         while self._relays:
             self._relays.popitem()[1].close()
-
-
-def _dial(host: str, port: int) -> socket.socket:
-    """A socket that is connecting.
-
-    Raises:
-        OSError: the name does not resolve, or the network refuses at once.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:
-        raise OSError(errno.EINVAL, f"{host!r} is no host name: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
-    sock.setblocking(False)
-    failed = sock.connect_ex(address)
-    if failed not in (0, errno.EINPROGRESS):
-        sock.close()
-        raise OSError(failed, errno.errorcode.get(failed, str(failed)))
-    return sock

@@ -1,15 +1,15 @@
-"""Which units a pull covers whole, and where their rows lie in our memory.
+"""Which units a pull covers wholly, and the place of their rows in our memory.
 
 A pull moves tokens ``[first, stop)``, in sub-blocks of both sides.  A unit that it covers
-partly is left out: only where a prefix hit or the last token lies inside of a unit, and
-no unit divides the sub-block::
+in part is left out.  That happens only where a prefix hit or the last token lies inside a
+unit, and no unit divides the sub-block::
 
     pulled                    [first ................ stop)
     units of the lender   |  10  |  11  |  12  |  13  |  14  |
     asked for                     [ 11 ......... 13 ]
 
-Written rows decide, not bytes: the unit of the lender's last token is whole when the pull
-has all rows of it that were written.
+Only written rows count: the unit of the lender's last token is covered if the pull has
+all of its written rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.integrity.sample import counted
-from pdconn.integrity.sums import I64, Grain, Terms, Units
+from pdconn.integrity.sums import I64, Grain, Terms, Units, counted
 from pdconn.planning.errors import MissingBlock
 from pdconn.planning.plan import Need, sub_blocks
 from pdconn.protocol.ticket import BlockList
@@ -30,7 +29,7 @@ from registration.references import AttentionKind, KVCacheDataReference, KVCache
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A chunk on both sides: groups, and rows per block; others are like it.
+    """A chunk on both sides: groups, and rows per block.
 
     ``their_ref`` and ``our_ref`` stand for all chunks of as many rows and tokens.
     """
@@ -87,7 +86,7 @@ def _asked(match: Match, need: Need, grain: Grain, num_tokens: int) -> range:
 
 
 def _units(match: Match, grain: Grain, numbers: I64, rows: int, blocks: BlockList) -> Units:
-    """Where units lie here: our block may hold several of them, or a part of one."""
+    """The place of units in our memory: our block may hold several of them, or a part of one."""
     our_rows = match.our_ref.num_rows or 1
     step = gcd(grain.rows, our_rows)
     needed = np.arange(-(-rows // step), dtype=np.int64)

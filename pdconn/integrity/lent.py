@@ -1,8 +1,8 @@
 """The lender's half: sums of what one rank lends, and answers from them.
 
 A rank computes its sums once, in the step after the request finished, while its blocks are
-lent; what changes in its memory later then shows as a difference.  Any number of readers ask
-afterwards, and an answer touches the sums only, never the KV.
+lent; a later change of its memory then shows as a difference.  Any number of readers may ask,
+and an answer touches only the sums, never the KV.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pdconn.integrity.errors import NotSummed
 from pdconn.integrity.memory import Cells, ReadMemory
-from pdconn.integrity.sample import counted
-from pdconn.integrity.sums import I64, U64, Grain, Terms, Units, piece_sums, total
-from pdconn.protocol.errors import MessageError
+from pdconn.integrity.sums import I64, U64, Grain, Terms, Units, counted, piece_sums, total
+from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.proof import NOTHING, ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList
 from registration.references import (
@@ -26,12 +24,16 @@ from registration.references import (
 )
 
 
+class NotSummed(ProtocolError):
+    """A checksum request for pieces that the lender has no sums of."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSums:
     """Sums of one chunk's pieces, shape (blocks, units of a block, heads).
 
-    ``first_head`` is model-wide.  A unit without a written row has sum 0, and is not
-    answered for.
+    ``first_head`` is model-wide.  A unit without a written row has sum 0, and no answer
+    includes it.
     """
 
     first_head: int
@@ -74,12 +76,12 @@ class LentSums:
     def answer(self, ask: ChecksumQuery) -> PieceSum:
         """The sum over what is asked.
 
-        Work is bounded: no honest ask names a chunk twice, since a reader takes from one
-        rank one range of heads.
+        Work is bounded: no honest query names a chunk twice, since a reader takes one range
+        of heads from one rank.
 
         Raises:
-            MessageError: a group, chunk, head or unit that we do not have, or shares that overlap.
-            NotSummed: units that were not lent, or were lent unsummed.
+            MessageError: a group, chunk, head or unit that we do not have, or overlapping shares.
+            NotSummed: units that were not lent, or not summed.
         """
         if self.terms.sampled and not ask.sampled:
             raise NotSummed("blocks asked for", "those of the sample", "all")
@@ -108,7 +110,7 @@ def lent_sums(
 
     Args:
         read: reaches the rank's memory.
-        references: the rank's memory, as it is said to peers.
+        references: the rank's memory, as in the Welcome.
         blocks: the lent blocks, one list per group, as in the ticket.
         terms: the request, its tokens, and whether all blocks or a sample are summed.
 
@@ -136,7 +138,7 @@ class _Chosen:
 
 
 def _chosen(terms: Terms, number: int, group: KVCacheGroupReference, listed: BlockList) -> _Chosen:
-    """No holes, nothing behind the last token, and of a sample only what is in it."""
+    """Leave out holes, blocks behind the last token, and blocks outside of the sample."""
     ids = listed.array
     logical = listed.first + np.arange(len(ids), dtype=np.int64)
     keep = (ids != 0) & (logical * group.block_tokens < terms.num_tokens)

@@ -5,9 +5,9 @@ Rows of a head may lie together or apart, and heads inside of rows or around the
     block, head, token   | h0: r0 r1 r2 r3 | h1: r0 r1 r2 r3 |     a strip of 2 rows is one run
     block, token, head   | r0: h0 h1 | r1: h0 h1 | r2: ...          it is two runs
 
-Both are one strided view over the whole cache, indexed by block and strip.  Bytes come
-back in order of rows, so that a hash of a strip does not depend on the layout.  Runs in
-host memory come back as they lie, without a copy, which is twice as fast.
+Both are one strided view over the whole cache, indexed by block and strip.  Bytes are
+returned in order of rows, so that a hash of a strip does not depend on the layout.  Runs in
+host memory are returned as views, without a copy, which is twice as fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Where the rows of some heads of one chunk lie: ``rows`` per block, all blocks.
+    """The place of the rows of some heads of one chunk: ``rows`` per block, all blocks.
 
     Strides and ``offset`` (of block 0, first head, row 0, from the memory's base) are in
     bytes; ``first_head`` is model-wide.  An opaque block is one row per head.
@@ -150,8 +150,8 @@ class HostMemory:
 class CudaMemory:
     """Reads memory of a GPU: strips are collected there, then copied to the host.
 
-    The copy waits for the current stream only.  Who calls sees to it that the kernels
-    that wrote the KV have finished.
+    The copy waits for the current stream only.  The caller ensures that the kernels that
+    wrote the KV have finished.
     """
 
     def gather(self, cells: Cells, step: int, ids: I64, strips: I64) -> Iterable[U8]:
@@ -190,7 +190,7 @@ class AnyMemory:
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """What torch asks of foreign device memory."""
+    """Foreign device memory, in the form that torch imports."""
 
     memory: Memory
 
@@ -205,6 +205,6 @@ class _OnDevice:
 
 
 def _check_not_negative(ids: I64, strips: I64) -> None:
-    """Numpy would count from the end."""
+    """Refuse negative indices, which numpy counts from the end."""
     if len(ids) and (ids.min() < 0 or strips.min() < 0):
         raise IndexError(f"lowest block {ids.min()}, lowest strip {strips.min()}")

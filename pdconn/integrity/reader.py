@@ -1,7 +1,7 @@
 """The reader's half: what to ask of each rank that it read from, and its own sums.
 
-Which units a pull covers says :mod:`pdconn.integrity.covered`; here they meet the chunks
-and heads that each rank of the lender was read for.
+:mod:`pdconn.integrity.covered` says which units a pull covers; here they are combined with
+the chunks and heads that were read from each rank of the lender.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.integrity.covered import Match, covered
-from pdconn.integrity.errors import Corrupted
 from pdconn.integrity.memory import Cells, ReadMemory
 from pdconn.integrity.sums import Terms, Units, piece_sums, total
 from pdconn.planning.plan import Need
@@ -20,11 +19,23 @@ from pdconn.protocol.proof import MAX_SHARES, NOTHING, ChecksumQuery, PieceRange
 from registration.references import KVCacheDataReference, KVCacheReferences
 
 
+class Corrupted(Exception):
+    """Our bytes are not those that the lender summed when it lent them."""
+
+    def __init__(self, rank: int, field: str, theirs: int, ours: int) -> None:
+        self.rank = rank
+        self.field = field
+        self.theirs = theirs
+        self.ours = ours
+        shown = f"{theirs:#018x}, ours {ours:#018x}" if field == "sum" else f"{theirs}, ours {ours}"
+        super().__init__(f"{field} of what was read from rank {rank}: theirs {shown}")
+
+
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Chunks that are asked for alike: same groups, heads and rows, from one rank.
+    """Chunks from one rank that share a query: same groups, heads and rows.
 
-    ``chunks`` are their places in the lender's group, ascending, and ``ours`` the same
+    ``chunks`` are their positions in the lender's group, ascending, and ``ours`` the same
     chunks here.
     """
 
@@ -36,7 +47,7 @@ class Bundle:
     ours: tuple[KVCacheDataReference, ...]
 
     def shares(self, units: range) -> list[PieceRange]:
-        """What to ask for: a share for every run of neighbouring chunks."""
+        """A share for every run of neighbouring chunks."""
         made = []
         start = 0
         for end in range(1, len(self.chunks) + 1):
@@ -53,9 +64,9 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """What one rank of the lender is asked, and where the same bytes lie here.
+    """The queries to one rank of the lender, and the place of the same bytes here.
 
-    ``asks`` is one ask, unless the groups are cut into thousands of shares.
+    ``asks`` is one query, unless the groups are cut into thousands of shares.
     """
 
     rank: int
@@ -71,7 +82,7 @@ class Expected:
         )
 
     def ours(self, read: ReadMemory) -> PieceSum:
-        """The same sum over our memory: compute it once every read has settled."""
+        """The same sum over our memory: compute it after every read has settled."""
         found = NOTHING
         for ref, cells, units in self.cells:
             sums = piece_sums(read, ref, cells, units)
@@ -79,7 +90,7 @@ class Expected:
         return found
 
     def compare(self, theirs: PieceSum, ours: PieceSum) -> None:
-        """Hold the lender's answer (the sum of its answers, if asked more often) to ours.
+        """Compare the lender's answer (the sum of its answers to all ``asks``) with ours.
 
         Raises:
             Corrupted: they differ.
@@ -92,7 +103,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Everything about a peer that checks are made from: made once, at the greeting."""
+    """Everything about a peer that checks derive from: made once, at the greeting."""
 
     references: KVCacheReferences
     bundles: tuple[Bundle, ...]
@@ -111,8 +122,8 @@ class Checks:
     def expect(self, need: Need, terms: Terms) -> tuple[Expected, ...]:
         """What to ask of each rank that a pull of ``need`` reads from.
 
-        Ranks are left out from which nothing is read, and in a sample those of which no
-        block counts.
+        Ranks from which nothing is read are left out, and in a sample those without a
+        counted block.
 
         Raises:
             MissingBlock: a block of ours is a hole where the pull wrote.

@@ -9,10 +9,10 @@ that from the block's start.  A *piece* is one head of one layer's chunk in one 
     pieces of a head     |  hash  |  hash  |  hash  | hash|        the last: 5 tokens
 
 A piece's sum is XXH3-64 of its rows in order, seeded with its name: layer, chunk,
-model-wide head, number of the unit.  A block, head or layer in another's place therefore
+model-wide head, number of the unit.  A block, head or layer in the place of another therefore
 changes the sum though all bytes are there.  Sums of many pieces are added modulo 2^64:
-any reader can ask for the sum over just what it read.  That tells accidents (a wrong
-address, a freed block, a torn copy), each unnoticed with a chance of 2^-64; it is no
+any reader can ask for the sum over just what it read.  That detects accidents (a wrong
+address, a freed block, a torn copy), each missed with a chance of 2^-64; it is no
 defence against a lender that lies.
 
 Units exist because readers have other block sizes.  vLLM's are multiples of 16 tokens,
@@ -22,6 +22,12 @@ is then read whole or not at all.
 Rows beyond the tokens that the lender computed were never written.  They are moved with
 the last block, and are left out here: a step that vLLM had scheduled already may still
 write them.  An opaque block cannot be cut and is hashed whole.
+
+``verify: sample`` sums one block in sixteen, which both sides choose alike without a message:
+by a hash of the request's name, the lender's group and the logical block, so that over many
+requests every block, group and layer is checked; and always the blocks of the last two
+tokens.  Two, because a reader computes a prompt's last token itself: the last block that it
+reads is the block of one or the other.
 """
 
 from __future__ import annotations
@@ -45,8 +51,11 @@ U64 = NDArray[np.uint64]
 UNIT_TOKENS = 16
 """Tokens of a unit; it divides every block size of vLLM's attention backends."""
 
+SAMPLED_ONE_IN = 16
+"""Of how many blocks one is in the sample."""
+
 _GATHERED_NBYTES = 1 << 21
-"""Bytes hashed at a time, under the interpreter's lock (0.3 ms), and copied if apart."""
+"""Bytes hashed at a time, under the interpreter's lock (0.3 ms), and copied if scattered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class Grain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Units of equally many rows, and where they lie: one or several strips each.
+    """Units of equally many rows, and their place in memory: one or several strips each.
 
     ``numbers`` has shape (n,) and counts from the start of the sequence; ``ids`` and
     ``strips`` have shape (n, k): the j-th ``step`` rows of unit i are strip
@@ -115,6 +124,17 @@ class Units:
             yield Units(self.numbers[cut], self.ids[cut], self.strips[cut], self.step, self.rows)
 
 
+def counted(terms: Terms, group: int, block_tokens: int, blocks: I64) -> NDArray[np.bool_]:
+    """Whether each logical block of the lender's ``group`` counts under ``terms``."""
+    if not terms.sampled:
+        return np.ones(len(blocks), dtype=bool)
+    name = np.uint64(xxh3_64_intdigest(f"{group}:{terms.request}".encode()))
+    chosen: NDArray[np.bool_] = mixed(name ^ mixed(blocks.astype(np.uint64))) % SAMPLED_ONE_IN == 0
+    for token in (terms.num_tokens - 1, terms.num_tokens - 2):
+        chosen |= blocks == token // block_tokens
+    return chosen
+
+
 def piece_sums(read: ReadMemory, ref: KVCacheDataReference, cells: Cells, units: Units) -> U64:
     """Sum of every piece, shape (units, heads).
 
@@ -122,7 +142,7 @@ def piece_sums(read: ReadMemory, ref: KVCacheDataReference, cells: Cells, units:
         read: reaches the memory.
         ref: names the chunk.
         cells: the heads to sum.
-        units: where they lie.
+        units: their places.
     """
     per_unit = units.ids.shape[1] * cells.num_heads
     each = max(1, _GATHERED_NBYTES // (per_unit * units.step * cells.row_nbytes))
@@ -147,7 +167,7 @@ def seeds_of(layer: str, chunk: int, units: I64, cells: Cells) -> U64:
 
 
 def mixed(numbers: U64) -> U64:
-    """Numbers whose every bit depends on every bit of ``numbers``, none of them twice.
+    """A bijection in which every bit depends on every bit of the input.
 
     The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
@@ -169,7 +189,7 @@ def _rows(read: ReadMemory, cells: Cells, units: Units) -> Iterable[U8]:
 
 
 def _hashed(rows: Iterable[U8], seeds: U64) -> U64:
-    """A call of C per piece and nothing else: numpy has no hash of bytes."""
+    """One C call per piece and nothing else: numpy has no hash of bytes."""
     heads: Iterable[Any] = chain.from_iterable(rows)
     sums = map(xxh3_64_intdigest, heads, seeds.ravel().tolist())
     return np.fromiter(sums, dtype=np.uint64, count=seeds.size).reshape(seeds.shape)

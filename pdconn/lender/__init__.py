@@ -1,0 +1,1 @@
+"""The prefill side of the side channel: sessions of readers, leases, admission, checksums."""

@@ -1,9 +1,10 @@
-"""Who may stand in the lender's doorway, and for how long.
+"""Admission control of the lender's listener: which connections may stay, and how long.
 
-Anybody can open a connection.  Whoever has not greeted, sends half a frame, or does not
-read what it asked for is *loitering*, and is shown out after ``LOITER_S``.  When too many
-loiter, the one that came first goes first, so a crowd of strangers delays a guest by
-less than it takes the guest to greet.  One host cannot take all places either.
+Any host can open a connection.  A connection *stalls* while its peer has not sent a valid
+Hello, has sent part of a frame, or does not read its replies; it is closed after ``stall_s``.
+When too many stall at once, the oldest of them is closed, so a flood of idle connections
+delays a decode engine by less than its greeting takes.  One host cannot use up all
+connections either.
 
 Pure: time is an argument.
 """
@@ -12,75 +13,98 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-V = TypeVar("V", bound=Hashable)
-
-MAX_VISITORS = 8192
-MAX_VISITORS_OF_HOST = 2048
-MAX_LOITERERS = 512
-LOITER_S = 10.0
+S = TypeVar("S", bound=Hashable)
 
 
-class AdmissionControl(Generic[V]):
-    """Counts visitors by host, and times those that loiter.
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Bounds of a lender's listener and of each of its connections.
 
-    Args:
-        places: how many may be inside, ``MAX_VISITORS`` at most.
+    Attributes:
+        connections: open at once; a lender lowers it to half of the process's file limit.
+        per_host: open at once from one host.
+        stalled: of the open ones, how many may stall at once.
+        stall_s: seconds that one may stall.
+        claims: claims that one connection may hold.
+        checksum_requests: that may wait, of all connections; some 20 kB each at most.
+        frame_nbytes: longest frame that a reader may send.
+        unsent_nbytes: replies that may wait for one reader.
+        accept_pause_s: seconds without accept() after the system could not open a connection.
     """
 
-    def __init__(self, places: int = MAX_VISITORS) -> None:
-        self._places = min(places, MAX_VISITORS)
-        self._hosts: dict[V, str] = {}
-        self._by_host: Counter[str] = Counter()
-        self._loiterers: OrderedDict[V, float] = OrderedDict()
+    connections: int = 8192
+    per_host: int = 2048
+    stalled: int = 512
+    stall_s: float = 10.0
+    claims: int = 1 << 14
+    checksum_requests: int = 1024
+    frame_nbytes: int = 1 << 20
+    unsent_nbytes: int = 1 << 26
+    accept_pause_s: float = 0.5
+
+
+class AdmissionControl(Generic[S]):
+    """Counts sessions by host, and times those that stall.
+
+    Args:
+        limits: what is allowed.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._hosts: dict[S, str] = {}
+        self._num_of_host: Counter[str] = Counter()
+        self._stalled: OrderedDict[S, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._hosts)
 
     def refusal(self, host: str) -> str | None:
-        """Why nobody else from ``host`` may enter now, or None."""
-        if len(self._hosts) >= self._places:
-            return f"{self._places} connections are open"
-        if self._by_host[host] >= MAX_VISITORS_OF_HOST:
-            return f"{MAX_VISITORS_OF_HOST} connections of {host} are open"
+        """Why another connection from ``host`` is refused now, or None."""
+        if len(self._hosts) >= self._limits.connections:
+            return f"{self._limits.connections} connections are open"
+        if self._num_of_host[host] >= self._limits.per_host:
+            return f"{self._limits.per_host} connections from {host} are open"
         return None
 
-    def enter(self, visitor: V, host: str, now: float) -> V | None:
-        """A visitor came; returns one to show out in its place, or None."""
-        self._hosts[visitor] = host
-        self._by_host[host] += 1
-        self._loiterers[visitor] = now + LOITER_S
-        if len(self._loiterers) > MAX_LOITERERS:
-            return next(iter(self._loiterers))
+    def admit(self, session: S, host: str, now: float) -> S | None:
+        """Add a session; return the one to close because too many stall, or None."""
+        self._hosts[session] = host
+        self._num_of_host[host] += 1
+        self._stalled[session] = now + self._limits.stall_s
+        if len(self._stalled) > self._limits.stalled:
+            return next(iter(self._stalled))
         return None
 
-    def observe(self, visitor: V, loiters: bool, now: float) -> None:
-        """Note whether a visitor that is inside loiters just now."""
-        if not loiters:
-            self._loiterers.pop(visitor, None)
-        elif visitor in self._hosts:
-            self._loiterers.setdefault(visitor, now + LOITER_S)
+    def observe(self, session: S, stalls: bool, now: float) -> None:
+        """Note whether an admitted session stalls now; its timer runs from the first time."""
+        if not stalls:
+            self._stalled.pop(session, None)
+        elif session in self._hosts:
+            self._stalled.setdefault(session, now + self._limits.stall_s)
 
-    def leave(self, visitor: V) -> None:
-        """A visitor went; unknown ones are ignored."""
-        host = self._hosts.pop(visitor, None)
+    def remove(self, session: S) -> None:
+        """A session was closed; unknown ones are ignored."""
+        host = self._hosts.pop(session, None)
         if host is None:
             return
-        self._loiterers.pop(visitor, None)
-        self._by_host[host] -= 1
-        if not self._by_host[host]:
-            del self._by_host[host]
+        self._stalled.pop(session, None)
+        self._num_of_host[host] -= 1
+        if not self._num_of_host[host]:
+            del self._num_of_host[host]
 
-    def overdue(self, now: float) -> Iterator[V]:
-        """Who has loitered too long.  The caller shows each out before asking for the next."""
-        while self._loiterers:
-            visitor, until = next(iter(self._loiterers.items()))
+    def overdue(self, now: float) -> Iterator[S]:
+        """Sessions that stalled for too long.  Close each before asking for the next."""
+        while self._stalled:
+            session, until = next(iter(self._stalled.items()))
             if until > now:
                 return
-            del self._loiterers[visitor]
-            yield visitor
+            del self._stalled[session]
+            yield session
 
     def next_deadline(self) -> float | None:
-        """When somebody may be overdue."""
-        return next(iter(self._loiterers.values()), None)
+        """When a session may be overdue, or None when none stalls."""
+        return next(iter(self._stalled.values()), None)

@@ -1,8 +1,8 @@
 """Checksums of what a lender lends, and the readers that wait for them.
 
-Workers sum a request's blocks one step after it finished, so an ask may come before the
-sums: it waits, until they are there or the lease has ended.  An answer adds up thousands of
-sums, so it is made when :meth:`ChecksumResponder.work` is called, one at a time: a caller that
+Workers sum a request's blocks one step after it finished, so a checksum request may arrive
+before the sums: it waits until they are there, or the lease has ended.  An answer adds up
+thousands of sums, so :meth:`ChecksumResponder.work` makes one at a time: a caller that
 alternates it with other work keeps renewals prompt.
 """
 
@@ -12,112 +12,119 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdconn.integrity.errors import NotSummed
-from pdconn.integrity.lent import LentSums
+from pdconn.integrity.lent import LentSums, NotSummed
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import Checksum, ChecksumRequest, ChecksumUnavailable, Reader
 
-MAX_WAITING = 1024
-"""Asks that may wait, of all visitors together; some 20 kB each at the most."""
-
 MAX_ASKS = 4
-"""Of one reader for one rank; honest ones need one, unless they have thousands of shares."""
+"""Per reader and rank; one is enough, unless a reader has thousands of shares."""
 
-Visitor = TypeVar("Visitor")
-Waiting = tuple[Visitor, ChecksumRequest]
+_ENDED = "the lease has ended"
+
+S = TypeVar("S")
+Waiting = tuple[S, ChecksumRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSums:
+    """The sums that worker ``rank`` made of what ``request`` lends; None if it failed."""
+
+    request: str
+    rank: int
+    sums: LentSums | None
 
 
 @dataclass(slots=True)
-class _Lent(Generic[Visitor]):
-    """One lease: its ranks' sums, asks for ranks that are still to come, and their count."""
+class _LeaseSums(Generic[S]):
+    """One lease: sums by rank, requests for ranks that have no sums yet, and their count."""
 
     sums: dict[int, LentSums | None] = field(default_factory=dict)
-    waiting: defaultdict[int, list[Waiting[Visitor]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    waiting: defaultdict[int, list[Waiting[S]]] = field(default_factory=lambda: defaultdict(list))
     asks: Counter[tuple[Reader, int]] = field(default_factory=Counter)
 
 
-class ChecksumResponder(Generic[Visitor]):
-    """Sums by request and rank.
+class ChecksumResponder(Generic[S]):
+    """Sums by request and rank, and the sessions to answer.
 
     Args:
         num_ranks: ranks of this lender.
         is_summing: whether its workers make sums at all.
+        max_waiting: requests that may wait, of all sessions together.
 
-    Memory: 8 bytes per sum (see :attr:`LentSums.nbytes`) of every lease that is held.
+    Memory: 8 bytes per sum (see :attr:`LentSums.nbytes`) of every lease that has not ended.
     """
 
-    def __init__(self, num_ranks: int, is_summing: bool) -> None:
+    def __init__(self, num_ranks: int, is_summing: bool, max_waiting: int) -> None:
         self._num_ranks = num_ranks
         self._is_summing = is_summing
-        self._lent: defaultdict[str, _Lent[Visitor]] = defaultdict(_Lent)
-        self._ready: deque[Waiting[Visitor]] = deque()
+        self._leases: defaultdict[str, _LeaseSums[S]] = defaultdict(_LeaseSums)
+        self._ready: deque[Waiting[S]] = deque()
+        self._max_waiting = max_waiting
         self._num_waiting = 0
 
     def __len__(self) -> int:
-        return len(self._lent)
+        return len(self._leases)
 
     @property
     def has_work(self) -> bool:
         """Whether an answer can be made."""
         return bool(self._ready)
 
-    def add(self, request: str, rank: int, sums: LentSums | None) -> None:
-        """A rank summed what ``request`` lends, or could not."""
-        lent = self._lent[request]
-        lent.sums[rank] = sums
-        self._ready += lent.waiting.pop(rank, [])
+    def add(self, made: RankSums) -> None:
+        """A rank summed what a request lends, or failed to."""
+        lease = self._leases[made.request]
+        lease.sums[made.rank] = made.sums
+        self._ready += lease.waiting.pop(made.rank, [])
 
-    def ask(self, visitor: Visitor, prove: ChecksumRequest) -> ChecksumUnavailable | None:
-        """A visitor that holds a claim asks; None says that the answer comes later."""
+    def ask(self, session: S, request: ChecksumRequest) -> ChecksumUnavailable | None:
+        """A session that holds a claim asks; None means that the answer comes later."""
         if not self._is_summing:
-            return _unproven(prove, "prefill keeps no checksums: set verify there too")
-        rank = prove.ask.rank
+            return _unavailable(request, "prefill keeps no checksums: set verify there too")
+        rank = request.ask.rank
         if rank >= self._num_ranks:
-            return _unproven(prove, f"rank: expected below {self._num_ranks}, got {rank}")
-        if self._num_waiting >= MAX_WAITING:
-            return _unproven(prove, f"{MAX_WAITING} others wait for checksums")
-        lent = self._lent[prove.request]
-        if lent.asks[prove.reader, rank] >= MAX_ASKS:
-            return _unproven(prove, f"rank {rank} was asked {MAX_ASKS} times already")
-        lent.asks[prove.reader, rank] += 1
+            return _unavailable(request, f"rank: expected below {self._num_ranks}, got {rank}")
+        if self._num_waiting >= self._max_waiting:
+            return _unavailable(request, f"{self._max_waiting} others wait for checksums")
+        lease = self._leases[request.request]
+        if lease.asks[request.reader, rank] >= MAX_ASKS:
+            return _unavailable(request, f"rank {rank} was asked {MAX_ASKS} times already")
+        lease.asks[request.reader, rank] += 1
         self._num_waiting += 1
-        if rank in lent.sums:
-            self._ready.append((visitor, prove))
+        if rank in lease.sums:
+            self._ready.append((session, request))
         else:
-            lent.waiting[rank].append((visitor, prove))
+            lease.waiting[rank].append((session, request))
         return None
 
-    def work(self) -> tuple[Visitor, Checksum | ChecksumUnavailable] | None:
+    def work(self) -> tuple[S, Checksum | ChecksumUnavailable] | None:
         """Make one answer; None when there is none to make."""
         if not self._ready:
             return None
-        visitor, prove = self._ready.popleft()
+        session, request = self._ready.popleft()
         self._num_waiting -= 1
-        lent = self._lent.get(prove.request)
-        if lent is None:
-            return visitor, _unproven(prove, "the lease has ended")
-        return visitor, _answer(lent.sums[prove.ask.rank], prove)
+        lease = self._leases.get(request.request)
+        if lease is None:
+            return session, _unavailable(request, _ENDED)
+        return session, _answer(lease.sums[request.ask.rank], request)
 
-    def forget(self, request: str) -> list[tuple[Visitor, ChecksumUnavailable]]:
-        """A lease ended; answers to those that still waited for its sums."""
-        lent = self._lent.pop(request, None)
-        if lent is None:
+    def forget(self, request: str) -> list[tuple[S, ChecksumUnavailable]]:
+        """A lease ended; answers to the sessions that still waited for its sums."""
+        lease = self._leases.pop(request, None)
+        if lease is None:
             return []
-        over = [waiting for of_rank in lent.waiting.values() for waiting in of_rank]
-        self._num_waiting -= len(over)
-        return [(visitor, _unproven(prove, "the lease has ended")) for visitor, prove in over]
+        unanswered = [waiting for of_rank in lease.waiting.values() for waiting in of_rank]
+        self._num_waiting -= len(unanswered)
+        return [(session, _unavailable(asked, _ENDED)) for session, asked in unanswered]
 
 
-def _answer(sums: LentSums | None, prove: ChecksumRequest) -> Checksum | ChecksumUnavailable:
+def _answer(sums: LentSums | None, request: ChecksumRequest) -> Checksum | ChecksumUnavailable:
     if sums is None:
-        return _unproven(prove, "prefill failed to make its checksums")
+        return _unavailable(request, "prefill failed to make its checksums")
     try:
-        return Checksum(prove.number, prove.reader.pull, sums.answer(prove.ask))
+        return Checksum(request.number, request.reader.pull, sums.answer(request.ask))
     except (NotSummed, MessageError) as error:
-        return _unproven(prove, str(error))
+        return _unavailable(request, str(error))
 
 
-def _unproven(prove: ChecksumRequest, detail: str) -> ChecksumUnavailable:
-    return ChecksumUnavailable(prove.number, prove.reader.pull, detail)
+def _unavailable(request: ChecksumRequest, detail: str) -> ChecksumUnavailable:
+    return ChecksumUnavailable(request.number, request.reader.pull, detail)

@@ -1,15 +1,18 @@
 """The lender: a prefill engine's side-channel server, on a thread of its own.
 
-It owns the leases.  The engine posts what it lends and collects what is free
+It owns the leases.  The engine's thread posts what it lends and collects what is free
 again; decode ranks greet, claim, renew and report over TCP::
 
-    engine thread ── lend, abort ──► mailbox ─┐
-                  ◄── collect ── freed        ├── one thread: desk + door + sockets
-    decode ranks ◄── frames ──────────────────┘
+    engine's thread ── lend, abort, add_sums ──► WakeupQueue ─┐
+                    ◄── collect, take_counts ─── Outbox ◄─────┤  one thread: LenderSessions,
+    decode ranks ◄── frames ──► Connection ───────────────────┘  AdmissionControl, sockets
 
-The mailbox is emptied after a socket was read and before what it said is heeded, so a
-lease is in the book before a claim for it can be.  A lease does not wake the thread
-unless it would sleep longer than the lease lasts.
+The two arrows on the left are the whole thread boundary: no other thread touches the
+sessions, their leases or their counts.
+
+The queue is emptied after a socket was read and before its messages are handled, so a lease
+is in the table before a claim on it can be.  Lending does not wake the thread unless it
+would sleep longer than the lease lasts.
 """
 
 from __future__ import annotations
@@ -22,26 +25,23 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from pdconn.integrity.lent import LentSums
-from pdconn.lender.admission import MAX_VISITORS, AdmissionControl
-from pdconn.lender.sessions import LenderSessions, Session
+from pdconn.lender.admission import AdmissionControl, ConnectionLimits
+from pdconn.lender.checksums import RankSums
+from pdconn.lender.sessions import Abort, EngineCommand, LenderSessions, Session
+from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
+from pdconn.sidechannel.outbox import Outbox
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.wakeup_queue import WakeupQueue
-from pdconn.sidechannel.wire import PolledConnection
 
 log = logging.getLogger(__name__)
-
-MAX_INBOUND_FRAME = 1 << 20
-MAX_UNSENT = 1 << 26
-ACCEPT_PAUSE_S = 0.5
-"""How long nobody is let in after the system could not open a connection."""
 
 
 class SideChannelInUse(OSError):
@@ -52,41 +52,22 @@ class LenderBroken(RuntimeError):
     """The lender's thread died; what is lent would stay lent, so the engine must stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Lend:
-    request: str
-    ticket: bytes
-    ttl_s: float
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    request: str
-    rank: int
-    sums: LentSums | None
-
-
 class Lender:
     """Serves ``welcome`` and leases at ``host:port`` until closed.
 
     Args:
-        welcome: our geometry; its incarnation is what visitors must want.
+        welcome: our geometry; a Hello must name its incarnation.
         host: address to listen at, which tickets name too.
         port: 0 picks a free one; see :attr:`port`.
-        security: what visitors must prove; nothing by default.
+        security: how readers must authenticate; not at all by default.
         is_summing: whether checksums of what is lent will be added.
+        limits: bounds of connections.
         clock: seconds that never go back.
 
     Raises:
         SideChannelInUse: the port is taken.
         OSError: the address cannot be listened at.
-        Unprotected: strangers could reach ``host``, and nothing would stop them.
+        Unprotected: other hosts could reach ``host``, and nothing authenticates them.
     """
 
     def __init__(
@@ -97,6 +78,7 @@ class Lender:
         *,
         security: Security | None = None,
         is_summing: bool = False,
+        limits: ConnectionLimits | None = None,
         clock: Callable[[], float] = steady,
     ) -> None:
         self._security = security or Security()
@@ -104,15 +86,17 @@ class Lender:
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        self._place = f"{host}:{self.port}"
-        self._mailbox: WakeupQueue[_Lend | _Abort | _Sums] = WakeupQueue()
-        self._desk = LenderSessions(welcome, is_summing, self._warn)
-        self._door: AdmissionControl[Session] = AdmissionControl(_half_of_our_files())
-        self._wires: dict[Session, PolledConnection] = {}
+        self._endpoint = f"{host}:{self.port}"
+        self._limits = _within_file_limit(limits or ConnectionLimits())
+        self._commands: WakeupQueue[EngineCommand] = WakeupQueue()
+        self._outbox: Outbox[FreedLease] = Outbox()
+        self._sessions = LenderSessions(welcome, is_summing, self._warn, self._limits)
+        self._admission: AdmissionControl[Session] = AdmissionControl(self._limits)
+        self._connections: dict[Session, Connection] = {}
         self._accept_from: float | None = None
         self._sleeps_until = 0.0
-        self._silent_until = 0.0
-        self._unsaid = 0
+        self._quiet_until = 0.0
+        self._num_suppressed = 0
         self._selector = selectors.DefaultSelector()
         self._broken: str | None = None
         self._stopping = False
@@ -121,23 +105,27 @@ class Lender:
 
     @property
     def counts(self) -> Counter[str]:
-        """Leases, claims, refusals and visitors counted since :meth:`take_counts`."""
-        return self._desk.counts
+        """A copy of what was counted since :meth:`take_counts`."""
+        return self._outbox.counts
 
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
-        """What a ticket with digest ``ticket`` names stays as it is until collected as freed."""
+        """Lend what the ticket with digest ``ticket`` names, until collected as freed.
+
+        Raises:
+            ValueError: ``ttl_s`` is below a millisecond.
+        """
         now = self._clock()
-        self._mailbox.leave(_Lend(request, ticket, ttl_s, now))
+        self._commands.put_quietly(LeaseOffer(request, ticket, ttl_s, now))
         if self._sleeps_until > now + ttl_s:
-            self._mailbox.wake()
+            self._commands.wake()
 
     def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
-        """Rank ``rank`` has summed what ``request`` lends, for readers that want proof."""
-        self._mailbox.post(_Sums(request, rank, sums))
+        """Rank ``rank`` has summed what ``request`` lends, for readers that verify."""
+        self._commands.put(RankSums(request, rank, sums))
 
     def abort(self, request: str) -> None:
-        """Take the blocks back as soon as no granted claim can be believed."""
-        self._mailbox.post(_Abort(request))
+        """Take the blocks back as soon as no claim on them holds."""
+        self._commands.put(Abort(request))
 
     def collect(self) -> list[FreedLease]:
         """Leases that ended since the last call; never blocks.
@@ -147,179 +135,196 @@ class Lender:
         """
         if self._broken is not None:
             raise LenderBroken(self._broken)
-        freed = []
-        while self._desk.freed:
-            freed.append(self._desk.freed.popleft())
-        return freed
+        return self._outbox.take_reports()
 
     def take_counts(self) -> dict[str, int]:
-        """Leases, claims and refusals counted since the last call."""
-        counts, self._desk.counts = self._desk.counts, Counter()
-        return dict(counts)
+        """Leases, claims, refusals and connections counted since the last call."""
+        return self._outbox.take_counts()
 
     def close(self) -> None:
         """Stop serving and close every socket.  A second call does nothing."""
         self._stopping = True
-        self._mailbox.wake()
+        self._commands.wake()
         self._thread.join()
-        self._mailbox.close()
+        self._commands.close()
 
     def _run(self) -> None:
-        self._selector.register(self._mailbox.socket, selectors.EVENT_READ, None)
+        self._selector.register(self._commands.socket, selectors.EVENT_READ, None)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         try:
             while not self._stopping:
                 self._turn()
         except Exception as error:
-            log.critical("the side channel stopped: leases will run out unread", exc_info=True)
+            log.critical("pdconn: lender thread died; leases expire unread", exc_info=True)
             self._broken = f"{type(error).__name__}: {error}"
         finally:
-            for visitor in list(self._wires):
-                self._drop(visitor, "the engine is shutting down")
+            for session in list(self._connections):
+                self._close(session, "the engine is shutting down")
+            self._publish()
             self._listener.close()
             self._selector.close()
 
     def _turn(self) -> None:
-        ready = self._selector.select(self._patience())
+        """Wait, handle what arrived, publish, reply, and close what stalled."""
+        ready = self._selector.select(self._timeout_s())
         touched = []
         for key, _ in ready:
             if key.data is not None:
-                self._serve(key.data)
+                self._receive(key.data)
                 touched.append(key.data)
             elif key.fileobj is self._listener:
                 self._accept()
             else:
-                self._mailbox.hush()
-        self._heed_engine()
+                self._commands.drain()
+        self._apply_commands()
         now = self._clock()
-        self._desk.tick(now)
-        if self._desk.has_work:
-            self._desk.work()
-        touched += self._desk.take_told()
-        for visitor in touched:
-            self._answer(visitor, now)
-        for visitor in self._door.overdue(now):
-            self._show_out(visitor, "silent for too long")
+        self._sessions.tick(now)
+        if self._sessions.has_work:
+            self._sessions.work()
+        touched += self._sessions.take_pending()
+        self._publish()  # before the replies, so that a reader is never ahead of the counts
+        for session in touched:
+            self._reply(session, now)
+        for session in self._admission.overdue(now):
+            self._time_out(session, "stalled for too long")
         if self._accept_from is not None and now >= self._accept_from:
             self._accept_from = None
             self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._publish()
 
-    def _patience(self) -> float | None:
+    def _timeout_s(self) -> float | None:
+        """How long to sleep; None until a socket is ready."""
         due = math.inf
-        for at in (self._desk.next_deadline(), self._door.next_deadline(), self._accept_from):
+        for at in (
+            self._sessions.next_deadline(),
+            self._admission.next_deadline(),
+            self._accept_from,
+        ):
             if at is not None and at < due:
                 due = at
-        self._sleeps_until = due  # before the mailbox is looked at: see ``runtime.mailbox``
-        if self._mailbox or self._desk.has_work:
+        # Published before the queue is looked at: see pdconn.sidechannel.wakeup_queue.
+        self._sleeps_until = due
+        if self._commands or self._sessions.has_work:
             return 0.0
         return None if due == math.inf else max(0.0, due - self._clock())
 
-    def _heed_engine(self) -> None:
-        for item in self._mailbox.take():
-            if isinstance(item, _Sums):
-                self._desk.add_sums(item.request, item.rank, item.sums)
-            elif isinstance(item, _Lend):
-                self._desk.lend(item.request, item.ticket, item.ttl_s, item.at)
-            else:
-                self._desk.abort(item.request, self._clock())
+    def _apply_commands(self) -> None:
+        commands = self._commands.take()
+        if commands:
+            now = self._clock()
+            for command in commands:
+                self._sessions.apply(command, now)
+
+    def _publish(self) -> None:
+        """Move what ended and what was counted to the engine's thread."""
+        if self._sessions.has_reports:
+            self._outbox.put(self._sessions.take_freed(), self._sessions.take_counts())
 
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError as error:  # no file descriptor or memory left: it would fail again at once
-            log.warning("side channel: nobody is let in for %g s: %s", ACCEPT_PAUSE_S, error)
-            self._desk.counts["accept_failed"] += 1
+        except OSError as error:  # no file descriptor or memory left: a retry would fail at once
+            pause_s = self._limits.accept_pause_s
+            log.warning(
+                "pdconn: accept() failed; pausing new connections for %g s: %s", pause_s, error
+            )
+            self._sessions.counts["accept_failed"] += 1
             self._selector.unregister(self._listener)
-            self._accept_from = self._clock() + ACCEPT_PAUSE_S
+            self._accept_from = self._clock() + pause_s
             return
-        refusal = self._door.refusal(address[0])
+        refusal = self._admission.refusal(address[0])
         if refusal is not None:
             sock.close()
-            self._desk.counts["connections_refused"] += 1
-            log.debug("side channel: %s:%d is not let in: %s", *address[:2], refusal)
+            self._sessions.counts["connections_refused"] += 1
+            log.debug("pdconn: connection refused: %s peer=%s:%d", refusal, *address[:2])
             return
         try:
-            self._let_in(sock, address)
-        except OSError as error:  # it left already, or the system has no room to watch it
-            log.warning("side channel: %s:%d cannot be let in: %s", *address[:2], error)
-            self._desk.counts["accept_failed"] += 1
+            self._open(sock, address)
+        except OSError as error:  # the peer has closed, or the system cannot watch the socket
+            log.warning("pdconn: connection failed: %s peer=%s:%d", error, *address[:2])
+            self._sessions.counts["accept_failed"] += 1
             sock.close()
 
-    def _let_in(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        visitor = Session(f"{address[0]}:{address[1]}")
-        channel = Connection(
-            sock, MAX_INBOUND_FRAME, MAX_UNSENT, self._security.for_lender(self._place)
-        )
-        self._wires[visitor] = PolledConnection(channel, self._selector, visitor)
-        crowded_out = self._door.enter(visitor, address[0], self._clock())
+    def _open(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        session = Session(f"{address[0]}:{address[1]}")
+        policy = self._security.for_lender(self._endpoint)
+        limits = self._limits
+        connection = Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, policy)
+        connection.watch(self._selector, session)
+        self._connections[session] = connection
+        crowded_out = self._admission.admit(session, address[0], self._clock())
         if crowded_out is not None:
-            self._show_out(crowded_out, "too many others wait to greet")
+            self._time_out(crowded_out, "too many connections stall")
 
-    def _serve(self, visitor: Session) -> None:
-        wire = self._wires.get(visitor)
-        if wire is None or visitor.leaving or wire.has_unsent:
-            return  # who does not hear us out is not heard: each word would make an answer more
+    def _receive(self, session: Session) -> None:
+        connection = self._connections.get(session)
+        if connection is None or session.leaving or connection.has_unsent:
+            return  # backpressure: do not read while our replies are unsent
         try:
-            bodies = wire.receive()
-            self._heed_engine()
+            bodies = connection.receive()
+            self._apply_commands()
             now = self._clock()
             for body in bodies:
-                self._desk.hear(visitor, decode_from_reader(body), now)
-            if bodies:  # a frame is progress
-                self._door.observe(visitor, not visitor.greeted, now)
+                self._sessions.handle(session, decode_from_reader(body), now)
+            if bodies:  # a whole frame is progress
+                self._admission.observe(session, not session.greeted, now)
         except Unauthenticated as error:
-            self._desk.counts["unauthenticated"] += 1
-            self._warn("side channel: %s is turned away: %s", visitor.name, error)
-            self._drop(visitor, str(error))
+            self._sessions.counts["connections_unauthenticated"] += 1
+            self._warn("pdconn: connection not authenticated: %s peer=%r", error, session.name)
+            self._close(session, str(error))
         except SideChannelLost as error:
-            self._drop(visitor, str(error))
+            self._close(session, str(error))
         except ProtocolError as error:
-            self._desk.reject(visitor, error)
+            self._sessions.reject(session, error)
 
-    def _answer(self, visitor: Session, now: float) -> None:
-        """Send this turn's answers in one frame, and see whether the visitor loiters."""
-        wire = self._wires.get(visitor)
-        if wire is None:
+    def _reply(self, session: Session, now: float) -> None:
+        """Send this turn's replies, and note whether the session stalls."""
+        connection = self._connections.get(session)
+        if connection is None:
             return
         try:
-            wire.send(self._desk.take_frames(visitor))
+            connection.send(self._sessions.take_frames(session))
         except SideChannelLost as error:
-            self._drop(visitor, str(error))
+            self._close(session, str(error))
             return
-        if visitor.leaving and not wire.has_unsent:
-            self._drop(visitor, "told what was wrong")
+        if session.leaving and not connection.has_unsent:
+            self._close(session, "its last reply is sent")
             return
-        wire.read_on(not visitor.leaving and not wire.has_unsent)
-        self._door.observe(visitor, wire.is_midway or not visitor.greeted, now)
+        connection.read_on(not session.leaving and not connection.has_unsent)
+        self._admission.observe(session, connection.is_midway or not session.greeted, now)
 
     def _warn(self, text: str, *values: object) -> None:
-        """At most one line a second: strangers come as often as they like."""
+        """Log at most one warning a second, since any host can cause as many as it likes."""
         now = self._clock()
-        if now < self._silent_until:
-            self._unsaid += 1
+        if now < self._quiet_until:
+            self._num_suppressed += 1
             return
-        log.warning(text + " (%d more before, unsaid)", *values, self._unsaid)
-        self._silent_until, self._unsaid = now + 1.0, 0
+        if self._num_suppressed:
+            text += f" ({self._num_suppressed} similar warnings suppressed)"
+        log.warning(text, *values)
+        self._quiet_until, self._num_suppressed = now + 1.0, 0
 
-    def _show_out(self, visitor: Session, why: str) -> None:
-        self._desk.counts["loiterers"] += 1
-        self._drop(visitor, why)
+    def _time_out(self, session: Session, why: str) -> None:
+        self._sessions.counts["connections_timed_out"] += 1
+        self._close(session, why)
 
-    def _drop(self, visitor: Session, why: str) -> None:
-        wire = self._wires.pop(visitor, None)
-        if wire is None:
+    def _close(self, session: Session, why: str) -> None:
+        connection = self._connections.pop(session, None)
+        if connection is None:
             return
-        log.debug("side channel: %s left: %s", visitor.name, why)
-        self._door.leave(visitor)
-        wire.close()
+        log.debug("pdconn: connection closed: %s peer=%r", why, session.name)
+        self._admission.remove(session)
+        connection.close()
 
 
-def _half_of_our_files() -> int:
-    """Half the file descriptors that this process may open; the rest are the engine's."""
+def _within_file_limit(limits: ConnectionLimits) -> ConnectionLimits:
+    """At most half of the file descriptors of this process; the rest are the engine's."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_VISITORS if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+    if soft == resource.RLIM_INFINITY:
+        return limits
+    return replace(limits, connections=min(limits.connections, max(1, soft // 2)))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,26 +1,26 @@
-"""The lender without its sockets: who has come, what they may hear, what is lent.
+"""The lender without its sockets: sessions, their messages, and the leases they claim.
 
 ::
 
-    engine ── lend, abort ──►  ┌──────┐ ◄── hear(visitor, message)
-           ◄── freed ────────  │ Desk │ ──► visitor.answers
-                               └──────┘
+    engine ── LeaseOffer, Abort, RankSums ──► ┌────────────────┐ ◄── handle(session, messages)
+           ◄── FreedLease, counts ─────────── │ LenderSessions │ ──► session.replies
+                                              └────────────────┘
 
-Nothing here waits or looks at a clock, so that a simulation can serve a thousand
-visitors in virtual time with the very code that serves real ones.
+No waiting and no clock here, so that a simulation serves a thousand sessions in virtual time
+with the code that serves real ones.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdconn.integrity.lent import LentSums
-from pdconn.lender.checksums import ChecksumResponder
+from pdconn.lender.admission import ConnectionLimits
+from pdconn.lender.checksums import ChecksumResponder, RankSums
 from pdconn.lifecycle import lease
-from pdconn.lifecycle.lease import Denied
+from pdconn.lifecycle.lease import Denied, LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.protocol.errors import MessageError, ProtocolError
 from pdconn.protocol.messages import (
@@ -47,35 +47,47 @@ from pdconn.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-MAX_CLAIMS = 1 << 14
-"""Claims that one visitor may hold."""
-
 _MAX_SHOWN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The engine takes the blocks of ``request`` back as soon as no claim on them holds."""
+
+    request: str
+
+
+EngineCommand = LeaseOffer | Abort | RankSums
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A connection: who it is once it has greeted, and what it is still to hear.
+    """One connection: its peer's name, its unsent replies, and the claims it holds.
 
-    ``claimed`` are its readers by request, until the lease ends.
-    ``leaving``: nothing more is heard from it, and it is closed once it heard the rest.
+    ``claimed`` has its readers by request, until the lease ends.
+    ``leaving``: no further message is handled, and the connection closes once ``replies``
+    are sent.
     """
 
     name: str
     greeted: bool = False
     leaving: bool = False
-    answers: list[FromLender] = field(default_factory=list)
+    replies: list[FromLender] = field(default_factory=list)
     claimed: dict[str, set[Reader]] = field(default_factory=dict)
     num_claims: int = 0
 
 
 class LenderSessions:
-    """Leases of one lender, and the visitors that ask for them.
+    """Leases of one lender, and the sessions that claim them.
 
     Args:
-        welcome: our geometry; its incarnation is what visitors must want.
+        welcome: our geometry; a Hello must name its incarnation.
         is_summing: whether checksums of what is lent will be added.
-        warn: logs what visitors do wrong, as ``Logger.warning``.
+        warn: logs the mistakes of peers, as ``Logger.warning``.
+        limits: bounds of what sessions may ask for.
+
+    One thread calls it, and reads ``counts``: :meth:`take_freed` and :meth:`take_counts` hand
+    over what other threads are to know.
     """
 
     def __init__(
@@ -83,188 +95,207 @@ class LenderSessions:
         welcome: Welcome,
         is_summing: bool = False,
         warn: Callable[..., None] = log.warning,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._warn = warn
+        self._limits = limits or ConnectionLimits()
         self._welcome = welcome
         self._described = Described.of(welcome)
-        # What is said to everybody is encoded once.
-        self._frames = {id(said): encode([said]) for said in (welcome, self._described)}
-        self._book = LeaseTable()
-        self._proofs: ChecksumResponder[Session] = ChecksumResponder(len(welcome.ranks), is_summing)
+        # Encoded once, since every session is sent one of the two.
+        self._frames = {id(reply): encode([reply]) for reply in (welcome, self._described)}
+        self._leases = LeaseTable()
+        self._checksums: ChecksumResponder[Session] = ChecksumResponder(
+            len(welcome.ranks), is_summing, self._limits.checksum_requests
+        )
         self._claimants: dict[str, set[Session]] = {}
-        self._told: list[Session] = []
-        self.freed: deque[FreedLease] = deque()
+        self._pending: list[Session] = []
+        self._freed: list[FreedLease] = []
         self.counts: Counter[str] = Counter()
 
     @property
     def num_lent(self) -> int:
         """Leases that have not ended."""
-        return len(self._book)
+        return len(self._leases)
 
     @property
     def num_summed(self) -> int:
         """Leases whose checksums are kept, or waited for."""
-        return len(self._proofs)
+        return len(self._checksums)
 
-    def lend(self, request: str, ticket: bytes, ttl_s: float, now: float) -> None:
-        """What a ticket with digest ``ticket`` names stays as it is until it is in ``freed``."""
-        self.counts["lent"] += 1
-        self._book.lend(request, ticket, ttl_s, now)
+    def apply(self, command: EngineCommand, now: float) -> None:
+        """Carry out a command of the engine."""
+        if isinstance(command, LeaseOffer):
+            self.counts["lent"] += 1
+            self._leases.lend(command)
+        elif isinstance(command, Abort):
+            self._free(self._leases.abort(command.request, now))
+        elif self._leases.is_lent(command.request):
+            self._checksums.add(command)
 
-    def add_sums(self, request: str, rank: int, sums: LentSums | None) -> None:
-        """Checksums of what ``request`` lends."""
-        if self._book.is_lent(request):
-            self._proofs.add(request, rank, sums)
+    def tick(self, now: float) -> None:
+        """Time passed."""
+        self._free(self._leases.tick(now))
+
+    def next_deadline(self) -> float | None:
+        """When ``tick`` should run next, or None when nothing is lent."""
+        return self._leases.next_deadline()
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`work` has something to do."""
-        return self._proofs.has_work
+        return self._checksums.has_work
 
     def work(self) -> None:
-        """Do one piece of what takes longer, if there is any."""
-        made = self._proofs.work()
-        if made is not None:
-            self._tell(*made)
+        """Do one piece of long work, if there is any."""
+        answer = self._checksums.work()
+        if answer is not None:
+            self._reply_later(*answer)
 
-    def take_told(self) -> list[Session]:
-        """Visitors with an answer to hear that they did not ask for just now."""
-        told, self._told = self._told, []
-        return told
+    def take_pending(self) -> list[Session]:
+        """Sessions with replies that are not to the messages just handled."""
+        pending, self._pending = self._pending, []
+        return pending
 
-    def abort(self, request: str, now: float) -> None:
-        """Take the blocks back as soon as no granted claim can be believed."""
-        self._note(self._book.abort(request, now))
+    @property
+    def has_reports(self) -> bool:
+        """Whether a lease ended or anything was counted since the last ``take_…``."""
+        return bool(self._freed or self.counts)
 
-    def tick(self, now: float) -> None:
-        """Time passed."""
-        self._note(self._book.tick(now))
+    def take_freed(self) -> list[FreedLease]:
+        """Leases that ended since the last call, in order."""
+        freed, self._freed = self._freed, []
+        return freed
 
-    def next_deadline(self) -> float | None:
-        """When ``tick`` should run next, or None when nothing is lent."""
-        return self._book.next_deadline()
+    def take_counts(self) -> Counter[str]:
+        """What was counted since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return counts
 
-    def hear(self, visitor: Session, messages: list[FromReader], now: float) -> None:
-        """Heed what a visitor said; what is wrong is answered, and ends its visit."""
+    def handle(self, session: Session, messages: list[FromReader], now: float) -> None:
+        """Handle a session's messages; the first invalid one is rejected and ends the session."""
         try:
             for message in messages:
-                if not visitor.leaving:
-                    self._heed(visitor, message, now)
+                if not session.leaving:
+                    self._handle(session, message, now)
         except ProtocolError as error:
-            self.reject(visitor, error)
+            self.reject(session, error)
 
-    def reject(self, visitor: Session, error: ProtocolError) -> None:
-        """Tell a visitor what was wrong, as its last answer."""
+    def reject(self, session: Session, error: ProtocolError) -> None:
+        """Reply with what was invalid, and end the session."""
         self.counts["bad_messages"] += 1
-        self._warn("side channel: %s said something wrong: %s", visitor.name, error)
-        self._send_away(visitor, error.field, str(error.expected), str(error.seen))
+        self._warn("pdconn: side-channel message rejected: %s peer=%r", error, session.name)
+        self._end(session, error.field, str(error.expected), str(error.seen))
 
-    def take_frames(self, visitor: Session) -> list[bytes]:
-        """What the visitor is to hear now, as frame bodies."""
-        if not visitor.answers:
+    def take_frames(self, session: Session) -> list[bytes]:
+        """Bodies of the frames to send to the session now."""
+        if not session.replies:
             return []
-        answers, visitor.answers = visitor.answers, []
-        if not any(id(answer) in self._frames for answer in answers):
-            return encode_frames(answers)
-        return [self._frames.get(id(answer)) or encode([answer]) for answer in answers]
+        replies, session.replies = session.replies, []
+        if not any(id(reply) in self._frames for reply in replies):
+            return encode_frames(replies)
+        return [self._frames.get(id(reply)) or encode([reply]) for reply in replies]
 
-    def _heed(self, visitor: Session, message: FromReader, now: float) -> None:
+    def _handle(self, session: Session, message: FromReader, now: float) -> None:
         if isinstance(message, Hello):
-            self._greet(visitor, message)
+            self._greet(session, message)
         elif isinstance(message, Describe):
             self.counts["described"] += 1
-            visitor.answers.append(self._described)
-            visitor.leaving = True
-        elif not visitor.greeted:
+            session.replies.append(self._described)
+            session.leaving = True
+        elif not session.greeted:
             raise MessageError("first message", "hello", type(message).__name__.lower())
         elif isinstance(message, Renew):
             self.counts["renewals"] += 1
-            visitor.answers.append(_reply(message, self._renewed(visitor, message, now)))
+            session.replies.append(_reply(message, self._renew(session, message, now)))
         elif isinstance(message, Claim):
-            self._claim(visitor, message, now)
+            self._claim(session, message, now)
         elif isinstance(message, Done):
-            self._done(visitor, message, now)
+            self._done(session, message, now)
         else:
-            self._prove(visitor, message)
+            self._ask_checksum(session, message)
 
-    def _claim(self, visitor: Session, message: Claim, now: float) -> None:
+    def _greet(self, session: Session, hello: Hello) -> None:
+        if session.greeted:
+            self._end(session, "hello", "one on a connection", "another")
+        elif hello.version != PROTOCOL_VERSION:
+            self._end(session, "version", str(PROTOCOL_VERSION), str(hello.version))
+        elif hello.wants != self._welcome.incarnation:
+            self._end(session, "incarnation", self._welcome.incarnation, hello.wants)
+        else:
+            session.greeted = True
+            session.name = f"{hello.engine_id} at {session.name}"
+            session.replies.append(self._welcome)
+
+    def _claim(self, session: Session, message: Claim, now: float) -> None:
         self.counts["claims"] += 1
         answer: lease.Grant | Denied
-        if visitor.num_claims >= MAX_CLAIMS:
-            answer = Denied(
-                RefusalReason.TOO_MANY, f"{MAX_CLAIMS} claims are held by this connection"
-            )
+        if session.num_claims >= self._limits.claims:
+            detail = f"this connection holds {self._limits.claims} claims"
+            answer = Denied(RefusalReason.TOO_MANY, detail)
         else:
-            answer = self._book.claim(message.request, message.reader, message.ticket, now)
+            answer = self._leases.claim(message.request, message.reader, message.ticket, now)
         if isinstance(answer, Denied):
             self.counts[f"refused_{answer.why}"] += 1
         else:
-            readers = visitor.claimed.setdefault(message.request, set())
-            visitor.num_claims += message.reader not in readers
+            readers = session.claimed.setdefault(message.request, set())
+            session.num_claims += message.reader not in readers
             readers.add(message.reader)
-            self._claimants.setdefault(message.request, set()).add(visitor)
-        visitor.answers.append(_reply(message, answer))
+            self._claimants.setdefault(message.request, set()).add(session)
+        session.replies.append(_reply(message, answer))
 
-    def _renewed(self, visitor: Session, message: Renew, now: float) -> lease.Grant | Denied:
-        """Only who claimed may prolong a claim, too."""
-        if message.reader in visitor.claimed.get(message.request, ()):
-            return self._book.renew(message.request, message.reader, now)
-        if self._book.is_claimed(message.request, message.reader, now):
+    def _renew(self, session: Session, message: Renew, now: float) -> lease.Grant | Denied:
+        """Only the session that claimed may renew a claim that holds."""
+        if self._is_claimed_elsewhere(session, message.request, message.reader, now):
             return Denied(RefusalReason.BAD_READER, "another connection holds this claim")
-        return self._book.renew(message.request, message.reader, now)
+        return self._leases.renew(message.request, message.reader, now)
 
-    def _prove(self, visitor: Session, message: ChecksumRequest) -> None:
-        """Only who holds a claim learns anything about the content of what is lent."""
-        self.counts["proofs"] += 1
-        if message.reader not in visitor.claimed.get(message.request, ()):
-            detail = "no claim of this connection holds it"
-            visitor.answers.append(ChecksumUnavailable(message.number, message.reader.pull, detail))
+    def _done(self, session: Session, message: Done, now: float) -> None:
+        """Only the session that claimed may end a claim that holds; others may err or lie."""
+        if self._is_claimed_elsewhere(session, message.request, message.reader, now):
+            self.counts["done_rejected"] += 1
             return
-        answer = self._proofs.ask(visitor, message)
-        if answer is not None:
-            visitor.answers.append(answer)
-
-    def _done(self, visitor: Session, message: Done, now: float) -> None:
-        """Only who claimed may end a claim that holds; others could be a mistake or a lie."""
-        ours = visitor.claimed.get(message.request, set())
-        if message.reader not in ours and self._book.is_claimed(
-            message.request, message.reader, now
-        ):
-            self.counts["dones_of_others"] += 1
-            return
-        visitor.num_claims -= message.reader in ours
+        ours = session.claimed.get(message.request, set())
+        session.num_claims -= message.reader in ours
         ours.discard(message.reader)
-        self._note(self._book.done(message.request, message.reader, message.ticket, now))
+        self._free(self._leases.done(message.request, message.reader, message.ticket, now))
 
-    def _greet(self, visitor: Session, hello: Hello) -> None:
-        if visitor.greeted:
-            self._send_away(visitor, "hello", "one on a connection", "another")
-        elif hello.version != PROTOCOL_VERSION:
-            self._send_away(visitor, "version", str(PROTOCOL_VERSION), str(hello.version))
-        elif hello.wants != self._welcome.incarnation:
-            self._send_away(visitor, "incarnation", self._welcome.incarnation, hello.wants)
+    def _ask_checksum(self, session: Session, message: ChecksumRequest) -> None:
+        """Only the session that claimed learns anything about the content of what is lent."""
+        self.counts["checksum_requests"] += 1
+        answer: ChecksumUnavailable | None
+        if message.reader in session.claimed.get(message.request, ()):
+            answer = self._checksums.ask(session, message)
         else:
-            visitor.greeted = True
-            visitor.name = f"{hello.engine_id} at {visitor.name}"
-            visitor.answers.append(self._welcome)
+            detail = "this connection holds no such claim"
+            answer = ChecksumUnavailable(message.number, message.reader.pull, detail)
+        if answer is not None:
+            session.replies.append(answer)
 
-    def _send_away(self, visitor: Session, field: str, expected: str, seen: str) -> None:
-        self.counts["rejected"] += 1
-        visitor.answers.append(Rejected(field, expected[:_MAX_SHOWN], seen[:_MAX_SHOWN]))
-        visitor.leaving = True
+    def _is_claimed_elsewhere(
+        self, session: Session, request: str, reader: Reader, now: float
+    ) -> bool:
+        """Whether ``reader`` holds a claim, and took it on another connection."""
+        if reader in session.claimed.get(request, ()):
+            return False
+        return self._leases.is_claimed(request, reader, now)
 
-    def _note(self, freed: list[FreedLease]) -> None:
+    def _end(self, session: Session, field: str, expected: str, seen: str) -> None:
+        self.counts["connections_rejected"] += 1
+        session.replies.append(Rejected(field, expected[:_MAX_SHOWN], seen[:_MAX_SHOWN]))
+        session.leaving = True
+
+    def _free(self, freed: list[FreedLease]) -> None:
         for ended in freed:
             self.counts[f"freed_{ended.why}"] += 1
-            self.freed.append(ended)
-            for answer in self._proofs.forget(ended.request):
-                self._tell(*answer)
-            for visitor in self._claimants.pop(ended.request, ()):
-                visitor.num_claims -= len(visitor.claimed.pop(ended.request, ()))
+            self._freed.append(ended)
+            for answer in self._checksums.forget(ended.request):
+                self._reply_later(*answer)
+            for session in self._claimants.pop(ended.request, ()):
+                session.num_claims -= len(session.claimed.pop(ended.request, ()))
 
-    def _tell(self, visitor: Session, answer: FromLender) -> None:
-        visitor.answers.append(answer)
-        self._told.append(visitor)
+    def _reply_later(self, session: Session, reply: FromLender) -> None:
+        session.replies.append(reply)
+        self._pending.append(session)
 
 
 def _reply(message: Claim | Renew, answer: lease.Grant | Denied) -> Granted | Refused:

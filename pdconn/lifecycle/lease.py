@@ -1,4 +1,4 @@
-"""A lease: blocks lent under one request, until everybody is done with them.
+"""A lease: blocks lent under one request, until every reader is done with them.
 
 ::
 
@@ -6,13 +6,13 @@
       ├──expired─────────►│
       └──aborted─────────►│
 
-*Consumed*: every rank of one pull said that it is done.  *Expired*: the deadline
+*Consumed*: every rank of one pull reported done.  *Expired*: the deadline
 passed.  *Aborted*: the engine takes the blocks back.  While CLOSING, no new pull
-may start, but one that holds a claim may still believe what it reads, so the
-blocks stay until its claim is done or over: that is *drained*, and often at once.
+may start, but a pull that holds a claim may still believe what it reads, so the
+blocks stay until its claim is done or has expired: that is *drained*, and often at once.
 
-A claim is counted from when the lender *received* it, the reader counts from when
-it *sent* it, so the reader has given up before the lender frees anything.
+The lender counts a claim from *receiving* it, the reader from *sending* it, so the
+reader gives up before the lender frees anything.
 
 Pure: time is an argument, effects are returned.
 """
@@ -25,8 +25,7 @@ from enum import StrEnum
 from pdconn.protocol.messages import Reader, RefusalReason
 
 MAX_PULLS = 1024
-"""Pulls that one lease takes note of; best-of-n makes one for each answer."""
-
+"""Pulls that one lease keeps track of; best-of-n makes one for each answer."""
 
 MIN_TTL_S = 0.001
 """A time-to-live travels in whole milliseconds."""
@@ -54,7 +53,7 @@ TRANSITIONS: dict[tuple[LeaseState, str], LeaseState] = {
     (LeaseState.HELD, "aborted"): LeaseState.CLOSING,
     (LeaseState.CLOSING, "drained"): LeaseState.FREED,
 }
-"""The whole life of a lease; anything else leaves the state as it is."""
+"""All transitions of a lease; any other event leaves the state as it is."""
 
 _CAUSES = {"consumed": Freed.READ, "expired": Freed.EXPIRED, "aborted": Freed.ABORTED}
 _REFUSALS = {
@@ -65,8 +64,34 @@ _REFUSALS = {
 
 
 def refusal_after(freed: Freed) -> RefusalReason:
-    """What a claim on a lease that ended this way is told."""
+    """The reason to refuse a claim on a lease that ended this way."""
     return _REFUSALS[freed]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOffer:
+    """Blocks that the engine lends: a request's, for ``ttl_s`` seconds from ``at``.
+
+    The one record of lending: the engine's thread makes it, and it reaches the lease unchanged.
+
+    Attributes:
+        request: the request whose blocks are lent.
+        ticket: digest of the ticket, which a claim must repeat.
+        ttl_s: seconds that the lease, every claim and every renewal hold.
+        at: when the blocks were lent, in seconds of the lender's clock.
+
+    Raises:
+        ValueError: ``ttl_s`` is below a millisecond.
+    """
+
+    request: str
+    ticket: bytes
+    ttl_s: float
+    at: float
+
+    def __post_init__(self) -> None:
+        if self.ttl_s < MIN_TTL_S:
+            raise ValueError(f"ttl_s: expected {MIN_TTL_S} or more, got {self.ttl_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +120,21 @@ class Lease:
     """One request's lent blocks.
 
     Args:
-        ticket: digest of the ticket, which a claim must repeat.
-        ttl_s: seconds that the grant and every claim and renewal hold.
-        now: when the blocks were lent, in seconds of any steady clock.
+        offer: what is lent.
+        max_pulls: pulls that may claim it.
 
     Memory: one number per claimed rank, one set entry per finished rank, of at most
-    ``MAX_PULLS`` pulls.
+    ``max_pulls`` pulls.
     """
 
-    __slots__ = ("_cause", "_pulls", "_ticket", "_ttl_s", "deadline", "state")
+    __slots__ = ("_cause", "_max_pulls", "_pulls", "_ticket", "_ttl_s", "deadline", "state")
 
-    def __init__(self, ticket: bytes, ttl_s: float, now: float) -> None:
-        if ttl_s < MIN_TTL_S:
-            raise ValueError(f"ttl_s: expected {MIN_TTL_S} or more, got {ttl_s}")
+    def __init__(self, offer: LeaseOffer, max_pulls: int = MAX_PULLS) -> None:
         self.state = LeaseState.HELD
-        self.deadline = now + ttl_s
-        self._ticket = ticket
-        self._ttl_s = ttl_s
+        self.deadline = offer.at + offer.ttl_s
+        self._ticket = offer.ticket
+        self._ttl_s = offer.ttl_s
+        self._max_pulls = max_pulls
         self._pulls: dict[str, _Pull] = {}
         self._cause: Freed | None = None
 
@@ -121,40 +144,42 @@ class Lease:
         return self._cause if self.state is LeaseState.FREED else None
 
     def claim(self, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
-        """A rank asks to read.  Repeating a claim prolongs it."""
+        """A rank asks to read.  A repeated claim extends the first."""
         denied = self._denied(reader, now)
         if denied is not None:
             return denied
         if ticket != self._ticket:
-            # Ours is not told: who knows it may claim and end the lease.
-            return Denied(RefusalReason.ALTERED, "the ticket is not the one that was given out")
-        if self._is_one_too_many(reader):
-            return Denied(RefusalReason.TOO_MANY, f"{MAX_PULLS} pulls have claimed this lease")
+            # Never show our digest: a reader that knows it may claim and end the lease.
+            return Denied(RefusalReason.ALTERED, "the ticket is not the one that prefill issued")
+        if self._exceeds_max_pulls(reader):
+            return Denied(
+                RefusalReason.TOO_MANY, f"{self._max_pulls} pulls have claimed this lease"
+            )
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if reader.rank in pull.done:
-            return Denied(RefusalReason.CONSUMED, f"rank {reader.rank} was done with it already")
-        return self._hold(pull, reader.rank, now)
+            return Denied(RefusalReason.CONSUMED, f"rank {reader.rank} has reported done")
+        return self._grant(pull, reader.rank, now)
 
     def is_claimed(self, reader: Reader, now: float) -> bool:
-        """Whether this very reader holds a claim that is not over."""
+        """Whether this reader holds a claim that has not expired."""
         pull = self._pulls.get(reader.pull)
         return pull is not None and pull.claims.get(reader.rank, now) > now
 
     def renew(self, reader: Reader, now: float) -> Grant | Denied:
-        """A rank asks for more time.  Only a claim that still holds can be renewed."""
+        """A rank asks for more time.  Only a claim that has not expired can be renewed."""
         pull = self._pulls.get(reader.pull)
         if pull is None or pull.claims.get(reader.rank, now) <= now:
             cause = self._cause
             why = RefusalReason.EXPIRED if cause is None else refusal_after(cause)
             return Denied(why, "no claim that still holds")
-        return self._hold(pull, reader.rank, now)
+        return self._grant(pull, reader.rank, now)
 
     def done(self, reader: Reader, ticket: bytes, now: float) -> None:
         """A rank will read no more.  May come twice, or without a claim before it.
 
-        Whoever does not know the digest was never given the ticket, and is not heard.
+        A reader without the ticket's digest never had the ticket, and is ignored.
         """
-        if ticket != self._ticket or self._is_one_too_many(reader):
+        if ticket != self._ticket or self._exceeds_max_pulls(reader):
             return
         pull = self._pulls.setdefault(reader.pull, _Pull(reader.of))
         if pull.of != reader.of:
@@ -166,7 +191,7 @@ class Lease:
         self._drain(now)
 
     def abort(self, now: float) -> None:
-        """The engine wants its blocks back as soon as nobody can believe them."""
+        """The engine wants its blocks back as soon as no claim on them holds."""
         self._enter("aborted")
         self._drain(now)
 
@@ -184,18 +209,20 @@ class Lease:
 
     def _denied(self, reader: Reader, now: float) -> Denied | None:
         if self.state is LeaseState.HELD and now >= self.deadline:
-            return Denied(RefusalReason.EXPIRED, "the lease is over")
+            return Denied(RefusalReason.EXPIRED, "the lease has expired")
         pull = self._pulls.get(reader.pull)
         if pull is not None and pull.of != reader.of:
-            return Denied(RefusalReason.BAD_READER, f"ranks: theirs {reader.of}, before {pull.of}")
+            return Denied(
+                RefusalReason.BAD_READER, f"ranks: theirs {reader.of}, in earlier claims {pull.of}"
+            )
         if self._cause is not None and (pull is None or reader.rank not in pull.claims):
             return Denied(refusal_after(self._cause), f"the lease is {self.state}")
         return None
 
-    def _is_one_too_many(self, reader: Reader) -> bool:
-        return len(self._pulls) >= MAX_PULLS and reader.pull not in self._pulls
+    def _exceeds_max_pulls(self, reader: Reader) -> bool:
+        return len(self._pulls) >= self._max_pulls and reader.pull not in self._pulls
 
-    def _hold(self, pull: _Pull, rank: int, now: float) -> Grant:
+    def _grant(self, pull: _Pull, rank: int, now: float) -> Grant:
         pull.claims[rank] = now + self._ttl_s
         self.deadline = max(self.deadline, now + self._ttl_s)
         return Grant(self._ttl_s)

@@ -1,7 +1,7 @@
 """All leases of one lender: found by request, freed exactly once.
 
-The book also remembers how the last few thousand leases ended, so that a late
-claim hears *why* it is refused.
+The table also remembers how the last few thousand leases ended, so that a late
+claim is told *why* it is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from pdconn.lifecycle.lease import Denied, Freed, Grant, Lease, refusal_after
+from pdconn.lifecycle.lease import Denied, Freed, Grant, Lease, LeaseOffer, refusal_after
 from pdconn.protocol.messages import Reader, RefusalReason
 
 
@@ -38,39 +38,39 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def lend(self, request: str, ticket: bytes, ttl_s: float, now: float) -> None:
-        """Blocks are lent from now on.
+    def lend(self, offer: LeaseOffer) -> None:
+        """Open a lease.
 
         Raises:
             ValueError: the request has a lease already.
         """
-        if request in self._leases:
-            raise ValueError(f"request {request!r} has a lease already")
-        self._ended.pop(request, None)
-        lease = self._leases[request] = Lease(ticket, ttl_s, now)
-        heapq.heappush(self._timers, (lease.deadline, request))
+        if offer.request in self._leases:
+            raise ValueError(f"request {offer.request!r} has a lease already")
+        self._ended.pop(offer.request, None)
+        lease = self._leases[offer.request] = Lease(offer)
+        heapq.heappush(self._timers, (lease.deadline, offer.request))
 
     def claim(self, request: str, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
         """Answer a claim; see :meth:`Lease.claim`."""
         lease = self._leases.get(request)
-        return self._absent(request) if lease is None else lease.claim(reader, ticket, now)
+        return self._refuse_unknown(request) if lease is None else lease.claim(reader, ticket, now)
 
     def is_lent(self, request: str) -> bool:
         """Whether the lease of ``request`` has not ended."""
         return request in self._leases
 
     def is_claimed(self, request: str, reader: Reader, now: float) -> bool:
-        """Whether this very reader holds a claim that can still be believed."""
+        """Whether this reader holds a claim that has not expired."""
         lease = self._leases.get(request)
         return lease is not None and lease.is_claimed(reader, now)
 
     def renew(self, request: str, reader: Reader, now: float) -> Grant | Denied:
         """Answer a renewal; see :meth:`Lease.renew`."""
         lease = self._leases.get(request)
-        return self._absent(request) if lease is None else lease.renew(reader, now)
+        return self._refuse_unknown(request) if lease is None else lease.renew(reader, now)
 
     def done(self, request: str, reader: Reader, ticket: bytes, now: float) -> list[FreedLease]:
-        """A reader is done; unknown requests are ignored, since reports may repeat."""
+        """A reader is done; unknown requests are ignored, since a done may repeat."""
         lease = self._leases.get(request)
         if lease is None:
             return []
@@ -78,7 +78,7 @@ class LeaseTable:
         return self._settle(request, lease)
 
     def abort(self, request: str, now: float) -> list[FreedLease]:
-        """Take the blocks back as soon as no claim can be believed any more."""
+        """Take the blocks back as soon as no claim on them holds."""
         lease = self._leases.get(request)
         if lease is None:
             return []
@@ -86,7 +86,7 @@ class LeaseTable:
         return self._settle(request, lease)
 
     def tick(self, now: float) -> list[FreedLease]:
-        """Free what is over at ``now``.  Cost grows with what is due, not with leases."""
+        """Free what has expired at ``now``.  Cost grows with due timers, not with leases."""
         freed: list[FreedLease] = []
         while self._timers and self._timers[0][0] <= now:
             _, request = heapq.heappop(self._timers)
@@ -114,7 +114,7 @@ class LeaseTable:
             self._ended.popitem(last=False)
         return [FreedLease(request, lease.freed)]
 
-    def _absent(self, request: str) -> Denied:
+    def _refuse_unknown(self, request: str) -> Denied:
         ended = self._ended.get(request)
         if ended is None:
             return Denied(RefusalReason.UNKNOWN, "nothing is lent under this request")

@@ -1,4 +1,4 @@
-"""A peer: one boot of one lender, as a decode rank knows it.
+"""A peer: one boot of one lender, as seen by a decode rank.
 
 ::
 
@@ -6,8 +6,8 @@
                             │                     │
                             └───────closed────────┴──► CLOSED
 
-Everything that the peer said is checked before anything is kept for it, so a peer
-is READY with a whole plan or it is CLOSED with a reason.
+Everything that the peer sends is checked before anything is kept for it, so a peer
+is either READY with a complete pairing, or CLOSED with a reason.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
     (PeerState.GREETING, "closed"): PeerState.CLOSED,
     (PeerState.READY, "closed"): PeerState.CLOSED,
 }
-"""The whole life of a peer; anything else is a mistake of the caller."""
+"""All transitions of a peer; any other event is an error of the caller."""
 
 
 def after(state: PeerState, event: str) -> PeerState:
     """The state that ``event`` leads to.
 
     Raises:
-        ValueError: the event makes no sense in this state.
+        ValueError: the event is not allowed in this state.
     """
     try:
         return TRANSITIONS[state, event]

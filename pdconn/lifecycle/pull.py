@@ -14,15 +14,15 @@
 The claim is taken as soon as the request is known and renewed while it waits in
 the engine's queue; reading starts when the engine has blocks for it (*wanted*).
 Nothing is reported received unless the read settled before the deadline of its claim,
-and, if the user wants proof, the lender's checksum of what it lent is the same
-(VERIFYING).
+and, with ``verify``, the lender's checksum of what it lent equals ours (VERIFYING).
 
 A pull that fails while a read can still write is DRAINING: it is reported when the
-read is over, or after ``drain_s`` at the latest.  Then the report says that its blocks
-are quarantined: nobody may use them until the read settles and they are *released*.
+read settles, or after ``drain_s`` at the latest.  In the latter case the report says that its
+blocks are quarantined: the engine may not use them until the read settles and they are
+*released*.
 
-The deadline counts from *sending* the claim or renewal that was granted, so it is
-over here before it is over at the lender.
+The deadline counts from *sending* the claim or renewal that was granted, so it passes
+here before it passes at the lender.
 
 Pure: time is an argument, effects are returned.
 """
@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 RENEWALS_PER_TTL = 3
-"""A renewal is sent when a third of the time is gone, so two may be lost."""
+"""A renewal is sent after a third of the time-to-live, so two may be lost."""
 
 MIN_RENEWAL_S = 0.05
 """A third of this is the least time between two renewals of one pull."""
 
-_RAN_OUT = "the claim ran out and no renewal was answered"
+_EXPIRED = "the claim expired and no renewal was answered"
 
 
 class PullState(StrEnum):
@@ -79,19 +79,19 @@ TRANSITIONS: dict[tuple[PullState, str], PullState] = {
     (PullState.DRAINING, "waited"): PullState.QUARANTINED,
     (PullState.QUARANTINED, "settled"): PullState.FAILED,
 }
-"""The whole life of a pull; anything else leaves the state as it is."""
+"""All transitions of a pull; any other event leaves the state as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendClaim:
-    """Claim the lease; the answer carries ``seq``."""
+    """Claim the lease; the answer repeats ``seq``."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendRenew:
-    """Renew the claim; the answer carries ``seq``."""
+    """Renew the claim; the answer repeats ``seq``."""
 
     seq: int
 
@@ -109,18 +109,18 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class AskProof:
-    """Ask the lender what the checksums of these bytes should be."""
+class AskChecksums:
+    """Ask the lender for the checksums of the bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportReceived:
-    """Every byte is there and was lent while it was read."""
+    """Every byte has arrived and was lent while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFailed:
-    """The bytes are not there, or cannot be believed.
+    """The bytes have not arrived, or cannot be believed.
 
     ``quarantined``: a read can still write to the blocks, until :class:`ReportReleased`.
     """
@@ -131,7 +131,7 @@ class ReportFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportReleased:
-    """Nothing can write to the blocks of a pull that failed quarantined any more."""
+    """The last read of a quarantined pull settled: nothing writes to its blocks any more."""
 
 
 Effect = (
@@ -139,7 +139,7 @@ Effect = (
     | SendRenew
     | SendDone
     | StartRead
-    | AskProof
+    | AskChecksums
     | ReportReceived
     | ReportFailed
     | ReportReleased
@@ -151,10 +151,10 @@ class Patience:
     """How long a pull waits, in seconds.
 
     Attributes:
-        claim_s: for each answer of the lender: greeting, claim, proof.
-        read_s: for our own transport: to connect; for its reads, however often the claim is
-            renewed meanwhile; and for our side of a proof.
-        drain_s: a failed pull for its reads, before its blocks are quarantined.
+        claim_s: for each answer of the lender: greeting, claim, checksum.
+        read_s: for our own transport to connect; for its reads, however often the claim is
+            renewed meanwhile; and for our side of a checksum.
+        drain_s: for the reads of a failed pull, before its blocks are quarantined.
     """
 
     claim_s: float = 10.0
@@ -168,21 +168,21 @@ class Pull:
     Args:
         patience: how long it waits for what.
         now: seconds of any steady clock.
-        proof: whether what was read must be verified.
+        verify: whether what was read must be verified.
 
-    ``want`` may come at any time before the end; failing before it is kept and
-    reported once the engine asks for the blocks, or never when it cancels.
+    ``want`` may come at any time before the end; a failure before it is kept, and
+    reported once the engine wants the blocks, or never if it cancels.
     """
 
     __slots__ = (
-        "_deadline", "_patience", "_proof", "_reason", "_renew_at", "_sent", "_seq", "_wait_until",
+        "_deadline", "_patience", "_reason", "_renew_at", "_sent", "_seq", "_verify", "_wait_until",
         "_wanted", "state",
     )  # fmt: skip
 
-    def __init__(self, patience: Patience, now: float, proof: bool = False) -> None:
+    def __init__(self, patience: Patience, now: float, verify: bool = False) -> None:
         self.state = PullState.GREETING
         self._patience = patience
-        self._proof = proof
+        self._verify = verify
         self._wait_until = now + patience.claim_s
         self._deadline = now
         self._renew_at: float | None = None
@@ -198,7 +198,7 @@ class Pull:
 
     @property
     def deadline(self) -> float:
-        """Until when what is read may be believed."""
+        """The time until which what is read may be believed."""
         return self._deadline
 
     def welcomed(self, now: float) -> list[Effect]:
@@ -215,9 +215,9 @@ class Pull:
         return [SendClaim(self._next_seq(now))]
 
     def granted(self, seq: int, ttl_s: float, now: float) -> list[Effect]:
-        """The lender answered claim or renewal ``seq``; others are ignored as late.
+        """The lender granted claim or renewal ``seq``; answers to older ones are ignored.
 
-        An answer that comes when its own time is over grants nothing.
+        A grant that arrives after its own deadline grants nothing.
         """
         sent = self._sent.get(seq)
         if sent is None or (self.state, "granted") not in TRANSITIONS:
@@ -227,7 +227,7 @@ class Pull:
         self._renew_at = sent + ttl_s / RENEWALS_PER_TTL
         self._enter("granted")
         if now >= self._deadline:
-            return self.fail("the claim was over when its grant arrived", now)
+            return self.fail("the claim had expired when its grant arrived", now)
         return self._read_if_wanted(now)
 
     def want(self, now: float) -> list[Effect]:
@@ -236,11 +236,11 @@ class Pull:
         if self.state is PullState.FAILED:
             return [ReportFailed(self._reason or "failed")]
         if self.state is PullState.HELD and now >= self._deadline:
-            return self.fail(_RAN_OUT, now)
+            return self.fail(_EXPIRED, now)
         return self._read_if_wanted(now)
 
     def settled(self, error: str | None, now: float) -> list[Effect]:
-        """No read of this pull can write any more; ``now`` is when that was seen."""
+        """No read of this pull can write any more; ``now`` is when that was observed."""
         if self.state is PullState.READING:
             return self._copied(error, now)
         was = self.state
@@ -251,7 +251,7 @@ class Pull:
         return [SendDone(ok=False), ReportFailed(self._reason or "failed")]
 
     def answered(self, now: float) -> list[Effect]:
-        """The lender has told its checksums; ours are still to be made."""
+        """The lender's checksums have arrived; ours are still to be computed."""
         if self.state is PullState.VERIFYING:
             self._wait_until = now + self._patience.read_s
         return []
@@ -263,7 +263,7 @@ class Pull:
         return [SendDone(ok=True), ReportReceived()] if self._enter("verified") else []
 
     def fail(self, reason: str, now: float, tell: bool = True) -> list[Effect]:
-        """The pull cannot succeed; ``tell`` whether the lender is to hear that."""
+        """The pull cannot succeed; ``tell``: whether to send the lender a Done."""
         if (self.state, "failed") not in TRANSITIONS:
             return []
         self._reason = reason
@@ -279,11 +279,11 @@ class Pull:
         if state in (PullState.GREETING, PullState.CLAIMING) and now >= self._wait_until:
             return self.fail(f"no answer to the claim while {state}", now)
         if state is PullState.VERIFYING and now >= self._wait_until:
-            return self.fail("no proof of what was lent", now)
+            return self.fail("no checksum of what was lent", now)
         if state is PullState.DRAINING and now >= self._wait_until:
             self._enter("waited")
             return [ReportFailed(self._reason or "failed", quarantined=True)]
-        return self._hold_on(now) if state in (PullState.HELD, PullState.READING) else []
+        return self._tick_claim(now) if state in (PullState.HELD, PullState.READING) else []
 
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
@@ -297,25 +297,25 @@ class Pull:
         return min(times)
 
     def _copied(self, error: str | None, now: float) -> list[Effect]:
-        """Whatever went wrong, this read is over: the pull fails without draining."""
+        """The read has settled: the pull is done, verifies, or fails without draining."""
         if error is None and now < self._deadline:
-            if not self._proof:
+            if not self._verify:
                 self._enter("settled")
                 return [SendDone(ok=True), ReportReceived()]
             self._enter("copied")
             self._wait_until = now + self._patience.claim_s
-            return [AskProof()]
-        late = f"settled {now - self._deadline:.3f} s after the claim was over"
+            return [AskChecksums()]
+        late = f"settled {now - self._deadline:.3f} s after the claim expired"
         self._reason = late if error is None else error
         self._enter("failed")
         self._enter("settled")
         return [SendDone(ok=False), ReportFailed(self._reason)]
 
-    def _hold_on(self, now: float) -> list[Effect]:
+    def _tick_claim(self, now: float) -> list[Effect]:
         if now >= self._deadline:
-            return self.fail(_RAN_OUT, now)
+            return self.fail(_EXPIRED, now)
         if self.state is PullState.READING and now >= self._wait_until:
-            return self.fail(f"no end of the read in {self._patience.read_s:g} s", now)
+            return self.fail(f"the read did not end in {self._patience.read_s:g} s", now)
         return self._renew(now)
 
     def _renew(self, now: float) -> list[Effect]:

@@ -1,1 +1,1 @@
-"""Which bytes to read from whom: topology, templates, plans.  Pure, numpy."""
+"""Which bytes to read from which rank: topology, templates, plans.  Pure, numpy."""

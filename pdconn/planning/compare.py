@@ -1,7 +1,7 @@
 """Two engines side by side: what differs, and whether each could pull from the other.
 
-Many differences are served (another layout, block size or parallelism); a trait that
-differs is not, nor is what the planner refuses.  Both are shown, told apart.
+Many differences are supported (another layout, block size or parallelism); a differing trait
+is not, nor is what the planner refuses.  Both kinds are shown, separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Comparison:
 
 
 def compare(a: Described, b: Described) -> Comparison:
-    """Hold two descriptions side by side."""
+    """Compare two descriptions."""
     return Comparison(
         trait_differences(b.traits, a.traits) if a.traits and b.traits else (),
         trait_differences(dict(_shape(b)), dict(_shape(a))),
@@ -47,7 +47,7 @@ def compare(a: Described, b: Described) -> Comparison:
 
 
 def _obstacles(reader: Described, lender: Described) -> Iterator[Difference]:
-    """What a pull is refused for, by any rank of the reader, each once."""
+    """Why any rank of the reader would refuse a pull, each reason once."""
     if reader.version != lender.version:
         yield Difference("version", str(lender.version), str(reader.version))
     if not any(group.data for rank in lender.ranks for group in rank.references.groups):
@@ -94,7 +94,7 @@ def _shape(engine: Described) -> Iterator[tuple[str, str]]:
 
 
 def _order(references: KVCacheReferences, group: KVCacheGroupReference) -> str:
-    """From outer to inner, as the strides of the group's first two layers say."""
+    """From outer to inner, by the strides of the group's first and last layer."""
     ref, other = group.data[0], group.data[-1]
     strides = {
         "block": references.tensors[ref.tensor].block_stride,

@@ -8,7 +8,7 @@ _SHOWN = 8
 
 
 class PlanningError(Exception):
-    """Base of everything that planning refuses."""
+    """Base of planning errors."""
 
 
 class Incompatible(PlanningError):
@@ -28,12 +28,12 @@ class Incompatible(PlanningError):
 
 
 class MissingBlock(PlanningError):
-    """A block that we need is not among those that the lender holds."""
+    """The lender does not hold a block that we need."""
 
 
 class BlockOutOfRange(PlanningError):
-    """A block id that the cache it is in does not have."""
+    """A block id beyond the end of its cache."""
 
 
 class TooManyRuns(PlanningError):
-    """A pull in more pieces than we are willing to plan: see ``pdconn plan`` for better pairs."""
+    """A pull in more runs than the limit: ``pdconn plan`` finds better pairs of engines."""

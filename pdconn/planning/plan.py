@@ -6,8 +6,8 @@ Blocks are paired by absolute token position, never by list index::
     ours   B=64  [  id 5  ][  id 9  ][  id 2  ]     first 0
     theirs B=32  [hole][ 3][ 4][ 8][ 1][ 7]         first 0
 
-What no window reaches any more, and what we hold already, never moves; a hole (id 0)
-of either side in what is left fails the plan, because a byte would be missing.
+Blocks before the window, and blocks that we hold already, never move; a hole (id 0) of
+either side in the rest fails the plan, because a byte would be missing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from registration.references import AttentionKind, KVCacheGroupReference, KVCach
 from transport import Spans
 
 MAX_RUNS = 1 << 22
-"""Runs of one pull; a run takes about 80 bytes while it is planned."""
+"""Runs of one pull; planning takes about 80 bytes per run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one request of ours wants: tokens ``[held, until)`` in these blocks.
+    """What one request of ours needs: tokens ``[held, until)`` in these blocks.
 
     ``blocks`` has one list per group of ours.  Blocks before ``held`` tokens are
     in our cache already.
@@ -86,7 +86,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """Everything about a peer that plans are made from: made once, at the greeting.
+    """Everything about a peer that plans derive from: made once, at the greeting.
 
     ``ranks`` are those of the peer that we read from; ``lent_num_blocks`` the blocks
     that each of the peer's groups has, in its own order.
@@ -123,7 +123,7 @@ class Pairing:
             PlanningError: the number of block lists is not the number of groups.
             MissingBlock: a block that we need is not lent.
             BlockOutOfRange: an id beyond either cache.
-            TooManyRuns: so scattered that a plan would fill the memory.
+            TooManyRuns: too scattered for the memory of a plan.
         """
         for whose, lists, groups in (
             ("our", need.blocks, len(self.ours.groups)),
@@ -165,7 +165,7 @@ class Pairing:
 class _Pairs:
     """Sub-blocks to move: block ids and sub-block indices of both sides, shape (n,).
 
-    ``holes`` lie before the window, ``hits`` are here already.
+    ``holes`` lie before the window; ``hits`` are held already.
     """
 
     ours: I64
@@ -208,16 +208,16 @@ def _num_blocks(theirs: Sequence[KVCacheReferences]) -> tuple[int, ...]:
 
 
 def sub_blocks(group: KVCacheGroupReference, need: Need, tokens: int) -> range:
-    """The sub-blocks of ``tokens`` tokens each that a token to come will read and we lack."""
+    """The sub-blocks of ``tokens`` tokens each that a later token will read and that we lack."""
     first = max(window_start(group, need.until), need.held) // tokens
     return range(first, -(-need.until // tokens))
 
 
 def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
-    """Pair the sub-blocks that a token to come will read and that we lack.
+    """Pair the sub-blocks that a later token will read and that we lack.
 
     With unequal block sizes a block of ours can begin before the window; its
-    sub-blocks there are read by nobody, and the lender may have dropped them.
+    sub-blocks there are never read, and the lender may have dropped them.
     """
     if group.kind is AttentionKind.STATE:
         return _state_pair(template, need, lent)
@@ -234,9 +234,9 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
 
 
 def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:
-    """The one block that holds the state after ``need.until`` tokens, whatever it is called.
+    """The one block that holds the state after ``need.until`` tokens, under either id.
 
-    A state has no tokens, so the two sides may count any number of them to a block.
+    A state has no tokens, so the block sizes of the two sides need not agree.
     """
     last = np.array([need.until - 1] if need.held < need.until else [], dtype=np.int64)
     ours, _ = _located(last // template.our_block_tokens, 1, need.blocks[template.our_group])
@@ -260,7 +260,7 @@ def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
 
 
 def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
-    """Refuse holes where bytes are needed, and ids that a cache does not have.
+    """Refuse holes where bytes are needed, and ids beyond a cache.
 
     Raises:
         MissingBlock: the first token that has no block on one side.
@@ -283,7 +283,7 @@ def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
 def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
     """Every run of every pair, by our address, so that neighbours in memory can merge.
 
-    An engine hands out block ids in any order, and layers may lie outside of blocks.
+    An engine allocates block ids in any order, and layers may lie outside of blocks.
     """
     local = _addresses(template.ours, pairs.ours, pairs.our_sub)
     remote = _addresses(template.theirs, pairs.theirs, pairs.their_sub)

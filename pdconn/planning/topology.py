@@ -1,4 +1,4 @@
-"""Whose heads, whose layers: which rank of a peer serves each chunk of ours.
+"""Heads and layers: which rank of a peer serves each chunk of ours.
 
 Layers are matched by name and chunk, so a pipeline-parallel peer is only one
 whose ranks hold fewer layers each.  Heads carry their model-wide index, so tensor
@@ -9,7 +9,7 @@ parallelism of any size on either side is an overlap of ranges::
            rank 3 of 4              [6 7]       two pieces
 
 Replicated heads (tensor parallelism above the head count, MLA) are held by several
-ranks: each head is taken from one of them, another one for every rank of ours, so
+ranks: each head is taken from one of them, a different one for every rank of ours, so
 that the load spreads.
 """
 
@@ -64,8 +64,8 @@ def match_pieces(
         spread: which replica to prefer, usually our tensor-parallel rank.
 
     Raises:
-        Incompatible: every layer that no rank holds, or of which a head is missing or
-            the kind or window differs.
+        Incompatible: naming every layer that no rank holds, that lacks a head, or whose kind
+            or window differs.
     """
     holders = _holders(theirs)
     pieces: list[Piece] = []
@@ -94,7 +94,7 @@ def _holders(theirs: Sequence[KVCacheReferences]) -> dict[tuple[str, int], list[
 
 
 def _check_group(theirs: KVCacheGroupReference, ours: KVCacheGroupReference, layer: str) -> None:
-    """An engine without window groups keeps whole prompts, so it can serve any window."""
+    """Compare kinds and windows; an engine without window groups can serve any window."""
     if theirs.kind is AttentionKind.FULL and ours.kind.is_windowed:
         return
     for field in ("kind", "window"):
@@ -104,7 +104,7 @@ def _check_group(theirs: KVCacheGroupReference, ours: KVCacheGroupReference, lay
 
 
 def _cover(group: int, ref: KVCacheDataReference, found: list[_Holder], spread: int) -> list[Piece]:
-    """Take every head of ``ref`` from one holder, in runs as long as a holder allows."""
+    """Take every head of ``ref`` from one holder, in the longest runs that holders allow."""
     if not found:
         raise Incompatible.in_field(f"layer {ref.layer} chunk {ref.chunk}", "not held", "held")
     pieces: list[Piece] = []

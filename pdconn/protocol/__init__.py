@@ -1,1 +1,1 @@
-"""What two engines say to each other: messages, framing, tickets.  Pure."""
+"""What two engines exchange: messages, framing, handshake, tickets.  Pure."""

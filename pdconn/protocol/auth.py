@@ -5,28 +5,29 @@ Four tiny frames before the first message; the reader speaks first::
     reader                                     lender
     hello, nonce r  ─────────────────────────►
                     ◄───────────────────────── challenge, nonce l
-    proof of reader ─────────────────────────►   wrong: silence, and the end
+    proof of reader ─────────────────────────►   wrong: closed without a reply
                     ◄───────────────────────── proof of lender
     sealed frames   ◄────────────────────────►   tag ‖ body
 
-A stranger who dials learns a nonce and nothing else: the lender proves itself only
-to who proved itself first, and the reader says no message before the lender did.
+A host without the secret that dials learns a nonce and nothing else: the lender sends its
+proof only after it has checked the reader's, and the reader sends no message before it has
+checked the lender's.
 
 Everything is derived from the secret *and both nonces* (HKDF's extract and expand,
 RFC 5869)::
 
-    session = HMAC(label ‖ version ‖ r ‖ l ‖ place, secret)
+    session = HMAC(label ‖ version ‖ r ‖ l ‖ endpoint, secret)
     HMAC(session, "reader proves"),  HMAC(session, "lender proves")    the proofs
     HMAC(session, "reader seals"),   HMAC(session, "lender seals")     keys of tags
     tag     = HMAC(key of the sender, sequence number ‖ body), 16 bytes
 
-So nothing of one connection means anything on another (fresh nonces), in the other
-direction (labels), or elsewhere in the stream (sequence numbers).  *Place* is the
-``host:port`` at which the reader was told to find the lender, and the lender listens:
-whoever sends a reader elsewhere cannot pass its handshake on to the true lender.  What
-this does not do is hide: bodies travel in the clear unless TLS is below.
+So no frame of one connection is valid on another (fresh nonces), in the other direction
+(labels), or elsewhere in the stream (sequence numbers).  The *endpoint* is the ``host:port``
+of the lender, as the ticket names it to the reader and as the lender listens: a forged
+ticket that sends a reader to another host cannot have its handshake relayed to the true
+lender.  There is no encryption: bodies travel in the clear unless TLS is below.
 
-Nonces are arguments; no error shows a byte of secret, key, proof or tag.
+Nonces are arguments; no error shows a byte of a secret, key, proof or tag.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NONCE_NBYTES = 32
 TAG_NBYTES = 16
 MIN_SECRET_NBYTES = 16
 MAX_HANDSHAKE_NBYTES = 1024
-"""Longest frame that anyone may send us before the handshake is complete."""
+"""Longest frame accepted before the handshake is complete."""
 
 _LABEL = b"pdconn-auth"
 _HEAD = len(_LABEL) + 2
@@ -49,11 +50,11 @@ _PAYLOAD = 32  # of every handshake frame: a nonce or a proof
 
 
 class AuthError(ProtocolError):
-    """The peer did not prove what it must, or a frame is not what it sent."""
+    """The peer failed to prove that it knows the secret, or a frame is not authentic."""
 
 
 class Secret:
-    """At least 16 bytes that readers and lenders share.  It shows itself to nobody.
+    """At least 16 bytes that readers and lenders share.  Its repr and errors hide them.
 
     One newline at the end is not part of it, so a file that an editor or ``echo``
     wrote holds the same secret as the variable that it was written from.
@@ -71,14 +72,14 @@ class Secret:
     def __repr__(self) -> str:
         return "Secret(...)"
 
-    def session(self, reader_nonce: bytes, lender_nonce: bytes, place: str) -> bytes:
-        """The key that both sides of one connection derive all else from."""
-        salt = _LABEL + bytes([VERSION]) + reader_nonce + lender_nonce + place.encode()
+    def session(self, reader_nonce: bytes, lender_nonce: bytes, endpoint: str) -> bytes:
+        """The key from which both sides of one connection derive all others."""
+        salt = _LABEL + bytes([VERSION]) + reader_nonce + lender_nonce + endpoint.encode()
         return hmac.digest(salt, self._value, "sha256")
 
 
 class _Kind(IntEnum):
-    """What a handshake frame is."""
+    """The kind of a handshake frame."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -86,12 +87,12 @@ class _Kind(IntEnum):
     LENDER_PROOF = 4
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return self.name.lower().replace("_", "'s ")
 
 
 class _Seal:
-    """Tags of one direction: each is good for one body at one place in the stream."""
+    """Tags of one direction: each is valid for one body at one position in the stream."""
 
     def __init__(self, session: bytes, label: bytes) -> None:
         self._key = hmac.digest(session, label, "sha256")
@@ -105,18 +106,18 @@ class _Seal:
 
 
 class _Side:
-    """What both sides share: one expected frame at a time, then sealed frames.
+    """The common part of both sides: one handshake frame at a time, then sealed frames.
 
-    ``_awaited`` is the handshake frame that must come next, None once none is.  The
-    first thing that is wrong ends it: every later call raises.
+    ``_awaited`` is the handshake frame that must arrive next, None after the last.  The
+    first invalid frame ends it: every later call raises.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes, place: str, awaited: _Kind) -> None:
+    def __init__(self, secret: Secret, nonce: bytes, endpoint: str, awaited: _Kind) -> None:
         if len(nonce) != NONCE_NBYTES:
             raise AuthError("our nonce", f"{NONCE_NBYTES} bytes", f"{len(nonce)} bytes")
         self._secret = secret
         self._nonce = nonce
-        self._place = place
+        self._endpoint = endpoint
         self._awaited: _Kind | None = awaited
         self._failed = False
         self._session = b""
@@ -125,12 +126,12 @@ class _Side:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the peer is proven, so that messages may pass."""
+        """Whether the peer is authenticated, so that messages may pass."""
         return self._ours is not None and not self._failed
 
     @property
     def has_proven(self) -> bool:
-        """Whether our proof is out: a peer that leaves now did not like it."""
+        """Whether our proof is sent: a peer that closes now probably rejected it."""
         return bool(self._session)
 
     def start(self) -> list[bytes]:
@@ -141,7 +142,7 @@ class _Side:
         """A frame arrived; return messages for the application and frames to send.
 
         Raises:
-            AuthError: anything but the one frame that may come now.
+            AuthError: any frame but the one that may arrive now.
         """
         if self._failed:
             raise AuthError("frame", "none after a failure", "another")
@@ -149,30 +150,30 @@ class _Side:
             if self._theirs is not None:
                 return [_opened(self._theirs, body)], []
             assert self._awaited is not None
-            return [], self._shake(self._awaited, _payload(self._awaited, body))
+            return [], self._advance(self._awaited, _payload(self._awaited, body))
         except AuthError:
             self._failed = True
             raise
 
     def seal(self, body: bytes) -> bytes:
-        """``body`` with its tag before it, to be sent as a frame in this order.
+        """``body`` with its tag before it; frames must be sent in the order of sealing.
 
         Raises:
-            AuthError: the peer is not proven.
+            AuthError: the peer is not authenticated.
         """
         if self._ours is None or self._failed:
-            raise AuthError("message", "none before the peer is proven", "one")
+            raise AuthError("message", "none before the peer is authenticated", "one")
         return self._ours.tag(body) + body
 
-    def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
+    def _advance(self, kind: _Kind, payload: bytes) -> list[bytes]:
         raise NotImplementedError
 
     def _derive(self, label: bytes) -> bytes:
         return hmac.digest(self._session, label, "sha256")
 
-    def _check(self, who: str, proof: bytes) -> None:
-        if not hmac.compare_digest(proof, self._derive(f"{who} proves".encode())):
-            raise AuthError(f"{who}'s proof", "one made with our secret", "one made with another")
+    def _check(self, side: str, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._derive(f"{side} proves".encode())):
+            raise AuthError(f"{side}'s proof", "one made with our secret", "one made with another")
 
     def _complete(self, ours: str, theirs: str) -> None:
         self._awaited = None
@@ -181,25 +182,25 @@ class _Side:
 
 
 class ReaderAuth(_Side):
-    """The side that dials: it proves itself first, and believes a proof only.
+    """The side that dials: it sends its proof first, and no message before the lender's proof.
 
     Args:
         nonce: 32 random bytes, new for every connection.
-        place: ``host:port`` of the lender, as the ticket names it.
+        endpoint: ``host:port`` of the lender, as the ticket names it.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes, place: str = "") -> None:
-        super().__init__(secret, nonce, place, _Kind.CHALLENGE)
+    def __init__(self, secret: Secret, nonce: bytes, endpoint: str = "") -> None:
+        super().__init__(secret, nonce, endpoint, _Kind.CHALLENGE)
 
     def start(self) -> list[bytes]:
         """The hello."""
         return [_handshake(_Kind.HELLO, self._nonce)]
 
-    def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
+    def _advance(self, kind: _Kind, payload: bytes) -> list[bytes]:
         if kind is _Kind.CHALLENGE:
             if payload == self._nonce:
                 raise AuthError("lender's nonce", "one of its own", "ours")
-            self._session = self._secret.session(self._nonce, payload, self._place)
+            self._session = self._secret.session(self._nonce, payload, self._endpoint)
             self._awaited = _Kind.LENDER_PROOF
             return [_handshake(_Kind.READER_PROOF, self._derive(b"reader proves"))]
         self._check("lender", payload)
@@ -208,19 +209,19 @@ class ReaderAuth(_Side):
 
 
 class LenderAuth(_Side):
-    """The side that listens: it shows a nonce, and its proof to who has proven.
+    """The side that listens: it sends a nonce, and its proof after a valid one.
 
     Args:
         nonce: 32 random bytes, new for every connection.
-        place: ``host:port`` at which tickets say that we are.
+        endpoint: our ``host:port``, as our tickets name it.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes, place: str = "") -> None:
-        super().__init__(secret, nonce, place, _Kind.HELLO)
+    def __init__(self, secret: Secret, nonce: bytes, endpoint: str = "") -> None:
+        super().__init__(secret, nonce, endpoint, _Kind.HELLO)
 
-    def _shake(self, kind: _Kind, payload: bytes) -> list[bytes]:
+    def _advance(self, kind: _Kind, payload: bytes) -> list[bytes]:
         if kind is _Kind.HELLO:
-            self._session = self._secret.session(payload, self._nonce, self._place)
+            self._session = self._secret.session(payload, self._nonce, self._endpoint)
             self._awaited = _Kind.READER_PROOF
             return [_handshake(_Kind.CHALLENGE, self._nonce)]
         self._check("reader", payload)
@@ -233,17 +234,17 @@ def _handshake(kind: _Kind, payload: bytes) -> bytes:
 
 
 def _payload(kind: _Kind, body: bytes) -> bytes:
-    """What the awaited frame carries, once it is that frame to the last byte."""
+    """The payload of the awaited frame, after checking that ``body`` is exactly that."""
     if not body.startswith(_LABEL) or len(body) < _HEAD:
-        seen = f"{len(body)} other bytes: has the peer no secret?"
-        raise AuthError("handshake", f"pdconn's {kind.said}", seen)
+        seen = f"{len(body)} other bytes: does the peer have a secret?"
+        raise AuthError("handshake", f"pdconn's {kind.label}", seen)
     version, came = body[len(_LABEL)], body[len(_LABEL) + 1]
     if version != VERSION:
         raise AuthError("handshake version", VERSION, version)
     if came != kind:
-        raise AuthError("handshake frame", f"{kind.value} ({kind.said})", came)
+        raise AuthError("handshake frame", f"{kind.value} ({kind.label})", came)
     if len(body) != _HEAD + _PAYLOAD:
-        raise AuthError(f"{kind.said}, bytes", _HEAD + _PAYLOAD, len(body))
+        raise AuthError(f"{kind.label}, bytes", _HEAD + _PAYLOAD, len(body))
     return body[_HEAD:]
 
 

@@ -1,9 +1,8 @@
-"""Whether two engines mean the same by the bytes of a block.
+"""Whether two engines interpret the bytes of a block alike.
 
-An engine states it in *traits*: short texts by field name (model, dtype, packing).
-Equal digests settle it at once; otherwise the fields are compared one by one, and all
-that differ are named, so that an operator sees the whole difference and not its
-first field.
+An engine describes this in *traits*: short texts by field name (model, dtype, packing).
+Equal digests decide at once; otherwise the fields are compared one by one, and all that
+differ are named, so that an operator sees the whole difference and not its first field.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 NOTHING = "nothing"
-"""What stands for a field that one side does not have."""
+"""Shown for a field that one side does not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""What the other side said wrong.
+"""Errors of the other side.
 
-Every error here carries the field it is about, what was expected and what was
-seen, so that a log line or an HTTP body can show all three.
+Every error carries the field, the expected and the seen value, so that a log line or an
+HTTP body can show all three.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from transport.errors import FieldError, shown
 
 
 class ProtocolError(FieldError):
-    """Base of what the other side can get wrong."""
+    """Base of the errors that the other side can make."""
 
     show = shown
 
 
 class FrameError(ProtocolError):
-    """Bytes on the side channel that are no frame, or too long a one."""
+    """Bytes on the side channel that are not a frame, or a frame that is too long."""
 
 
 class MessageError(ProtocolError):
-    """A frame that holds no message we know, or one at the wrong time."""
+    """A frame without a known message, or with one at the wrong time."""
 
 
 class TicketError(ProtocolError):
-    """``kv_transfer_params`` that do not name KV we could pull."""
+    """``kv_transfer_params`` that do not name KV that we can pull."""
 
 
 class PeerMismatch(ProtocolError):
-    """A peer that speaks another version, is another engine, or was restarted."""
+    """A peer of another protocol version, another engine, or another boot."""

@@ -2,8 +2,8 @@
 
 A frame is a four-byte big-endian length and that many bytes: a CRC-32 of the body,
 big-endian, and the body.  The limit is checked on the length alone, before anything is kept
-for the body.  The CRC is for accidents, where nothing authenticates the other side: TCP's
-own checksum misses some, and a greeting with one wrong bit would move wrong bytes.
+for the body.  The CRC detects accidents where nothing authenticates the other side: TCP's
+own checksum misses some, and a Welcome with one wrong bit would move wrong bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def frame(body: bytes) -> bytes:
     """``body`` with its length and CRC before it.
 
     Raises:
-        FrameError: longer than the four bytes can say.
+        FrameError: the length does not fit into four bytes.
     """
     length = _CRC + len(body)
     if length >= 2**32:
@@ -29,7 +29,7 @@ def frame(body: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts a byte stream into frames with bodies of at most ``max_nbytes``.
+    """Splits a byte stream into frames with bodies of at most ``max_nbytes``.
 
     Example:
         >>> frames = Frames(max_nbytes=16)
@@ -44,28 +44,28 @@ class Frames:
         self._pending = bytearray()
 
     def __len__(self) -> int:
-        """Bytes of a frame that has begun and not ended."""
+        """Bytes of an unfinished frame."""
         return len(self._pending)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Bytes arrived; return the bodies that they complete.
 
         Raises:
-            FrameError: a length above the limit or below a CRC's, or a body that is not
-                the one that was sent; the stream is lost from there on.
+            FrameError: a length above the limit or below a CRC's, or a body with another CRC;
+                the stream is unusable from there on.
         """
         if self._pending:
             self._pending += data
-            bodies, end = self._cut(self._pending)
+            bodies, end = self._split(self._pending)
             del self._pending[:end]
-        else:  # most frames come whole
-            bodies, end = self._cut(data)
+        else:  # most frames arrive whole
+            bodies, end = self._split(data)
             if end < len(data):
                 self._pending += data[end:]
         return bodies
 
-    def _cut(self, stream: bytes | bytearray) -> tuple[list[bytes], int]:
-        """The bodies of the frames that are whole, and where they end."""
+    def _split(self, stream: bytes | bytearray) -> tuple[list[bytes], int]:
+        """The bodies of the complete frames, and the offset of their end."""
         bodies, start, nbytes = [], 0, len(stream)
         while nbytes - start >= _PREFIX:
             length = int.from_bytes(stream[start : start + _PREFIX], "big")

@@ -1,4 +1,4 @@
-"""Bounds of what the other side may say.  Every engine that exists lies far below them."""
+"""Bounds of what the other side may send.  Every real engine is far below them."""
 
 from __future__ import annotations
 

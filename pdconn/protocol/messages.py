@@ -1,6 +1,6 @@
 """The messages of the side channel.
 
-Decode speaks first on a connection, prefill answers::
+Decode sends the first message of a connection, prefill answers::
 
     decode                          prefill
     Hello ────────────────────────►
@@ -9,15 +9,15 @@ Decode speaks first on a connection, prefill answers::
           ◄──────────────── Granted | Refused
     Renew ────────────────────────►
           ◄──────────────── Granted | Refused
-    Prove ────────────────────────►              if the reader wants proof
-          ◄──────────────── Proven | Unproven
+    ChecksumRequest ──────────────►              with verify
+          ◄──────────────── Checksum | ChecksumUnavailable
     Done  ────────────────────────►
 
-An operator's tool may say ``Describe`` instead, and hears ``Described``.
+An operator's tool may send ``Describe`` instead, and receives ``Described``.
 
 A frame holds a list of messages, so everything due in one tick shares a frame.
 Time-to-live travels, points in time never do: decode counts from *sending* the
-claim or renewal that a ``Granted`` answers (``seq`` says which), prefill from
+claim or renewal that a ``Granted`` answers (named by ``seq``), prefill from
 *receiving* it, so decode gives up first and no clock is shared.
 """
 
@@ -80,7 +80,7 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """First message of a connection: who calls, and which incarnation it wants."""
+    """First message of a connection: our engine, and the incarnation that we expect."""
 
     version: int
     engine_id: str
@@ -88,7 +88,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
-    """The lender's answer: all its ranks, and what its bytes mean.
+    """The lender's answer: all its ranks, and how to interpret its bytes.
 
     ``traits`` name everything about the content of a block that geometry does
     not (dtype, packing, model); they must be equal on both sides.  ``digest`` is
@@ -116,13 +116,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe", forbid_unknown_fields=True):
-    """Only message of a connection that asks what this engine's KV looks like."""
+    """The only message of a connection that asks for this engine's KV geometry."""
 
     version: int
 
 
 class Described(msgspec.Struct, frozen=True, tag="described", forbid_unknown_fields=True):
-    """An engine's KV for comparing: as ``Welcome``, but of no use for reading.
+    """An engine's KV geometry for comparison: as ``Welcome``, but useless for reading.
 
     Transport addresses are left out, and allocations have no true base address.
     """
@@ -135,7 +135,7 @@ class Described(msgspec.Struct, frozen=True, tag="described", forbid_unknown_fie
 
     @classmethod
     def of(cls, welcome: Welcome) -> Described:
-        """What may be told to anyone who asks."""
+        """The part of a Welcome that any client may see."""
         ranks = tuple(
             RankGeometry(rank.pp_rank, rank.tp_rank, b"", rank.references.without_addresses())
             for rank in welcome.ranks
@@ -144,7 +144,7 @@ class Described(msgspec.Struct, frozen=True, tag="described", forbid_unknown_fie
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
-    """The lender's last message on a connection that it will not serve."""
+    """The lender's last message on a connection that it refuses to serve."""
 
     field: str
     expected: str
@@ -169,7 +169,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
-    """This reader will read nothing more, whether or not it ever did.
+    """This reader will read nothing more, even if it never has.
 
     ``ticket`` is the ticket's digest, as in the claim.
     """
@@ -200,7 +200,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
 
 
 class ChecksumRequest(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_fields=True):
-    """Asks for the checksum of what a claim holder has read; ``number`` names the ask."""
+    """Asks for the checksum of what a claim holder has read; the answer repeats ``number``."""
 
     number: int
     request: str
@@ -209,7 +209,7 @@ class ChecksumRequest(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_f
 
 
 class Checksum(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=True):
-    """The checksum of what was lent, when it was lent."""
+    """The checksum of what was lent, computed when it was lent."""
 
     number: int
     pull: str
@@ -217,7 +217,7 @@ class Checksum(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=
 
 
 class ChecksumUnavailable(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_fields=True):
-    """There is no such checksum."""
+    """The lender does not have this checksum."""
 
     number: int
     pull: str
@@ -236,7 +236,7 @@ _from_lender = msgspec.msgpack.Decoder(list[FromLender])
 def encode_frames(
     messages: Sequence[FromReader] | Sequence[FromLender], max_nbytes: int = 1 << 19
 ) -> list[bytes]:
-    """Bodies of as few frames as may be: none above ``max_nbytes`` unless one message is."""
+    """Bodies of frames of at most ``max_nbytes``, unless a single message is longer."""
     if not messages:
         return []
     body = encode(messages)
@@ -255,7 +255,7 @@ def encode(messages: Sequence[FromReader] | Sequence[FromLender]) -> bytes:
 
 
 def decode_from_reader(body: bytes) -> list[FromReader]:
-    """What a decode engine said.
+    """The messages of a decode engine.
 
     Raises:
         MessageError: not a list of known messages, or a value out of bounds.
@@ -274,7 +274,7 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
 
 
 def decode_from_lender(body: bytes) -> list[FromLender]:
-    """What a prefill engine said.
+    """The messages of a prefill engine.
 
     Raises:
         MessageError: not a list of known messages, or a value out of bounds.
@@ -294,7 +294,7 @@ def decode_from_lender(body: bytes) -> list[FromLender]:
 
 
 def check_geometry(message: Welcome | Described) -> None:
-    """Bounds of what an engine says of itself.
+    """Check the bounds of an engine's description of itself.
 
     Raises:
         MessageError: no name, no rank, or more of something than any engine has.

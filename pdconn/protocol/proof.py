@@ -1,9 +1,9 @@
-"""What a reader asks of one rank of the lender, and the answer.
+"""Checksum queries: what a reader asks of one rank of the lender, and the answer.
 
-Chunks are named by their place in the lender's own geometry, which the reader has from
-the handshake, and everything is a range, so an ask takes some 20 bytes per group of
-layers, whatever the prompt's length.  Which blocks inside a range are in the sample both
-sides know (see :mod:`pdconn.integrity.sample`).
+Chunks are named by their position in the lender's own geometry, which the reader has from
+the Welcome, and everything is a range, so a query takes some 20 bytes per group of layers,
+whatever the prompt's length.  Both sides compute which blocks of a range are in the sample
+(see :mod:`pdconn.integrity.sums`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdconn.protocol.errors import MessageError
 from pdconn.protocol.limits import MAX_GROUPS, MAX_LAYER_CHUNKS, MAX_RANKS
 
 MAX_SHARES = 256
-"""Of one ask.  Usually there is one per KV cache group; who needs more asks again."""
+"""Of one query.  Usually there is one per KV cache group; for more, a reader asks again."""
 
 MAX_NUMBER = 2**31 - 1
 
@@ -56,7 +56,7 @@ class ChecksumQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PieceSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sum modulo 2^64, and how many pieces it is of."""
+    """A sum modulo 2^64, and its number of pieces."""
 
     total: int
     pieces: int

@@ -1,10 +1,9 @@
-"""The ticket: what prefill hands to decode through the proxy.
+"""The ticket: what prefill sends to decode through the proxy.
 
 It is the ``kv_transfer_params`` dict that vLLM's proxies pass through untouched,
-with the keys of vLLM's in-tree connector and one of ours, ``pdconn``.  It passes
-through clients' and proxies' hands, so nothing in it is believed: block lists are
-checked against the geometry in the handshake, and the lender compares their
-digest with what it lent.
+with the keys of vLLM's in-tree connector and one of ours, ``pdconn``.  Clients and proxies
+can change it, so nothing in it is trusted: block lists are checked against the geometry in
+the Welcome, and the lender compares their digest with what it lent.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class BlockList:
         return self._array
 
     def __reduce__(self) -> tuple[type[BlockList], tuple[int, tuple[int, ...]]]:
-        """Without the array: whoever gets a copy makes its own."""
+        """Pickle without the array: a copy makes its own."""
         return BlockList, (self.first, self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A promise of KV: who holds it, under which name, in which blocks.
+    """A promise of KV: its lender, its request id there, and its blocks.
 
     ``prompt`` is a digest of the prompt that the KV was computed from.
     """
@@ -72,10 +71,10 @@ class Ticket:
     blocks: tuple[BlockList, ...]
 
     def digest(self) -> bytes:
-        """16 bytes that differ when anything does that the lender promised (BLAKE2b).
+        """16 bytes that differ when anything that the lender promised differs (BLAKE2b).
 
-        The lender holds its own, and a claim must repeat it: a ticket passes through
-        hands that may change it.
+        The lender keeps its own, and a claim must repeat it, since clients and proxies can
+        change a ticket.
         """
         digest = hashlib.blake2b(block_digest(self.blocks), digest_size=DIGEST_NBYTES)
         promised = (self.incarnation, self.request_id, self.prompt, str(self.num_tokens))
@@ -84,7 +83,7 @@ class Ticket:
         return digest.digest()
 
     def to_params(self, tp_size: int, pp_size: int) -> dict[str, Any]:
-        """As ``kv_transfer_params``, ready for the decode engine's request."""
+        """The ``kv_transfer_params`` for the decode engine's request."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -106,7 +105,7 @@ class Ticket:
 
 
 def trimmed(ids: Sequence[int]) -> BlockList:
-    """A group's block list without the holes at its head.
+    """A group's block list without its leading holes.
 
     >>> trimmed([0, 0, 7, 9])
     BlockList(first=2, ids=(7, 9))
@@ -125,7 +124,7 @@ def block_digest(blocks: Sequence[BlockList]) -> bytes:
 
 
 def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None:
-    """Whether block lists can be those of a cache with ``num_blocks`` blocks per group.
+    """Check that block lists fit a cache with ``num_blocks`` blocks per group.
 
     Raises:
         TicketError: another number of groups, or an id beyond its group's cache.
@@ -141,10 +140,10 @@ def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None
 
 
 def parse_ticket(params: Mapping[str, Any]) -> Ticket:
-    """Read ``kv_transfer_params``; keys that we do not know are left alone.
+    """Read ``kv_transfer_params``; unknown keys are ignored.
 
     Raises:
-        TicketError: naming the field, what was expected and what came.
+        TicketError: naming the field, the expected and the seen value.
     """
     ours = _field(params, "pdconn", dict, "a ticket made by pdconn (does prefill run PdConnector?)")
     version = _number(ours, "pdconn.version", 1, 1 << 16)

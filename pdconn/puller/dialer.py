@@ -18,7 +18,6 @@ from pdconn.puller.peers import Peer
 from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_WELCOME, Address, connecting_to, literal_address, resolve
 from pdconn.sidechannel.security import Security, Unprotected
-from pdconn.sidechannel.wire import PolledConnection
 
 MAX_LOOKUPS = 32
 """Names that are looked up at once; others wait for their turn."""
@@ -89,9 +88,10 @@ class SocketDialer:
 
     def _open(self, peer: Peer, address: Address) -> None:
         host, port = peer.key.host, peer.key.port
-        guard = self._security.for_reader(host, f"{host}:{port}")
-        channel = Connection(connecting_to(address), MAX_WELCOME, guard=guard)
-        peer.wire = PolledConnection(channel, self._selector, peer, connecting=True)
+        policy = self._security.for_reader(host, f"{host}:{port}")
+        connection = Connection(connecting_to(address), MAX_WELCOME, policy=policy)
+        connection.watch(self._selector, peer, connecting=True)
+        peer.wire = connection
 
     def _look_for_more(self) -> None:
         while self._num_looking < MAX_LOOKUPS:

@@ -44,7 +44,7 @@ class PeerKey:
 
 
 class PeerWire(Protocol):
-    """A connection to a lender, as :class:`pdconn.sidechannel.wire.PolledConnection` is one."""
+    """A connection to a lender, as :class:`pdconn.sidechannel.connection.Connection` is one."""
 
     def send(self, bodies: Iterable[bytes]) -> None:
         """Send frames; raises SideChannelLost."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdconn.integrity.errors import Corrupted
-from pdconn.integrity.reader import Expected
+from pdconn.integrity.reader import Corrupted, Expected
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import ChecksumRequest, Reader
 from pdconn.protocol.proof import NOTHING, PieceSum

@@ -118,7 +118,7 @@ class Pulls:
             Reader(pull, self._me.rank, self._me.of),
             ticket,
             ticket.digest(),
-            Pull(self._patience, now, proof=self._verifying.is_on),
+            Pull(self._patience, now, verify=self._verifying.is_on),
             peer,
             Measured(held=now),
         )
@@ -311,7 +311,7 @@ class Pulls:
             self._say(entry, Done(request, entry.reader, entry.digest, effect.ok))
         elif isinstance(effect, machine.StartRead):
             self._read(entry)
-        elif isinstance(effect, machine.AskProof):
+        elif isinstance(effect, machine.AskChecksums):
             self._ask_proof(entry)
         elif isinstance(effect, machine.ReportReceived):
             self.outbox.append(entry.measured.record(entry.request, self._clock()))

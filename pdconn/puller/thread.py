@@ -99,9 +99,9 @@ class Puller:
         self._owed = 0
         self._broken: str | None = None
         self._stopping = False
-        self._reader = ReaderThread(transport, self._mailbox.post, clock)
+        self._reader = ReaderThread(transport, self._mailbox.put, clock)
         self._dialer = SocketDialer(
-            self._selector, self._mailbox.post, security or Security(), through
+            self._selector, self._mailbox.put, security or Security(), through
         )
         self._pulls = Pulls(
             me,
@@ -117,16 +117,16 @@ class Puller:
 
     def hold(self, request: str, pull: str, ticket: Ticket) -> None:
         """Claim what ``ticket`` names and keep it, under the pull id ``pull``."""
-        self._mailbox.post(_Hold(request, pull, ticket))
+        self._mailbox.put(_Hold(request, pull, ticket))
 
     def pull(self, request: str, need: Need) -> None:
         """Blocks are there for a held request: read, then report it."""
         self._owed += 1
-        self._mailbox.post(_Pull(request, need))
+        self._mailbox.put(_Pull(request, need))
 
     def cancel(self, request: str) -> None:
         """Give the claim up.  A pull under way is still reported, once it is safe."""
-        self._mailbox.post(_Cancel(request))
+        self._mailbox.put(_Cancel(request))
 
     def collect(self) -> PullResults:
         """What was received and what failed since the last call; never blocks.
@@ -202,7 +202,7 @@ class Puller:
         pulls = self._pulls
         for key, events in self._selector.select(self._patience()):
             if key.data is None:
-                self._mailbox.hush()
+                self._mailbox.drain()
                 continue
             if events & selectors.EVENT_READ:
                 pulls.connections.serve(key.data)

@@ -1,0 +1,1 @@
+"""The side channel: connections, their security, and the queues between threads."""

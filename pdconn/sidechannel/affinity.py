@@ -1,9 +1,9 @@
-"""Threads of ours keep off the core that a model computes on.
+"""CPU affinity: our threads stay off the core that a model computes on.
 
 vLLM's CPU backend binds a worker's main thread to the cores of its model, and every
 thread started there inherits that.  A puller that shares a single core with the model
-waits for each step of it, and each step waits for the puller.  The process above was
-not bound, so its cores are the ones that the user meant for the engine.
+waits for each model step, and each step waits for the puller.  The parent process is
+not bound, so its cores are the ones that the user gave to the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 
 def wider_cores(own: set[int], above: set[int]) -> set[int]:
-    """Where a thread may run, given where it and the parent process may.
+    """Cores for a thread, from its own affinity and that of the parent process.
 
     >>> wider_cores({1}, {0, 1})
     {0, 1}
@@ -26,7 +26,7 @@ def wider_cores(own: set[int], above: set[int]) -> set[int]:
 
 @contextlib.contextmanager
 def off_the_models_core() -> Iterator[None]:
-    """Start threads in here, natives too: they get the wider choice of cores."""
+    """Threads started inside, native ones too, get the wider choice of cores."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -34,7 +34,7 @@ def off_the_models_core() -> Iterator[None]:
     try:
         os.sched_setaffinity(0, wider_cores(own, os.sched_getaffinity(os.getppid())))
     except OSError:
-        yield  # a parent that is gone, or a kernel that says no: nothing is lost
+        yield  # the parent has exited, or the kernel refuses: keep the inherited cores
         return
     try:
         yield

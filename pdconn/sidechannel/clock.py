@@ -1,4 +1,4 @@
-"""The clock that leases are kept by."""
+"""The clock that lease deadlines are kept by."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def steady() -> float:
-    """Seconds that never go back, and that go on while the machine is suspended.
+    """Seconds that never go back, and that advance while the machine is suspended.
 
-    A reader whose clock stood still would believe a lease that is over at its lender.
+    A reader whose clock stops would believe a lease that has expired at its lender.
     """
     return time.clock_gettime(_CLOCK)

@@ -1,74 +1,116 @@
-"""One side-channel connection: messages in, messages out, never blocking."""
+"""One side-channel connection: messages in, messages out, never blocking.
+
+::
+
+    send ──► SecureSession ──► unsent bytes ──► socket
+    receive ◄── whole messages ◄── SecureSession ◄── socket
+
+A *frame* carries one message list (:mod:`pdconn.protocol.framing`); frames above
+``max_frame`` end the connection.  *Unsent* bytes wait for a peer that reads slowly, or
+that is not authenticated yet; above ``max_unsent`` the connection ends too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
+from collections.abc import Iterable
 
 from pdconn.sidechannel.session import AuthPolicy, SecureSession, SideChannelLost, Unauthenticated
 
+MAX_UNSENT = 1 << 26
+
 _CHUNK = 1 << 15
-"""Asked of a socket at once; Python allocates as much first, and beyond 128 KiB that means
-new pages from the system for every frame."""
+"""Bytes per recv.  Python allocates as much first; above 128 KiB that takes new pages from the
+system for every frame."""
 
 
 class Connection:
     """Owns a connected, or connecting, stream socket.
 
-    With a guard, what is sent before the peer has proven itself waits here, and what
-    is received has been proven to come from it.  The handshake goes on inside
+    With an authentication policy, messages sent before the peer is authenticated wait here,
+    and messages received come from an authenticated peer.  The handshake goes on inside
     :meth:`receive` and :meth:`flush`; a reader's begins with the first flush.
 
     Args:
         sock: made non-blocking here.
         max_frame: longest frame accepted, in bytes.
-        max_unsent: bytes that may wait for a peer that does not read, or has not
-            proven itself.
-        guard: from :class:`pdconn.sidechannel.security.Security`; None trusts anyone.
+        max_unsent: bytes that may wait to be sent.
+        policy: from :class:`pdconn.sidechannel.security.Security`; None trusts any peer.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         max_frame: int,
-        max_unsent: int = 1 << 26,
-        guard: AuthPolicy | None = None,
+        max_unsent: int = MAX_UNSENT,
+        policy: AuthPolicy | None = None,
     ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = sock
-        self._layers = SecureSession(max_frame, guard)
+        self._session = SecureSession(max_frame, policy)
         self._max_unsent = max_unsent
+        self._selector: selectors.BaseSelector | None = None
+        self._data: object = None
+        self._reads = True
+        self._watched = 0
 
     @property
     def has_unsent(self) -> bool:
-        """Whether to select for writing."""
-        return bool(self._layers.out)
+        """Whether bytes wait for the socket to take them."""
+        return bool(self._session.out)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that wait for the socket to take them."""
+        return len(self._session.out)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the peer has proven itself, or need not."""
-        return self._layers.is_trusted
+        """Whether the peer is authenticated, or need not be."""
+        return self._session.is_trusted
 
     @property
     def is_midway(self) -> bool:
         """Whether a handshake or a frame is unfinished, or bytes wait to be sent."""
-        return self._layers.is_midway
+        return self._session.is_midway
 
-    def send(self, body: bytes) -> None:
-        """Send a frame, and keep what the socket does not take or the peer may not have yet.
+    def watch(
+        self, selector: selectors.BaseSelector, data: object, connecting: bool = False
+    ) -> None:
+        """Register with ``selector`` until closed: for reading, and for writing while unsent.
+
+        Args:
+            selector: yields ``data`` when the socket is ready.
+            connecting: whether to watch for writing until the first send.
+        """
+        self._watched = selectors.EVENT_READ | (selectors.EVENT_WRITE if connecting else 0)
+        selector.register(self.socket, self._watched, data)
+        self._selector, self._data = selector, data
+
+    def read_on(self, wanted: bool) -> None:
+        """Whether to watch for reading, or only for room to send what is unsent."""
+        self._reads = wanted
+        self._update_watch()
+
+    def send(self, bodies: Iterable[bytes]) -> None:
+        """Send a frame per body, after what waited before; keep what the socket does not take.
 
         Raises:
-            SideChannelLost: the connection broke, or too much waits to be sent.
+            SideChannelLost: the connection broke, or more than ``max_unsent`` bytes wait.
         """
-        self._layers.send(body)
+        for body in bodies:
+            self._session.send(body)
+            self._write()
+            waiting = self._session.waiting_nbytes
+            if waiting > self._max_unsent:
+                does_not = "read" if self.is_trusted else "authenticate"
+                raise SideChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
         self.flush()
-        waiting = self._layers.waiting_nbytes
-        if waiting > self._max_unsent:
-            does_not = "read" if self.is_trusted else "authenticate"
-            raise SideChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
 
     def flush(self) -> None:
         """Send what waits.
@@ -76,50 +118,68 @@ class Connection:
         Raises:
             SideChannelLost: the connection broke.
         """
-        out = self._layers.out
-        while out:
-            try:
-                sent = self.socket.send(out)
-            except (BlockingIOError, InterruptedError):
-                return
-            except (ConnectionResetError, BrokenPipeError) as error:
-                raise self._layers.closed(str(error)) from error
-            except OSError as error:
-                raise SideChannelLost(str(error)) from error
-            del out[:sent]
+        self._write()
+        self._update_watch()
 
     def receive(self) -> list[bytes]:
-        """Messages that became whole.
+        """Message bodies whose frames are complete now.
 
         Raises:
-            Unauthenticated: the peer did not prove itself, or someone else spoke.
-            SideChannelLost: the other side closed, the connection broke, or a frame is
-                longer than allowed.
+            Unauthenticated: the peer failed to authenticate, or a frame is not its own.
+            SideChannelLost: the peer closed, the connection broke, or a frame is longer
+                than allowed.
         """
         try:
             data = self.socket.recv(_CHUNK)
         except (BlockingIOError, InterruptedError):
             return []
         except ConnectionResetError as error:
-            raise self._layers.closed(str(error)) from error
+            raise self._session.closed(str(error)) from error
         except OSError as error:
             raise SideChannelLost(str(error)) from error
         if not data:
-            raise self._layers.closed("closed by the peer")
-        waited = len(self._layers.out)
+            raise self._session.closed("closed by the peer")
+        unsent = len(self._session.out)
         try:
-            bodies = self._layers.feed(data)
+            bodies = self._session.feed(data)
         except SideChannelLost:
             with contextlib.suppress(SideChannelLost):
-                self.flush()  # TLS tells the peer why
+                self._write()  # a TLS alert tells the peer why
             raise
-        if len(self._layers.out) > waited:
-            self.flush()
+        if len(self._session.out) > unsent:
+            self._write()
+        self._update_watch()
         return bodies
 
     def close(self) -> None:
-        """Close the socket; harmless when closed."""
+        """Leave the selector and close the socket; harmless when closed."""
+        selector, self._selector = self._selector, None
+        if selector is not None:
+            selector.unregister(self.socket)
         self.socket.close()
 
+    def _write(self) -> None:
+        out = self._session.out
+        while out:
+            try:
+                sent = self.socket.send(out)
+            except (BlockingIOError, InterruptedError):
+                return
+            except (ConnectionResetError, BrokenPipeError) as error:
+                raise self._session.closed(str(error)) from error
+            except OSError as error:
+                raise SideChannelLost(str(error)) from error
+            del out[:sent]
 
-__all__ = ["AuthPolicy", "Connection", "SideChannelLost", "Unauthenticated"]
+    def _update_watch(self) -> None:
+        if self._selector is None:
+            return
+        wanted = selectors.EVENT_READ if self._reads else 0
+        if self.has_unsent:
+            wanted |= selectors.EVENT_WRITE
+        if wanted and wanted != self._watched:
+            self._selector.modify(self.socket, wanted, self._data)
+            self._watched = wanted
+
+
+__all__ = ["MAX_UNSENT", "AuthPolicy", "Connection", "SideChannelLost", "Unauthenticated"]

@@ -1,6 +1,6 @@
-"""Secrets and certificates, from files and the environment, checked as they are read.
+"""Secrets and certificates, from files and the environment, checked when read.
 
-Every error names the setting and the path.  None shows what a file holds.
+Every error names the setting and the path.  No error shows the content of a file.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ ENV_SECRET_FILE = "PDCONN_SECRET_FILE"
 
 
 class SecurityError(FieldError, ValueError):
-    """A setting of the side channel's security that cannot be, or does not suffice."""
+    """A security setting of the side channel that is wrong or insufficient."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files: our certificate chain, its key, and the CA of our peers.
+    """Paths of PEM files: our certificate chain, its key, and our peers' CA.
 
-    The certificate is shown on both sides of connections, so it must be good for a
-    server and for a client; the key has no passphrase.
+    We use the certificate both as a server and as a client, so it must be valid for
+    both; the key has no passphrase.
     """
 
     cert: str
@@ -36,10 +36,10 @@ class TlsFiles:
 
     @classmethod
     def of(cls, cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
-        """All three, or None of none.
+        """All three, or None if none is given.
 
         Raises:
-            SecurityError: naming one that is missing.
+            SecurityError: only some are given; names a missing one.
         """
         given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
         missing = [name for name, path in given.items() if path is None]
@@ -52,10 +52,10 @@ class TlsFiles:
 
 
 def load_secret(path: str, field: str = "secret_file") -> Secret:
-    """The secret in a file that only its owner, or its group, may read.
+    """The secret in a file that only its owner and group may read.
 
     Raises:
-        SecurityError: it cannot be read, everybody can read it, or it is too short.
+        SecurityError: it cannot be read, is world-readable, or is too short.
     """
     try:
         return Secret(_read_private(field, path))
@@ -64,10 +64,10 @@ def load_secret(path: str, field: str = "secret_file") -> Secret:
 
 
 def secret_of(path: str | None, environ: Mapping[str, str]) -> Secret | None:
-    """The secret of the file that a setting names, else that of the environment.
+    """The secret from the file that a setting names, else from the environment.
 
     Raises:
-        SecurityError: it cannot be had, or the environment names two.
+        SecurityError: it cannot be loaded, or the environment names two.
     """
     if path is not None:
         return load_secret(path)
@@ -84,13 +84,13 @@ def secret_of(path: str | None, environ: Mapping[str, str]) -> Secret | None:
 
 
 def lender_context(files: TlsFiles) -> ssl.SSLContext:
-    """TLS 1.3 for the side that listens, which demands a certificate of our CA.
+    """TLS 1.3 for the side that listens; it requires a client certificate of our CA.
 
     Raises:
         SecurityError: a file is missing or wrong.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # nobody resumes, so nothing follows the handshake
+    context.num_tickets = 0  # no session resumption, so nothing follows the handshake
     return _loaded(context, files)
 
 
@@ -108,9 +108,9 @@ def reader_context(files: TlsFiles, *, check_hostname: bool) -> ssl.SSLContext:
 def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    _demand("tls_cert", files.cert, _read("tls_cert", files.cert), b"CERTIFICATE")
-    _demand("tls_key", files.key, _read_private("tls_key", files.key), b"PRIVATE KEY")
-    _demand("tls_ca", files.ca, _read("tls_ca", files.ca), b"CERTIFICATE")
+    _require_pem("tls_cert", files.cert, _read("tls_cert", files.cert), b"CERTIFICATE")
+    _require_pem("tls_key", files.key, _read_private("tls_key", files.key), b"PRIVATE KEY")
+    _require_pem("tls_ca", files.ca, _read("tls_ca", files.ca), b"CERTIFICATE")
 
     def passphrase() -> str:
         raise SecurityError("tls_key", "a key without passphrase", files.key)
@@ -120,8 +120,8 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             expected = f"the key of tls_cert {files.cert}"
-            raise SecurityError("tls_key", expected, f"{files.key}, of another") from None
-        raise SecurityError("tls_cert, tls_key", "PEM files", _named(error, files)) from None
+            raise SecurityError("tls_key", expected, f"{files.key}, which is not") from None
+        raise SecurityError("tls_cert, tls_key", "PEM files", _load_error(error, files)) from None
     try:
         context.load_verify_locations(files.ca)
     except ssl.SSLError as error:
@@ -130,11 +130,11 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _named(error: ssl.SSLError, files: TlsFiles) -> str:
+def _load_error(error: ssl.SSLError, files: TlsFiles) -> str:
     return f"{files.cert} and {files.key}: {error.reason}"
 
 
-def _demand(field: str, path: str, data: bytes, what: bytes) -> None:
+def _require_pem(field: str, path: str, data: bytes, what: bytes) -> None:
     if what + b"-----" not in data:
         raise SecurityError(field, f"a PEM {what.decode().lower()}", f"none in {path}")
 
@@ -152,6 +152,6 @@ def _read_private(field: str, path: str) -> bytes:
     data = _read(field, path)
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & stat.S_IROTH:
-        expected = "a file that not everybody may read (chmod o-rwx; Kubernetes: defaultMode 0400)"
+        expected = "a file that is not world-readable (chmod o-rwx; Kubernetes: defaultMode 0400)"
         raise SecurityError(field, expected, f"mode {mode:04o} of {path}")
     return data

@@ -1,4 +1,4 @@
-"""Ask a running engine's side channel what its KV looks like."""
+"""Ask a running engine's side channel for its KV geometry."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from pdconn.sidechannel.security import Security
 def describe(
     host: str, port: int, timeout_s: float = 5.0, security: Security | None = None
 ) -> Described:
-    """What the engine at ``host:port`` says of itself.
+    """The description that the engine at ``host:port`` gives of itself.
 
     Args:
-        security: what we show and what it must prove; nothing by default.
+        security: our credentials, and what the engine must authenticate with; none by default.
 
     Raises:
-        OSError: it cannot be reached, or does not answer in ``timeout_s`` seconds.
-        SideChannelLost: it closed the connection before it answered, or proved nothing.
+        OSError: it cannot be reached, or does not answer within ``timeout_s`` seconds.
+        SideChannelLost: it closed the connection before it answered, or did not authenticate.
         ProtocolError: it answered something else.
     """
-    give_up = time.monotonic() + timeout_s
-    guard = security.for_reader(host, f"{host}:{port}") if security is not None else None
+    deadline = time.monotonic() + timeout_s
+    policy = security.for_reader(host, f"{host}:{port}") if security is not None else None
     with connecting_to(resolve(host, port)) as sock:
-        channel = Connection(sock, MAX_WELCOME, guard=guard)
+        connection = Connection(sock, MAX_WELCOME, policy=policy)
         if not select.select([], [sock], [], timeout_s)[1]:
             raise TimeoutError(f"{host}:{port}: no connection in {timeout_s:g} s")
         failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
             raise OSError(failed, os.strerror(failed))
-        channel.send(encode([Describe(PROTOCOL_VERSION)]))
+        connection.send([encode([Describe(PROTOCOL_VERSION)])])
         while True:
-            for body in channel.receive():
+            for body in connection.receive():
                 return _described(body)
-            channel.flush()
-            if time.monotonic() > give_up:
+            connection.flush()
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"{host}:{port}: no answer in {timeout_s:g} s")
             time.sleep(0.005)
 

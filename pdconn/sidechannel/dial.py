@@ -1,4 +1,4 @@
-"""Names to addresses, and sockets that connect without blocking."""
+"""Host names to addresses, and sockets that connect without blocking."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import socket
 from typing import Any
 
 MAX_WELCOME = 1 << 24
-"""Bytes of a greeting: some 4000 ranks of 60 layers each."""
+"""Bytes of a Welcome: some 4000 ranks of 60 layers each."""
 
 Address = tuple[socket.AddressFamily, Any]
 
 
 def resolve(host: str, port: int) -> Address:
-    """Where ``host:port`` is; may take as long as the name server does.
+    """The address of ``host:port``; takes as long as the name server does.
 
     Raises:
-        OSError: there is no such host.
+        OSError: the name does not resolve.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise OSError(errno.EINVAL, f"{host!r} is no host name: {error}") from error
+        raise OSError(errno.EINVAL, f"{host!r} is not a host name: {error}") from error
     family, _, _, _, address = found[0]
     return family, address
 
 
 def connecting_to(address: Address) -> socket.socket:
-    """A socket that is connecting; it turns writable when that is decided.
+    """A socket that is connecting; it turns writable when it is connected or has failed.
 
     Raises:
-        OSError: the network refuses at once.
+        OSError: the connection fails at once.
     """
     family, where = address
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -45,7 +45,7 @@ def connecting_to(address: Address) -> socket.socket:
 
 
 def literal_address(host: str, port: int) -> Address | None:
-    """``host:port`` without a look-up, or None where ``host`` is a name."""
+    """The address where ``host`` is one already, or None where it is a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError, UnicodeError, ValueError):
             socket.inet_pton(family, host)

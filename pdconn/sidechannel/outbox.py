@@ -32,6 +32,12 @@ class Outbox(Generic[T]):
                 self._counts.update(counts)
 
     @property
+    def counts(self) -> Counter[str]:
+        """A copy of what was counted since :meth:`take_counts`; safe on any thread."""
+        with self._lock:
+            return Counter(self._counts)
+
+    @property
     def has_reports(self) -> bool:
         """Whether :meth:`take_reports` has something to return."""
         return bool(self._reports)

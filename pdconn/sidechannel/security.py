@@ -1,11 +1,11 @@
-"""What a side channel demands of the other side, and what it shows of itself.
+"""How the two ends of a side channel authenticate each other.
 
-=============  ========================================================================
-secret         both prove that they know it, and seal every message; nothing is hidden
+=============  ============================================================================
+secret         both prove that they know it, and authenticate every message; no encryption
 TLS            both show a certificate of one CA, and everything is encrypted
 both           the secret's handshake runs inside TLS
-none           anyone may talk to us: only on loopback, or where ``insecure`` says so
-=============  ========================================================================
+none           any host may connect: only on loopback, or with ``insecure``
+=============  ============================================================================
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pdconn.sidechannel.session import LenderAuthPolicy, ReaderAuthPolicy
 
 
 class NoHostName(SecurityError, OSError):
-    """A host that no certificate could name; an OSError, as when it does not resolve."""
+    """A host that no certificate can name; an OSError, as when it does not resolve."""
 
     def __init__(self, host: str) -> None:
         super().__init__("host", "a name or address that a certificate can hold", repr(host))
 
 
 class Unprotected(SecurityError):
-    """Strangers could reach the side channel and nothing would stop them."""
+    """The side channel is reachable from other hosts, and nothing authenticates them."""
 
     def __init__(self, host: str) -> None:
         expected = (
             "a shared secret (secret_file, or PDCONN_SECRET in the environment), or TLS "
-            '(tls_cert, tls_key and tls_ca), or "insecure": true if everyone who can reach '
+            '(tls_cert, tls_key and tls_ca), or "insecure": true if every host that reaches '
             "this address may read and end any transfer"
         )
         super().__init__(
@@ -56,10 +56,10 @@ class _Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How both sides of our side channels are guarded.  Files are read once, here.
+    """Credentials of both sides of our side channels.  Files are read once, here.
 
-    ``check_hostname`` is whether a lender's certificate must name the host that a
-    ticket names; else any certificate of the CA will do.
+    ``check_hostname``: a lender's certificate must name the host in the ticket; else any
+    certificate of the CA is accepted.
 
     Raises:
         SecurityError: a TLS file is missing or wrong.
@@ -91,7 +91,7 @@ class Security:
         insecure: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Security:
-        """From settings; the environment may have the secret if no setting does.
+        """From settings; the secret may come from the environment if no setting names it.
 
         Raises:
             SecurityError: naming the setting, what was expected and what came.
@@ -102,49 +102,49 @@ class Security:
 
     @property
     def authenticates(self) -> bool:
-        """Whether strangers are kept out."""
+        """Whether peers must authenticate."""
         return self.secret is not None or self.tls is not None
 
     def require(self, host: str) -> None:
-        """Whether the side channel of ``host`` may be used at all.
+        """Refuse a side channel at ``host`` that is reachable and unauthenticated.
 
         Raises:
-            Unprotected: naming the three ways out.
+            Unprotected: naming the three remedies.
         """
         if not (self.authenticates or self.insecure or is_loopback(host)):
             raise Unprotected(host)
 
-    def for_lender(self, place: str = "") -> LenderAuthPolicy | None:
-        """For a channel to whoever dialled us; None trusts them.
+    def for_lender(self, endpoint: str = "") -> LenderAuthPolicy | None:
+        """The policy for connections that we accept; None trusts every reader.
 
-        ``place`` is ``host:port`` as our tickets name it, and a reader's must be the same.
+        ``endpoint`` is ``host:port`` as in our tickets; a reader's must be the same.
         """
         if not self.authenticates:
             return None
         context = None if self._contexts is None else self._contexts.lender
-        return LenderAuthPolicy(self.secret, context, place)
+        return LenderAuthPolicy(self.secret, context, endpoint)
 
-    def for_reader(self, host: str, place: str = "") -> ReaderAuthPolicy | None:
-        """For a channel to the lender at ``host``; None trusts it.
+    def for_reader(self, host: str, endpoint: str = "") -> ReaderAuthPolicy | None:
+        """The policy for a connection to the lender at ``host``; None trusts it.
 
-        ``place`` is ``host:port`` as the ticket names it.
+        ``endpoint`` is ``host:port`` as in the ticket.
 
         Raises:
-            NoHostName: with TLS, and ``host`` is no name.
+            NoHostName: TLS is on, and no certificate can name ``host``.
         """
         if not self.authenticates:
             return None
         if self._contexts is None:
-            return ReaderAuthPolicy(self.secret, None, host, place)
+            return ReaderAuthPolicy(self.secret, None, host, endpoint)
         try:
             self._contexts.reader.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=host)
-        except (TypeError, ValueError, ssl.SSLError):  # a zero byte, no IDNA name, too long
+        except (TypeError, ValueError, ssl.SSLError):  # a zero byte, not IDNA, or too long
             raise NoHostName(host) from None
-        return ReaderAuthPolicy(self.secret, self._contexts.reader, host, place)
+        return ReaderAuthPolicy(self.secret, self._contexts.reader, host, endpoint)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` leads to this machine for certain: no name but localhost does."""
+    """Whether ``host`` is this machine for certain; of names, only localhost is."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,12 +1,12 @@
-"""What passes between a socket and messages: TLS, frames, seals.  It has no socket.
+"""The layers between a socket's bytes and messages: TLS, frames, seals.  No socket here.
 
 ::
 
     bytes ◄──► TLS ◄──► frames ◄──► seals ◄──► messages
-               if it is on          if there is a secret
+               if configured        if there is a secret
 
-Without a guard both layers are missing.  With one, no message goes out and none is
-handed up before the peer has proven itself in every layer.
+Without an authentication policy, TLS and seals are left out.  With one, no message is sent
+and none is delivered before the peer is authenticated in every layer.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class SideChannelLost(Exception):
 
 
 class Unauthenticated(SideChannelLost):
-    """The peer is not, or no longer, proven to be who may talk to us; or we to it."""
+    """The peer failed to authenticate, or we to it, or a later frame is not authentic."""
 
 
 @dataclass(frozen=True, slots=True)
 class LenderAuthPolicy:
-    """What a lender demands of whoever dials.  One serves any number of connections."""
+    """What a lender demands of the readers that dial it.  Serves any number of connections."""
 
     secret: Secret | None
     tls: ssl.SSLContext | None
-    place: str = ""
+    endpoint: str = ""
 
     def open(self) -> tuple[Tls | None, LenderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
             None if self.tls is None else Tls(self.tls, is_lender=True, host=None),
-            None if self.secret is None else LenderAuth(self.secret, nonce, self.place),
+            None if self.secret is None else LenderAuth(self.secret, nonce, self.endpoint),
         )
 
 
@@ -63,14 +63,14 @@ class ReaderAuthPolicy:
     secret: Secret | None
     tls: ssl.SSLContext | None
     host: str
-    place: str = ""
+    endpoint: str = ""
 
     def open(self) -> tuple[Tls | None, ReaderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
             None if self.tls is None else Tls(self.tls, is_lender=False, host=self.host),
-            None if self.secret is None else ReaderAuth(self.secret, nonce, self.place),
+            None if self.secret is None else ReaderAuth(self.secret, nonce, self.endpoint),
         )
 
 
@@ -81,66 +81,66 @@ class SecureSession:
     """Both directions of one connection.  Bytes to send collect in :attr:`out`.
 
     Args:
-        max_frame: longest message accepted, in bytes; before the peer is proven,
-            frames are limited to 1 KiB whatever this is.
-        guard: None trusts anyone.
+        max_frame: longest message accepted, in bytes; until the peer is authenticated,
+            frames are limited to 1 KiB.
+        policy: None trusts any peer.
     """
 
-    def __init__(self, max_frame: int, guard: AuthPolicy | None) -> None:
-        self._awaits_reader = isinstance(guard, LenderAuthPolicy)
+    def __init__(self, max_frame: int, policy: AuthPolicy | None) -> None:
+        self._awaits_reader = isinstance(policy, LenderAuthPolicy)
         self._tls: Tls | None = None
         self._auth: LenderAuth | ReaderAuth | None = None
-        if guard is not None:
-            self._tls, self._auth = guard.open()
+        if policy is not None:
+            self._tls, self._auth = policy.open()
         self._handshake = Frames(MAX_HANDSHAKE_NBYTES)
         self._frames = Frames(max_frame + (TAG_NBYTES if self._auth is not None else 0))
         self._held: list[bytes] = []
         self._first = b""
-        self._has_sent = self._has_heard = False
+        self._has_sent = self._has_received = False
         self.out = bytearray()
         for hello in self._auth.start() if self._auth is not None else []:
             self._put(hello)
-        self._pump()
+        self._move_tls_output()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the peer is proven in every layer that we have."""
+        """Whether the peer is authenticated in every layer that we have."""
         return self._has_tls_done and self._has_auth_done
 
     @property
     def is_midway(self) -> bool:
-        """Whether the peer owes us bytes, or we it."""
+        """Whether either side has bytes left to send: handshake, frame or unsent."""
         in_tls = self._tls is not None and self._tls.is_midway
         return in_tls or not self._has_auth_done or self._is_amid_frame or bool(self.out)
 
     @property
     def waiting_nbytes(self) -> int:
-        """Bytes that a peer has yet to take, or must prove itself for."""
+        """Bytes that are unsent, or held until the peer is authenticated."""
         held = sum(map(len, self._held)) + (self._tls.held_nbytes if self._tls else 0)
         return held + len(self.out)
 
     def send(self, body: bytes) -> None:
-        """A message: into :attr:`out`, or held until the peer is proven."""
+        """Put a message into :attr:`out`, or hold it until the peer is authenticated."""
         self._has_sent = True
         if not self._has_auth_done:
             self._held.append(body)
             return
         self._put(body if self._auth is None else self._auth.seal(body))
-        self._pump()
+        self._move_tls_output()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Bytes arrived; return the messages that they complete.
 
-        Replies of the handshake, and what was held for it, are in :attr:`out` after.
+        Afterwards :attr:`out` has handshake replies, and what was held for the handshake.
 
         Raises:
-            Unauthenticated: the peer failed to prove itself, or a frame is not its own.
+            Unauthenticated: the peer failed to authenticate, or a frame is not its own.
             SideChannelLost: a frame is longer than allowed, or the peer ended the session.
         """
         if len(self._first) < 4:
             self._first = (self._first + data[:4])[:4]
         try:
-            bodies = self._cut(data if self._tls is None else self._tls.feed(data))
+            bodies = self._split(data if self._tls is None else self._tls.feed(data))
         except TlsClosed:
             raise self.closed("closed by the peer") from None
         except TlsFailed as error:
@@ -148,31 +148,31 @@ class SecureSession:
         except AuthError as error:
             raise Unauthenticated(str(error)) from error
         except FrameError as error:
-            raise self._misframed(error) from error
+            raise self._frame_error(error) from error
         finally:
-            self._pump()
-        self._has_heard |= bool(bodies)
+            self._move_tls_output()
+        self._has_received |= bool(bodies)
         return bodies
 
     def closed(self, how: str) -> SideChannelLost:
-        """What it means that the peer is gone: the error to raise."""
+        """The error to raise when the peer has closed: its likely cause depends on the state."""
         if self._awaits_reader and not self._first:
-            return SideChannelLost(how)  # it looked whether somebody listens
+            return SideChannelLost(how)  # a port probe: connect and close
         if not self._has_tls_done:
             return Unauthenticated(f"{how} before it authenticated: does it speak TLS?")
         if self._auth is not None and not self._auth.is_ready:
             if isinstance(self._auth, ReaderAuth) and self._auth.has_proven:
-                return Unauthenticated(f"{how} when it saw our proof: is its secret another?")
-            ask = "is it guarded as we are, by a secret"
-            ask += " and TLS?" if self._tls is not None else " and without TLS?"
-            return Unauthenticated(f"{how} before it authenticated: {ask}")
-        if self._has_sent and not self._has_heard:
+                return Unauthenticated(f"{how} when it saw our proof: the secrets probably differ")
+            tls = "and TLS" if self._tls is not None else "and no TLS"
+            hint = f"we use a secret {tls}; does the peer?"
+            return Unauthenticated(f"{how} before it authenticated: {hint}")
+        if self._has_sent and not self._has_received:
             lacks = [
                 *(["a secret"] if self._auth is None else []),
                 *(["TLS"] if self._tls is None else ["another certificate"]),
             ]
-            ask = f"does it demand {' or '.join(lacks)} that we do not have?"
-            return Unauthenticated(f"{how} before it answered: {ask}")
+            hint = f"does it require {' or '.join(lacks)} that we do not have?"
+            return Unauthenticated(f"{how} before it answered: {hint}")
         return SideChannelLost(how)
 
     @property
@@ -193,14 +193,14 @@ class SecureSession:
         else:
             self._tls.write(frame(body))
 
-    def _pump(self) -> None:
+    def _move_tls_output(self) -> None:
         if self._tls is not None:
             self.out += self._tls.take()
 
-    def _cut(self, data: bytes) -> list[bytes]:
-        """Bodies that became whole.
+    def _split(self, data: bytes) -> list[bytes]:
+        """Message bodies that are complete now.
 
-        A handshake frame is fed byte by byte: the frame behind the last one may come
+        A handshake frame is fed byte by byte: the frame behind the last one may arrive
         with it, and has another limit.
         """
         if self._auth is None:
@@ -222,8 +222,8 @@ class SecureSession:
             for message in held:
                 self._put(self._auth.seal(message))
 
-    def _misframed(self, error: FrameError) -> SideChannelLost:
-        if self._tls is None and self._first[:2] in _TLS_RECORDS and not self._has_heard:
+    def _frame_error(self, error: FrameError) -> SideChannelLost:
+        if self._tls is None and self._first[:2] in _TLS_RECORDS and not self._has_received:
             return Unauthenticated("the peer speaks TLS and we do not")
         if not self.is_trusted:
             return Unauthenticated(f"before it authenticated: {error}")

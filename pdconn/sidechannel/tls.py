@@ -1,11 +1,11 @@
-"""TLS between bytes and bytes: no socket, so that a channel stays non-blocking.
+"""TLS from bytes to bytes: no socket here, so that a connection stays non-blocking.
 
 ::
 
     ciphertext from the socket ── feed ──► Tls ──► plaintext
     ciphertext to the socket   ◄── take ── Tls ◄── write ── plaintext
 
-What is written before the handshake is complete waits inside.
+Plaintext written before the handshake is complete is held.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEADER = 5
 
 _MEANING = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the peer showed no client certificate",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer demands a client certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer requires a client certificate",
     "WRONG_VERSION_NUMBER": "the peer does not speak TLS",
     "PACKET_LENGTH_TOO_LONG": "the peer does not speak TLS",
     "RECORD_LAYER_FAILURE": "the peer does not speak TLS",
@@ -31,7 +31,7 @@ _MEANING = {
     "DECRYPTION_FAILED_OR_BAD_RECORD_MAC": "a record was altered, replayed or misplaced",
     "SSLV3_ALERT_BAD_RECORD_MAC": "the peer got an altered, replayed or misplaced record",
 }
-"""OpenSSL's reasons in words; others are shown as OpenSSL says them."""
+"""OpenSSL's reasons in plain words; others are shown as OpenSSL names them."""
 
 
 class TlsFailed(Exception):
@@ -43,12 +43,12 @@ class TlsClosed(Exception):
 
 
 class Tls:
-    """One session.
+    """One TLS session.
 
     Args:
-        context: of the right side; see :mod:`pdconn.sidechannel.credentials`.
+        context: for our side; see :mod:`pdconn.sidechannel.credentials`.
         is_lender: whether we listen.
-        host: whom we dialled, which the certificate must name.
+        host: the host that we dialled, which the certificate must name.
     """
 
     def __init__(self, context: ssl.SSLContext, *, is_lender: bool, host: str | None) -> None:
@@ -57,11 +57,11 @@ class Tls:
         self._records = _Records()
         self._held = bytearray()
         self.is_ready = False
-        self._shake()
+        self._do_handshake()
 
     @property
     def is_midway(self) -> bool:
-        """Whether the handshake is unfinished or a record is here in part."""
+        """Whether the handshake is unfinished, or a record has arrived in part."""
         return not self.is_ready or self._records.is_midway
 
     @property
@@ -73,14 +73,14 @@ class Tls:
         """Ciphertext arrived; return the plaintext that it completes.
 
         Raises:
-            TlsFailed: with a reason fit for a log line.
+            TlsFailed: with a reason for a log line.
             TlsClosed: the peer ended the session.
         """
         self._records.feed(data)
         self._incoming.write(data)
         try:
             if not self.is_ready:
-                self._shake()
+                self._do_handshake()
             return self._read() if self.is_ready else b""
         except ssl.SSLZeroReturnError as error:
             raise TlsClosed from error
@@ -100,7 +100,7 @@ class Tls:
         """Ciphertext to send."""
         return self._outgoing.read()
 
-    def _shake(self) -> None:
+    def _do_handshake(self) -> None:
         try:
             self._session.do_handshake()
         except ssl.SSLWantReadError:
@@ -122,7 +122,7 @@ class Tls:
 
 
 class _Records:
-    """Counts through record headers: OpenSSL does not say that it holds half a record."""
+    """Follows record headers, since OpenSSL does not tell that it holds part of a record."""
 
     def __init__(self) -> None:
         self._header = b""

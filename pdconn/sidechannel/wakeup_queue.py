@@ -1,17 +1,17 @@
-"""A queue between an engine's thread and one of ours.
+"""A queue from an engine's thread to one of ours.
 
-Posting never blocks: it appends and writes one byte to a socket pair that the owner
-selects on.  What can wait until the owner wakes anyway is left without the byte; the
-owner looks once more before it goes to sleep::
+``put`` never blocks: it appends, and writes one byte to a socket pair that the owner selects
+on.  An item that can wait until the owner wakes anyway is put quietly, without the byte; the
+owner looks once more before it sleeps::
 
-    poster   leave an item   ──►  is the owner's sleep too long?  ──►  wake
-    owner    say how long it will sleep  ──►  is there an item?  ──►  select
+    engine   put an item quietly  ──►  is the owner's sleep too long?  ──►  wake
+    owner    publish until when it sleeps  ──►  is there an item?  ──►  select
 
 Whichever comes second sees the other.
 
-One byte is enough until the owner has looked.  Writing it lets go of Python's lock, and an
-owner that was woken a moment ago is waiting for just that: the poster would stand still
-until the owner is done with everything posted before.
+One byte suffices until the owner has drained it.  Writing it releases Python's lock, and an
+owner that was woken a moment ago is waiting for exactly that lock: the engine's thread would
+stand still until the owner has handled everything put before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class WakeupQueue(Generic[T]):
-    """Many posters, one owner that waits for ``self.socket`` to be readable."""
+    """Any number of threads put; one owner selects on ``self.socket`` and takes."""
 
     def __init__(self) -> None:
         self.socket, self._poke = socket.socketpair()
@@ -34,12 +34,12 @@ class WakeupQueue(Generic[T]):
         self._items: deque[T] = deque()
         self._poked = False
 
-    def post(self, item: T) -> None:
+    def put(self, item: T) -> None:
         """Add ``item`` and wake the owner."""
         self._items.append(item)
         self.wake()
 
-    def leave(self, item: T) -> None:
+    def put_quietly(self, item: T) -> None:
         """Add ``item`` without waking the owner."""
         self._items.append(item)
 
@@ -50,7 +50,7 @@ class WakeupQueue(Generic[T]):
     def wake(self) -> None:
         """Make ``select`` return.  A full or closed pipe means it will, or need not.
 
-        Where the system has no room for a byte, the next post tries again.
+        Where the system has no room for a byte, the next ``put`` tries again.
         """
         if self._poked:
             return
@@ -61,27 +61,27 @@ class WakeupQueue(Generic[T]):
             pass
         except OSError:
             self._poked = False
-        except BaseException:  # a signal's handler: who posts next pokes
+        except BaseException:  # raised by a signal handler: the next put writes the byte
             self._poked = False
             raise
 
-    def hush(self) -> None:
-        """Take in what woke the owner: call it when the socket is readable, before ``take``."""
+    def drain(self) -> None:
+        """Read the wake-up bytes: call it when the socket is readable, before :meth:`take`."""
         with contextlib.suppress(BlockingIOError):
             while len(self.socket.recv(4096)) == 4096:
                 pass
-        # Before the items are taken: who posts from here on pokes again, and who did not
-        # poke because of an earlier byte has posted already.
+        # Reset before the items are taken: every later put writes a new byte, and a put that
+        # wrote none because of an earlier byte has appended its item already.
         self._poked = False
 
     def take(self) -> list[T]:
-        """Everything posted so far, in order.  Only the owner calls this."""
+        """Everything put so far, in order.  Only the owner calls this."""
         items: list[T] = []
         while self._items:
             items.append(self._items.popleft())
         return items
 
     def close(self) -> None:
-        """Close both ends; later posts are kept and ignored."""
+        """Close both ends; later items are kept and ignored."""
         self.socket.close()
         self._poke.close()

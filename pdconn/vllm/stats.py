@@ -31,21 +31,21 @@ _HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
 _COUNTERS: dict[str, tuple[str, str]] = {
     "failed": ("vllm:nixl_num_failed_transfers", "KV pulls that failed."),
     "quarantined": ("pdconn:quarantined", "Failed KV pulls whose reads went on."),
-    "freed_expired": ("vllm:nixl_num_kv_expired_reqs", "Leases that ran out unread."),
+    "freed_expired": ("vllm:nixl_num_kv_expired_reqs", "Leases that expired unread."),
     "pulls": ("pdconn:pulls", "KV pulls received, per rank."),
     "full": ("pdconn:full_attention_bytes", "Bytes pulled of full-attention groups."),
     "window": ("pdconn:window_bytes", "Bytes pulled of windowed groups."),
     "saved_by_window": ("pdconn:saved_by_window_bytes", "Bytes that no window needs."),
     "saved_by_hits": ("pdconn:saved_by_hits_bytes", "Bytes that decode held already."),
-    "lent": ("pdconn:leases_granted", "Prompts lent."),
-    "freed_read": ("pdconn:leases_read", "Leases that every reader was done with."),
-    "freed_aborted": ("pdconn:leases_aborted", "Leases taken back."),
-    "claims": ("pdconn:claims", "Claims heard."),
-    "renewals": ("pdconn:renewals", "Renewals heard."),
-    "proofs": ("pdconn:proofs", "Asks for checksums heard."),
-    "described": ("pdconn:described", "Tools that asked what our KV looks like."),
-    "dones_of_others": ("pdconn:dones_of_others", "Reports of pulls that others had claimed."),
-    "accept_failed": ("pdconn:accept_failed", "Times that no connection could be opened."),
+    "lent": ("pdconn:leases_granted", "Leases granted: prompts lent."),
+    "freed_read": ("pdconn:leases_read", "Leases that ended with their last reader."),
+    "freed_aborted": ("pdconn:leases_aborted", "Leases that the engine aborted."),
+    "claims": ("pdconn:claims", "Claims received."),
+    "renewals": ("pdconn:renewals", "Renewals received."),
+    "checksum_requests": ("pdconn:checksum_requests", "Checksum requests received."),
+    "described": ("pdconn:described", "Describe messages answered."),
+    "done_rejected": ("pdconn:done_rejected", "Done messages for a claim of another connection."),
+    "accept_failed": ("pdconn:accept_failed", "Connections that the system could not open."),
     "pulls_proven": ("pdconn:pulls_proven", "KV pulls whose checksums agreed."),
     "pulls_corrupted": ("pdconn:pulls_corrupted", "KV pulls whose checksums differed."),
     "pulls_unproven": ("pdconn:pulls_unproven", "KV pulls without checksums to compare."),
@@ -60,16 +60,28 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     **{
         f"{side}refused_{why}": (f"pdconn:{name}_{why}", f"{text}: {why}.")
         for side, name, text in (
-            ("", "claims_refused", "Claims that we refused"),
+            ("", "claims_refused", "Claims refused"),
             ("pulls_", "pulls_refused", "KV pulls whose claim was refused"),
         )
         for why in RefusalReason
     },
-    "bad_messages": ("pdconn:bad_messages", "Side-channel messages that made no sense."),
-    "rejected": ("pdconn:connections_rejected", "Side-channel visitors turned away."),
-    "unauthenticated": ("pdconn:unauthenticated", "Side-channel visitors that proved nothing."),
-    "loiterers": ("pdconn:loiterers", "Side-channel visitors that were silent for too long."),
-    "connections_refused": ("pdconn:connections_refused", "Visitors that found no room."),
+    "bad_messages": ("pdconn:bad_messages", "Invalid side-channel messages."),
+    "connections_rejected": (
+        "pdconn:connections_rejected",
+        "Side-channel connections ended for an invalid message.",
+    ),
+    "connections_unauthenticated": (
+        "pdconn:connections_unauthenticated",
+        "Side-channel connections that failed to authenticate.",
+    ),
+    "connections_timed_out": (
+        "pdconn:connections_timed_out",
+        "Side-channel connections closed because they stalled.",
+    ),
+    "connections_refused": (
+        "pdconn:connections_refused",
+        "Side-channel connections refused because too many were open.",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
+from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.server import Lender
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
@@ -89,6 +90,7 @@ class Pair:
     read_s: float = 60.0
     drain_s: float = 5.0
     security: Security | None = None
+    limits: ConnectionLimits | None = None
     verify: Verify = Verify.OFF
     their_verify: Verify = Verify.OFF
     traits: dict[str, str] = field(default_factory=lambda: dict(TRAITS))
@@ -132,7 +134,14 @@ class Pair:
 
     def open_lender(self, port: int) -> Lender:
         summing = self.their_verify is not Verify.OFF
-        return Lender(self.welcome(), "127.0.0.1", port, security=self.security, is_summing=summing)
+        return Lender(
+            self.welcome(),
+            "127.0.0.1",
+            port,
+            security=self.security,
+            is_summing=summing,
+            limits=self.limits,
+        )
 
     def welcome(self) -> Welcome:
         """What the lender says of itself."""

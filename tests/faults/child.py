@@ -1,7 +1,7 @@
-"""A process of ours that is told what to do in lines of JSON, and answers each with one.
+"""A child process that takes commands as lines of JSON, and answers each with a line.
 
 parent ── {"do": "open", ...} ──► standard input
-       ◄── @{"port": 4711} ────── standard output; other lines are somebody's prints
+       ◄── @{"port": 4711} ────── standard output; other lines are prints
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Child:
                 pipe.close()
 
 
-def obey(orders: dict[str, Callable[..., Any]]) -> None:
-    """The child's side: carry out orders by name until standard input ends."""
+def serve(commands: dict[str, Callable[..., Any]]) -> None:
+    """The child's side: run commands by name until standard input ends."""
     for line in sys.stdin:
-        order = json.loads(line)
-        answer = orders[order.pop("do")](**order)
+        arguments = json.loads(line)
+        answer = commands[arguments.pop("do")](**arguments)
         print("@" + json.dumps(answer), flush=True)

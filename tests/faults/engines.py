@@ -56,7 +56,7 @@ def answer(kv: bytes) -> Tokens:
 
 
 class Cache:
-    """``num_blocks`` blocks, each in one piece; block 0 is nobody's."""
+    """``num_blocks`` blocks, each in one piece; block 0 is unused."""
 
     def __init__(self, num_blocks: int) -> None:
         self.rows = np.zeros((num_blocks, ROW_NBYTES), dtype=np.uint8)

@@ -1,9 +1,9 @@
-"""A lender in a process of its own, so that what it uses can be measured from outside.
+"""A lender in a process of its own, so that its memory and files can be measured.
 
 ``mutant`` breaks it on purpose, for negative controls:
 
-``fragile``   its decoder raises what nobody expects, on a message that is none
-``hoarder``   it keeps everything that it ever heard
+``fragile``   its decoder raises an unexpected exception for an invalid message
+``hoarder``   it keeps everything that it ever received
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdconn.protocol.auth import Secret
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import FromReader, decode_from_reader
 from pdconn.sidechannel.security import Security
-from tests.faults.child import obey
+from tests.faults.child import serve
 from tests.faults.engines import Prefill
 from tests.faults.footprint import Footprint, peak_nbytes
 from transport.inprocess.network import InProcessNetwork
@@ -56,15 +56,14 @@ class _Served:
         self._lender.lend(request, bytes.fromhex(digest), ttl_s)
 
     def report(self) -> dict[str, Any]:
-        """How the lender is; opens no file."""
+        """The state of the lender; opens no file."""
         alive = self._lender._thread.is_alive()
         if alive:
             self._freed += [freed.request for freed in self._lender.collect()]
         return {
             "alive": alive,
-            "visitors": len(self._lender._wires),
-            "doorway": len(self._lender._door),
-            "lent": self._lender._desk.num_lent,
+            "connections": len(self._lender._connections),
+            "lent": self._lender._sessions.num_lent,
             "freed": self._freed,
             "counts": dict(self._lender.counts),
             "cpu_s": time.process_time(),
@@ -82,7 +81,7 @@ class _Served:
 
 
 def _break(mutant: str) -> None:
-    heard = []
+    received = []
 
     def fragile(body: bytes) -> list[FromReader]:
         try:
@@ -91,7 +90,7 @@ def _break(mutant: str) -> None:
             raise KeyError(error.field) from error
 
     def hoarding(body: bytes) -> list[FromReader]:
-        heard.append(np.ones(len(body) + 8192, dtype=np.uint8))
+        received.append(np.ones(len(body) + 8192, dtype=np.uint8))
         return decode_from_reader(body)
 
     mutants = {"fragile": fragile, "hoarder": hoarding}
@@ -100,7 +99,7 @@ def _break(mutant: str) -> None:
 
 if __name__ == "__main__":
     served = _Served()
-    obey(
+    serve(
         {
             "open": served.open,
             "lend": served.lend,

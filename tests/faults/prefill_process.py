@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdconn.protocol.ticket import Ticket, parse_ticket
-from tests.faults.child import Child, obey
+from tests.faults.child import Child, serve
 from tests.faults.engines import Prefill
 
 
@@ -51,4 +51,4 @@ class _Served:
 
 if __name__ == "__main__":
     served = _Served()
-    obey({"open": served.open, "compute": served.compute})
+    serve({"open": served.open, "compute": served.compute})

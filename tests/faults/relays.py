@@ -25,7 +25,7 @@ class _RenewalsLost(FrameFaults):
 
 
 class RelayWithoutRenewals(Relay):
-    """Passes all but renewals to a lender that trusts anyone."""
+    """Passes all but renewals to a lender without authentication."""
 
     def __init__(self, port: int) -> None:
         super().__init__("127.0.0.1", port, MessageFaults(), seed=0)

@@ -1,4 +1,4 @@
-"""The ABA trap: blocks that are lent, read late, and somebody else's by then.
+"""The ABA trap: blocks that are lent, read late, and reused by then.
 
 A lease of 50 ms whose renewals get lost, reads that are 2 s late, and a prefill pool of 24
 blocks that is computed over at once: nearly every read copies another request's KV, in
@@ -23,7 +23,7 @@ import pytest
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
-from tests.fakes.believing import without_deadline
+from tests.fakes.no_deadline import without_deadline
 from tests.faults.engines import Decode, Prefill
 from tests.faults.prefill_process import PrefillProcess
 from tests.faults.relays import RelayWithoutRenewals
@@ -72,7 +72,7 @@ def serve(prefill: Prefilling, decode: Decode, count: int, enough: Enough) -> No
 
 
 def _serve(prefill: Prefilling, decode: Decode, number: int, count: int) -> int:
-    """Hand over ``count`` requests from ``number`` on; the next number that is nobody's."""
+    """Hand over ``count`` requests from ``number`` on; the next unused number."""
     end, give_up = number + count, time.monotonic() + 120.0
     while number < end or decode.num_open:
         assert time.monotonic() < give_up, f"{decode.num_open} are open, {number} were asked"
@@ -113,11 +113,11 @@ def trap(
         serve(prefill, decode, count, enough)
         assert prefill.ended["aborted"] == 0
         assert decode.puller.num_open == 0
-        print(f"{told(decode)}; leases {dict(prefill.ended)}")
+        print(f"{summary(decode)}; leases {dict(prefill.ended)}")
     return decode
 
 
-def told(decode: Decode) -> str:
+def summary(decode: Decode) -> str:
     return (
         f"{len(decode.tokens)} requests: {len(decode.received)} received, "
         f"{len(decode.rejected)} rejected, {len(decode.spoiled)} reads on reused blocks, "
@@ -214,7 +214,7 @@ class TestNixlOverTcp:
             decode = Decode(late, pool=3 * count, patience=PATIENCE, through=through)
             stack.enter_context(decode)
             serve(prefill, decode, count, enough)
-            print(told(decode))
+            print(summary(decode))
         return decode
 
     def test_48_reads_of_reused_blocks_give_no_wrong_token(self, prefill: PrefillProcess) -> None:

@@ -1,6 +1,6 @@
-"""Whatever arrives at a lender's side channel, it lives, stays small and serves on.
+"""Any bytes may arrive at a lender's side channel: it lives, stays small and serves on.
 
-What readers hear is spoiled in :mod:`tests.faults.test_liars`.
+Replies to readers are spoiled in :mod:`tests.faults.test_liars`.
 
 ``PDCONN_FUZZ=200000`` sets how many inputs are sent, ``PDCONN_SEED`` which (``make fuzz``).
 """
@@ -37,7 +37,7 @@ from tests.faults.child import Child
 from tests.faults.engines import until
 from tests.faults.footprint import MIB, Footprint
 from tests.faults.garbage import BODY, KINDS
-from tests.faults.guests import Guest, crowd
+from tests.faults.raw_clients import RawReader, crowd
 
 INPUTS = int(os.environ.get("PDCONN_FUZZ", "5000"))
 SEED = int(os.environ.get("PDCONN_SEED", "1"))
@@ -52,7 +52,7 @@ messages in it; a thing of 2 KiB kept per input would be more after 5000 of them
 """
 
 PEAK = 2 * AT_ONCE * MIB
-"""What a lender may hold at once: the longest frame and its messages, of everybody."""
+"""What a lender may hold at once: the longest frame and its messages, of every connection."""
 
 
 class LenderHurt(AssertionError):
@@ -66,7 +66,7 @@ class Fuzzed:
         self._child = Child("tests.faults.lender_process")
         self.port: int = self._child.ask(do="open", secret=secret, mutant=mutant)
         self.security = Security(None if secret is None else Secret(secret.encode()))
-        self.guests = 0
+        self.num_readers = 0
         for number in range(8):
             self._child.ask(do="lend", request=f"victim{number}", digest="55" * 16, ttl_s=3600.0)
 
@@ -81,34 +81,34 @@ class Fuzzed:
         measured = self._child.ask(do="measure")
         return Footprint(**measured["now"]), measured["peak_nbytes"]
 
-    def serve_a_guest(self) -> None:
-        """Somebody with a ticket claims, renews, and ends its lease."""
-        self.guests += 1
-        request, digest = f"guest{self.guests}", os.urandom(16)
+    def serve_a_reader(self) -> None:
+        """A reader with a ticket claims, renews, and ends its lease."""
+        self.num_readers += 1
+        request, digest = f"reader{self.num_readers}", os.urandom(16)
         self._child.ask(do="lend", request=request, digest=digest.hex(), ttl_s=60.0)
         try:
-            with Guest(self.port, self.security) as guest:
-                guest.claim(request, digest, request)
-                guest.done(request, digest, request)
+            with RawReader(self.port, self.security) as reader:
+                reader.claim(request, digest, request)
+                reader.done(request, digest, request)
                 until(lambda: request in self.report()["freed"], shown=lambda: request)
         except OSError as error:
-            raise LenderHurt(f"a guest is not served: {error}") from error
+            raise LenderHurt(f"a reader is not served: {error}") from error
 
     def is_quiet(self) -> bool:
-        visitors: int = self.report()["visitors"]
-        return visitors == 0
+        connections: int = self.report()["connections"]
+        return connections == 0
 
     def close(self) -> None:
         self._child.close()
 
 
 def body(rng: Random) -> bytes:
-    """Valid messages of somebody without a ticket, who knows the names of what is lent."""
+    """Valid messages of a reader without a ticket, that knows the names of what is lent."""
     request, ticket = f"victim{rng.randrange(9)}", rng.randbytes(16)
-    reader = Reader(f"stranger/{rng.randrange(9)}", rng.randrange(2), 2)
+    reader = Reader(f"unknown/{rng.randrange(9)}", rng.randrange(2), 2)
     said: list[FromReader] = [
-        Hello(PROTOCOL_VERSION, "stranger", "boot-1"),
-        Hello(PROTOCOL_VERSION, "stranger", "boot-0"),
+        Hello(PROTOCOL_VERSION, "unknown", "boot-1"),
+        Hello(PROTOCOL_VERSION, "unknown", "boot-0"),
         Describe(PROTOCOL_VERSION),
         Claim(1, request, reader, ticket),
         Renew(2, request, reader),
@@ -122,7 +122,7 @@ def body(rng: Random) -> bytes:
 
 def to_open_lender(rng: Random) -> bytes:
     """Garbage at once, or after a greeting."""
-    hello = frame(encode([Hello(PROTOCOL_VERSION, "stranger", "boot-1")]))
+    hello = frame(encode([Hello(PROTOCOL_VERSION, "unknown", "boot-1")]))
     return rng.choice((b"", hello)) + rng.choice(KINDS)(rng, body(rng))
 
 
@@ -140,13 +140,13 @@ def fuzz(
     fuzzed: Fuzzed,
     inputs: int,
     draw: Callable[[Random], bytes],
-    hears: Callable[[bytes], None],
+    check: Callable[[bytes], None],
 ) -> dict[str, Any]:
-    """Send ``inputs`` inputs, with a guest now and then; return the lender's report.
+    """Send ``inputs`` inputs, with a well-behaved reader now and then; return the lender's report.
 
     Args:
         draw: makes an input of a generator.
-        hears: is given every answer.
+        check: is given every reply.
 
     Raises:
         LenderHurt: as it says.
@@ -155,17 +155,17 @@ def fuzz(
     before: Footprint | None = None
     for sent in range(0, inputs, AT_ONCE):
         for answer in crowd(fuzzed.port, [draw(rng) for _ in range(AT_ONCE)], rng):
-            hears(answer)
+            check(answer)
         if sent // AT_ONCE % 8 == 0:
-            fuzzed.serve_a_guest()
+            fuzzed.serve_a_reader()
         if before is None and sent >= inputs // 5:
             until(fuzzed.is_quiet, shown=fuzzed.report)
             before, _ = fuzzed.measure()
-    fuzzed.serve_a_guest()
+    fuzzed.serve_a_reader()
     until(fuzzed.is_quiet, shown=fuzzed.report)
     assert before is not None
     now, peak_nbytes = fuzzed.measure()
-    grown = now.growth(before, GROWTH, objects=100 + 20 * fuzzed.guests)  # each is remembered
+    grown = now.growth(before, GROWTH, objects=100 + 20 * fuzzed.num_readers)  # each is remembered
     if peak_nbytes - now.rss_nbytes > PEAK:
         grown.append(f"memory for a while: {(peak_nbytes - now.rss_nbytes) / MIB:.0f} MiB")
     if grown:
@@ -176,48 +176,48 @@ def fuzz(
 
 
 def check_untouched(report: dict[str, Any]) -> None:
-    """Nothing was granted but to guests, and no lease has ended but theirs."""
+    """Only well-behaved readers were granted anything, and only their leases have ended."""
     assert report["lent"] == 8
     assert not [request for request in report["freed"] if request.startswith("victim")]
     print(report["counts"])
 
 
-def test_an_open_lender_bears_anything() -> None:
-    def hears(answer: bytes) -> None:
+def test_an_open_lender_survives_any_bytes() -> None:
+    def check(answer: bytes) -> None:
         assert b"granted" not in answer
 
     with closing(Fuzzed()) as fuzzed:
-        report = fuzz(fuzzed, INPUTS * 3 // 5, to_open_lender, hears)
+        report = fuzz(fuzzed, INPUTS * 3 // 5, to_open_lender, check)
         check_untouched(report)
         assert report["counts"]["bad_messages"] > INPUTS / 10
         assert report["counts"]["claims"] > 0
 
 
-def test_a_guarded_lender_bears_anything_and_tells_nothing() -> None:
+def test_a_lender_with_a_secret_survives_any_bytes_and_sends_nothing() -> None:
     nonces = []
 
-    def hears(answer: bytes) -> None:
+    def check(answer: bytes) -> None:
         for word in (b"granted", b"welcome", b"refused", b"rejected", b"boot-1"):
             assert word not in answer
         assert len(answer) <= 8 + 11 + 2 + 32, "more than a challenge"
         nonces.append(answer)
 
     with closing(Fuzzed(SECRET)) as fuzzed:
-        report = fuzz(fuzzed, INPUTS * 2 // 5, to_guarded_lender, hears)
+        report = fuzz(fuzzed, INPUTS * 2 // 5, to_guarded_lender, check)
         check_untouched(report)
-        assert report["counts"]["unauthenticated"] > INPUTS / 10
+        assert report["counts"]["connections_unauthenticated"] > INPUTS / 10
         challenges = [nonce for nonce in nonces if nonce]
         assert len(set(challenges)) == len(challenges) > INPUTS / 100
 
 
-def test_a_guarded_lender_bears_garbage_of_somebody_who_has_the_secret() -> None:
+def test_a_lender_survives_garbage_from_a_reader_with_the_secret() -> None:
     rng = Random(SEED)
     with closing(Fuzzed(SECRET)) as fuzzed:
         for _ in range(INPUTS // 20):
-            with Guest(fuzzed.port, fuzzed.security) as mad:
+            with RawReader(fuzzed.port, fuzzed.security) as mad:
                 whole = rng.choice(BODY)(rng, body(rng))
                 mad.send(whole[8:])
-        fuzzed.serve_a_guest()
+        fuzzed.serve_a_reader()
         until(fuzzed.is_quiet, shown=fuzzed.report)
         report = fuzzed.report()
         check_untouched(report)
@@ -238,7 +238,7 @@ def test_inputs_are_drawn_from_the_seed() -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "noticed"),
-    [("fragile", "thread has ended|not served|does not hang up"), ("hoarder", "memory by")],
+    [("fragile", "thread has ended|not served|does not close"), ("hoarder", "memory by")],
 )
 def test_a_broken_lender_is_noticed(mutant: str, noticed: str) -> None:
     with closing(Fuzzed(mutant=mutant)) as fuzzed, pytest.raises(AssertionError, match=noticed):

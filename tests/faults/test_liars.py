@@ -1,10 +1,10 @@
-"""A lender that lies: a pull fails with a reason or is right, and others go on.
+"""A lender that lies: a pull fails with a reason or is right, and other pulls go on.
 
-Each pull that is lied to has a connection of its own, through a relay that spoils what the
-lender says; honest pulls of the same engine go straight to the lender meanwhile.
+Each pull that is lied to has a connection of its own, through a relay that changes the
+lender's replies; honest pulls of the same engine go straight to the lender meanwhile.
 
-Who can say anything with a right CRC can also claim another geometry, and send other bytes:
-against that there are secrets and TLS.  Then nothing but the pull's own blocks is written.
+A relay that sends any frame with a valid CRC can also claim another geometry, and send other
+bytes: secrets and TLS prevent that.  Without them only the pull's own blocks are written.
 
 ``PDCONN_FUZZ=200000`` lets 4000 pulls of each test be lied to, ``PDCONN_SEED`` draws other
 lies (``make fuzz``).
@@ -90,7 +90,7 @@ class _Lying(FrameFaults):
 
 
 class LyingRelay(Relay):
-    """Spoils what the lender says, and leaves what it hears."""
+    """Changes what the lender sends, and passes what it receives."""
 
     def __init__(self, port: int, lie: Lie) -> None:
         self._lie = lie
@@ -124,8 +124,8 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
             through=through,
         )
         stack.enter_context(decode)
-        guard = decode.free.pop(), decode.free.pop(), decode.free.pop()
-        decode.cache.rows[list(guard)] = 0xEE
+        canary = decode.free.pop(), decode.free.pop(), decode.free.pop()
+        decode.cache.rows[list(canary)] = 0xEE
         for first in range(0, LIES * 2, AT_ONCE):
             for number in range(first, first + AT_ONCE):
                 ticket = prefill.compute(number)
@@ -139,7 +139,7 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
                 decode.collect()
                 time.sleep(0.001)
             assert (before == prefill.cache.rows).all()
-        assert (decode.cache.rows[list(guard)] == 0xEE).all(), "others' blocks were written"
+        assert (decode.cache.rows[list(canary)] == 0xEE).all(), "others' blocks were written"
         assert decode.puller.num_open == 0
         honest = set(range(1, LIES * 2, 2))
         alarms = {n: why for n, why in decode.rejected.items() if n in honest}

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.faults import pipe as pipes
 from pdconn.faults.frames import (
     HOLD_S,
     DelayedFrame,
@@ -37,11 +36,13 @@ BODIES = [f"frame {number} ".encode() * (number % 7) for number in range(1000)]
 class Ends:
     """A relay, and both ends of a connection through it."""
 
-    def __init__(self, stack: ExitStack, faults: MessageFaults, seed: int = 7) -> None:
+    def __init__(
+        self, stack: ExitStack, faults: MessageFaults, seed: int = 7, hold_s: float = HOLD_S
+    ) -> None:
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.listener.settimeout(SECONDS)
         self.relay = stack.enter_context(
-            closing(Relay("127.0.0.1", self.listener.getsockname()[1], faults, seed))
+            closing(Relay("127.0.0.1", self.listener.getsockname()[1], faults, seed, hold_s=hold_s))
         )
         self.stack = stack
         self.client, self.target = self.connect()
@@ -59,9 +60,11 @@ class Ends:
 
 
 @contextmanager
-def ends(faults: MessageFaults | None = None, seed: int = 7) -> Iterator[Ends]:
+def ends(
+    faults: MessageFaults | None = None, seed: int = 7, hold_s: float = HOLD_S
+) -> Iterator[Ends]:
     with ExitStack() as stack:
-        yield Ends(stack, faults or MessageFaults(), seed)
+        yield Ends(stack, faults or MessageFaults(), seed, hold_s)
 
 
 def until(true: Callable[[], bool], shown: object = "") -> None:
@@ -275,12 +278,11 @@ def test_the_first_frames_are_skipped_in_either_direction() -> None:
 MIXED = MessageFaults(drop=0.2, duplicate=0.2, reorder=0.2, corrupt=0.01, delay=0.05, delay_s=0.001)
 
 
-def test_the_same_seed_does_the_same_whatever_the_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdconn.faults.frames.HOLD_S", SECONDS)
+def test_the_same_seed_does_the_same_whatever_the_timing() -> None:
     some = [b"%4d" % number for number in range(300)]
     received = []
     for seed, pauses in ((7, False), (7, True), (8, False)):
-        with ends(MIXED, seed) as two:
+        with ends(MIXED, seed, hold_s=SECONDS) as two:
             if pauses:
                 for body in some[:150]:
                     two.client.sendall(frame(body))
@@ -331,13 +333,12 @@ def test_an_end_that_is_reset_resets_the_other() -> None:
         assert hung_up(two.target)
 
 
-def test_a_source_is_not_read_while_a_mebibyte_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "MAX_WAITING", 1 << 16)
+def test_a_source_is_not_read_while_a_mebibyte_waits() -> None:
     (sender, source), (sink, receiver) = socket.socketpair(), socket.socketpair()
     with sender, source, sink, receiver:
         for sock in (sender, source, sink, receiver):
             sock.setblocking(False)
-        pipe = Pipe(source, sink, FrameFaults(MessageFaults(), Random(7)))
+        pipe = Pipe(source, sink, FrameFaults(MessageFaults(), Random(7)), max_waiting=1 << 16)
         data = framed([bytes(8000)] * 1000)
         sent = received = 0
         for turn in range(100_000):

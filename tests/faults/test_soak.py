@@ -26,7 +26,7 @@ import pytest
 from pdconn.faults.frames import MessageFaults
 from pdconn.faults.relay import Relays
 from pdconn.lab.ports import free_ports
-from pdconn.lifecycle.lease_table import LeaseTable
+from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.connections import PeerTable
@@ -61,7 +61,7 @@ FRAMES = MessageFaults(
 
 
 class Leak(AssertionError):
-    """Something is left that nobody owns, or grew."""
+    """An entry without an owner is left, or something grew."""
 
 
 class Soak:
@@ -90,7 +90,7 @@ class Soak:
         stack.callback(self._end)
 
     def run(self, pulls: int, restart_every: int = 150) -> None:
-        """Hand ``pulls`` requests over, then wait until nobody does anything."""
+        """Hand ``pulls`` requests over, then wait until all is quiet."""
         give_up = time.monotonic() + self.quiet_s + pulls
         for _ in range(pulls):
             while not self.decode.has_room or not (ticket := self._lend()):
@@ -116,18 +116,18 @@ class Soak:
 
     def state(self) -> dict[str, int]:
         """What is in every table of either side."""
-        desk, pulls = self.prefill.lender._desk, self.decode.puller._pulls
+        lender, pulls = self.prefill.lender, self.decode.puller._pulls
         return {
             "requests": self.decode.num_open,
             "quarantined": len(self.decode.quarantined),
             "pulls": pulls.num_open,
             "alarms": len(pulls._alarms),
             "peers": self.decode.puller.num_peers,
-            "strangers": max(0, len(self.prefill.lender._wires) - self.decode.puller.num_peers),
+            "strangers": max(0, len(lender._connections) - self.decode.puller.num_peers),
             "reads": len(self.decode.puller._reader._reading),
-            "lent": desk.num_lent,
-            "timers": len(desk._book._timers),
-            "claims": sum(len(visitor.claimed) for visitor in list(self.prefill.lender._wires)),
+            "lent": lender._sessions.num_lent,
+            "timers": len(lender._sessions._leases._timers),
+            "claims": sum(len(session.claimed) for session in list(lender._connections)),
         }
 
     def footprint(self) -> Footprint:
@@ -156,8 +156,8 @@ class Soak:
         for number in range(4096):  # fill the memory of ended leases: it is meant to grow
             prefill.lender.lend(f"before{number}", b"", 60.0)
             prefill.lender.abort(f"before{number}")
-        until(lambda: len(prefill.lender._desk.freed) == 4096)
-        prefill.lender.collect()
+        freed: list[FreedLease] = []
+        until(lambda: freed.extend(prefill.lender.collect()) or len(freed) == 4096)
         return prefill
 
     def _lend(self) -> Ticket | None:

@@ -11,12 +11,19 @@ import pytest
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from pdconn.integrity.errors import Corrupted, NotSummed
-from pdconn.integrity.lent import LentSums, lent_sums
+from pdconn.integrity.lent import LentSums, NotSummed, lent_sums
 from pdconn.integrity.memory import AnyMemory, Cells, HostMemory, collected
-from pdconn.integrity.reader import Checks, Expected
-from pdconn.integrity.sample import ONE_IN, counted
-from pdconn.integrity.sums import Grain, Terms, Units, piece_sums, seeds_of, total
+from pdconn.integrity.reader import Checks, Corrupted, Expected
+from pdconn.integrity.sums import (
+    SAMPLED_ONE_IN,
+    Grain,
+    Terms,
+    Units,
+    counted,
+    piece_sums,
+    seeds_of,
+    total,
+)
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.proof import NOTHING, ChecksumQuery, PieceRange, PieceSum
@@ -253,7 +260,7 @@ def test_a_sample_is_one_block_in_sixteen_and_the_last_two_tokens() -> None:
         taken += chosen
         ends_a_block = replace(terms, num_tokens=16 * 77 + 1)
         assert counted(ends_a_block, 0, 16, np.array([76, 77])).all()
-    assert taken[:-1].sum() / (64 * 4095) == pytest.approx(1 / ONE_IN, rel=0.02)
+    assert taken[:-1].sum() / (64 * 4095) == pytest.approx(1 / SAMPLED_ONE_IN, rel=0.02)
     assert (taken > 0).mean() > 0.95, "some blocks never have their turn"
 
 

@@ -1,4 +1,4 @@
-"""Laws of a lease: who may read, for how long, and when the blocks are free again."""
+"""Laws of a lease: which readers may read, for how long, and when the blocks are free again."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdconn.lifecycle.lease import Denied, Freed, Grant, Lease, LeaseState
+from pdconn.lifecycle.lease import (
+    MAX_PULLS,
+    Denied,
+    Freed,
+    Grant,
+    Lease,
+    LeaseOffer,
+    LeaseState,
+)
 from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.protocol.messages import Reader, RefusalReason
 
 BLOCKS = b"digest"
 
 
-def lease(ttl_s: float = 10.0) -> Lease:
-    return Lease(BLOCKS, ttl_s, now=0.0)
+def lease(ttl_s: float = 10.0, max_pulls: int = MAX_PULLS) -> Lease:
+    return Lease(LeaseOffer("r", BLOCKS, ttl_s, 0.0), max_pulls)
 
 
 def refusal(answer: Grant | Denied) -> RefusalReason:
@@ -49,7 +57,7 @@ def test_a_reader_that_never_claimed_may_give_the_lease_up() -> None:
     assert lent.freed is Freed.READ
 
 
-def test_lease_expires_when_nobody_claims() -> None:
+def test_lease_expires_without_a_claim() -> None:
     lent = lease()
     lent.tick(9.99)
     assert lent.freed is None
@@ -88,7 +96,7 @@ def test_abort_waits_for_claims_that_hold() -> None:
     assert lent.freed is Freed.ABORTED
 
 
-def test_abort_frees_at_once_when_nobody_reads() -> None:
+def test_abort_frees_at_once_without_a_claim() -> None:
     lent = lease()
     lent.abort(2.0)
     assert lent.freed is Freed.ABORTED
@@ -110,9 +118,8 @@ def test_ranks_of_one_pull_must_agree_on_their_number() -> None:
     assert refusal(lent.claim(Reader("p", 1, 4), BLOCKS, 1.0)) is RefusalReason.BAD_READER
 
 
-def test_a_lease_takes_note_of_so_many_pulls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdconn.lifecycle.lease.MAX_PULLS", 2)
-    lent = lease()
+def test_a_lease_admits_so_many_pulls_and_no_more() -> None:
+    lent = lease(max_pulls=2)
     for pull in "pq":
         assert lent.claim(Reader(pull, 0, 2), BLOCKS, 1.0) == Grant(10.0)
     assert lent.claim(Reader("x", 0, 1), BLOCKS, 1.0) == Denied(
@@ -135,46 +142,46 @@ def test_only_a_claim_that_holds_can_be_renewed() -> None:
 
 def test_time_to_live_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"ttl_s: expected 0\.001 or more, got 0"):
-        Lease(BLOCKS, 0, now=0.0)
+        LeaseOffer("r", BLOCKS, 0, 0.0)
 
 
-def test_the_book_says_how_a_lease_ended() -> None:
-    book = LeaseTable()
+def test_the_table_says_how_a_lease_ended() -> None:
+    table = LeaseTable()
     reader = Reader("p", 0, 1)
-    assert refusal(book.claim("r", reader, BLOCKS, 0.0)) is RefusalReason.UNKNOWN
-    book.lend("r", BLOCKS, 10.0, 0.0)
-    assert book.done("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
-    assert refusal(book.claim("r", reader, BLOCKS, 1.0)) is RefusalReason.CONSUMED
-    assert book.done("r", reader, BLOCKS, 1.0) == []
-    book.lend("s", BLOCKS, 10.0, 1.0)
-    assert book.tick(11.0) == [FreedLease("s", Freed.EXPIRED)]
-    assert refusal(book.claim("s", reader, BLOCKS, 11.0)) is RefusalReason.EXPIRED
-    assert book.next_deadline() is None
+    assert refusal(table.claim("r", reader, BLOCKS, 0.0)) is RefusalReason.UNKNOWN
+    table.lend(LeaseOffer("r", BLOCKS, 10.0, 0.0))
+    assert table.done("r", reader, BLOCKS, 1.0) == [FreedLease("r", Freed.READ)]
+    assert refusal(table.claim("r", reader, BLOCKS, 1.0)) is RefusalReason.CONSUMED
+    assert table.done("r", reader, BLOCKS, 1.0) == []
+    table.lend(LeaseOffer("s", BLOCKS, 10.0, 1.0))
+    assert table.tick(11.0) == [FreedLease("s", Freed.EXPIRED)]
+    assert refusal(table.claim("s", reader, BLOCKS, 11.0)) is RefusalReason.EXPIRED
+    assert table.next_deadline() is None
 
 
 def test_one_request_has_one_lease() -> None:
-    book = LeaseTable()
-    book.lend("r", BLOCKS, 10.0, 0.0)
+    table = LeaseTable()
+    table.lend(LeaseOffer("r", BLOCKS, 10.0, 0.0))
     with pytest.raises(ValueError, match="has a lease already"):
-        book.lend("r", BLOCKS, 10.0, 0.0)
+        table.lend(LeaseOffer("r", BLOCKS, 10.0, 0.0))
 
 
 def test_renewed_leases_do_not_hold_up_others() -> None:
     """A lease behind a renewed one in the timer queue still expires (vLLM issue 58222)."""
-    book = LeaseTable()
-    book.lend("renewed", BLOCKS, 10.0, 0.0)
-    book.lend("silent", BLOCKS, 10.0, 0.1)
-    book.claim("renewed", Reader("p", 0, 1), BLOCKS, 9.0)
-    assert book.tick(10.1) == [FreedLease("silent", Freed.EXPIRED)]
+    table = LeaseTable()
+    table.lend(LeaseOffer("renewed", BLOCKS, 10.0, 0.0))
+    table.lend(LeaseOffer("silent", BLOCKS, 10.0, 0.1))
+    table.claim("renewed", Reader("p", 0, 1), BLOCKS, 9.0)
+    assert table.tick(10.1) == [FreedLease("silent", Freed.EXPIRED)]
 
 
-def test_the_book_forgets_old_endings() -> None:
-    book = LeaseTable(remember=2)
+def test_the_table_forgets_old_endings() -> None:
+    table = LeaseTable(remember=2)
     for name in "abc":
-        book.lend(name, BLOCKS, 1.0, 0.0)
-        book.abort(name, 0.0)
-    assert refusal(book.claim("a", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.UNKNOWN
-    assert refusal(book.claim("c", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.ABORTED
+        table.lend(LeaseOffer(name, BLOCKS, 1.0, 0.0))
+        table.abort(name, 0.0)
+    assert refusal(table.claim("a", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.UNKNOWN
+    assert refusal(table.claim("c", Reader("p", 0, 1), BLOCKS, 0.0)) is RefusalReason.ABORTED
 
 
 _STEPS = st.lists(
@@ -192,17 +199,17 @@ _STEPS = st.lists(
 @given(_STEPS)
 def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # type: ignore[no-untyped-def]
     """Law 3: against a plain list of everything that was ever granted."""
-    book, now, freed = LeaseTable(), 0.0, []
-    book.lend("r", BLOCKS, 10.0, now)
+    table, now, freed = LeaseTable(), 0.0, []
+    table.lend(LeaseOffer("r", BLOCKS, 10.0, now))
     believed: dict[tuple[str, int], float] = {}
     for step, pull, rank, wait in steps:
         now += wait
         reader = Reader(pull, rank, 2)
         before = len(freed)
         if step == "claim":
-            answer: object = book.claim("r", reader, BLOCKS, now)
+            answer: object = table.claim("r", reader, BLOCKS, now)
         elif step == "renew":
-            answer = book.renew("r", reader, now)
+            answer = table.renew("r", reader, now)
         else:
             answer = None
         if isinstance(answer, Grant):
@@ -210,14 +217,14 @@ def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # t
             believed[pull, rank] = now + answer.ttl_s
         if step == "done":
             believed.pop((pull, rank), None)
-            freed += book.done("r", reader, BLOCKS, now)
+            freed += table.done("r", reader, BLOCKS, now)
         elif step == "abort":
-            freed += book.abort("r", now)
+            freed += table.abort("r", now)
         elif step == "tick":
-            freed += book.tick(now)
+            freed += table.tick(now)
         if len(freed) > before:
             assert all(end <= now for end in believed.values())
-    freed += book.tick(now + 1000)
+    freed += table.tick(now + 1000)
     assert len(freed) == 1
-    assert len(book) == 0
-    assert book.next_deadline() is None
+    assert len(table) == 0
+    assert table.next_deadline() is None

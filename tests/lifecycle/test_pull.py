@@ -1,4 +1,4 @@
-"""Laws of a pull: what is reported, when, and what the lender hears."""
+"""Laws of a pull: what is reported, when, and what the lender is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdconn.lifecycle.pull import (
     TRANSITIONS,
-    AskProof,
+    AskChecksums,
     Effect,
     Patience,
     Pull,
@@ -25,9 +25,9 @@ TTL_S = 9.0
 PATIENCE = Patience(claim_s=5.0, drain_s=2.0)
 
 
-def reading(now: float = 0.0, proof: bool = False) -> Pull:
+def reading(now: float = 0.0, verify: bool = False) -> Pull:
     """A pull whose read is under way, claimed at ``now``."""
-    pull = Pull(PATIENCE, now, proof)
+    pull = Pull(PATIENCE, now, verify)
     assert pull.greeted(now) == [SendClaim(1)]
     assert pull.want(now) == []
     assert pull.granted(1, TTL_S, now + 0.1) == [StartRead()]
@@ -46,7 +46,7 @@ def test_a_read_that_settles_after_its_deadline_is_failed() -> None:
     effects = pull.settled(None, 9.0)
     assert effects[0] == SendDone(ok=False)
     assert isinstance(effects[1], ReportFailed)
-    assert "after the claim was over" in effects[1].reason
+    assert "after the claim expired" in effects[1].reason
 
 
 def test_a_renewal_moves_the_deadline() -> None:
@@ -140,22 +140,22 @@ def test_a_grant_that_arrives_after_its_own_time_grants_nothing() -> None:
     assert isinstance(failed, ReportFailed)
 
 
-def test_what_was_read_is_received_only_with_its_proof() -> None:
-    pull = reading(proof=True)
-    assert pull.settled(None, 1.0) == [AskProof()]
+def test_what_was_read_is_received_only_with_its_checksum() -> None:
+    pull = reading(verify=True)
+    assert pull.settled(None, 1.0) == [AskChecksums()]
     assert pull.verified(None, 2.0) == [SendDone(ok=True), ReportReceived()]
-    pull = reading(proof=True)
+    pull = reading(verify=True)
     pull.settled(None, 1.0)
     assert pull.verified("differs", 2.0) == [SendDone(ok=False), ReportFailed("differs")]
     assert pull.verified(None, 3.0) == []
-    pull = reading(proof=True)
+    pull = reading(verify=True)
     pull.settled(None, 1.0)
     assert pull.tick(5.9) == []
-    assert pull.tick(6.0) == [SendDone(ok=False), ReportFailed("no proof of what was lent")]
+    assert pull.tick(6.0) == [SendDone(ok=False), ReportFailed("no checksum of what was lent")]
 
 
-def test_a_late_read_is_not_worth_a_proof() -> None:
-    assert AskProof() not in reading(proof=True).settled(None, 9.0)
+def test_a_late_read_is_not_worth_a_checksum() -> None:
+    assert AskChecksums() not in reading(verify=True).settled(None, 9.0)
 
 
 def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:
@@ -196,7 +196,7 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
     sent: dict[int, float] = {}
     good_until, reports, in_flight, released = 0.0, [], False, 0
 
-    def heed(effects: list[Effect]) -> None:
+    def apply(effects: list[Effect]) -> None:
         nonlocal in_flight, released
         for effect in effects:
             if isinstance(effect, (SendClaim, SendRenew)):
@@ -213,23 +213,23 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
     for event, seq, wait in events:
         now += wait
         if event == "greeted":
-            heed(pull.greeted(now))
+            apply(pull.greeted(now))
         elif event == "granted":
             if seq in sent:
                 good_until = max(good_until, sent[seq] + TTL_S)
-            heed(pull.granted(seq, TTL_S, now))
+            apply(pull.granted(seq, TTL_S, now))
         elif event == "want":
-            heed(pull.want(now))
+            apply(pull.want(now))
         elif event in ("settled", "error") and in_flight:
             in_flight = False
-            heed(pull.settled(None if event == "settled" else "broken", now))
+            apply(pull.settled(None if event == "settled" else "broken", now))
             if reports and isinstance(reports[-1], ReportReceived):
                 assert event == "settled"
                 assert now < good_until
         elif event == "fail":
-            heed(pull.fail("told to", now))
+            apply(pull.fail("told to", now))
         elif event == "tick":
-            heed(pull.tick(now))
+            apply(pull.tick(now))
     assert sum(isinstance(report, ReportReceived) for report in reports) <= 1
     quarantined = sum(isinstance(report, ReportFailed) and report.quarantined for report in reports)
     assert released == (quarantined if not in_flight else 0)

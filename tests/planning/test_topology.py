@@ -1,4 +1,4 @@
-"""Who reads from whom: replicas share the load, several sources make one pull."""
+"""Which rank reads from which: replicas share the load, several sources make one pull."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sources(heads: int, tp: int, our_tp: int) -> list[set[int]]:
 
 @pytest.mark.parametrize(("heads", "tp", "our_tp"), [(2, 8, 8), (1, 4, 4), (1, 8, 8), (4, 16, 16)])
 def test_readers_spread_over_replicas(heads: int, tp: int, our_tp: int) -> None:
-    """As many readers as lenders, several of each per head: nobody is read twice."""
+    """As many readers as lenders, several of each per head: no rank is read twice."""
     counts = Counter(source for of_rank in sources(heads, tp, our_tp) for source in of_rank)
     assert len(counts) == tp
     assert set(counts.values()) == {1}

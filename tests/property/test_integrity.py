@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdconn.integrity.errors import Corrupted
 from pdconn.integrity.lent import LentSums, lent_sums
 from pdconn.integrity.memory import U8, Cells, gathered
-from pdconn.integrity.reader import Checks, Expected
+from pdconn.integrity.reader import Checks, Corrupted, Expected
 from pdconn.integrity.sums import I64, UNIT_TOKENS, Terms
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan

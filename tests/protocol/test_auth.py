@@ -1,4 +1,4 @@
-"""Laws of the handshake and of seals: only who knows the secret is heard, once, in order."""
+"""Laws of the handshake and of seals: only frames made with the secret pass, once, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sides(
 def shake(
     reader: ReaderAuth, lender: LenderAuth, change: Flip = lambda _, body: body
 ) -> list[bytes]:
-    """Pass handshake frames until nobody has more; ``change`` sits between."""
+    """Pass handshake frames until neither side has more; ``change`` sits between."""
     seen: list[bytes] = []
     here, there = reader.start(), lender.start()
     while here or there:
@@ -82,14 +82,14 @@ def test_a_lender_that_cannot_prove_itself_hears_no_message() -> None:
     false_proof = proof[:12] + b"\x04" + proof[13:]  # the reader's own, labelled as the lender's
     with pytest.raises(AuthError, match="lender's proof"):
         reader.feed(false_proof)
-    with pytest.raises(AuthError, match="none before the peer is proven"):
+    with pytest.raises(AuthError, match="none before the peer is authenticated"):
         reader.seal(b"claim")
 
 
-def test_nothing_is_sealed_before_the_peer_is_proven() -> None:
+def test_nothing_is_sealed_before_the_peer_is_authenticated() -> None:
     reader, lender = sides()
     for side in (reader, lender):
-        with pytest.raises(AuthError, match="none before the peer is proven"):
+        with pytest.raises(AuthError, match="none before the peer is authenticated"):
             side.seal(b"x")
     shake(reader, lender)
     assert reader.seal(b"x")[TAG_NBYTES:] == b"x"
@@ -204,8 +204,8 @@ def test_a_failed_proof_cannot_be_tried_again() -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"", "has the peer no secret"),
-        (b"\x91\x85\xa4type\xa5hello", "has the peer no secret"),
+        (b"", "does the peer have a secret"),
+        (b"\x91\x85\xa4type\xa5hello", "does the peer have a secret"),
         (b"pdconn-auth\x09\x01" + bytes(32), "handshake version: expected 1, got 9"),
         (b"pdconn-auth\x01\x03" + bytes(32), r"expected 1 \(hello\), got 3"),
         (b"pdconn-auth\x01\x01" + bytes(31), "hello, bytes: expected 45, got 44"),

@@ -275,7 +275,7 @@ def test_a_description_without_ranks(
 def test_a_place_that_is_none(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", where, where]) == 2
     said = capsys.readouterr().err
-    assert "expected HOST:PORT or an existing file" in said or "is no host name" in said
+    assert "expected HOST:PORT or an existing file" in said or "is not a host name" in said
 
 
 def test_a_file_that_is_no_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the wire: what was said is heard, and nothing else is."""
+"""Laws of the wire: what was sent is received, and nothing else is."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ticket() -> Ticket:
     return Ticket("p", "boot", "r", "localhost", 5600, 40, "digest", blocks)
 
 
-def test_messages_of_readers_are_heard_as_said() -> None:
+def test_messages_of_readers_are_received_as_said() -> None:
     said = [
         Hello(1, "d", "boot"),
         Claim(1, "r", READER, DIGEST),
@@ -71,7 +71,7 @@ def test_messages_of_readers_are_heard_as_said() -> None:
     assert decode_from_reader(encode(said)) == said
 
 
-def test_messages_of_lenders_are_heard_as_said() -> None:
+def test_messages_of_lenders_are_received_as_said() -> None:
     said = [
         Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
         Granted(1, "r", "pull", 30_000),
@@ -123,10 +123,10 @@ def test_random_bytes_raise_nothing_else(body: bytes) -> None:
 def test_frames_survive_any_cutting(bodies: list[bytes], cut: int) -> None:
     stream = b"".join(frame(body) for body in bodies)
     frames = Frames(max_nbytes=64)
-    heard = []
+    received = []
     for start in range(0, len(stream), cut):
-        heard += frames.feed(stream[start : start + cut])
-    assert heard == bodies
+        received += frames.feed(stream[start : start + cut])
+    assert received == bodies
 
 
 def test_a_long_frame_is_refused_by_its_length_alone() -> None:

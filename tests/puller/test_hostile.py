@@ -33,7 +33,7 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.ticket import BlockList
-from pdconn.sidechannel.wire import PolledConnection
+from pdconn.sidechannel.connection import Connection
 from registration.references import (
     AttentionKind,
     KVCacheGroupReference,
@@ -101,8 +101,8 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         [peer] = [
             p for p in pair.puller._pulls.connections._peers.values() if p.key.host != "localhost"
         ]
-        assert isinstance(peer.wire, PolledConnection)
-        peer.wire._channel.socket.shutdown(socket.SHUT_RDWR)
+        assert isinstance(peer.wire, Connection)
+        peer.wire.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
             pair.wait(lambda: peer.is_closed)
             assert serves(pair, "second")
@@ -123,7 +123,7 @@ def test_only_who_claimed_may_end_a_claim() -> None:
             victim.sendall(frame(encode([Claim(1, "r", reader, digest)])))
             pair.wait(lambda: pair.lender.counts["claims"] == 1)
             stranger.sendall(frame(encode([Done("r", reader, digest, True)])))
-            pair.wait(lambda: pair.lender.counts["dones_of_others"] == 1)
+            pair.wait(lambda: pair.lender.counts["done_rejected"] == 1)
             assert pair.lender.collect() == []
             victim.sendall(frame(encode([Done("r", reader, digest, True)])))
             assert pair.freed() == "read"
@@ -141,7 +141,7 @@ def test_asking_a_thousand_times_in_one_frame_is_answered_once() -> None:
 def test_a_second_greeting_is_refused() -> None:
     with Pair() as pair, _connected(pair) as visitor:
         visitor.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
-        pair.wait(lambda: pair.lender.counts["rejected"] == 1)
+        pair.wait(lambda: pair.lender.counts["connections_rejected"] == 1)
         assert serves(pair)
 
 
@@ -242,7 +242,7 @@ def test_a_read_that_never_ends_is_given_up_although_its_claim_is_renewed() -> N
     with Pair(ttl_s=3.0, read_s=4.0, drain_s=0.2) as pair:
         pair.network.script = lambda _: Held()
         pair.pull("d", pair.lend("r"))
-        assert "no end of the read in 4 s" in str(pair.outcome_of("d"))
+        assert "the read did not end in 4 s" in str(pair.outcome_of("d"))
         assert pair.released == []
         pair.network.release()
         pair.wait(lambda: pair.released == ["d"])

@@ -23,7 +23,7 @@ from pdconn.puller.jobs import Connect, Connected, Disconnect, News
 from pdconn.puller.proving import Verify
 from pdconn.puller.reading import TransportJobs
 from tests.fakes.pair import Pair
-from tests.faults.guests import Guest
+from tests.faults.raw_clients import RawReader
 from transport import Memory, PeerId
 from transport.inprocess.network import InProcessNetwork
 from transport.inprocess.transport import InProcessTransport
@@ -95,7 +95,7 @@ def test_our_own_transport_may_take_longer_to_connect(monkeypatch: pytest.Monkey
 
 def test_but_it_may_not_take_for_ever() -> None:
     patience = Patience(claim_s=10.0, read_s=100.0)
-    pull = Pull(patience, 0.0, proof=True)
+    pull = Pull(patience, 0.0, verify=True)
     pull.want(0.0)
     pull.welcomed(9.0)
     assert pull.next_deadline() == 109.0
@@ -146,7 +146,7 @@ def test_a_visitor_that_cannot_be_watched_is_sent_away_and_the_others_served(
             with socket.create_connection(("127.0.0.1", pair.lender.port), 5.0) as sock:
                 assert sock.recv(1) == b""
         pair.wait(lambda: pair.lender.counts["accept_failed"] == 1)
-        with Guest(pair.lender.port):
+        with RawReader(pair.lender.port):
             assert serves(pair)
 
 
@@ -154,7 +154,7 @@ def test_a_visitor_that_cannot_be_watched_is_sent_away_and_the_others_served(
 
 
 def test_a_refusal_does_not_give_the_digest_away() -> None:
-    with Pair() as pair, Guest(pair.lender.port) as guest:
+    with Pair() as pair, RawReader(pair.lender.port) as guest:
         ticket = pair.lend("r").digest()
         guest.say(Claim(1, "r", Reader("x", 0, 1), bytes(len(ticket))))
         refused = guest.hear(Refused)
@@ -163,7 +163,10 @@ def test_a_refusal_does_not_give_the_digest_away() -> None:
 
 
 def test_who_waits_for_checksums_hears_that_the_lease_has_ended() -> None:
-    with Pair(their_verify=Verify.ALWAYS, ttl_s=3.0) as pair, Guest(pair.lender.port) as guest:
+    with (
+        Pair(their_verify=Verify.ALWAYS, ttl_s=3.0) as pair,
+        RawReader(pair.lender.port) as guest,
+    ):
         ticket = pair.lend_blocks("r", BLOCKS)
         guest.claim("r", ticket.digest(), "here/1")
         reader = Reader("here/1", 0, 1)
@@ -179,7 +182,7 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or it would keep the blocks for a whole lease, just when it has too much to do."""
-    hear = LenderSessions.hear
+    hear = LenderSessions.handle
 
     def late(self: LenderSessions, visitor: Any, messages: list[Any], now: float) -> None:
         if any(isinstance(message, Claim) for message in messages):
@@ -189,7 +192,7 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     with Pair(claim_timeout_s=2.5, ttl_s=60.0) as pair:
         assert serves(pair, "before")
         assert pair.freed() == "read"
-        monkeypatch.setattr(LenderSessions, "hear", late)
+        monkeypatch.setattr(LenderSessions, "handle", late)
         pair.pull("d", pair.lend("r"))
         assert "no answer to the claim" in str(pair.outcome_of("d"))
         assert pair.freed(seconds=20.0) == "read"

@@ -56,7 +56,7 @@ def test_a_read_that_lands_after_the_lease_is_never_reported_received() -> None:
         pair.wait(pair.network.in_flight)
         pair.lender.close()
         pair.wait(lambda: pair.failed, 20.0)
-        assert "the claim ran out" in pair.failed["d"]
+        assert "the claim expired" in pair.failed["d"]
 
 
 def test_renewals_keep_the_lease_while_a_read_is_slow() -> None:

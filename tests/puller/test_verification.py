@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import MAX_ASKS
 from pdconn.lender.sessions import LenderSessions
 from pdconn.protocol.errors import MessageError
@@ -16,7 +17,7 @@ from pdconn.protocol.proof import ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.proving import Verification, Verify
 from tests.fakes.pair import Pair
-from tests.faults.guests import Guest
+from tests.faults.raw_clients import RawReader
 from transport.inprocess.faults import Late
 
 PROVING = [Verify.SAMPLE, Verify.ALWAYS]
@@ -28,7 +29,7 @@ def test_good_bytes_are_received_with_their_proof(verify: Verify, layout: str) -
     with Pair(layout, verify=verify, their_verify=verify) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
-        assert pair.lender.counts["proofs"] == 1
+        assert pair.lender.counts["checksum_requests"] == 1
         assert pair.freed() == "read"
 
 
@@ -64,7 +65,7 @@ def test_a_pull_waits_for_sums_that_are_made_later() -> None:
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=60.0) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         pair.pull("d", pair.lend_blocks("r", blocks))
-        pair.wait(lambda: pair.lender.counts["proofs"])
+        pair.wait(lambda: pair.lender.counts["checksum_requests"])
         time.sleep(0.1)
         pair.collect()
         assert pair.received == []
@@ -76,9 +77,9 @@ def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=2.5) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         pair.pull("d", pair.lend_blocks("r", blocks))
-        assert "no proof of what was lent" in str(pair.outcome_of("d"))
+        assert "no checksum of what was lent" in str(pair.outcome_of("d"))
         assert pair.freed() == "read"
-        assert pair.lender._desk.num_summed == 0
+        assert pair.lender._sessions.num_summed == 0
 
 
 def test_a_proof_does_not_save_a_read_that_was_late() -> None:
@@ -89,7 +90,7 @@ def test_a_proof_does_not_save_a_read_that_was_late() -> None:
         pair.wait(pair.network.in_flight)
         pair.lender.close()
         pair.wait(lambda: pair.failed, 20.0)
-        assert "ran out" in pair.failed["d"]
+        assert "claim expired" in pair.failed["d"]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before its sums", "after them"])
@@ -112,7 +113,7 @@ def test_an_ask_for_what_is_not_there_costs_its_pull_only(
             if not early:
                 pair.sum("r", blocks)
             pair.pull("d", ticket)
-            pair.wait(lambda: pair.lender.counts["proofs"])
+            pair.wait(lambda: pair.lender.counts["checksum_requests"])
             if early:
                 pair.sum("r", blocks)
             assert "share.group" in str(pair.outcome_of("d"))
@@ -126,9 +127,9 @@ def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
     real = LenderSessions.take_frames
 
     def lying(self: LenderSessions, visitor: object) -> list[bytes]:
-        visitor.answers = [  # type: ignore[attr-defined]
+        visitor.replies = [  # type: ignore[attr-defined]
             msgspec.structs.replace(said, number=99) if isinstance(said, Checksum) else said
-            for said in visitor.answers  # type: ignore[attr-defined]
+            for said in visitor.replies  # type: ignore[attr-defined]
         ]
         return real(self, visitor)  # type: ignore[arg-type]
 
@@ -156,7 +157,10 @@ def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[ChecksumRequ
 
 
 def test_a_reader_may_ask_a_few_times_only() -> None:
-    with Pair(their_verify=Verify.ALWAYS, ttl_s=60.0) as pair, Guest(pair.lender.port) as guest:
+    with (
+        Pair(their_verify=Verify.ALWAYS, ttl_s=60.0) as pair,
+        RawReader(pair.lender.port) as guest,
+    ):
         ticket = pair.lend("r")
         for pull in ("greedy", "modest"):
             guest.claim("r", ticket.digest(), pull)
@@ -171,10 +175,13 @@ def test_a_reader_may_ask_a_few_times_only() -> None:
 
 
 @pytest.mark.parametrize("over", ["summed", "ended"])
-def test_so_many_asks_wait_and_no_more(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_asks_wait_and_no_more(over: str) -> None:
     """Those that were answered, or whose lease has ended, wait no longer."""
-    monkeypatch.setattr("pdconn.lender.checksums.MAX_WAITING", 2)
-    with Pair(their_verify=Verify.ALWAYS, ttl_s=60.0) as pair, Guest(pair.lender.port) as guest:
+    limits = ConnectionLimits(checksum_requests=2)
+    with (
+        Pair(their_verify=Verify.ALWAYS, ttl_s=60.0, limits=limits) as pair,
+        RawReader(pair.lender.port) as guest,
+    ):
         blocks = (BlockList(0, (3, 4, 5)),)
         slow, next_one = (pair.lend_blocks(name, blocks) for name in ("slow", "next"))
         pair.sum("next", blocks)

@@ -43,7 +43,7 @@ from registration.references import (
     build_kv_cache_references,
 )
 from registration.scratch import PAGE_NBYTES, Scratch
-from tests.fakes.guards import Authority
+from tests.fakes.credentials import Authority
 from tests.fakes.pair import Pair
 from transport import HOST, BackendFailure, Device, Memory, PeerLost, TransportError
 from transport.inprocess.faults import Failing, Held, ReadRequest
@@ -156,7 +156,7 @@ def test_the_secret_is_proven_by_a_warm_up_too(theirs: str) -> None:
         if theirs == "boot-1":
             until_warm(pair)
         else:
-            pair.wait(lambda: pair.lender.counts["unauthenticated"] > 1, SECONDS)
+            pair.wait(lambda: pair.lender.counts["connections_unauthenticated"] > 1, SECONDS)
             assert pair.puller.num_warm == 0
             assert pair.lender.counts["described"] == 0
 

@@ -1,10 +1,11 @@
-"""Laws of a guarded connection, over real sockets: who is not proven says and hears nothing."""
+"""Laws of an authenticated connection, over real sockets: without proof, no message passes."""
 
 from __future__ import annotations
 
 import logging
 import re
 import select
+import selectors
 import socket
 import ssl
 import time
@@ -20,7 +21,7 @@ from pdconn.protocol.framing import Frames, frame
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.session import ReaderAuthPolicy
-from tests.fakes.guards import (
+from tests.fakes.credentials import (
     FOREIGN,
     OPEN,
     OTHER,
@@ -33,12 +34,12 @@ from tests.fakes.guards import (
 )
 
 WELCOME = b"welcome: addresses and geometry"
-HELLO = b"hello: who calls"
+HELLO = b"hello: engine and incarnation"
 PATIENCE_S = 20.0
 
 
 class Worlds:
-    """Every way to guard a connection, with files in one folder."""
+    """Every way to secure a connection, with files in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.ours = Authority(folder / "ours")
@@ -54,7 +55,7 @@ class Worlds:
             "tls": self.tls,
             "both": self.both,
             "both other": Security(FOREIGN.secret, self.engine),
-            "nobody": self.tls,
+            "no certificate": self.tls,
             "foreign": Security(tls=self.foreign.sign("whole", "localhost")),
             "of foreign": Security(tls=stolen),
             "elsewhere": Security(tls=self.ours.sign("elsewhere", "elsewhere.example")),
@@ -73,7 +74,7 @@ def security(request: pytest.FixtureRequest, worlds: Worlds) -> Security:
 
 
 @pytest.fixture(params=["secret", "tls", "both"])
-def guarded(request: pytest.FixtureRequest, worlds: Worlds) -> Security:
+def secured(request: pytest.FixtureRequest, worlds: Worlds) -> Security:
     return worlds.by_name[request.param]
 
 
@@ -81,10 +82,10 @@ def test_messages_pass_both_ways_in_order_small_and_large(security: Security) ->
     large = bytes(range(256)) * (1 << 14)
     with ends(security, security) as both:
         for body in (HELLO, b"", large):
-            both.reader.send(body)
-            both.lender.send(body)
+            both.reader.send([body])
+            both.lender.send([body])
         both.until(reader=3, lender=3)
-        assert both.heard == {"reader": [HELLO, b"", large], "lender": [HELLO, b"", large]}
+        assert both.received == {"reader": [HELLO, b"", large], "lender": [HELLO, b"", large]}
         assert both.reader.is_trusted
         assert both.lender.is_trusted
         assert not both.reader.is_midway
@@ -93,14 +94,14 @@ def test_messages_pass_both_ways_in_order_small_and_large(security: Security) ->
 
 def test_a_frame_of_the_longest_length_passes_and_one_longer_does_not(security: Security) -> None:
     with ends(security, security, max_frame=2000) as both:
-        both.reader.send(bytes(2000))
+        both.reader.send([bytes(2000)])
         both.until(lender=1)
-        both.reader.send(bytes(2001))
+        both.reader.send([bytes(2001)])
         assert "frame length" in both.until_lost()[1]
 
 
-def test_the_first_flush_of_a_reader_begins_the_handshake(guarded: Security) -> None:
-    with ends(guarded, guarded) as both:
+def test_the_first_flush_of_a_reader_begins_the_handshake(secured: Security) -> None:
+    with ends(secured, secured) as both:
         assert both.reader.has_unsent
         assert not both.lender.has_unsent
         assert both.reader.is_midway
@@ -111,7 +112,7 @@ def test_the_first_flush_of_a_reader_begins_the_handshake(guarded: Security) -> 
         assert not both.reader.has_unsent
 
 
-def test_without_a_guard_a_channel_is_trusted_and_quiet_from_the_start() -> None:
+def test_without_a_policy_a_connection_is_trusted_and_quiet_from_the_start() -> None:
     with ends(OPEN, OPEN) as both:
         assert both.lender.is_trusted
         assert not both.lender.is_midway
@@ -125,22 +126,22 @@ def test_bytes_may_come_one_by_one(security: Security) -> None:
     with reader_end, relay_a, relay_b, lender_end:
         relay_a.setblocking(False)
         relay_b.setblocking(False)
-        reader = Connection(reader_end, 1 << 20, guard=security.for_reader("localhost"))
-        lender = Connection(lender_end, 1 << 20, guard=security.for_lender())
-        reader.send(HELLO)
-        heard: list[bytes] = []
+        reader = Connection(reader_end, 1 << 20, policy=security.for_reader("localhost"))
+        lender = Connection(lender_end, 1 << 20, policy=security.for_lender())
+        reader.send([HELLO])
+        received: list[bytes] = []
         give_up = time.monotonic() + PATIENCE_S
-        while not heard:
+        while not received:
             assert time.monotonic() < give_up
             reader.flush()
-            for source, sink, channel in ((relay_a, relay_b, lender), (relay_b, relay_a, reader)):
+            for source, sink, end in ((relay_a, relay_b, lender), (relay_b, relay_a, reader)):
                 for byte in arrived(source):
-                    assert not heard
+                    assert not received
                     sink.send(bytes([byte]))
-                    heard += channel.receive()
+                    received += end.receive()
                     assert lender.is_trusted or lender.is_midway
-                heard += channel.receive()
-        assert heard == [HELLO]
+                received += end.receive()
+        assert received == [HELLO]
         assert not lender.is_midway
 
 
@@ -166,17 +167,22 @@ def arrived(source: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     ("reader", "lender", "of_reader", "of_lender"),
     [
-        ("secret", "other", "saw our proof: is its secret another", "made with our secret"),
+        ("secret", "other", "saw our proof: the secrets probably differ", "made with our secret"),
         ("secret", "plain", "pdconn's challenge", ""),
-        ("plain", "secret", "demand a secret or TLS that we do not", "has the peer no secret"),
+        (
+            "plain",
+            "secret",
+            "require a secret or TLS that we do not",
+            "peer have a secret",
+        ),
         ("tls", "plain", "does it speak TLS|does not speak TLS", "speaks TLS and we do not"),
-        ("plain", "tls", "demand a secret or TLS that we do not", "does not speak TLS"),
+        ("plain", "tls", "require a secret or TLS that we do not", "does not speak TLS"),
         ("tls", "secret", "does it speak TLS", "speaks TLS and we do not"),
-        ("secret", "tls", "guarded as we are, by a secret and without TLS", "does not speak TLS"),
-        ("tls", "both", "demand a secret or another certificate", "has the peer no secret"),
+        ("secret", "tls", "we use a secret and no TLS", "does not speak TLS"),
+        ("tls", "both", "require a secret or another certificate", "peer have a secret"),
         ("both", "tls", "pdconn's challenge", ""),
-        ("both", "both other", "is its secret another", "made with our secret"),
-        ("nobody", "tls", "demands a client certificate", "no client certificate"),
+        ("both", "both other", "the secrets probably differ", "made with our secret"),
+        ("no certificate", "tls", "requires a client certificate", "no client certificate"),
         (
             "foreign",
             "tls",
@@ -189,19 +195,19 @@ def arrived(source: socket.socket) -> bytes:
         ("expired", "tls", "says that our certificate has expired", "certificate has expired"),
     ],
 )
-def test_who_is_not_guarded_alike_hears_nothing_and_both_are_told_why(
+def test_with_unequal_credentials_no_message_passes_and_both_sides_know_why(
     worlds: Worlds, reader: str, lender: str, of_reader: str, of_lender: str
 ) -> None:
     ours, theirs = worlds.by_name[reader], worlds.by_name[lender]
     dialling = ours.for_reader("localhost")
-    if reader == "nobody":
+    if reader == "no certificate":
         dialling = ReaderAuthPolicy(None, without_certificate(worlds.ours.file), "localhost")
     with between(dialling, theirs.for_lender()) as both:
-        both.reader.send(HELLO)
+        both.reader.send([HELLO])
         if theirs.authenticates:
-            both.lender.send(WELCOME)
+            both.lender.send([WELCOME])
         seen_by_reader, seen_by_lender = both.until_lost(answer=theirs.secret is None)
-        assert both.heard["reader"] == []
+        assert both.received["reader"] == []
         assert re.search(of_reader, seen_by_reader)
         assert re.search(of_lender, seen_by_lender)
         assert isinstance(both.lost["reader"], Unauthenticated)
@@ -217,36 +223,36 @@ def without_certificate(ca: str) -> ssl.SSLContext:
 def test_the_host_name_may_go_unchecked_where_the_settings_say_so(worlds: Worlds) -> None:
     lax = Security(tls=worlds.engine, check_hostname=False)
     with ends(lax, worlds.by_name["elsewhere"]) as both:
-        both.reader.send(HELLO)
+        both.reader.send([HELLO])
         both.until(lender=1)
 
 
 def test_an_address_is_checked_as_a_host_name_is(worlds: Worlds) -> None:
     with ends(worlds.tls, worlds.tls, host="127.0.0.1") as both:
-        both.reader.send(HELLO)
+        both.reader.send([HELLO])
         both.until(lender=1)
     with ends(worlds.tls, worlds.tls, host="127.0.0.2") as both:
         assert "IP address mismatch" in both.until_lost()[0]
 
 
-class Stranger:
-    """A raw socket on a lender's doorstep, that sees every byte the lender sends."""
+class RawClient:
+    """A raw socket connected to a lender, that sees every byte the lender sends."""
 
     def __init__(self, security: Security) -> None:
         self.socket, self.accepted = sockets()
         self.socket.setblocking(False)
-        self.lender = Connection(self.accepted, 1 << 20, guard=security.for_lender())
+        self.lender = Connection(self.accepted, 1 << 20, policy=security.for_lender())
         self.seen = b""
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> RawClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
         self.lender.close()
 
-    def say(self, data: bytes) -> list[bytes]:
-        """Say it and let the lender answer; return the messages that it heard."""
+    def send(self, data: bytes) -> list[bytes]:
+        """Send it and let the lender answer; return the messages that it received."""
         self.socket.sendall(data)
         self.lender.flush()
         if data:
@@ -255,7 +261,7 @@ class Stranger:
         self.seen += arrived(self.socket)
         return bodies
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """All that the lender has sent, once there is more of it."""
         await_bytes(self.socket)
         self.seen += arrived(self.socket)
@@ -263,66 +269,66 @@ class Stranger:
 
 
 def test_a_lender_sends_no_byte_of_a_message_before_the_reader_has_proven_itself() -> None:
-    with Stranger(SHARED) as stranger:
-        stranger.lender.send(WELCOME)
+    with RawClient(SHARED) as client:
+        client.lender.send([WELCOME])
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
-        stranger.say(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(stranger.seen or stranger.hear())
-        assert len(stranger.seen) < 64
-        assert WELCOME not in stranger.seen
-        assert stranger.lender.is_midway
+        client.send(frame(reader.start()[0]))
+        [challenge] = Frames(1 << 20).feed(client.seen or client.receive())
+        assert len(client.seen) < 64
+        assert WELCOME not in client.seen
+        assert client.lender.is_midway
         [proof] = reader.feed(challenge)[1]
         with pytest.raises(Unauthenticated):
-            stranger.say(frame(flipped(proof, 200)))
+            client.send(frame(flipped(proof, 200)))
         time.sleep(0.05)
-        assert WELCOME not in stranger.seen + arrived(stranger.socket)
+        assert WELCOME not in client.seen + arrived(client.socket)
 
 
 def test_the_welcome_is_seen_once_the_reader_has_proven_itself_or_none_need_to() -> None:
     """The control of the test above: the same eyes do see it."""
-    with Stranger(SHARED) as stranger:
-        stranger.lender.send(WELCOME)
+    with RawClient(SHARED) as client:
+        client.lender.send([WELCOME])
         reader = ReaderAuth(SHARED.secret or Secret(b""), bytes(32))
-        stranger.say(frame(reader.start()[0]))
-        [challenge] = Frames(1 << 20).feed(stranger.seen or stranger.hear())
-        stranger.say(frame(reader.feed(challenge)[1][0]))
+        client.send(frame(reader.start()[0]))
+        [challenge] = Frames(1 << 20).feed(client.seen or client.receive())
+        client.send(frame(reader.feed(challenge)[1][0]))
         give_up = time.monotonic() + PATIENCE_S
-        while WELCOME not in stranger.seen and time.monotonic() < give_up:
-            stranger.hear()
-        assert WELCOME in stranger.seen
-    with Stranger(OPEN) as stranger:
-        stranger.lender.send(WELCOME)
-        stranger.say(b"")
-        assert WELCOME in stranger.seen or WELCOME in stranger.hear()
+        while WELCOME not in client.seen and time.monotonic() < give_up:
+            client.receive()
+        assert WELCOME in client.seen
+    with RawClient(OPEN) as client:
+        client.lender.send([WELCOME])
+        client.send(b"")
+        assert WELCOME in client.seen or WELCOME in client.receive()
 
 
 def test_tls_hides_what_a_secret_alone_does_not(worlds: Worlds) -> None:
-    assert HELLO in overheard(SHARED)  # the control
-    assert HELLO not in overheard(worlds.tls)
-    assert HELLO not in overheard(worlds.both)
+    assert HELLO in sent_bytes(SHARED)  # the control
+    assert HELLO not in sent_bytes(worlds.tls)
+    assert HELLO not in sent_bytes(worlds.both)
 
 
-def overheard(security: Security) -> bytes:
+def sent_bytes(security: Security) -> bytes:
     """Every byte that a reader sends to say HELLO."""
     with relayed(security) as relay:
-        relay.reader.send(HELLO)
-        relay.until_heard(1)
+        relay.reader.send([HELLO])
+        relay.until_received(1)
         return bytes(relay.passed["there"])
 
 
 class Relay:
-    """A reader and a lender with somebody between them who may change what passes."""
+    """A reader and a lender with a relay between them that may change what passes."""
 
     def __init__(self, security: Security, change: Callable[[bytes], bytes] | None = None) -> None:
         self.sockets = (*sockets(), *sockets())
         reader, self._a, self._b, self._there = self.sockets
         for end in (self._a, self._b):
             end.setblocking(False)
-        self.reader = Connection(reader, 1 << 20, guard=security.for_reader("localhost"))
-        self.lender = Connection(self._there, 1 << 20, guard=security.for_lender())
+        self.reader = Connection(reader, 1 << 20, policy=security.for_reader("localhost"))
+        self.lender = Connection(self._there, 1 << 20, policy=security.for_lender())
         self.passed = {"there": bytearray(), "back": bytearray()}
         self.change = change
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
 
     def turn(self) -> None:
         self.reader.flush()
@@ -332,20 +338,20 @@ class Relay:
         self._b.sendall(changed)
         if changed:
             await_bytes(self._there)
-        self.heard += self.lender.receive()
+        self.received += self.lender.receive()
         self.lender.flush()
         back = arrived(self._b)
         self.passed["back"] += back
         self._a.sendall(back)
         self.reader.receive()
 
-    def until_heard(self, count: int) -> None:
+    def until_received(self, count: int) -> None:
         give_up = time.monotonic() + PATIENCE_S
-        while len(self.heard) < count:
-            assert time.monotonic() < give_up, f"heard {self.heard}"
+        while len(self.received) < count:
+            assert time.monotonic() < give_up, f"received {self.received}"
             self.turn()
 
-    def turn_once_said(self) -> None:
+    def turn_once_sent(self) -> None:
         """A turn in which something that the reader has said passes."""
         self.reader.flush()
         await_bytes(self._a)
@@ -385,74 +391,74 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_nothing_changed_on_the_way_is_ever_heard(guarded: Security, how: str) -> None:
-    with relayed(guarded) as relay:
-        relay.reader.send(HELLO)
-        relay.until_heard(1)
+def test_nothing_changed_on_the_way_is_ever_received(secured: Security, how: str) -> None:
+    with relayed(secured) as relay:
+        relay.reader.send([HELLO])
+        relay.until_received(1)
         relay.change = CHANGES[how]
-        relay.reader.send(b"one")
-        relay.reader.send(b"two")
+        relay.reader.send([b"one"])
+        relay.reader.send([b"two"])
         if how == "left out":
-            relay.turn_once_said()
+            relay.turn_once_sent()
             relay.change = None
-            relay.reader.send(b"six")
+            relay.reader.send([b"six"])
         with pytest.raises(Unauthenticated, match="altered, replayed or misplaced"):
-            relay.until_heard(9)
-        assert relay.heard in ([HELLO], [HELLO, b"one", b"two"][: len(relay.heard)])
+            relay.until_received(9)
+        assert relay.received in ([HELLO], [HELLO, b"one", b"two"][: len(relay.received)])
 
 
 def test_a_bit_that_flips_by_accident_is_noticed_in_any_case(security: Security) -> None:
     with relayed(security) as relay:
-        relay.reader.send(HELLO)
-        relay.until_heard(1)
+        relay.reader.send([HELLO])
+        relay.until_received(1)
         relay.change = lambda data: flipped(data, len(data) * 8 - 3)
-        relay.reader.send(b"one")
+        relay.reader.send([b"one"])
         with pytest.raises(SideChannelLost):
-            relay.until_heard(2)
+            relay.until_received(2)
 
 
-def test_without_a_guard_what_was_changed_is_heard() -> None:
-    """The control of the test above: the same somebody does change what passes."""
+def test_without_a_policy_changed_bytes_are_received() -> None:
+    """The control of the test above: the same relay does change what passes."""
     with relayed(OPEN) as relay:
-        relay.reader.send(HELLO)
-        relay.until_heard(1)
+        relay.reader.send([HELLO])
+        relay.until_received(1)
         relay.change = CHANGES["one bit"]
-        relay.reader.send(b"one")
-        relay.until_heard(2)
-        assert relay.heard[1] == flipped(b"one", 21)
+        relay.reader.send([b"one"])
+        relay.until_received(2)
+        assert relay.received[1] == flipped(b"one", 21)
 
 
-def test_a_session_recorded_whole_means_nothing_to_another_lender(guarded: Security) -> None:
-    with relayed(guarded) as relay:
-        relay.reader.send(HELLO)
-        relay.until_heard(1)
+def test_a_session_recorded_whole_means_nothing_to_another_lender(secured: Security) -> None:
+    with relayed(secured) as relay:
+        relay.reader.send([HELLO])
+        relay.until_received(1)
         recorded = bytes(relay.passed["there"])
-    with Stranger(guarded) as stranger, pytest.raises(Unauthenticated):
-        stranger.say(recorded)
+    with RawClient(secured) as client, pytest.raises(Unauthenticated):
+        client.send(recorded)
 
 
 def test_a_plain_session_recorded_whole_is_believed_by_another_lender() -> None:
     """The control of the test above."""
-    with Stranger(OPEN) as stranger:
-        assert stranger.say(overheard(OPEN)) == [HELLO]
+    with RawClient(OPEN) as client:
+        assert client.send(sent_bytes(OPEN)) == [HELLO]
 
 
 @pytest.mark.parametrize("length", [1025, 1 << 20])
-def test_a_stranger_may_send_no_frame_over_one_kibibyte(length: int) -> None:
+def test_a_client_may_send_no_frame_over_one_kibibyte(length: int) -> None:
     prefix = frame(bytes(length))[:4]
-    with Stranger(SHARED) as stranger, pytest.raises(Unauthenticated, match="frame length"):
-        stranger.say(prefix)
-    with Stranger(OPEN) as stranger:  # the control
-        assert stranger.say(prefix) == []
+    with RawClient(SHARED) as client, pytest.raises(Unauthenticated, match="frame length"):
+        client.send(prefix)
+    with RawClient(OPEN) as client:  # the control
+        assert client.send(prefix) == []
 
 
-def test_what_waits_for_the_handshake_is_bounded(guarded: Security) -> None:
+def test_what_waits_for_the_handshake_is_bounded(secured: Security) -> None:
     dialled, accepted = sockets()
     with dialled, accepted:
-        lender = Connection(accepted, 1 << 20, max_unsent=4096, guard=guarded.for_lender())
-        lender.send(bytes(2000))
+        lender = Connection(accepted, 1 << 20, max_unsent=4096, policy=secured.for_lender())
+        lender.send([bytes(2000)])
         with pytest.raises(SideChannelLost, match="wait for a peer that does not authenticate"):
-            lender.send(bytes(3000))
+            lender.send([bytes(3000)])
 
 
 def test_what_waits_for_a_peer_that_does_not_read_is_bounded() -> None:
@@ -461,50 +467,50 @@ def test_what_waits_for_a_peer_that_does_not_read_is_bounded() -> None:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         lender = Connection(accepted, 1 << 20, max_unsent=1024)
-        lender.send(bytes(2000))  # longer than may wait, and taken whole
+        lender.send([bytes(2000)])  # longer than may wait, and taken whole
         assert not lender.has_unsent
         with pytest.raises(SideChannelLost, match="wait for a peer that does not read"):
-            lender.send(bytes(1 << 22))
+            lender.send([bytes(1 << 22)])
 
 
 def test_a_frame_of_which_the_last_byte_is_missing_is_midway(security: Security) -> None:
     with relayed(security) as relay:
-        relay.reader.send(HELLO)
-        relay.until_heard(1)
+        relay.reader.send([HELLO])
+        relay.until_received(1)
         assert not relay.lender.is_midway
         relay.change = lambda data: data[:-1]
-        relay.reader.send(b"one")
-        relay.turn_once_said()
-        assert relay.heard == [HELLO]
+        relay.reader.send([b"one"])
+        relay.turn_once_sent()
+        assert relay.received == [HELLO]
         assert relay.lender.is_midway
 
 
 def test_half_a_frame_is_midway_and_a_whole_one_is_not() -> None:
-    with Stranger(OPEN) as stranger:
+    with RawClient(OPEN) as client:
         for piece in (frame(HELLO)[:2], frame(HELLO)[2:-1]):
-            assert stranger.say(piece) == []
-            assert stranger.lender.is_midway
-        assert stranger.say(frame(HELLO)[-1:]) == [HELLO]
-        assert not stranger.lender.is_midway
+            assert client.send(piece) == []
+            assert client.lender.is_midway
+        assert client.send(frame(HELLO)[-1:]) == [HELLO]
+        assert not client.lender.is_midway
 
 
-def test_a_lender_that_leaves_before_it_answers_is_asked_what_it_wanted() -> None:
+def test_a_lender_that_closes_before_it_answers_probably_requires_credentials() -> None:
     dialled, accepted = sockets()
     with dialled:
         reader = Connection(dialled, 1 << 20)
-        reader.send(HELLO)
+        reader.send([HELLO])
         accepted.recv(100)
         accepted.close()
         await_end(dialled)
-        with pytest.raises(Unauthenticated, match="does it demand a secret or TLS"):
+        with pytest.raises(Unauthenticated, match="does it require a secret or TLS"):
             reader.receive()
 
 
-def test_a_plain_peer_that_leaves_after_it_spoke_is_only_gone() -> None:
+def test_a_plain_peer_that_closes_after_a_message_is_only_lost() -> None:
     dialled, accepted = sockets()
     with dialled:
         reader = Connection(dialled, 1 << 20)
-        reader.send(HELLO)
+        reader.send([HELLO])
         accepted.recv(100)
         accepted.sendall(frame(WELCOME))
         accepted.close()
@@ -517,9 +523,37 @@ def test_a_plain_peer_that_leaves_after_it_spoke_is_only_gone() -> None:
 
 def test_no_reason_and_no_log_line_shows_a_secret(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), ends(FOREIGN, SHARED) as both:
-        both.reader.send(HELLO)
+        both.reader.send([HELLO])
         said = [*both.until_lost(), repr(both.lost), caplog.text, repr(both)]
-        guards = (SHARED.for_lender(), SHARED.for_reader("localhost"), SHARED, FOREIGN)
-    for text in (*said, *map(repr, guards)):
+        policies = (SHARED.for_lender(), SHARED.for_reader("localhost"), SHARED, FOREIGN)
+    for text in (*said, *map(repr, policies)):
         assert SECRET.decode() not in text
         assert OTHER.decode() not in text
+
+
+def test_a_watched_connection_selects_for_what_it_wants() -> None:
+    """For reading unless told not to, and for writing while connecting or unsent."""
+    dialled, accepted = sockets()
+    read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
+    with dialled, selectors.DefaultSelector() as selector:
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        lender = Connection(accepted, 1 << 20)
+        lender.watch(selector, "session", connecting=True)
+        assert selector.get_key(accepted)[2:] == (read | write, "session")
+        lender.send([])
+        assert selector.get_key(accepted).events == read
+        lender.send([bytes(1 << 22)])
+        assert lender.has_unsent
+        assert selector.get_key(accepted).events == read | write
+        lender.read_on(False)
+        assert selector.get_key(accepted).events == write
+        while lender.has_unsent:
+            await_bytes(dialled)
+            dialled.recv(1 << 20)
+            lender.flush()
+        lender.read_on(True)
+        assert selector.get_key(accepted).events == read
+        lender.close()
+        lender.close()
+        assert not selector.get_map()

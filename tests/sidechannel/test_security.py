@@ -28,7 +28,7 @@ from pdconn.sidechannel.security import (
 )
 from pdconn.vllm.config import ConfigError, read_settings
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
-from tests.fakes.guards import FOREIGN, OPEN, OTHER, SECRET, SHARED, Authority
+from tests.fakes.credentials import FOREIGN, OPEN, OTHER, SECRET, SHARED, Authority
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_anywhere_else_one_of_three_ways_out_is_needed(host: str, files: TlsFile
         OPEN.require(host)
     for way in ("secret_file", "PDCONN_SECRET", "tls_cert, tls_key and tls_ca", '"insecure": true'):
         assert way in str(refused.value)
-    for guarded in (SHARED, Security(tls=files), Security(insecure=True)):
-        guarded.require(host)
+    for security in (SHARED, Security(tls=files), Security(insecure=True)):
+        security.require(host)
 
 
 def test_insecure_allows_strangers_and_does_not_turn_a_guard_off() -> None:
@@ -277,13 +277,13 @@ def test_diff_reads_a_secret_from_a_file_or_the_environment(
         where = ["diff", f"127.0.0.1:{port}", *saved]
         assert main([*where, "--secret-file", path]) == 0
         assert main(where) == 2
-        assert "does it demand a secret or TLS that we do not have?" in capsys.readouterr().err
+        assert "does it require a secret or TLS that we do not have?" in capsys.readouterr().err
         monkeypatch.setenv("PDCONN_SECRET", SECRET.decode())
         assert main(where) == 0
         monkeypatch.setenv("PDCONN_SECRET", OTHER.decode())
         assert main(where) == 2
         said = capsys.readouterr().err
-        assert "is its secret another" in said
+        assert "the secrets probably differ" in said
         assert OTHER.decode() not in said
 
 

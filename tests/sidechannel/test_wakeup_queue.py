@@ -1,4 +1,4 @@
-"""Laws of the mailbox: what is posted is taken, once, and whoever waits hears of it."""
+"""Laws of the wake-up queue: every item is taken once, and a sleeping owner is woken."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pdconn.sidechannel.wakeup_queue import WakeupQueue
 PATIENCE_S = 20.0
 
 
-def is_woken(mailbox: WakeupQueue[int], seconds: float) -> bool:
-    return bool(select.select([mailbox.socket], [], [], seconds)[0])
+def is_woken(queue: WakeupQueue[int], seconds: float) -> bool:
+    return bool(select.select([queue.socket], [], [], seconds)[0])
 
 
 class Interrupted(deque[int]):
-    """Somebody posts just after the owner saw that the last item was taken."""
+    """A deque in which an item is put just after the owner saw that it is empty."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         super().__init__()
@@ -38,43 +38,43 @@ class Interrupted(deque[int]):
 
 
 def test_one_byte_is_written_until_the_owner_looks() -> None:
-    mailbox: WakeupQueue[int] = WakeupQueue()
+    queue: WakeupQueue[int] = WakeupQueue()
     for number in range(100):
-        mailbox.post(number)
-    assert mailbox.socket.recv(4096) == b"\0"
-    mailbox.hush()
-    assert mailbox.take() == list(range(100))
-    mailbox.post(100)
-    assert is_woken(mailbox, PATIENCE_S)
-    mailbox.hush()
-    assert mailbox.take() == [100]
-    assert not is_woken(mailbox, 0.0)
-    mailbox.close()
+        queue.put(number)
+    assert queue.socket.recv(4096) == b"\0"
+    queue.drain()
+    assert queue.take() == list(range(100))
+    queue.put(100)
+    assert is_woken(queue, PATIENCE_S)
+    queue.drain()
+    assert queue.take() == [100]
+    assert not is_woken(queue, 0.0)
+    queue.close()
 
 
-def test_what_is_left_does_not_wake_the_owner() -> None:
-    mailbox: WakeupQueue[int] = WakeupQueue()
-    assert not mailbox
-    mailbox.leave(1)
-    assert mailbox
-    assert not is_woken(mailbox, 0.0)
-    mailbox.post(2)
-    assert is_woken(mailbox, PATIENCE_S)
-    assert mailbox.take() == [1, 2]
-    assert not mailbox
-    mailbox.close()
+def test_a_quiet_put_does_not_wake_the_owner() -> None:
+    queue: WakeupQueue[int] = WakeupQueue()
+    assert not queue
+    queue.put_quietly(1)
+    assert queue
+    assert not is_woken(queue, 0.0)
+    queue.put(2)
+    assert is_woken(queue, PATIENCE_S)
+    assert queue.take() == [1, 2]
+    assert not queue
+    queue.close()
 
 
-def test_taking_without_hushing_leaves_the_owner_awake() -> None:
-    mailbox: WakeupQueue[int] = WakeupQueue()
-    mailbox.post(1)
-    assert mailbox.take() == [1]
-    assert is_woken(mailbox, 0.0)
-    mailbox.close()
+def test_taking_without_draining_leaves_the_owner_awake() -> None:
+    queue: WakeupQueue[int] = WakeupQueue()
+    queue.put(1)
+    assert queue.take() == [1]
+    assert is_woken(queue, 0.0)
+    queue.close()
 
 
 class Full:
-    """A pipe that has no room for a byte, for one of several reasons, the first few times."""
+    """A pipe whose first sends fail, each with one of ``errors``."""
 
     def __init__(self, pipe: socket.socket, *errors: BaseException) -> None:
         self._pipe, self._errors = pipe, list(errors)
@@ -89,46 +89,46 @@ class Full:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOBUFS, "no room"), KeyboardInterrupt()])
-def test_who_could_not_be_woken_is_woken_by_the_next_post(error: BaseException) -> None:
-    mailbox: WakeupQueue[int] = WakeupQueue()
-    mailbox._poke = Full(mailbox._poke, error)  # type: ignore[assignment]
+def test_an_owner_that_could_not_be_woken_is_woken_by_the_next_put(error: BaseException) -> None:
+    queue: WakeupQueue[int] = WakeupQueue()
+    queue._poke = Full(queue._poke, error)  # type: ignore[assignment]
     with contextlib.suppress(KeyboardInterrupt):
-        mailbox.post(1)
-    assert not is_woken(mailbox, 0.0)
-    mailbox.post(2)
-    assert is_woken(mailbox, PATIENCE_S)
-    assert mailbox.take() == [1, 2]
-    mailbox.close()
+        queue.put(1)
+    assert not is_woken(queue, 0.0)
+    queue.put(2)
+    assert is_woken(queue, PATIENCE_S)
+    assert queue.take() == [1, 2]
+    queue.close()
 
 
-def test_what_is_posted_while_the_owner_takes_wakes_it_again() -> None:
-    mailbox: WakeupQueue[int] = WakeupQueue()
-    mailbox._items = Interrupted(lambda: mailbox.post(2))
-    mailbox.post(1)
-    mailbox.hush()
-    assert mailbox.take() == [1]
-    assert is_woken(mailbox, PATIENCE_S)
-    assert mailbox.take() == [2]
-    mailbox.close()
+def test_an_item_put_while_the_owner_takes_wakes_it_again() -> None:
+    queue: WakeupQueue[int] = WakeupQueue()
+    queue._items = Interrupted(lambda: queue.put(2))
+    queue.put(1)
+    queue.drain()
+    assert queue.take() == [1]
+    assert is_woken(queue, PATIENCE_S)
+    assert queue.take() == [2]
+    queue.close()
 
 
-def test_nothing_is_left_behind_by_many_posters() -> None:
-    mailbox: WakeupQueue[int] = WakeupQueue()
-    posters, posts = 4, 5000
+def test_no_item_of_many_threads_is_lost() -> None:
+    queue: WakeupQueue[int] = WakeupQueue()
+    num_threads, puts = 4, 5000
 
-    def post(first: int) -> None:
-        for number in range(first, first + posts):
-            mailbox.post(number)
+    def put_all(first: int) -> None:
+        for number in range(first, first + puts):
+            queue.put(number)
 
-    threads = [threading.Thread(target=post, args=(n * posts,)) for n in range(posters)]
+    threads = [threading.Thread(target=put_all, args=(n * puts,)) for n in range(num_threads)]
     for thread in threads:
         thread.start()
     taken: list[int] = []
-    while len(taken) < posters * posts:
-        assert is_woken(mailbox, PATIENCE_S), f"{len(taken)} taken, and nobody wakes us"
-        mailbox.hush()
-        taken += mailbox.take()
-    assert sorted(taken) == list(range(posters * posts))
+    while len(taken) < num_threads * puts:
+        assert is_woken(queue, PATIENCE_S), f"{len(taken)} taken, and no wake-up"
+        queue.drain()
+        taken += queue.take()
+    assert sorted(taken) == list(range(num_threads * puts))
     for thread in threads:
         thread.join()
-    mailbox.close()
+    queue.close()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
-from pdconn.lender.sessions import LenderSessions, Session
+from pdconn.lender.checksums import RankSums
+from pdconn.lender.sessions import Abort, LenderSessions, Session
+from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import ProtocolError
@@ -40,7 +42,7 @@ TRAITS = {"model": "simulated"}
 
 
 class Clockwork:
-    """Wakes somebody a little after a deadline, once per deadline.
+    """Calls back a little after a deadline, once per deadline.
 
     Clocks ring late, so what was read too late may be seen before the alarm is: by the lag of
     any event here, and by ``late_s`` more.
@@ -86,7 +88,7 @@ class Prefill:
         self.transport = InProcessTransport(self.world.network, self.name)
         self.transport.register(self.memory.references.memories())
         rank = RankGeometry(0, 0, self.transport.address(), self.memory.references)
-        self.desk = LenderSessions(
+        self.sessions = LenderSessions(
             Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
         )
         self.free = list(range(1, POOL))
@@ -107,7 +109,8 @@ class Prefill:
             self.name, self.incarnation, request, "127.0.0.1", self.port,
             num_blocks * BLOCK_TOKENS, "prompt", lists,
         )  # fmt: skip
-        self.desk.lend(request, ticket.digest(), ttl_s, self.world.now)
+        now = self.world.now
+        self.sessions.apply(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
         self.turn()
         boot = self.incarnation
         self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
@@ -118,11 +121,11 @@ class Prefill:
         if boot == self.incarnation and ticket.request_id in self.lent:
             terms = Terms(ticket.request_id, ticket.num_tokens, sampled=False)
             sums = lent_sums(HostMemory(), self.memory.references, ticket.blocks, terms)
-            self.desk.add_sums(ticket.request_id, 0, sums)
+            self.sessions.apply(RankSums(ticket.request_id, 0, sums), self.world.now)
             self.turn()
 
     def abort(self, request: str) -> None:
-        self.desk.abort(request, self.world.now)
+        self.sessions.apply(Abort(request), self.world.now)
         self.turn()
 
     def crash(self) -> None:
@@ -138,53 +141,52 @@ class Prefill:
         self._start()
 
     def open(self, arrived: Callable[[], None]) -> Wire:
-        """Somebody dials; its end of the wire."""
-        visitor = Session("somebody")
-        theirs, ours = connect(self.world, arrived, lambda: self._serve(visitor))
-        self._wires[visitor] = ours
+        """A reader dials; return its end of the wire."""
+        session = Session("reader")
+        theirs, ours = connect(self.world, arrived, lambda: self._serve(session))
+        self._wires[session] = ours
         return theirs
 
     def turn(self) -> None:
         """Free what is over, and set the clock for what will be."""
-        self.desk.tick(self.world.now)
-        while self.desk.freed:
-            ended = self.desk.freed.popleft()
+        self.sessions.tick(self.world.now)
+        for ended in self.sessions.take_freed():
             if ended.request not in self.lent:
                 self.freed_twice.append(ended.request)
             self.free += self.lent.pop(ended.request, ())
             self.world.counts[f"freed {ended.why}"] += 1
-        while self.desk.has_work:
-            self.desk.work()
-        for visitor in self.desk.take_told():
-            self._say(visitor)
-        self._alarm.set(self.desk.next_deadline(), self.turn)
+        while self.sessions.has_work:
+            self.sessions.work()
+        for session in self.sessions.take_pending():
+            self._say(session)
+        self._alarm.set(self.sessions.next_deadline(), self.turn)
 
-    def _serve(self, visitor: Session) -> None:
-        wire = self._wires.get(visitor)
+    def _serve(self, session: Session) -> None:
+        wire = self._wires.get(session)
         if wire is None:
             return
         try:
             for body in wire.receive():
-                self.desk.hear(visitor, decode_from_reader(body), self.world.now)
+                self.sessions.handle(session, decode_from_reader(body), self.world.now)
         except ProtocolError as error:
-            self.desk.reject(visitor, error)
+            self.sessions.reject(session, error)
         except SideChannelLost:
-            del self._wires[visitor]
+            del self._wires[session]
             return
         self.turn()
-        self._say(visitor)
+        self._say(session)
 
-    def _say(self, visitor: Session) -> None:
-        wire = self._wires.get(visitor)
+    def _say(self, session: Session) -> None:
+        wire = self._wires.get(session)
         if wire is None:
             return
         try:
-            wire.send(self.desk.take_frames(visitor))
+            wire.send(self.sessions.take_frames(session))
         except SideChannelLost:
-            del self._wires[visitor]
+            del self._wires[session]
             return
-        if visitor.leaving:
-            self._wires.pop(visitor).finish()
+        if session.leaving:
+            self._wires.pop(session).finish()
 
 
 class DecodeRank:
@@ -370,7 +372,7 @@ class Decode:
         for rank in self.ranks:
             rank.pulls.cancel(name)
             rank.turn()
-        if not request.blocks:  # it was queueing, and nobody will report it
+        if not request.blocks:  # it was queueing, and will not be reported
             del self.requests[name]
 
     def _rank_done(self, me: int, name: str, reason: str | None, quarantined: bool) -> None:

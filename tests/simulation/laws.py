@@ -2,9 +2,9 @@
 
 ::
 
-    law 3   at every event    what somebody may still believe is lent; nothing is freed twice
+    law 3   at every event    what a reader may still believe is lent; nothing is freed twice
     law 4   at every event    what was received settled before its claim was over, and is right
-    law 5   at every event    no entry of any table is nobody's
+    law 5   at every event    every entry of every table has an owner
             at the end        every table is empty, every block is back
     and     at every event    no block that is free can be written
 
@@ -61,9 +61,13 @@ class Laws:
             LawBroken: naming what is left, and where.
         """
         for prefill in self._prefills:
-            self._require(prefill.desk.num_lent == 0, f"law 5: {prefill.name} still lends")
-            self._require(prefill.desk.num_summed == 0, f"law 5: {prefill.name} keeps checksums")
-            self._require(prefill.desk.next_deadline() is None, f"law 5: {prefill.name} has alarms")
+            self._require(prefill.sessions.num_lent == 0, f"law 5: {prefill.name} still lends")
+            self._require(
+                prefill.sessions.num_summed == 0, f"law 5: {prefill.name} keeps checksums"
+            )
+            self._require(
+                prefill.sessions.next_deadline() is None, f"law 5: {prefill.name} has alarms"
+            )
             self._all_free(prefill.name, prefill.free)
         for decode in self._decodes:
             self._require(not decode.requests, f"law 5: {decode.name} has {decode.requests}")
@@ -77,7 +81,7 @@ class Laws:
                 self._require(warming.num_warm == places, f"law 5: {decode.name} is cold")
                 self._require(warming.num_open == places, f"law 5: {decode.name} has touches")
                 idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.connections)
-                self._require(idle, f"law 5: {decode.name} keeps peers that nobody uses")
+                self._require(idle, f"law 5: {decode.name} keeps unused peers")
                 known = {at for peer in rank.pulls.connections for at in peer.ranks.values()}
                 self._subset(rank.transport._peers, known, f"{decode.name} reaches strangers")
         self._require(not self._world.network.in_flight(), "law 5: a read is in flight")
@@ -106,10 +110,12 @@ class Laws:
 
     def _everything_lent_is_somebodys(self, prefill: Prefill) -> None:
         """Law 5: a lender's tables speak of what the engine lends, and of nothing else."""
-        desk, lent = prefill.desk, prefill.lent
-        self._subset(desk._book._leases, lent, f"{prefill.name} has leases of nothing")
-        self._subset(desk._proofs._lent, lent, f"{prefill.name} has checksums of nothing lent")
-        self._subset(desk._claimants, lent, f"{prefill.name} has claimants of nothing lent")
+        sessions, lent = prefill.sessions, prefill.lent
+        self._subset(sessions._leases._leases, lent, f"{prefill.name} has leases of nothing")
+        self._subset(
+            sessions._checksums._leases, lent, f"{prefill.name} has checksums of nothing lent"
+        )
+        self._subset(sessions._claimants, lent, f"{prefill.name} has claimants of nothing lent")
 
     def _everything_pulled_is_somebodys(self, decode: Decode, rank: DecodeRank) -> None:
         """Law 5: a rank's pulls are requests', its peers and its reads are pulls'."""
@@ -144,7 +150,7 @@ class Laws:
                 raw = rank.memory.raw
                 row = raw.nbytes // len(raw)
                 return decode, {(at - raw.ctypes.data) // row for at in flight.spans.local.tolist()}
-        raise AssertionError(f"nobody is {flight.reader}")
+        raise AssertionError(f"no rank is {flight.reader}")
 
     def _ranks(self) -> list[tuple[Decode, DecodeRank]]:
         return [(decode, rank) for decode in self._decodes for rank in decode.ranks]

@@ -1,12 +1,12 @@
-"""What one rank said to lenders, heard and read, written down beside its machines.
+"""A log of one rank's messages and reads, kept beside its machines.
 
 ::
 
     rank ── claim, renew ──► TappedWire ──► lender
          ◄── granted ───────     │
-    reads settle ──────────► ReaderLog ──► until when a claim held, what was believed too late
+    reads settle ──────────► ReaderLog ──► how long a claim held, what was believed too late
 
-Law 4 is held against this: a deadline is made of frames and of the clock alone, so that a
+Law 4 is checked against this: a deadline is made of frames and of the clock alone, so that a
 machine which counts wrongly cannot hide it.
 """
 
@@ -39,21 +39,21 @@ class ReaderLog:
     _sent: dict[tuple[str, int], float] = field(default_factory=dict)
     _settled: dict[str, float] = field(default_factory=dict)
 
-    def said(self, body: bytes, now: float) -> None:
-        """A frame left."""
+    def sent(self, body: bytes, now: float) -> None:
+        """A frame was sent."""
         for message in decode_from_reader(body):
             if isinstance(message, Claim | Renew):
                 self._sent.setdefault((message.reader.pull, message.seq), now)
 
-    def heard(self, body: bytes) -> None:
-        """A frame came.  Whoever is late hears it all the same."""
+    def arrived(self, body: bytes) -> None:
+        """A frame arrived, perhaps late."""
         for message in decode_from_lender(body):
             if isinstance(message, Granted):
                 until = self._sent[message.pull, message.seq] + message.ttl_ms / 1000
                 self.deadlines[message.pull] = max(until, self.deadlines.get(message.pull, until))
 
     def settled(self, pull: str, now: float) -> None:
-        """A read was seen to be over; the last one counts."""
+        """A read has settled; the last one counts."""
         self._settled[pull] = now
 
     def received(self, pull: str) -> None:
@@ -76,14 +76,14 @@ class TappedWire:
         """As ``PeerWire.send``."""
         frames = list(bodies)
         for body in frames:
-            self.log.said(body, self.clock())
+            self.log.sent(body, self.clock())
         self.wire.send(frames)
 
     def receive(self) -> Sequence[bytes]:
         """As ``PeerWire.receive``."""
         frames = self.wire.receive()
         for body in frames:
-            self.log.heard(body)
+            self.log.arrived(body)
         return frames
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from pdconn.lifecycle.lease import Lease, LeaseState
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.results import FailedPull
-from tests.fakes.believing import without_deadline
+from tests.fakes.no_deadline import without_deadline
 from tests.simulation import engines
 from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.run import simulate
@@ -106,7 +106,7 @@ def breaks(what: str, chances: Chances = LATE) -> None:
             if what in str(error):
                 return
             raise
-    pytest.fail(f"nobody noticed in {len(MUTANT_SEEDS)} runs")
+    pytest.fail(f"not noticed in {len(MUTANT_SEEDS)} runs")
 
 
 def test_without_the_deadline_check_wrong_content_is_received(
@@ -136,7 +136,7 @@ def test_a_read_that_is_believed_whenever_it_settles_is_noticed(
 ) -> None:
     """The alarm rings late here, so that only the check at the news itself can tell."""
     monkeypatch.setattr(engines.Clockwork, "late_s", 0.05)
-    simulate(0, 200, RUNNING_OUT)  # which costs nobody anything
+    simulate(0, 200, RUNNING_OUT)  # which costs nothing
     real = Pull._copied
     monkeypatch.setattr(Pull, "_copied", lambda self, error, _now: real(self, error, -1.0))
     breaks("after its claim was over", RUNNING_OUT)

@@ -120,7 +120,7 @@ class Wire:
     _due: float = 0.0
 
     def send(self, bodies: Iterable[bytes]) -> None:
-        """As ``pdconn.sidechannel.wire.PolledConnection.send``."""
+        """As ``pdconn.sidechannel.connection.Connection.send``."""
         for body in bodies:
             if self.is_cut:
                 raise SideChannelLost("cut")
@@ -133,14 +133,14 @@ class Wire:
                 self.world.at(self.faults.held_until - self.world.now, self._flush)
 
     def receive(self) -> Sequence[bytes]:
-        """As ``pdconn.sidechannel.wire.PolledConnection.receive``."""
+        """As ``pdconn.sidechannel.connection.Connection.receive``."""
         arrived, self.arrived = self.arrived, []
         if not arrived and self.is_cut:
             raise SideChannelLost("closed by the peer")
         return arrived
 
     def close(self) -> None:
-        """As ``pdconn.sidechannel.wire.PolledConnection.close``: the other end learns of it."""
+        """As ``pdconn.sidechannel.connection.Connection.close``: the other end learns of it."""
         self.cut()
 
     def finish(self) -> None:

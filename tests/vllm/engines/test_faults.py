@@ -270,7 +270,7 @@ def test_killed_amid_a_hanging_read_the_prompt_is_recomputed(fleet: Fleet, death
     assert death.during_recomputing.ended > death.killed
     # Not the side channel's end: the read itself was under way, and where the machine
     # is slow the claim runs out before its end is seen.
-    assert re.search(r"pull of \S+ failed: (PeerLost: |the claim ran out )", death.said_by_decode)
+    assert re.search(r"pull of \S+ failed: (PeerLost: |the claim expired )", death.said_by_decode)
 
 
 def test_killed_before_a_late_read_is_posted_the_request_fails(fleet: Fleet, death: Death) -> None:

@@ -215,7 +215,7 @@ def leave(client: Client, prompt: Prompt, wait_s: float) -> None:
 def test_who_does_not_know_the_secret_is_told_nothing(pair: PdPair, model: Path) -> None:
     spec = pair.prefill_engine.spec
     assert spec.side_channel_port is not None
-    before = pair.prefill.metrics().get("pdconn:unauthenticated_total", 0.0)
+    before = pair.prefill.metrics().get("pdconn:connections_unauthenticated_total", 0.0)
     foreign = Security(Secret(b"known to nobody we know"))
     for security in (foreign, None):
         with pytest.raises(SideChannelLost):
@@ -225,7 +225,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(pair: PdPair, model: Path)
     give_up, told = time.monotonic() + 20.0, 0.0
     while told < 2 and time.monotonic() < give_up:
         pair.prefill.complete((5, 6, 7), 1)  # counts are told with a step
-        told = pair.prefill.metrics().get("pdconn:unauthenticated_total", 0.0) - before
+        told = pair.prefill.metrics().get("pdconn:connections_unauthenticated_total", 0.0) - before
     assert told == 2
 
 

@@ -1,4 +1,4 @@
-"""Who comes to a lender by a socket of its own: a guest that behaves, and crowds that do not."""
+"""Clients with a socket of their own: a reader that behaves, and crowds that do not."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ PATIENCE_S = 10.0
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 
 
-class Guest:
-    """A decode rank that does what it should, one message at a time."""
+class RawReader:
+    """A decode rank that follows the protocol, one message at a time."""
 
     def __init__(self, port: int, security: Security | None = None, wants: str = "boot-1") -> None:
         sock = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-        guard = (security or Security()).for_reader("127.0.0.1", f"127.0.0.1:{port}")
-        self._channel = Connection(sock, 1 << 24, guard=guard)
-        self._heard: list[FromLender] = []
+        policy = (security or Security()).for_reader("127.0.0.1", f"127.0.0.1:{port}")
+        self._connection = Connection(sock, 1 << 24, policy=policy)
+        self._received: list[FromLender] = []
         try:
-            self.say(Hello(PROTOCOL_VERSION, "guest", wants))
+            self.say(Hello(PROTOCOL_VERSION, "reader", wants))
             self.welcome = self.hear(Welcome)
         except BaseException:
             self.close()
@@ -53,19 +53,19 @@ class Guest:
         self.send(encode(messages))
 
     def send(self, body: bytes) -> None:
-        """Send a frame with any body; it waits until we are trusted."""
-        self._channel.send(body)
+        """Send a frame with any body, once the handshake is complete."""
+        self._connection.send([body])
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which must be of ``kind``; the handshake goes on meanwhile."""
         give_up = time.monotonic() + PATIENCE_S
-        while not self._heard:
+        while not self._received:
             assert time.monotonic() < give_up, f"no {kind.__name__} in {PATIENCE_S} s"
-            self._channel.flush()
-            for body in self._channel.receive():
-                self._heard += decode_from_lender(body)
+            self._connection.flush()
+            for body in self._connection.receive():
+                self._received += decode_from_lender(body)
             time.sleep(0.0005)
-        message = self._heard.pop(0)
+        message = self._received.pop(0)
         assert isinstance(message, kind), message
         return message
 
@@ -81,7 +81,7 @@ class Guest:
         self.say(Done(request, Reader(pull, 0, 1), ticket, True))
 
     def close(self) -> None:
-        self._channel.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,17 +96,17 @@ class Guest:
 
 
 def crowd(port: int, inputs: list[bytes], rng: Random) -> list[bytes]:
-    """Send each input on a connection of its own, all at once and bit by bit.
+    """Send each input on a connection of its own, all at once and in pieces.
 
-    Some hang up amid it.  Returns what was answered until the lender hung up.
+    Some connections are reset before their end.  Returns the replies until the lender closed.
 
     Raises:
-        AssertionError: the lender lets somebody wait.
+        AssertionError: the lender does not close a connection.
     """
     socks = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in inputs]
     try:
         for sock, piece in _interleaved(socks, inputs, rng):
-            with contextlib.suppress(OSError):  # hung up already
+            with contextlib.suppress(OSError):  # closed by the lender
                 sock.sendall(piece)
         for sock in socks:
             if rng.random() < 0.1:
@@ -132,7 +132,7 @@ def _interleaved(
 
 
 def _rest(sock: socket.socket) -> bytes:
-    """What was answered, until the other side hangs up."""
+    """Everything received until the other side closes."""
     answer = bytearray()
     with contextlib.suppress(ConnectionError, OSError):
         sock.shutdown(socket.SHUT_WR)
@@ -140,7 +140,7 @@ def _rest(sock: socket.socket) -> bytes:
         while data := sock.recv(1 << 18):
             answer += data
     except TimeoutError:
-        raise AssertionError(f"the lender does not hang up: {bytes(answer[:64])!r}") from None
+        raise AssertionError(f"the lender does not close: {bytes(answer[:64])!r}") from None
     except ConnectionError:
         pass
     return bytes(answer)

@@ -1,4 +1,4 @@
-"""A reader that believes whatever it reads: the negative control of everything about leases."""
+"""A reader without claim deadlines: the negative control of every test about leases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdconn.lifecycle.pull import Effect, Pull, PullState, ReportFailed, ReportR
 
 
 def without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Believe a read whenever it settles, as peers without leases do."""
+    """Patch pulls to believe a read whenever it settles, as connectors without leases do."""
     tick, next_deadline = Pull.tick, Pull.next_deadline
 
     def copied(self: Pull, error: str | None, now: float) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""A lender with a secret serves who knows it, at the place where the ticket says it is."""
+"""A lender with a secret serves readers that know it, at the endpoint in the ticket."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from pdconn.protocol.auth import Secret
 from pdconn.sidechannel.security import Security, Unprotected
 from tests.fakes.pair import Pair
 
-GUARDED = Security(Secret(b"known to engines only"))
-OTHER = Security(Secret(b"known to nobody we know"))
+SECURED = Security(Secret(b"known to engines only"))
+OTHER = Security(Secret(b"known to other engines"))
 
 
-def test_who_knows_the_secret_pulls() -> None:
-    with Pair(security=GUARDED) as pair:
+def test_a_reader_with_the_secret_pulls() -> None:
+    with Pair(security=SECURED) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         assert pair.freed() == "read"
 
 
 @pytest.mark.parametrize("theirs", [OTHER, Security()], ids=["another secret", "no secret"])
-def test_who_does_not_is_told_nothing_counted_and_named(
+def test_a_reader_without_the_secret_is_sent_nothing_counted_and_logged(
     theirs: Security, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     with Pair(security=theirs) as pair:
         pair.lender.close()
-        pair.security = GUARDED
+        pair.security = SECURED
         pair.lender = pair.open_lender(0)
         pair.pull("d", pair.lend("r"))
         assert "side channel" in str(pair.outcome_of("d"))
-        pair.wait(lambda: pair.lender.counts["unauthenticated"] == 1)
+        pair.wait(lambda: pair.lender.counts["connections_unauthenticated"] == 1)
         assert pair.lender.counts["claims"] == 0
-    assert "is turned away" in caplog.text
+    assert "not authenticated" in caplog.text
 
 
 @pytest.mark.parametrize("theirs", [OTHER, Security()], ids=["another secret", "no secret"])
-def test_a_lender_that_proves_nothing_is_counted_apart(theirs: Security) -> None:
-    with Pair(security=GUARDED) as pair:
+def test_a_lender_without_the_secret_is_counted_as_unauthenticated(theirs: Security) -> None:
+    with Pair(security=SECURED) as pair:
         pair.lender.close()
         pair.security = theirs
         pair.lender = pair.open_lender(0)
@@ -53,8 +53,8 @@ def test_a_lender_that_proves_nothing_is_counted_apart(theirs: Security) -> None
         assert pair.puller.take_counts() == {"pulls_unauthenticated": 1}
 
 
-def test_a_lender_that_is_gone_is_no_stranger() -> None:
-    with Pair(security=GUARDED) as pair:
+def test_a_lender_that_is_down_is_counted_as_unreachable() -> None:
+    with Pair(security=SECURED) as pair:
         ticket = pair.lend("r")
         pair.lender.close()
         pair.pull("d", ticket)
@@ -62,7 +62,7 @@ def test_a_lender_that_is_gone_is_no_stranger() -> None:
         assert pair.puller.take_counts() == {"pulls_unreachable": 1}
 
 
-@pytest.mark.parametrize("security", [GUARDED, Security()], ids=["secret", "none"])
+@pytest.mark.parametrize("security", [SECURED, Security()], ids=["secret", "none"])
 def test_a_host_that_a_forged_ticket_names_cannot_pass_the_handshake_on(
     security: Security,
 ) -> None:
@@ -71,22 +71,22 @@ def test_a_host_that_a_forged_ticket_names_cannot_pass_the_handshake_on(
         relay = Relay("127.0.0.1", pair.lender.port, MessageFaults(), 0)
         try:
             pair.pull("d", replace(pair.lend("r"), port=relay.port))
-            assert (pair.outcome_of("d") is None) == (security is not GUARDED)
+            assert (pair.outcome_of("d") is None) == (security is not SECURED)
         finally:
             relay.close()
-        assert pair.lender.counts["claims"] == (security is not GUARDED)
+        assert pair.lender.counts["claims"] == (security is not SECURED)
 
 
-def test_who_only_looks_whether_the_port_is_open_is_no_attack() -> None:
-    with Pair(security=GUARDED) as pair:
+def test_a_port_probe_is_not_counted_as_unauthenticated() -> None:
+    with Pair(security=SECURED) as pair:
         for _ in range(3):
             socket.create_connection(("127.0.0.1", pair.lender.port)).close()
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
-        assert pair.lender.counts["unauthenticated"] == 0
+        assert pair.lender.counts["connections_unauthenticated"] == 0
 
 
-def test_an_unguarded_address_is_neither_served_nor_dialled() -> None:
+def test_an_unprotected_address_is_neither_served_nor_dialled() -> None:
     with Pair() as pair:
         with pytest.raises(Unprotected, match="secret_file"):
             Lender(pair.welcome(), "192.0.2.1", 0)

@@ -1,4 +1,4 @@
-"""Certificates and secrets for tests, and two channels that talk over a real socket."""
+"""Certificates and secrets for tests, and two connections over a real socket."""
 
 from __future__ import annotations
 
@@ -50,50 +50,50 @@ class Authority:
 
 @dataclass
 class Ends:
-    """A reader's and a lender's channel, what each heard, and what each lost."""
+    """A reader's and a lender's connection, what each received, and how each was lost."""
 
     reader: Connection
     lender: Connection
-    heard: dict[str, list[bytes]] = field(default_factory=lambda: {"reader": [], "lender": []})
+    received: dict[str, list[bytes]] = field(default_factory=lambda: {"reader": [], "lender": []})
     lost: dict[str, SideChannelLost] = field(default_factory=dict)
 
     def turn(self) -> None:
-        """Each end that lives flushes and receives once; one that is lost closes."""
+        """Each open end flushes and receives once; an end that is lost closes."""
         for name, end in (("reader", self.reader), ("lender", self.lender)):
             if name in self.lost:
                 continue
             try:
                 end.flush()
-                self.heard[name] += end.receive()
+                self.received[name] += end.receive()
             except SideChannelLost as error:
                 self.lost[name] = error
                 end.close()
 
     def until(self, reader: int = 0, lender: int = 0, timeout_s: float = 10.0) -> None:
-        """Talk until so many messages were heard."""
+        """Take turns until each end has received so many messages."""
         give_up = time.monotonic() + timeout_s
-        while len(self.heard["reader"]) < reader or len(self.heard["lender"]) < lender:
+        while len(self.received["reader"]) < reader or len(self.received["lender"]) < lender:
             assert not self.lost, self.lost
             assert time.monotonic() < give_up, "no message in time"
             self.turn()
 
     def until_lost(self, answer: bool = False, timeout_s: float = 10.0) -> tuple[str, str]:
-        """Talk until both ends are lost; return the reader's reason and the lender's.
+        """Take turns until both ends are lost; return the reader's reason and the lender's.
 
-        With ``answer`` the lender says something to the first message that it hears.
+        With ``answer`` the lender replies to the first message that it receives.
         """
         give_up = time.monotonic() + timeout_s
         while len(self.lost) < 2:
             assert time.monotonic() < give_up, f"only lost {self.lost}"
             self.turn()
-            if answer and self.heard["lender"] and "lender" not in self.lost:
-                self.lender.send(b"rejected: that is no message")
+            if answer and self.received["lender"] and "lender" not in self.lost:
+                self.lender.send([b"rejected: that is no message"])
                 answer = False
         return str(self.lost["reader"]), str(self.lost["lender"])
 
 
 def sockets() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection: who dialled, who listened."""
+    """Both ends of a TCP connection: first the dialling one, then the accepted one."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
@@ -106,7 +106,7 @@ def sockets() -> tuple[socket.socket, socket.socket]:
 def ends(
     reader: Security, lender: Security, host: str = "localhost", max_frame: int = 1 << 24
 ) -> Iterator[Ends]:
-    """Channels between a reader that dialled ``host`` and a lender."""
+    """Connections between a reader that dialled ``host`` and a lender."""
     with between(reader.for_reader(host), lender.for_lender(), max_frame) as both:
         yield both
 
@@ -115,10 +115,10 @@ def ends(
 def between(
     reader: AuthPolicy | None, lender: AuthPolicy | None, max_frame: int = 1 << 24
 ) -> Iterator[Ends]:
-    """Channels with these guards."""
+    """Connections with these authentication policies."""
     dialled, accepted = sockets()
     with dialled, accepted:
         yield Ends(
-            Connection(dialled, max_frame, guard=reader),
-            Connection(accepted, max_frame, guard=lender),
+            Connection(dialled, max_frame, policy=reader),
+            Connection(accepted, max_frame, policy=lender),
         )

@@ -1,28 +1,26 @@
-"""Lending wakes the lender's thread as seldom as may be, and never too late."""
+"""Lending wakes the lender's thread only where it must, and never too late."""
 
 from __future__ import annotations
 
 import time
 
-import pytest
-
 from pdconn.protocol.ticket import BlockList
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
 from tests.fakes.pair import Pair
 
 
 class Woken:
     """Counts how often a lender's thread is woken."""
 
-    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, pair: Pair) -> None:
         self.times = 0
-        wake = WakeupQueue.wake
+        queue = pair.lender._commands
+        wake = queue.wake
 
-        def counted(mailbox: WakeupQueue[object]) -> None:
+        def counted() -> None:
             self.times += 1
-            wake(mailbox)
+            wake()
 
-        patch.setattr(WakeupQueue, "wake", counted)
+        queue.wake = counted  # type: ignore[method-assign]
         self._pair = pair
         self.lent = 0
 
@@ -33,20 +31,18 @@ class Woken:
         return self.times > before
 
 
-def test_only_a_lease_that_ends_before_the_others_wakes_the_lender(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_lease_that_ends_before_the_others_wakes_the_lender() -> None:
     with Pair() as pair:
-        woken = Woken(pair, monkeypatch)
-        assert woken.by_lending(60.0)  # it slept until somebody would come
+        woken = Woken(pair)
+        assert woken.by_lending(60.0)  # it slept until a connection would come
         pair.wait(lambda: not woken.by_lending(61.0), 20.0)  # once it knows of the first
         assert woken.by_lending(0.05)
         assert pair.freed(20.0) == "expired"
 
 
-def test_a_lease_that_woke_nobody_begins_when_it_was_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_without_a_wake_up_begins_when_it_was_lent() -> None:
     with Pair() as pair:
-        woken = Woken(pair, monkeypatch)
+        woken = Woken(pair)
         assert woken.by_lending(3.0)
         pair.wait(lambda: not woken.by_lending(4.0), 20.0)
         lent_at, freed_at = time.monotonic(), []
@@ -57,9 +53,9 @@ def test_a_lease_that_woke_nobody_begins_when_it_was_lent(monkeypatch: pytest.Mo
         assert freed_at[-1] - lent_at < 6.5, "not 4 s after the first one ended"
 
 
-def test_a_lease_that_woke_nobody_can_be_claimed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_without_a_wake_up_can_be_claimed_at_once() -> None:
     with Pair(ttl_s=90.0) as pair:
-        woken = Woken(pair, monkeypatch)
+        woken = Woken(pair)
         pair.wait(lambda: not woken.by_lending(60.0), 20.0)
         before = woken.times
         ticket = pair.lend_blocks("quiet", (BlockList(0, (3, 4, 5)),))

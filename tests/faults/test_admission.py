@@ -1,6 +1,6 @@
-"""Whoever stands in the doorway, guests come in; whatever hangs, others go on.
+"""Stalled connections do not keep decode engines out; what hangs does not hold up others.
 
-The pieces of the fault table that concern the listener, and what waits for it.
+The rows of the fault table that concern the listener, and what waits for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdconn.lender import admission as door
-from pdconn.lender import server as lender
+from pdconn.lender.admission import ConnectionLimits
 from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -34,17 +33,19 @@ from pdconn.puller import connections
 from pdconn.puller import dialer as dialing
 from pdconn.sidechannel.connection import Unauthenticated
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wire import PolledConnection
-from tests.fakes.guards import FOREIGN, SHARED
+from tests.fakes.credentials import FOREIGN, SHARED
 from tests.fakes.pair import Pair
 from tests.faults.child import Child
 from tests.faults.engines import until
-from tests.faults.guests import Guest
+from tests.faults.raw_clients import RawReader
 from transport.inprocess.faults import Held
 
 PATIENCE_S = 30.0
 BLOCKS = b"\x55" * 16
-HELLO = frame(encode([Hello(PROTOCOL_VERSION, "stranger", "boot-1")]))
+HELLO = frame(encode([Hello(PROTOCOL_VERSION, "unknown", "boot-1")]))
+
+
+LIMITS = ConnectionLimits()
 
 
 @pytest.fixture
@@ -53,8 +54,13 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
+def lift_limits(pair: Pair) -> None:
+    """Back to the defaults: a pull on a busy machine may take longer than a test's limits."""
+    pair.lender._admission._limits = LIMITS
+
+
 @contextmanager
-def strangers(pair: Pair, count: int, data: bytes = b"") -> Iterator[list[socket.socket]]:
+def raw_connections(pair: Pair, count: int, data: bytes = b"") -> Iterator[list[socket.socket]]:
     """Connections that have sent ``data`` and wait."""
     with ExitStack() as stack:
         made = []
@@ -66,8 +72,8 @@ def strangers(pair: Pair, count: int, data: bytes = b"") -> Iterator[list[socket
         yield made
 
 
-def is_hung_up(sock: socket.socket) -> bool:
-    """Whether the lender has closed; what it said before is thrown away."""
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the lender has closed; what it sent before is discarded."""
     sock.setblocking(False)
     try:
         while sock.recv(1 << 16):
@@ -79,96 +85,92 @@ def is_hung_up(sock: socket.socket) -> bool:
     return True
 
 
-def serves(pair: Pair, request: str = "guest") -> bool:
-    """Whether a good request goes through."""
+def serves(pair: Pair, request: str = "good") -> bool:
+    """Whether an ordinary pull succeeds."""
     pair.pull(request, pair.lend(f"lent-{request}"))
     return pair.outcome_of(request) is None
 
 
-# Loiterers
+# Stalled connections
 
 
 @pytest.mark.parametrize(
     "data", [b"", HELLO[:1], HELLO[:-1], HELLO + HELLO[:9]], ids=["mute", "byte", "half", "greeted"]
 )
-def test_who_does_not_finish_what_it_says_is_shown_out(
-    pair: Pair, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "LOITER_S", 0.3)
-    began = time.monotonic()
-    with strangers(pair, 3, data) as waiting:
-        until(lambda: all(map(is_hung_up, waiting)))
-        assert time.monotonic() - began > 0.2
-        until(lambda: pair.lender.counts["loiterers"] == 3)
-        monkeypatch.undo()  # whoever pulls now may be slow
-        assert serves(pair)
+def test_a_connection_that_sends_no_whole_frame_is_timed_out(data: bytes) -> None:
+    with Pair(limits=ConnectionLimits(stall_s=0.3)) as pair:
+        began = time.monotonic()
+        with raw_connections(pair, 3, data) as waiting:
+            until(lambda: all(map(is_closed, waiting)))
+            assert time.monotonic() - began > 0.2
+            until(lambda: pair.lender.counts["connections_timed_out"] == 3)
+            lift_limits(pair)
+            assert serves(pair)
 
 
-def test_a_byte_at_a_time_does_not_prolong_a_visit(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_byte_at_a_time_does_not_extend_the_time_out() -> None:
     """Slowloris: each byte is a sign of life, and buys no time."""
-    monkeypatch.setattr(door, "LOITER_S", 0.4)
-    with strangers(pair, 1) as [slow]:
+    with (
+        Pair(limits=ConnectionLimits(stall_s=0.4)) as pair,
+        raw_connections(pair, 1) as [slow],
+    ):
         unsent = HELLO
-        while unsent and not is_hung_up(slow):
+        while unsent and not is_closed(slow):
             with suppress(ConnectionError):
                 slow.send(unsent[:1])
             unsent = unsent[1:]
             time.sleep(0.02)
         assert unsent
-        assert pair.lender.counts["loiterers"] == 1
-        monkeypatch.undo()
+        until(lambda: pair.lender.counts["connections_timed_out"] == 1)
+        lift_limits(pair)
         assert serves(pair)
 
 
-def test_a_guest_with_nothing_to_say_may_stay(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: it is not time alone that shows visitors out."""
-    monkeypatch.setattr(door, "LOITER_S", 2.5)
-    pair.lender.lend("r", BLOCKS, 60.0)
-    with Guest(pair.lender.port) as guest:
-        time.sleep(4.0)
-        guest.claim("r", BLOCKS, "guest/1")
-        assert pair.lender.counts["loiterers"] == 0
+def test_an_idle_reader_is_not_timed_out() -> None:
+    """Negative control: time alone does not close a connection."""
+    with Pair(limits=ConnectionLimits(stall_s=2.5)) as pair:
+        pair.lender.lend("r", BLOCKS, 60.0)
+        with RawReader(pair.lender.port) as reader:
+            time.sleep(4.0)
+            reader.claim("r", BLOCKS, "reader/1")
+            assert pair.lender.counts["connections_timed_out"] == 0
 
 
-def test_a_crowd_of_strangers_crowds_out_strangers_and_no_guest(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "MAX_LOITERERS", 4)
-    pair.lender.lend("r", BLOCKS, 60.0)
-    with Guest(pair.lender.port) as before, strangers(pair, 20) as crowd:
+def test_a_flood_of_stalled_connections_closes_the_oldest_and_no_reader() -> None:
+    with Pair(limits=ConnectionLimits(stalled=4)) as pair:
+        pair.lender.lend("r", BLOCKS, 60.0)
+        with RawReader(pair.lender.port) as before, raw_connections(pair, 20) as crowd:
+            assert serves(pair)
+            until(lambda: sum(map(is_closed, crowd)) >= 16)
+            before.claim("r", BLOCKS, "reader/1")
+            assert not is_closed(crowd[-1])
+            assert len(pair.lender._admission) <= 4 + 2
+
+
+# Connections per host
+
+
+def test_one_host_cannot_use_up_all_connections() -> None:
+    with Pair(limits=ConnectionLimits(per_host=4)) as pair:
+        with raw_connections(pair, 9, HELLO) as crowd:
+            until(lambda: sum(map(is_closed, crowd)) == 5)
+            until(lambda: pair.lender.counts["connections_refused"] == 5)
+            with closing(socket.socket()) as other:
+                other.bind(("127.0.0.2", 0))
+                other.settimeout(5.0)
+                other.connect(("127.0.0.1", pair.lender.port))
+                other.sendall(HELLO)
+                assert b"welcome" in other.recv(1 << 16)
+        until(lambda: len(pair.lender._admission) == 0)
         assert serves(pair)
-        until(lambda: sum(map(is_hung_up, crowd)) >= 16)
-        before.claim("r", BLOCKS, "guest/1")
-        assert not is_hung_up(crowd[-1])
-        assert len(pair.lender._door) <= 4 + 2
 
 
-# Places
-
-
-def test_one_host_cannot_take_all_places(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MAX_VISITORS_OF_HOST", 4)
-    with strangers(pair, 9, HELLO) as crowd:
-        until(lambda: sum(map(is_hung_up, crowd)) == 5)
-        until(lambda: pair.lender.counts["connections_refused"] == 5)
-        with closing(socket.socket()) as other:
-            other.bind(("127.0.0.2", 0))
-            other.settimeout(5.0)
-            other.connect(("127.0.0.1", pair.lender.port))
-            other.sendall(HELLO)
-            assert b"welcome" in other.recv(1 << 16)
-    until(lambda: len(pair.lender._door) == 0)
-    assert serves(pair)
-
-
-def test_without_a_file_to_spare_the_lender_pauses_and_serves_on() -> None:
-    """It does not spin, those inside are served, and the next are once there is room."""
+def test_without_a_free_file_descriptor_the_lender_pauses_and_serves_on() -> None:
+    """It does not spin, open connections are served, and new ones once descriptors are free."""
     with closing(Child("tests.faults.lender_process")) as child, ExitStack() as stack:
         port = child.ask(do="open", secret=None, mutant=None)
         child.ask(do="lend", request="r", digest=BLOCKS.hex(), ttl_s=60.0)
-        inside = stack.enter_context(Guest(port))
+        reader = stack.enter_context(RawReader(port))
         child.ask(do="limit_files", spare=2)
         for _ in range(12):
             stack.enter_context(closing(socket.create_connection(("127.0.0.1", port), 5.0)))
@@ -177,17 +179,17 @@ def test_without_a_file_to_spare_the_lender_pauses_and_serves_on() -> None:
         before = child.ask(do="report")
         time.sleep(1.5)
         until(lambda: _failed_accepts(child) > before["counts"]["accept_failed"])
-        inside.claim("r", BLOCKS, "guest/1")
+        reader.claim("r", BLOCKS, "reader/1")
         after = child.ask(do="report")
         took_s = time.monotonic() - began
         assert after["alive"]
         failed = after["counts"]["accept_failed"] - before["counts"]["accept_failed"]
-        assert failed <= 1 + took_s / lender.ACCEPT_PAUSE_S
+        assert failed <= 1 + took_s / LIMITS.accept_pause_s
         assert (after["cpu_s"] - before["cpu_s"]) / took_s < 1 / 3, "it spins"
         child.ask(do="limit_files", spare=None)
         child.ask(do="lend", request="s", digest=BLOCKS.hex(), ttl_s=60.0)
-        with Guest(port) as guest:
-            guest.claim("s", BLOCKS, "guest/2")
+        with RawReader(port) as late:
+            late.claim("s", BLOCKS, "reader/2")
 
 
 def _failed_accepts(child: Child) -> int:
@@ -195,16 +197,16 @@ def _failed_accepts(child: Child) -> int:
     return counts.get("accept_failed", 0)
 
 
-# Those who ask and do not listen
+# Readers that send and do not read
 
 
-LONG_ASK = frame(encode([Renew(1, "x" * 500, Reader("y" * 500, 0, 1))] * 500))
-"""Half a MiB; so is the answer."""
+LONG_REQUEST = frame(encode([Renew(1, "x" * 500, Reader("y" * 500, 0, 1))] * 500))
+"""Half a MiB; so is the reply."""
 
 
 @contextmanager
-def deaf(pair: Pair) -> Iterator[socket.socket]:
-    """Somebody who greets and never reads."""
+def unread(pair: Pair) -> Iterator[socket.socket]:
+    """A reader that greets and never reads."""
     with closing(socket.socket()) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", pair.lender.port))
@@ -213,42 +215,39 @@ def deaf(pair: Pair) -> Iterator[socket.socket]:
         yield sock
 
 
-def ask(sock: socket.socket, asks: int) -> None:
-    """Ask so often, or until the lender hangs up."""
-    unsent, give_up = LONG_ASK * asks, time.monotonic() + 30.0
+def flood(sock: socket.socket, times: int) -> None:
+    """Send the long request so often, or until the lender closes."""
+    unsent, give_up = LONG_REQUEST * times, time.monotonic() + 30.0
     with suppress(ConnectionError):
         while unsent:
-            assert time.monotonic() < give_up, "the lender does not listen"
+            assert time.monotonic() < give_up, "the lender does not read"
             with suppress(TimeoutError):
                 unsent = unsent[sock.send(unsent[: 1 << 20]) :]
 
 
-def test_who_does_not_read_is_not_heard_until_it_does(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its questions wait in its own system, instead of our answers in our memory."""
-    monkeypatch.setattr(door, "LOITER_S", 60.0)
-    with deaf(pair) as sock:
-        asks = LONG_ASK * 64
-        sent = _say_until_stuck(sock, asks)
-        assert sent < len(asks), "all of it was heard"
-        [wire] = pair.lender._wires.values()
-        assert len(wire._channel._layers.out) < 2 * len(LONG_ASK)
+def test_a_reader_that_does_not_read_is_not_read_from() -> None:
+    """Backpressure: its requests wait in its kernel, instead of our replies in our memory."""
+    with Pair(limits=ConnectionLimits(stall_s=60.0)) as pair, unread(pair) as sock:
+        requests = LONG_REQUEST * 64
+        sent = _send_until_stuck(sock, requests)
+        assert sent < len(requests), "all of it was read"
+        [connection] = pair.lender._connections.values()
+        assert connection.num_unsent < 2 * len(LONG_REQUEST)
         assert serves(pair)
-        # Then it reads, finishes what it was saying, and nothing was lost.
+        # Then it reads, finishes the frame that it had begun, and nothing was lost.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        frames = -(-sent // len(LONG_ASK))
+        frames = -(-sent // len(LONG_REQUEST))
         finishing = threading.Thread(
-            target=sock.sendall, args=(asks[sent : frames * len(LONG_ASK)],)
+            target=sock.sendall, args=(requests[sent : frames * len(LONG_REQUEST)],)
         )
         sock.settimeout(PATIENCE_S)
         finishing.start()
         assert _refused(sock, frames * 500) == frames * 500
         finishing.join()
-    assert pair.lender.counts["loiterers"] == 0
+        assert pair.lender.counts["connections_timed_out"] == 0
 
 
-def _say_until_stuck(sock: socket.socket, data: bytes) -> int:
+def _send_until_stuck(sock: socket.socket, data: bytes) -> int:
     """Bytes that the system took before it took none for a second."""
     sock.settimeout(1.0)
     sent = 0
@@ -259,40 +258,35 @@ def _say_until_stuck(sock: socket.socket, data: bytes) -> int:
 
 
 def _refused(sock: socket.socket, count: int) -> int:
-    """How many refusals come, up to ``count``."""
-    frames, heard = Frames(1 << 24), 0
-    while heard < count and (data := sock.recv(1 << 20)):
+    """How many refusals arrive, up to ``count``."""
+    frames, received = Frames(1 << 24), 0
+    while received < count and (data := sock.recv(1 << 20)):
         for body in frames.feed(data):
-            heard += sum(isinstance(said, Refused) for said in decode_from_lender(body))
-    return heard
+            received += sum(isinstance(one, Refused) for one in decode_from_lender(body))
+    return received
 
 
-def test_who_has_asked_and_does_not_read_is_shown_out_in_time(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "LOITER_S", 0.4)
-    with deaf(pair) as sock:
-        ask(sock, 20)
-        until(lambda: len(pair.lender._door) == 0)
-    assert pair.lender.counts["loiterers"] == 1
-    monkeypatch.undo()
-    assert serves(pair)
+def test_a_reader_that_does_not_read_its_replies_is_timed_out() -> None:
+    with Pair(limits=ConnectionLimits(stall_s=0.4)) as pair:
+        with unread(pair) as sock:
+            flood(sock, 20)
+            until(lambda: len(pair.lender._admission) == 0)
+        until(lambda: pair.lender.counts["connections_timed_out"] == 1)
+        lift_limits(pair)
+        assert serves(pair)
 
 
-def test_to_ask_on_does_not_prolong_the_visit_of_who_never_reads(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each connection may hold MAX_UNSENT for ever, and a host 2048 times as much."""
-    monkeypatch.setattr(door, "LOITER_S", 0.4)
+def test_further_requests_do_not_extend_the_time_out_of_a_reader_that_never_reads() -> None:
+    """Else each connection may hold ``unsent_nbytes`` for ever, and a host 2048 times as much."""
     small = frame(encode([Renew(1, "r", Reader("d", 0, 1))]))
-    with deaf(pair) as sock:
-        ask(sock, 20)
+    with Pair(limits=ConnectionLimits(stall_s=0.4)) as pair, unread(pair) as sock:
+        flood(sock, 20)
         sock.settimeout(20.0)
         until(lambda: _is_refused(sock, small))
 
 
 def _is_refused(sock: socket.socket, data: bytes) -> bool:
-    """Whether it is shown out, said a little later than asked."""
+    """Whether the connection is closed, a little after this call."""
     time.sleep(0.05)
     try:
         sock.sendall(data)
@@ -301,30 +295,31 @@ def _is_refused(sock: socket.socket, data: bytes) -> bool:
     return False
 
 
-# Strangers where a secret is needed
+# Connections without the secret
 
 
 @pytest.mark.parametrize("how", ["no secret", "another secret"])
-def test_who_has_no_secret_is_named_counted_and_told_nothing(
+def test_a_reader_without_the_secret_is_logged_counted_and_sent_nothing(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     with Pair(security=SHARED) as pair, closing(socket.socket()) as sock:
         if how == "another secret":
-            with pytest.raises(Unauthenticated, match="is its secret another"):
-                Guest(pair.lender.port, FOREIGN)
+            with pytest.raises(Unauthenticated, match="the secrets probably differ"):
+                RawReader(pair.lender.port, FOREIGN)
         else:
             sock.settimeout(5.0)
             sock.connect(("127.0.0.1", pair.lender.port))
             sock.sendall(HELLO)
             assert not b"".join(iter(lambda: sock.recv(1 << 16), b""))
-        until(lambda: pair.lender.counts["unauthenticated"] == 1)
-        [line] = [record.getMessage() for record in caplog.records if "turned away" in record.msg]
-        assert "side channel: 127.0.0.1:" in line
+        until(lambda: pair.lender.counts["connections_unauthenticated"] == 1)
+        lines = [record.getMessage() for record in caplog.records]
+        [line] = [line for line in lines if "not authenticated" in line]
+        assert "peer='127.0.0.1:" in line
         assert serves(pair)
 
 
-# Those who wait for others
+# What hangs does not hold up others
 
 
 def test_a_slow_name_server_does_not_keep_other_pulls_from_renewing(
@@ -414,61 +409,60 @@ def _serves_at(pair: Pair, host: str, request: str) -> None:
     assert pair.outcome_of(request) is None
 
 
-# Claims of a visitor
+# Claims of a session
 
 
-def test_a_claim_does_not_overtake_its_lease(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is lent while the lender is about to read is in the book before its claim is heard."""
+def test_a_claim_does_not_overtake_its_lease(pair: Pair) -> None:
+    """What is lent while the lender is about to read is in the table before its claim is."""
     reading, go = threading.Event(), threading.Event()
-    real = PolledConnection.receive
+    reader = Reader("reader/1", 0, 1)
+    with RawReader(pair.lender.port) as client:
+        [connection] = pair.lender._connections.values()
+        real = connection.receive
 
-    def receive(wire: PolledConnection) -> list[bytes]:
-        reading.set()
-        go.wait(20.0)
-        return real(wire)
+        def receive() -> list[bytes]:
+            reading.set()
+            go.wait(20.0)
+            return real()
 
-    reader = Reader("guest/1", 0, 1)
-    with Guest(pair.lender.port) as guest:
-        monkeypatch.setattr(PolledConnection, "receive", receive)
-        guest.say(Renew(1, "other", reader))
-        assert reading.wait(20.0)  # the mailbox was emptied, and the socket was not read
+        connection.receive = receive  # type: ignore[method-assign]
+        client.say(Renew(1, "other", reader))
+        assert reading.wait(20.0)  # the queue was emptied, and the socket was not read
         pair.lender.lend("r", BLOCKS, 60.0)
-        guest.say(Claim(2, "r", reader, BLOCKS))
+        client.say(Claim(2, "r", reader, BLOCKS))
         time.sleep(0.05)
         go.set()
-        guest.hear(Refused)
-        guest.hear(Granted)
+        client.hear(Refused)
+        client.hear(Granted)
 
 
-def test_a_claim_that_ran_out_is_forgotten(pair: Pair) -> None:
-    """Law 5.  A visitor may hold MAX_CLAIMS claims; those that are over must not count."""
-    with Guest(pair.lender.port) as guest:
+def test_an_expired_claim_is_forgotten(pair: Pair) -> None:
+    """Law 5.  A session may hold so many claims; expired ones must not count."""
+    with RawReader(pair.lender.port) as client:
         pair.lender.lend("r", BLOCKS, 2.5)
-        guest.claim("r", BLOCKS, "guest/1")
+        client.claim("r", BLOCKS, "reader/1")
         assert pair.freed() == "expired"
-        [visitor] = pair.lender._wires
-        until(lambda: not visitor.claimed)
+        [session] = pair.lender._connections
+        until(lambda: not session.claimed)
 
 
-def test_only_who_claimed_may_renew_a_claim(pair: Pair) -> None:
-    """As with Done and Prove: who learns a reader's name could keep blocks lent for ever."""
+def test_only_the_session_that_claimed_may_renew_a_claim(pair: Pair) -> None:
+    """As with Done and ChecksumRequest: else a reader's name suffices to keep blocks lent."""
     pair.lender.lend("r", BLOCKS, 5.0)
-    with Guest(pair.lender.port) as guest, Guest(pair.lender.port) as stranger:
-        reader = Reader("guest/1", 0, 1)
-        guest.say(Claim(1, "r", reader, BLOCKS))
-        guest.hear(Granted)
-        stranger.say(Renew(1, "r", reader))
-        stranger.hear(Refused)
+    with RawReader(pair.lender.port) as client, RawReader(pair.lender.port) as other:
+        reader = Reader("reader/1", 0, 1)
+        client.say(Claim(1, "r", reader, BLOCKS))
+        client.hear(Granted)
+        other.say(Renew(1, "r", reader))
+        other.hear(Refused)
 
 
-def test_a_visitor_holds_so_many_claims_and_no_more(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_holds_so_many_claims_and_no_more() -> None:
     """Readers count, not requests: one ticket is enough for thousands of them."""
-    monkeypatch.setattr("pdconn.lender.sessions.MAX_CLAIMS", 3)
-    pair.lender.lend("r", BLOCKS, 5.0)
-    with Guest(pair.lender.port) as guest:
-        for number in range(3):
-            guest.claim("r", BLOCKS, f"guest/{number}")
-        guest.say(Claim(4, "r", Reader("guest/4", 0, 1), BLOCKS))
-        assert guest.hear(Refused).why is RefusalReason.TOO_MANY
+    with Pair(limits=ConnectionLimits(claims=3)) as pair:
+        pair.lender.lend("r", BLOCKS, 5.0)
+        with RawReader(pair.lender.port) as client:
+            for number in range(3):
+                client.claim("r", BLOCKS, f"reader/{number}")
+            client.say(Claim(4, "r", Reader("reader/4", 0, 1), BLOCKS))
+            assert client.hear(Refused).why is RefusalReason.TOO_MANY
