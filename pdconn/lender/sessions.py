@@ -241,9 +241,10 @@ class LenderSessions:
             self._send_away(visitor, "hello", "one on a connection", "another")
         elif hello.version != PROTOCOL_VERSION:
             self._send_away(visitor, "version", str(PROTOCOL_VERSION), str(hello.version))
-        elif hello.wants != self._welcome.incarnation:
-            self._send_away(visitor, "incarnation", self._welcome.incarnation, hello.wants)
+        elif hello.wants not in (None, self._welcome.incarnation):
+            self._send_away(visitor, "incarnation", self._welcome.incarnation, str(hello.wants))
         else:
+            self.counts["greeted"] += 1
             visitor.greeted = True
             visitor.name = f"{hello.engine_id} at {visitor.name}"
             visitor.answers.append(self._welcome)

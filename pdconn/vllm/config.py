@@ -8,7 +8,7 @@
 ``kv_lease_duration``      seconds that prefill keeps lent blocks without hearing
                            from decode; default 30
 ``claim_timeout``          seconds that decode waits for each answer of prefill:
-                           greeting, claim, proof; default 10
+                           greeting, claim, checksums; default 10
 ``transport``              ``nixl``, ``ucx`` (UCX without NIXL, host memory only), or
                            ``auto``: nixl, and ucx where nixl does not load; the same on
                            both sides; default nixl
@@ -42,9 +42,9 @@
                            compare checksums of what was lent with what arrived; set it
                            on both sides; default off
 ``warm_peers``             decode only: side channels of prefill engines, a list of
-                           ``host:port`` as their tickets name them, whom to greet, connect
-                           to and read a page from before the first request, and again
-                           when they restart; default none
+                           ``host:port`` as their tickets name them, to greet, connect to
+                           and read a page from before the first request, and again when
+                           they restart; default none
 ``debug_faults``           faults on demand on decode, seeded, see
                            :mod:`pdconn.faults.config`; default none
 =========================  =========================================================
@@ -59,8 +59,8 @@ from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
 from pdconn.lifecycle.lease import MIN_TTL_S
-from pdconn.puller.proving import Verify
-from pdconn.puller.warmup import Place, parse_places
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup_state import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
 from transport.choose import WANTED, Wanted
 from transport.errors import did_you_mean

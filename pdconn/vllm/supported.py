@@ -1,4 +1,4 @@
-"""Engines that pdconn does not serve: refused at their start, before they could lend anything."""
+"""Engines that pdconn does not support: refused at their start, before they lend anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
 
 
-def check_served(config: VllmConfig) -> None:
+def check_supported(config: VllmConfig) -> None:
     """Whether one block id means the same rows on every rank, in one pool of blocks.
 
     Under context parallelism it does not: a block's tokens are spread over ranks, and

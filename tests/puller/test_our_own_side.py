@@ -19,9 +19,8 @@ from pdconn.lifecycle.pull import Patience, Pull, PullState
 from pdconn.protocol.messages import ChecksumRequest, ChecksumUnavailable, Claim, Reader, Refused
 from pdconn.protocol.proof import ChecksumQuery, PieceRange
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.jobs import Connect, Connected, Disconnect, News
-from pdconn.puller.proving import Verify
-from pdconn.puller.reading import TransportJobs
+from pdconn.puller.reads import Connect, Connected, Disconnect, JobResult, TransportJobs
+from pdconn.puller.verification import Verify
 from tests.fakes.pair import Pair
 from tests.faults.guests import Guest
 from transport import Memory, PeerId
@@ -51,7 +50,7 @@ def test_a_checksum_of_ours_that_cannot_be_made_costs_its_pull_only(
             patch.setattr(Expected, "ours", exhausted)
             pair.pull("d", pair.lend("r"))
             assert "no checksum of ours: MemoryError: no room" in str(pair.outcome_of("d"))
-        assert pair.puller.take_counts() == {"pulls_unproven": 1}
+        assert pair.puller.take_counts() == {"pulls_unverified": 1}
         assert serves(pair)
 
 
@@ -200,7 +199,7 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
 
 def test_nobody_is_connected_under_the_name_of_a_peer_in_use() -> None:
     """Until nobody uses it any more: that is its next boot."""
-    network, told = InProcessNetwork(), list[News]()
+    network, told = InProcessNetwork(), list[JobResult]()
     reading = TransportJobs(InProcessTransport(network, "decode"), told.append)
     honest = InProcessTransport(network, "prefill").address()
     elsewhere = InProcessNetwork()
@@ -221,6 +220,6 @@ def test_nobody_is_connected_under_the_name_of_a_peer_in_use() -> None:
     assert connected(told)[-1] == first
 
 
-def connected(told: list[News]) -> list[str | None]:
+def connected(told: list[JobResult]) -> list[str | None]:
     """Peers, or why there is none."""
     return [news.peer or news.error for news in told if isinstance(news, Connected)]

@@ -14,7 +14,7 @@ from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import Checksum, ChecksumRequest, ChecksumUnavailable, Reader
 from pdconn.protocol.proof import ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.proving import Verification, Verify
+from pdconn.puller.verification import Verification, Verify
 from tests.fakes.pair import Pair
 from tests.faults.guests import Guest
 from transport.inprocess.faults import Late
@@ -103,11 +103,11 @@ def test_an_ask_for_what_is_not_there_costs_its_pull_only(
         ask = msgspec.structs.replace(asks[0].ask, shares=(share,))
         return [msgspec.structs.replace(asks[0], ask=ask)]
 
-    real = Verification.asks
+    real = Verification.requests
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=60.0) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         with monkeypatch.context() as patch:
-            patch.setattr(Verification, "asks", wrong)
+            patch.setattr(Verification, "requests", wrong)
             ticket = pair.lend_blocks("r", blocks)
             if not early:
                 pair.sum("r", blocks)
