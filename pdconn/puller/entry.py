@@ -1,8 +1,7 @@
-"""A request in work at a decode rank: its state, its times, and when it must be looked at."""
+"""A request in work at a decode rank: its state, its times, and what it makes of results."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -137,35 +136,3 @@ class PullEntry:
         problem = known.problem()
         counts["pulls_verified" if problem is None else "pulls_corrupted"] += 1
         return self.machine.verified(problem, now)
-
-
-class Alarms:
-    """When which entry is to be ticked.
-
-    An entry has one alarm that counts, and it may ring too early: what was put off is set
-    anew when it rings, which costs less than to find it in the heap before.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def set(self, entry: PullEntry) -> None:
-        """Let the entry's alarm ring at its machine's deadline, or sooner."""
-        deadline = entry.machine.next_deadline()
-        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
-            heapq.heappush(self._heap, (deadline, entry.request))
-            entry.alarm = deadline
-
-    def next_deadline(self) -> float | None:
-        """When the first alarm rings."""
-        return self._heap[0][0] if self._heap else None
-
-    def take_due(self, now: float) -> list[str]:
-        """Requests whose alarm rings, each once; some of them may be over."""
-        due: dict[str, None] = {}
-        while self._heap and self._heap[0][0] <= now:
-            due[heapq.heappop(self._heap)[1]] = None
-        return list(due)

@@ -1,8 +1,8 @@
 """The lenders that a decode rank knows: one peer per lender boot, in one table.
 
 ``PeerTable`` dials, greets and sorts what lenders say.  Wires come from a :class:`Dialer`;
-what happened to a peer is an event, and whoever owns the table takes events with
-:meth:`PeerTable.next_event`::
+what happened to a peer is an event, and the table's owner takes them from
+:attr:`PeerTable.events`::
 
     to, serve, flush, connected, close ──► PeerTable ──► PeerWelcomed, PeerReady,
                                                          PeerReplied, PeerClosed
@@ -178,6 +178,10 @@ class PeerTable:
         post: has the transport connect to a peer's ranks.
         dialer: opens wires.
         max_peers: lenders that are known at once.
+
+    Attributes:
+        events: what happened to peers, oldest first, for the owner to take; any call below
+            may add to it.
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class PeerTable:
         self._max_peers = max_peers
         self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
         self._retired: dict[Peer, None] = {}
-        self._events: deque[PeerEvent] = deque()
+        self.events: deque[PeerEvent] = deque()
 
     def __len__(self) -> int:
         return len(self._peers) + len(self._retired)
@@ -203,10 +207,6 @@ class PeerTable:
     def __iter__(self) -> Iterator[Peer]:
         yield from list(self._peers.values())
         yield from list(self._retired)
-
-    def next_event(self) -> PeerEvent | None:
-        """The oldest event that was not taken yet.  Calls below may add any number."""
-        return self._events.popleft() if self._events else None
 
     def get(self, key: PeerKey) -> Peer | None:
         """The open peer at ``key``, if there is one."""
@@ -308,7 +308,7 @@ class PeerTable:
         if peer.wire is not None:
             peer.wire.close()
             peer.wire = None
-        self._events.append(PeerClosed(peer))
+        self.events.append(PeerClosed(peer))
 
     def retire(self, peer: Peer, reason: str) -> None:
         """Let the next pull dial anew: this connection may lose what is sent on it."""
@@ -351,7 +351,7 @@ class PeerTable:
 
     def _hear(self, peer: Peer, message: FromLender) -> None:
         if isinstance(message, PullReply):
-            self._events.append(PeerReplied(peer, message))
+            self.events.append(PeerReplied(peer, message))
         elif isinstance(message, Rejected):
             self.close(peer, f"{message.field}: theirs {message.expected}, ours {message.seen}")
         elif isinstance(message, Welcome) and peer.pairing is None:
@@ -364,7 +364,7 @@ class PeerTable:
         peer.pairing = self._pair(welcome)
         peer.welcome = welcome
         peer.connecting = len(peer.pairing.ranks)
-        self._events.append(PeerWelcomed(peer))
+        self.events.append(PeerWelcomed(peer))
         for rank in peer.pairing.ranks:
             self._post(Connect((peer, rank), welcome.ranks[rank].address))
         if not peer.pairing.ranks:  # a stage of ours without layers reads from no rank
@@ -388,7 +388,7 @@ class PeerTable:
     def _ready(self, peer: Peer) -> None:
         peer.enter("welcomed")
         log.info("pdconn: ready to read from %s", peer.key)
-        self._events.append(PeerReady(peer))
+        self.events.append(PeerReady(peer))
 
 
 def _level(closing: Peer) -> int:

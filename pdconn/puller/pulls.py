@@ -15,10 +15,10 @@ is an event in the peer table, and each call ends by handling those (:meth:`Pull
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from random import Random
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
@@ -37,7 +37,7 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import check_blocks
 from pdconn.puller.commands import ClaimTicket, Command, FailPull, ReadBlocks
-from pdconn.puller.entry import Alarms, Measured, PullEntry
+from pdconn.puller.entry import Measured, PullEntry
 from pdconn.puller.peers import (
     MAX_PEERS,
     Dialer,
@@ -58,6 +58,8 @@ from transport import PeerLost, PeerUnknown
 
 log = logging.getLogger(__name__)
 
+ENDED = frozenset(state for state in PullState if state.ended)
+
 
 class Pulls:
     """Everything that one rank pulls.
@@ -77,6 +79,7 @@ class Pulls:
         warmup: keeps some of them warm.
         reports: pulls that ended, for the owner to take.
         counts: why pulls failed, for the owner to take.
+        unplanned: pulls whose claim is on its way, for :meth:`plan_one`.
     """
 
     def __init__(
@@ -97,17 +100,11 @@ class Pulls:
         self._clock = clock
         self._entries: dict[str, PullEntry] = {}
         self._by_pull: dict[str, PullEntry] = {}
-        self._alarms = Alarms()
-        self._unplanned: deque[PullEntry] = deque()
+        self._alarms: list[tuple[float, str]] = []
+        self.unplanned: deque[PullEntry] = deque()
         self.peers = PeerTable(me.engine_id, me.pair, post, dialer, max_peers)
         self.warmup = PeerWarmup(
-            me.engine_id,
-            warm_up or WarmUp(),
-            self.peers,
-            post,
-            patience=patience,
-            clock=clock,
-            rng=Random(f"{me.engine_id}/{me.rank}"),
+            me, warm_up or WarmUp(), self.peers, post, patience=patience, clock=clock
         )
         self._verifier = Verifier(me, verify)
         self.reports: list[Report] = []
@@ -117,8 +114,6 @@ class Pulls:
     def num_open(self) -> int:
         """Requests that are still in some table; 0 when all is quiet."""
         return len(self._entries) + len(self._by_pull)
-
-    # What the engine says
 
     def apply(self, command: Command) -> None:
         """Do what the engine asks for."""
@@ -149,7 +144,7 @@ class Pulls:
         if peer.state is PeerState.READY:
             self._greeted(entry)
         else:
-            self._alarms.set(entry)
+            self._set_alarm(entry)
 
     def _start_read(self, command: ReadBlocks) -> None:
         entry, now = self._entries.get(command.request), self._clock()
@@ -157,7 +152,7 @@ class Pulls:
             self._report_failed(command.request, "nothing is claimed for this request")
             return
         entry.need, entry.measured.asked = command.need, now
-        self._unplanned.append(entry)
+        self.unplanned.append(entry)
         self._perform(entry, entry.machine.want(now))
 
     def _cancel(self, request: str) -> None:
@@ -166,18 +161,11 @@ class Pulls:
             self._perform(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
 
-    @property
-    def has_unplanned(self) -> bool:
-        """Whether :meth:`plan_one` has something to do."""
-        return bool(self._unplanned)
-
     def plan_one(self) -> None:
-        """Plan a pull whose claim is on its way: call it when there is nothing else to do."""
-        entry = self._unplanned.popleft()
+        """Plan an ``unplanned`` pull: call it when there is nothing else to do."""
+        entry = self.unplanned.popleft()
         if entry.machine.state is PullState.CLAIMING and entry.plan is None:
             entry.make_plan(self._clock)
-
-    # What peers and sockets say
 
     def serve(self, peer: Peer) -> None:
         """The peer's wire has something for us."""
@@ -196,7 +184,9 @@ class Pulls:
 
     def _drain(self) -> None:
         """Handle what happened to peers until nothing is left: the only place that does."""
-        while (event := self.peers.next_event()) is not None:
+        events = self.peers.events
+        while events:
+            event = events.popleft()
             peer = event.peer
             if isinstance(event, PeerClosed):
                 self._closed(peer)
@@ -223,15 +213,14 @@ class Pulls:
             self._perform(entry, entry.machine.fail(str(error), self._clock()))
             return
         if entry.need is not None:
-            self._unplanned.append(entry)
+            self.unplanned.append(entry)
         self._perform(entry, entry.machine.greeted(self._clock()))
 
     def _closed(self, peer: Peer) -> None:
         """Fail what waits for the peer.  What is being read may still settle in time."""
         for entry in self._using(peer):
             if not entry.reading:
-                why = "unauthenticated" if peer.untrusted else "unreachable"
-                self.counts[f"pulls_{why}"] += 1
+                self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
                 reason = f"{peer.key}: {peer.reason}"
                 self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
         self.warmup.closed(peer)
@@ -258,19 +247,19 @@ class Pulls:
             effects = entry.machine.fail(f"refused, {message.why}: {message.detail}", now)
         self._perform(entry, effects)
 
-    # What time and the reader say
-
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
-        warmup, first = self.warmup.next_deadline(), self._alarms.next_deadline()
-        if warmup is None or first is None:
-            return first if warmup is None else warmup
-        return min(first, warmup)
+        first, warmup = self._alarms[0][0] if self._alarms else None, self.warmup.alarm
+        return min((at for at in (first, warmup) if at is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come."""
-        self.warmup.tick(now)
-        for request in self._alarms.take_due(now):
+        if self.warmup.alarm is not None and self.warmup.alarm <= now:
+            self.warmup.tick(now)
+        due: dict[str, None] = {}
+        while self._alarms and self._alarms[0][0] <= now:
+            due[heapq.heappop(self._alarms)[1]] = None
+        for request in due:
             entry = self._entries.get(request)
             if entry is not None:
                 entry.alarm = None
@@ -280,11 +269,10 @@ class Pulls:
     def _tick(self, entry: PullEntry, now: float) -> None:
         was = entry.machine.state
         self._perform(entry, entry.machine.tick(now))
-        if not entry.machine.state.ended:
-            return
-        if was is PullState.GREETING:
+        is_over = entry.machine.state in ENDED
+        if is_over and was is PullState.GREETING:
             self.peers.close(entry.peer, "no greeting in time")
-        elif was is PullState.CLAIMING:
+        elif is_over and was is PullState.CLAIMING:
             self.peers.retire(entry.peer, "a claim was not answered in time")
             self._forget_peer_if_idle(entry.peer)
 
@@ -312,14 +300,17 @@ class Pulls:
             self.peers.close(entry.peer, str(error))
         self._forget_peer_if_idle(entry.peer)
 
-    # What the machines ask for
-
     def _perform(self, entry: PullEntry, effects: list[Effect]) -> None:
         """Perform ``effects`` and those that they lead to; then forget the entry if it is over."""
         while effects:
-            effects = [later for effect in effects for later in self._perform_one(entry, effect)]
-        self._alarms.set(entry)
-        self._forget_if_over(entry)
+            following: list[Effect] = []
+            for effect in effects:
+                following += self._perform_one(entry, effect)
+            effects = following
+        if entry.machine.state in ENDED:
+            self._forget_if_over(entry)
+        else:
+            self._set_alarm(entry)
 
     def _perform_one(self, entry: PullEntry, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""
@@ -366,18 +357,28 @@ class Pulls:
         """Have both sides sum what was read."""
         assert entry.need is not None
         try:
-            verification = self._verifier.begin(entry.peer, entry.ticket, entry.need)
+            begun = self._verifier.begin(entry.peer, entry.ticket, entry.need)
         except CannotVerify as error:
             return entry.unverified(str(error), self._clock(), self.counts)
-        entry.verification = verification
-        for request in verification.requests(entry.ticket.request_id, entry.reader):
-            self._say(entry, request)
-        self._post(Sum(entry, verification.expected))
+        entry.verification = begun
+        entry.peer.outgoing += begun.requests(entry.ticket.request_id, entry.reader)
+        self._post(Sum(entry, begun.expected))
         return []
+
+    def _set_alarm(self, entry: PullEntry) -> None:
+        """Tick the entry at its machine's deadline, or sooner.
+
+        One alarm of an entry counts, and it may ring too early: what was put off is set anew
+        when it rings, which costs less than to find it in the heap before.
+        """
+        deadline = entry.machine.next_deadline()
+        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
+            heapq.heappush(self._alarms, (deadline, entry.request))
+            entry.alarm = deadline
 
     def _forget_if_over(self, entry: PullEntry, even_if_unasked: bool = False) -> None:
         """Drop an entry that is reported.  One that failed unasked waits for the asking."""
-        if not entry.machine.state.ended or not (entry.machine.wanted or even_if_unasked):
+        if entry.machine.state not in ENDED or not (entry.machine.wanted or even_if_unasked):
             return
         if self._entries.get(entry.request) is entry:
             del self._entries[entry.request]

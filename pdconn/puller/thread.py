@@ -188,12 +188,12 @@ class Puller:
         pulls.tick(self._clock())
         self._hand_over()  # before the lenders hear of it: the engine may be waiting
         pulls.flush_all()
-        if pulls.has_unplanned:
+        if pulls.unplanned:
             pulls.plan_one()
         self._hand_over()
 
     def _timeout(self) -> float | None:
-        if self._pulls.has_unplanned:
+        if self._pulls.unplanned:
             return 0.0
         deadline = self._pulls.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._clock())

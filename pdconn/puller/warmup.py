@@ -21,6 +21,7 @@ import numpy as np
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import Patience
 from pdconn.puller.peers import Peer, PeerTable
+from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Job, Read, ReadSettled
 from pdconn.puller.warmup_state import Pauses, Place, PlaceWarmup, WarmupState, WarmupStep
 from registration.references import KVCacheReferences
@@ -68,38 +69,39 @@ class PeerWarmup:
     """Keeps the lenders at some places warm, for one decode rank.
 
     Args:
-        engine_id: what we call ourselves; we do not warm ourselves.
+        me: the rank; its own engine is not warmed.
         warm_up: the lenders to warm.
         peers: those that pulls use; its owner passes on its events.
         post: gives a read to the reader.
         patience: as pulls have it with lenders.
         clock: seconds that never go back.
-        rng: spreads the tries.
+
+    Attributes:
+        alarm: when :meth:`tick` is to be called, or None when only an event can matter.
     """
 
     def __init__(
         self,
-        engine_id: str,
+        me: Rank,
         warm_up: WarmUp,
         peers: PeerTable,
         post: Callable[[Job], None],
         *,
         patience: Patience,
         clock: Callable[[], float],
-        rng: Random,
     ) -> None:
-        self._engine_id = engine_id
+        self._engine_id = me.engine_id
         self._scratch = warm_up.scratch
         self._peers = peers
         self._post = post
         self._clock = clock
-        now = clock()
+        now, rng = clock(), Random(f"{me.engine_id}/{me.rank}")  # spreads the ranks' tries
         self._sites = [
             _Site(place, PlaceWarmup(patience.claim_s, patience.read_s, now, rng, warm_up.pauses))
             for place in warm_up.places
         ]
         self._by_peer: dict[Peer, _Site] = {}
-        self._alarm: float | None = now if self._sites else None
+        self.alarm: float | None = now if self._sites else None
 
     @property
     def num_warm(self) -> int:
@@ -111,14 +113,8 @@ class PeerWarmup:
         """Peers and reads that we keep track of; bounded by places and ranks."""
         return len(self._by_peer) + sum(site.reads for site in self._sites)
 
-    def next_deadline(self) -> float | None:
-        """When :meth:`tick` should run next, or None when only an event can matter."""
-        return self._alarm
-
     def tick(self, now: float) -> None:
-        """Do what is due."""
-        if self._alarm is None or now < self._alarm:
-            return
+        """Do what is due at :attr:`alarm`."""
         for site in self._sites:
             self._do(site, site.warmup.tick(now))
         self._set_alarm()
@@ -250,7 +246,7 @@ class PeerWarmup:
 
     def _set_alarm(self) -> None:
         times = (site.warmup.next_deadline() for site in self._sites)
-        self._alarm = min((at for at in times if at is not None), default=None)
+        self.alarm = min((at for at in times if at is not None), default=None)
 
 
 def _probe_reads(scratch: Memory, peer: Peer) -> Iterator[tuple[PeerId, Spans]]:

@@ -25,13 +25,9 @@ def check_supported(config: VllmConfig) -> None:
     for name in _CONTEXT_PARALLEL:
         size = getattr(config.parallel_config, name, 1)
         if size != 1:
-            raise ConfigError(
-                f"{name}: expected 1, got {size}: pdconn cannot tell yet which rank holds "
-                f"which token of a block"
-            )
+            hint = "pdconn cannot tell yet which rank holds which token of a block"
+            raise ConfigError(name, 1, size, hint)
     attention = getattr(config, "attention_config", None)
     if getattr(attention, "hisparse_config", None) is not None:
-        raise ConfigError(
-            "attention_config.hisparse_config: expected none, got one: pdconn cannot lend "
-            "blocks of its host pool yet"
-        )
+        hint = "pdconn cannot lend blocks of its host pool yet"
+        raise ConfigError("attention_config.hisparse_config", "none", "one", hint)

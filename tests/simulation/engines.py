@@ -236,7 +236,7 @@ class DecodeRank:
     def _turn(self) -> None:
         self.pulls.tick(self.world.now)
         self.pulls.flush_all()
-        while self.pulls.has_unplanned:
+        while self.pulls.unplanned:
             self.pulls.plan_one()
         self._alarm.set(self.pulls.next_deadline(), self.turn)
         outcome = PullResults.of(self.pulls.reports)
