@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from pdconn.lifecycle.pull import Patience
-from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.puller.commands import Command, FailPull, ReadBlocks
 from pdconn.puller.dialer import LookedUp, Resolve, SocketDialer
 from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.pulls import Pulls
@@ -43,6 +43,9 @@ class PullerBroken(RuntimeError):
 
 
 _Posted = Command | LookedUp | ReaderStopped | JobResult
+
+_REPORTED = (ReadBlocks, FailPull)
+"""Commands that are answered by a report."""
 
 
 class Puller:
@@ -103,7 +106,7 @@ class Puller:
 
     def post(self, command: Command) -> None:
         """Have ``command`` carried out, after those before it; never blocks."""
-        if isinstance(command, ReadBlocks | FailPull):
+        if isinstance(command, _REPORTED):
             self._num_unreported += 1
         self._inbox.post(command)
 
@@ -199,7 +202,7 @@ class Puller:
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def _handle(self, item: _Posted) -> None:
-        if isinstance(item, ClaimTicket | ReadBlocks | FailPull | CancelPull):
+        if isinstance(item, Command):
             self._pulls.apply(item)
         elif isinstance(item, LookedUp):
             self._dialer.looked_up(item, self._pulls.peers)

@@ -113,7 +113,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         assert pair.outcome_of("third") is None
 
 
-def test_only_who_claimed_may_end_a_claim() -> None:
+def test_only_the_connection_that_claimed_may_end_a_claim() -> None:
     with Pair() as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         digest = pair.lend_blocks("r", blocks).digest()

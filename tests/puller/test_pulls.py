@@ -208,7 +208,7 @@ def test_a_cancelled_pull_is_reported_only_when_nothing_can_write() -> None:
         assert pair.puller.num_open == 0
 
 
-def test_a_cancelled_hold_frees_the_lease_and_reports_nothing() -> None:
+def test_a_cancelled_claim_frees_the_lease_and_reports_nothing() -> None:
     with Pair() as pair:
         pair.claim("d", pair.lend("r"))
         pair.cancel("d")
@@ -217,7 +217,7 @@ def test_a_cancelled_hold_frees_the_lease_and_reports_nothing() -> None:
         assert pair.puller.num_open == 0
 
 
-def test_nobody_listening_is_a_failure_not_a_wait() -> None:
+def test_a_closed_port_is_a_failure_not_a_wait() -> None:
     with Pair() as pair:
         ticket = pair.lend("r")
         pair.lender.close()

@@ -57,7 +57,7 @@ def test_slices_copy_the_same_bytes_and_none_is_too_long(lengths: list[int], nby
     assert 0 < parts[-1].total_bytes <= nbytes
 
 
-def test_a_short_read_is_not_touched() -> None:
+def test_a_short_read_is_not_cut() -> None:
     whole = spans_of((10, 20, 30))
     assert in_parts(whole, 30) == [whole]
 
@@ -237,7 +237,7 @@ def test_a_read_with_a_failed_slice_has_no_further_slice_posted(rig: Rig) -> Non
     assert not rig.ours[2 * SLICE : 8 * SLICE].any()
 
 
-def test_a_peer_that_hangs_holds_up_nobody_else(rig: Rig) -> None:
+def test_a_peer_that_hangs_holds_up_no_other(rig: Rig) -> None:
     other = InProcessTransport(rig.network, "other")
     other.register([Memory(rig.theirs.ctypes.data, rig.theirs.nbytes)])
     second = rig.reader.connect(other.address())
@@ -262,7 +262,7 @@ def test_what_waits_for_a_peer_that_was_disconnected_fails_when_nothing_can_writ
     assert rig.told[0].settled.error is not None
 
 
-def test_reads_from_nobody_fail_each(rig: Rig) -> None:
+def test_reads_from_an_unknown_peer_fail_each(rig: Rig) -> None:
     rig.read("a", 0, 3 * SLICE, PeerId("nobody"))
     rig.read("b", 0, 8, PeerId("nobody"))
     assert sorted(map(str, rig.finish())) == ["a", "b"]

@@ -24,7 +24,7 @@ PROVING = [Verify.SAMPLE, Verify.ALWAYS]
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])
 @pytest.mark.parametrize("verify", PROVING)
-def test_good_bytes_are_received_with_their_proof(verify: Verify, layout: str) -> None:
+def test_good_bytes_are_received_and_verified(verify: Verify, layout: str) -> None:
     with Pair(layout, verify=verify, their_verify=verify) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
@@ -81,7 +81,7 @@ def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
         assert pair.lender._desk.num_summed == 0
 
 
-def test_a_proof_does_not_save_a_read_that_was_late() -> None:
+def test_checksums_do_not_save_a_read_that_was_late() -> None:
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, ttl_s=2.5, drain_s=20.0) as pair:
         pair.network.script = lambda _: Late(6.0)
         ticket = pair.lend("r")
@@ -120,7 +120,7 @@ def test_an_ask_for_what_is_not_there_costs_its_pull_only(
         assert pair.outcome_of("e") is None
 
 
-def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
+def test_a_checksum_that_was_not_requested_costs_that_lender_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = LenderSessions.take_frames
@@ -148,7 +148,7 @@ def test_only_answers_to_asks_are_heard_once() -> None:
 
 
 def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[ChecksumRequest]:
-    """Ask after ask for all that ``ticket`` lends, of somebody who claimed it as ``pull``."""
+    """Request after request for all that ``ticket`` lends, by the pull ``pull`` that claimed it."""
     ask = ChecksumQuery(0, False, (PieceRange(0, 0, 2, 0, 2, 0, 3),))
     return [
         ChecksumRequest(number, ticket.request_id, Reader(pull, 0, 1), ask) for number in numbers

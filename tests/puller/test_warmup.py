@@ -57,7 +57,7 @@ def test_a_warm_lender_is_left_alone_until_it_is_lost() -> None:
     assert 0 < pause(place_warmup, 1e9) <= PAUSES.first_s
 
 
-def test_pauses_grow_to_a_bound_while_nobody_answers() -> None:
+def test_pauses_grow_to_a_bound_while_there_is_no_answer() -> None:
     place_warmup, now = begun(), 0.0
     pauses = []
     for _ in range(12):

@@ -86,7 +86,7 @@ def test_a_full_local_hit_gives_the_claim_up_and_reports_nothing() -> None:
     assert len(side) == 0
 
 
-def test_a_request_rejected_at_the_door_gives_its_claim_up() -> None:
+def test_a_request_rejected_at_its_arrival_gives_its_claim_up() -> None:
     side, asked = consumer(), request()
     side.arrived(asked)
     side.finished(asked)
