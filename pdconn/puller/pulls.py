@@ -77,8 +77,7 @@ class Pulls:
     Attributes:
         peers: the lenders that we know.
         warmup: keeps some of them warm.
-        reports: pulls that ended, for the owner to take.
-        counts: why pulls failed, for the owner to take.
+        reports, counts: pulls that ended, and why they failed, for the owner to take.
         unplanned: pulls whose claim is on its way, for :meth:`plan_one`.
     """
 
