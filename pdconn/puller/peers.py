@@ -314,7 +314,7 @@ class PeerTable:
         """Let the next pull dial anew: this connection may lose what is sent on it."""
         if peer.is_closed or peer.retired:
             return
-        log.warning("pdconn: dialling %s anew: %s", peer.key, reason)
+        log.warning("pdconn: connecting anew to %s: %s", peer.key, reason)
         peer.retired = True
         del self._peers[peer.key]
         self._retired[peer] = None

@@ -214,7 +214,7 @@ class TransportJobs:
         try:
             sums = tuple(expected.ours(self._memory) for expected in job.expected)
         except Exception as error:
-            log.warning("pdconn: no checksum of what was read", exc_info=True)
+            log.warning("pdconn: checksum of what was read failed", exc_info=True)
             self._deliver(Summed(job.tag, (), f"{type(error).__name__}: {error}"))
         else:
             self._deliver(Summed(job.tag, sums))

@@ -95,7 +95,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._producer is not None:
             changed = keep_window_of_last_token(kv_cache_manager)
-            log.info("pdconn: %d windowed group(s) keep the last token's window", changed)
+            log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""

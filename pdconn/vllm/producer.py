@@ -75,10 +75,10 @@ class ProducerScheduler:
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
         if request.request_id in self._pinned:
-            log.warning("pdconn: %s is lent already; not lent twice", request.request_id)
+            log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
         if has_embeddings(request):
-            log.warning("pdconn: %s is not lent: %s", request.request_id, EMBEDDINGS)
+            log.warning("pdconn: not lent: %s: request=%s", EMBEDDINGS, request.request_id)
             return None
         held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
         self._pool.touch(held)
@@ -107,7 +107,7 @@ class ProducerScheduler:
         if self._lender is None:
             return
         for lease in self._lender.collect():
-            log.debug("pdconn: blocks of %s are free: %s", lease.request, lease.why)
+            log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             # Tail first, so that the head of a prefix stays cached the longest.
             self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
 
