@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_a_ticket_is_claimed_at_its_arrival_and_read_with_blocks() -> None:
     assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
     side.reported("d")
     assert len(side) == 0
+
+
+def test_commands_reach_a_worker_in_another_process_as_they_were_made() -> None:
+    """vLLM pickles a step's metadata."""
+    side, asked, wrong = consumer(), request(), request("w", remote_port="x")
+    for each in (asked, wrong):
+        side.arrived(each)
+        side.matched(each, 0)
+        side.allocated(each, BLOCKS, 39)
+        side.finished(each)
+    commands = side.take_commands()
+    assert set(kinds(commands)) == {ClaimTicket, ReadBlocks, FailPull, CancelPull}
+    assert pickle.loads(pickle.dumps(commands)) == commands
 
 
 def test_the_last_token_is_never_pulled() -> None:
