@@ -219,9 +219,10 @@ class LenderSessions:
             self._end(session, "hello", "one on a connection", "another")
         elif hello.version != PROTOCOL_VERSION:
             self._end(session, "version", str(PROTOCOL_VERSION), str(hello.version))
-        elif hello.wants != self._welcome.incarnation:
-            self._end(session, "incarnation", self._welcome.incarnation, hello.wants)
+        elif hello.wants not in (None, self._welcome.incarnation):
+            self._end(session, "incarnation", self._welcome.incarnation, str(hello.wants))
         else:
+            self.counts["greeted"] += 1
             session.greeted = True
             session.name = f"{hello.engine_id} at {session.name}"
             session.replies.append(self._welcome)

@@ -42,7 +42,7 @@ from pdconn.protocol.limits import (
 from pdconn.protocol.proof import ChecksumQuery, PieceSum
 from registration.references import KVCacheReferences
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever an engine of the version before could misread a message."""
 
 
@@ -80,11 +80,14 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """First message of a connection: our engine, and the incarnation that we expect."""
+    """First message of a connection: its engine, and the incarnation that its ticket names.
+
+    Without a ticket, to warm a connection up, any incarnation will do.
+    """
 
     version: int
     engine_id: str
-    wants: str
+    wants: str | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
@@ -263,7 +266,8 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
     messages: list[FromReader] = _decoded(_from_reader, body)
     for message in messages:
         if isinstance(message, Hello):
-            _bounded("hello.wants", message.wants)
+            if message.wants is not None:
+                _bounded("hello.wants", message.wants)
             _bounded("hello.engine_id", message.engine_id)
         elif not isinstance(message, Describe):
             _check_reader(message.reader)

@@ -1,7 +1,7 @@
 """Sockets to lenders, and the names that lead to them.
 
 A name server may take seconds to answer, and the thread that renews claims must not wait
-for it, so every name that is no address is looked up by a thread of its own.
+for it, so every host that is not an address is looked up by a thread of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdconn.puller.connections import PeerTable
-from pdconn.puller.peers import Peer
+from pdconn.puller.peers import Peer, PeerTable
 from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_WELCOME, Address, connecting_to, literal_address, resolve
 from pdconn.sidechannel.security import Security, Unprotected
 
 MAX_LOOKUPS = 32
 """Names that are looked up at once; others wait for their turn."""
+
+Resolve = Callable[[str, int], Address]
+"""As :func:`pdconn.sidechannel.dial.resolve`; may take as long as a name server does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class SocketDialer:
     Args:
         selector: watches the wires, with their peers as data.
         deliver: gets a :class:`LookedUp` from another thread, for :meth:`looked_up`.
-        security: what lenders must prove.
+        security: how lenders must authenticate.
         through: maps a lender's host and port to those to dial instead, for debugging.
+        resolve: looks a name up, on a thread of its own.
     """
 
     def __init__(
@@ -47,15 +50,17 @@ class SocketDialer:
         deliver: Callable[[LookedUp], None],
         security: Security,
         through: Callable[[str, int], tuple[str, int]] | None = None,
+        resolve: Resolve = resolve,
     ) -> None:
         self._selector = selector
         self._deliver = deliver
         self._security = security
         self._through = through or (lambda host, port: (host, port))
-        self._waiting: deque[Peer] = deque()
-        self._asks: deque[Peer] = deque()
+        self._resolve = resolve
+        self._for_pulls: deque[Peer] = deque()
+        self._for_warmup: deque[Peer] = deque()
         self._num_looking = 0
-        self._num_asking = 0
+        self._num_for_warmup = 0
 
     def dial(self, peer: Peer) -> None:
         """As :meth:`pdconn.puller.peers.Dialer.dial`."""
@@ -68,13 +73,13 @@ class SocketDialer:
         if literal is not None:
             self._open(peer, literal)
             return
-        (self._asks if _is_ask(peer) else self._waiting).append(peer)
+        (self._for_pulls if peer.key.names_a_boot else self._for_warmup).append(peer)
         self._look_for_more()
 
-    def looked_up(self, answer: LookedUp, connections: PeerTable) -> None:
+    def looked_up(self, answer: LookedUp, peers: PeerTable) -> None:
         """Go on with a peer whose name is known now."""
         self._num_looking -= 1
-        self._num_asking -= _is_ask(answer.peer)
+        self._num_for_warmup -= not answer.peer.key.names_a_boot
         self._look_for_more()
         peer, found = answer.peer, answer.found
         if peer.is_closed:
@@ -84,7 +89,7 @@ class SocketDialer:
                 raise found
             self._open(peer, found)
         except OSError as error:
-            connections.close(peer, f"side channel: {error}")
+            peers.close(peer, f"side channel: {error}")
 
     def _open(self, peer: Peer, address: Address) -> None:
         host, port = peer.key.host, peer.key.port
@@ -101,7 +106,7 @@ class SocketDialer:
             if peer.is_closed:
                 continue
             self._num_looking += 1
-            self._num_asking += _is_ask(peer)
+            self._num_for_warmup += not peer.key.names_a_boot
             look = threading.Thread(
                 target=self._look_up, args=(peer,), name="pdconn-lookup", daemon=True
             )
@@ -111,22 +116,17 @@ class SocketDialer:
                 self._deliver(LookedUp(peer, OSError(errno.EAGAIN, str(error))))
 
     def _next_to_look_up(self) -> Peer | None:
-        """Whoever a request waits for goes first, and finds half the places free."""
-        if self._waiting:
-            return self._waiting.popleft()
-        if self._asks and self._num_asking < MAX_LOOKUPS // 2:
-            return self._asks.popleft()
+        """A peer of a pull goes first; warm-ups take at most half of the look-ups."""
+        if self._for_pulls:
+            return self._for_pulls.popleft()
+        if self._for_warmup and self._num_for_warmup < MAX_LOOKUPS // 2:
+            return self._for_warmup.popleft()
         return None
 
     def _look_up(self, peer: Peer) -> None:
         found: Address | OSError
         try:
-            found = resolve(*self._through(peer.key.host, peer.key.port))
+            found = self._resolve(*self._through(peer.key.host, peer.key.port))
         except OSError as error:
             found = error
         self._deliver(LookedUp(peer, found))
-
-
-def _is_ask(peer: Peer) -> bool:
-    """Whether it is only to be asked who it is: no ticket names a boot of it yet."""
-    return not peer.key.incarnation

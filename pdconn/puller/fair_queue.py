@@ -1,8 +1,8 @@
-"""Whose turn it is when several pulls want bytes over one link.
+"""The order in which several pulls are served over one link.
 
 First come, first served lets a prompt of a thousand tokens wait behind one of a hundred
-thousand.  Equal shares end that, but stretch everybody: of two equal pulls both would be
-over at the end, where one could be over at half time.  So each pull is served in the
+thousand.  Equal shares end that, but make every pull longer: of two equal pulls both would
+be over at the end, where one could be over at half time.  So each pull is served in the
 order in which it *would* end if all shared equally, and gets the whole link meanwhile
 (Friedman and Henderson, "Fairness and efficiency in web server protocols", SIGMETRICS
 2003).  No pull then ends later than with equal shares, and most end sooner::
@@ -13,7 +13,7 @@ order in which it *would* end if all shared equally, and gets the whole link mea
     equal shares   all at once           a 17   b 17   c 7
     here           aaaacaaaabbbbbbbb     a 9    b 17   c 5
 
-Time is counted in bytes served to each of those who share: *virtual* time advances by
+Time is counted in bytes served to each pull that shares: *virtual* time advances by
 ``1 / n`` of a byte for each byte served while n of them would not be done yet.
 """
 
@@ -40,11 +40,11 @@ class FairQueue(Generic[Pull]):
     """Pulls in the order in which equal shares would end them.
 
     Example:
-        >>> turns = Turns[str]()
-        >>> turns.add("long", 1000)
-        >>> turns.served(10)
-        >>> turns.add("short", 5)
-        >>> turns.first()
+        >>> pulls = FairQueue[str]()
+        >>> pulls.add("long", 1000)
+        >>> pulls.served(10)
+        >>> pulls.add("short", 5)
+        >>> pulls.first()
         'short'
     """
 
@@ -59,21 +59,21 @@ class FairQueue(Generic[Pull]):
         return len(self._queued)
 
     def add(self, pull: Pull, nbytes: int) -> None:
-        """``pull`` wants ``nbytes`` bytes from now on."""
+        """``pull`` needs ``nbytes`` bytes from now on."""
         ends = self._now + nbytes
         heapq.heappush(self._queued, _Queued(ends, next(self._numbers), pull))
         heapq.heappush(self._sharing, ends)
 
     def first(self) -> Pull | None:
-        """Whose turn it is; None when nobody waits."""
+        """The pull whose turn it is; None when the queue is empty."""
         return self._queued[0].pull if self._queued else None
 
     def done(self) -> None:
-        """The first has all that it wanted, or wants no more."""
+        """The first has all that it needs, or failed."""
         heapq.heappop(self._queued)
 
     def served(self, nbytes: int) -> None:
-        """So many bytes were served, to whomever."""
+        """So many bytes were served, to any pull."""
         left = float(nbytes)
         while self._sharing:
             until_one_ends = (self._sharing[0] - self._now) * len(self._sharing)

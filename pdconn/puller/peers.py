@@ -1,46 +1,79 @@
-"""A lender as a decode rank knows it, and who else has to do with it."""
+"""The lenders that a decode rank knows: one peer per lender boot, in one table.
+
+``PeerTable`` dials, greets and sorts what lenders say.  Wires come from a :class:`Dialer`;
+what happened to a peer is an event, and the table's owner takes them from
+:attr:`PeerTable.events`::
+
+    to, serve, flush, connected, close ──► PeerTable ──► PeerWelcomed, PeerReady,
+                                                         PeerReplied, PeerClosed
+
+A ticket names the boot that it needs.  A warm-up knows a host and a port only: its peer has
+a key without a boot until the lender's Welcome names one, and then the key of a ticket.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdconn.integrity.reader import Checks
 from pdconn.lifecycle.peer import PeerState, after
+from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing
+from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import (
+    PROTOCOL_VERSION,
     Checksum,
     ChecksumUnavailable,
-    Described,
+    FromLender,
     FromReader,
     Granted,
+    Hello,
     Refused,
+    Rejected,
     Welcome,
+    decode_from_lender,
+    encode_frames,
 )
 from pdconn.protocol.ticket import Ticket
+from pdconn.puller.rank import check_welcome
+from pdconn.puller.reads import Connect, Connected, Disconnect, Job
+from pdconn.sidechannel.connection import SideChannelLost, Unauthenticated
 from transport import PeerId
 
-AboutPull = Granted | Refused | Checksum | ChecksumUnavailable
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 1024
+"""Lenders that are known at once; the one that was idle for longest makes room."""
+
+PullReply = Granted | Refused | Checksum | ChecksumUnavailable
 """What a lender says to one pull."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
-    """One boot of one engine at one address."""
+    """One boot of one engine at one address; which boot is None until its Welcome."""
 
     host: str
     port: int
-    engine_id: str
-    incarnation: str
+    engine_id: str | None = None
+    incarnation: str | None = None
 
     @classmethod
     def of(cls, ticket: Ticket) -> PeerKey:
-        """Who a ticket is from."""
+        """The boot that a ticket is from."""
         return cls(ticket.host, ticket.port, ticket.engine_id, ticket.incarnation)
 
+    @property
+    def names_a_boot(self) -> bool:
+        """Whether the boot is known."""
+        return self.incarnation is not None
+
     def __str__(self) -> str:
-        return f"{self.engine_id} at {self.host}:{self.port}"
+        return f"{self.engine_id or 'the lender'} at {self.host}:{self.port}"
 
 
 class PeerWire(Protocol):
@@ -60,11 +93,13 @@ class PeerWire(Protocol):
 class Peer:
     """A lender.  It has a wire from when it is dialled until it is closed.
 
-    ``welcome`` is what it said, ``pairing`` and, once they are needed, ``checks`` are made of
-    it; ``ranks`` are its ranks that the transport reaches, ``pulls`` the requests that
-    use it, ``reason`` why it was closed, ``untrusted`` whether that was because it did not
-    prove itself.  A ``retired`` peer serves those to their end, and
-    nobody new.
+    Attributes:
+        welcome: what it said of itself; ``pairing`` and, once they are needed, ``checks``
+            are made of it.
+        ranks: its ranks that the transport reaches; ``connecting`` are still to come.
+        pulls: the requests that use it.
+        reason: why it was closed; ``untrusted`` if it did not authenticate.
+        retired: it serves the pulls that use it to their end, and no new ones.
     """
 
     key: PeerKey
@@ -102,20 +137,262 @@ class Dialer(Protocol):
         """
 
 
-class Listener(Protocol):
-    """What the pulls want to hear."""
+@dataclass(frozen=True, slots=True)
+class PeerWelcomed:
+    """The peer has answered our greeting; its ranks are being connected."""
 
-    def peer_described(self, peer: Peer, said: Described) -> None:
-        """The peer was asked who it is, and says so."""
+    peer: Peer
 
-    def peer_welcomed(self, peer: Peer) -> None:
-        """The peer has answered our greeting; its ranks are being connected."""
 
-    def peer_ready(self, peer: Peer) -> None:
-        """Every rank that we need is connected."""
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """Every rank that we need is connected."""
 
-    def peer_closed(self, peer: Peer) -> None:
-        """The peer is of no use any more; ``peer.reason`` says why."""
+    peer: Peer
 
-    def heard(self, peer: Peer, message: AboutPull) -> None:
-        """An answer to a claim, a renewal, or an ask for proof."""
+
+@dataclass(frozen=True, slots=True)
+class PeerReplied:
+    """The peer answered a claim, a renewal or a request for checksums."""
+
+    peer: Peer
+    message: PullReply
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """Nothing can be said to the peer any more; ``peer.reason`` says why."""
+
+    peer: Peer
+
+
+PeerEvent = PeerWelcomed | PeerReady | PeerReplied | PeerClosed
+
+
+class PeerTable:
+    """Every peer of one decode rank.
+
+    Args:
+        engine_id: what we call ourselves.
+        pair: makes a pairing of a checked Welcome, or raises PlanningError.
+        post: has the transport connect to a peer's ranks.
+        dialer: opens wires.
+        max_peers: lenders that are known at once.
+
+    Attributes:
+        events: what happened to peers, oldest first, for the owner to take; any call below
+            may add to it.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        pair: Callable[[Welcome], Pairing],
+        post: Callable[[Job], None],
+        dialer: Dialer,
+        max_peers: int = MAX_PEERS,
+    ) -> None:
+        self._engine_id = engine_id
+        self._pair = pair
+        self._post = post
+        self._dialer = dialer
+        self._max_peers = max_peers
+        self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
+        self._retired: dict[Peer, None] = {}
+        self.events: deque[PeerEvent] = deque()
+
+    def __len__(self) -> int:
+        return len(self._peers) + len(self._retired)
+
+    def __iter__(self) -> Iterator[Peer]:
+        yield from list(self._peers.values())
+        yield from list(self._retired)
+
+    def get(self, key: PeerKey) -> Peer | None:
+        """The open peer at ``key``, if there is one."""
+        peer = self._peers.get(key)
+        return None if peer is None or peer.is_closed else peer
+
+    def to(self, key: PeerKey, may_evict: bool = True) -> Peer:
+        """The open peer at ``key``, dialled if need be; CLOSED when that fails at once.
+
+        Where there is no room, an idle peer goes, unless ``may_evict`` is false.
+        """
+        peer = self._peers.get(key)
+        if peer is not None and not peer.is_closed:
+            self._peers.move_to_end(key)
+            return peer
+        peer = Peer(key)
+        peer.enter("dialled")
+        if not self._has_room(may_evict):
+            used = "in use" if may_evict else "known"
+            self.close(peer, f"{self._max_peers} lenders are {used}")
+            return peer
+        self._peers[key] = peer
+        try:
+            self._dialer.dial(peer)
+        except OSError as error:
+            self.close(peer, f"side channel: {error}")
+        else:
+            peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
+        return peer
+
+    def to_place(self, host: str, port: int) -> Peer:
+        """The peer that answered at ``host:port``, or one dialled to greet any boot there.
+
+        No other peer makes room for it.
+        """
+        for peer in reversed(self._peers.values()):
+            is_there = (peer.key.host, peer.key.port) == (host, port)
+            if is_there and peer.welcome is not None and not peer.is_closed:
+                return peer
+        return self.to(PeerKey(host, port), may_evict=False)
+
+    def serve(self, peer: Peer) -> None:
+        """The peer's wire has something for us."""
+        try:
+            for body in () if peer.wire is None else peer.wire.receive():
+                for message in decode_from_lender(body):
+                    if not peer.is_closed:
+                        self._hear(peer, message)
+        except SideChannelLost as error:
+            self._lost(peer, error)
+        except (ProtocolError, PlanningError) as error:
+            self.close(peer, str(error))
+
+    def flush(self, peer: Peer) -> None:
+        """Send what is due in one frame; before the peer is READY, only our Hello."""
+        if peer.wire is None:
+            return
+        bodies = []
+        outgoing = peer.outgoing
+        if outgoing and (peer.state is PeerState.READY or isinstance(outgoing[0], Hello)):
+            peer.outgoing = []
+            bodies = encode_frames(outgoing)
+        try:
+            peer.wire.send(bodies)
+        except SideChannelLost as error:
+            self._lost(peer, error)
+
+    def flush_all(self) -> None:
+        """Send to every peer what is due to it."""
+        for peer in self:
+            if peer.outgoing:
+                self.flush(peer)
+
+    def connected(self, answer: Connected) -> None:
+        """The transport reached a peer's rank, or did not."""
+        tag = answer.tag
+        assert isinstance(tag, tuple)
+        peer, rank = tag
+        if peer.is_closed:
+            if answer.peer is not None:
+                self._post(Disconnect(answer.peer))
+            return
+        if answer.peer is None:
+            self.close(peer, f"rank {rank} cannot be reached: {answer.error}")
+            return
+        peer.ranks[rank] = answer.peer
+        peer.connecting -= 1
+        if peer.connecting == 0:
+            self._ready(peer)
+
+    def close(self, peer: Peer, reason: str) -> None:
+        """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
+        if peer.is_closed:
+            return
+        log.log(_level(peer), "pdconn: no longer reading from %s: %s", peer.key, reason)
+        peer.enter("closed")
+        peer.reason = reason
+        peer.outgoing.clear()
+        if peer.wire is not None:
+            peer.wire.close()
+            peer.wire = None
+        self.events.append(PeerClosed(peer))
+
+    def retire(self, peer: Peer, reason: str) -> None:
+        """Let the next pull dial anew: this connection may lose what is sent on it."""
+        if peer.is_closed or peer.retired:
+            return
+        log.warning("pdconn: connecting anew to %s: %s", peer.key, reason)
+        peer.retired = True
+        del self._peers[peer.key]
+        self._retired[peer] = None
+
+    def forget(self, peer: Peer) -> None:
+        """Drop a closed peer; call it when no read from it is in flight."""
+        for connected in peer.ranks.values():
+            self._post(Disconnect(connected))
+        peer.ranks.clear()
+        self._retired.pop(peer, None)
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+
+    def close_all(self) -> None:
+        """Close every wire, at the end of the thread."""
+        for peer in self:
+            if peer.wire is not None:
+                peer.wire.close()
+
+    def _lost(self, peer: Peer, error: SideChannelLost) -> None:
+        peer.untrusted = isinstance(error, Unauthenticated)
+        self.close(peer, f"side channel: {error}")
+
+    def _has_room(self, may_evict: bool) -> bool:
+        if len(self._peers) < self._max_peers:
+            return True
+        idle = next((peer for peer in self._peers.values() if not peer.pulls), None)
+        if idle is None or not may_evict:
+            return False
+        self.flush(idle)
+        self.close(idle, "idle, and another lender needs the room")
+        del self._peers[idle.key]
+        return True
+
+    def _hear(self, peer: Peer, message: FromLender) -> None:
+        if isinstance(message, PullReply):
+            self.events.append(PeerReplied(peer, message))
+        elif isinstance(message, Rejected):
+            self.close(peer, f"{message.field}: theirs {message.expected}, ours {message.seen}")
+        elif isinstance(message, Welcome) and peer.pairing is None:
+            self._welcomed(peer, message)
+
+    def _welcomed(self, peer: Peer, welcome: Welcome) -> None:
+        if not peer.key.names_a_boot and not self._name(peer, welcome):
+            return
+        check_welcome(welcome, peer.key.engine_id, peer.key.incarnation)
+        peer.pairing = self._pair(welcome)
+        peer.welcome = welcome
+        peer.connecting = len(peer.pairing.ranks)
+        self.events.append(PeerWelcomed(peer))
+        for rank in peer.pairing.ranks:
+            self._post(Connect((peer, rank), welcome.ranks[rank].address))
+        if not peer.pairing.ranks:  # a stage of ours without layers reads from no rank
+            self._ready(peer)
+
+    def _name(self, peer: Peer, welcome: Welcome) -> bool:
+        """Give the peer the key that tickets of this boot have; whether it is of use.
+
+        It is not if it is this very engine, or if a pull has dialled the same boot meanwhile.
+        """
+        del self._peers[peer.key]
+        peer.key = replace(peer.key, engine_id=welcome.engine_id, incarnation=welcome.incarnation)
+        if welcome.engine_id == self._engine_id:
+            self.close(peer, "it is this engine")
+        elif self.get(peer.key) is not None:
+            self.close(peer, "a pull is connected to it already")
+        else:
+            self._peers[peer.key] = peer
+        return not peer.is_closed
+
+    def _ready(self, peer: Peer) -> None:
+        peer.enter("welcomed")
+        log.info("pdconn: ready to read from %s", peer.key)
+        self.events.append(PeerReady(peer))
+
+
+def _level(closing: Peer) -> int:
+    """WARNING if pulls depend on the peer, INFO if it was ready, else DEBUG."""
+    if closing.pulls:
+        return logging.WARNING
+    return logging.INFO if closing.state is PeerState.READY else logging.DEBUG

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.compat import trait_differences, traits_digest
-from pdconn.protocol.messages import Welcome
+from pdconn.protocol.errors import PeerMismatch
+from pdconn.protocol.messages import PROTOCOL_VERSION, Welcome
 from registration.references import KVCacheReferences
 
 
@@ -28,7 +29,7 @@ class Rank:
     traits: dict[str, str]
 
     def pair(self, welcome: Welcome) -> Pairing:
-        """Match a greeted lender with us.
+        """Match a lender that answered our greeting with us.
 
         Raises:
             Incompatible: naming the field and both values.
@@ -41,10 +42,26 @@ class Rank:
 def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
     """Whether both sides mean the same by the bytes of a block.
 
-    Equal digests say so at once; without traits of our own we do not ask.
+    Equal digests say so at once; without traits of our own nothing is compared.
 
     Raises:
         Incompatible: every trait that differs, by name.
     """
     if ours and traits_digest(ours) != welcome.digest:
         raise Incompatible(*trait_differences(ours, welcome.traits))
+
+
+def check_welcome(welcome: Welcome, engine_id: str | None, incarnation: str | None) -> None:
+    """Whether the lender is the one that a ticket named.
+
+    Raises:
+        PeerMismatch: another version, engine or boot, or traits of another digest.
+    """
+    for name, ours, theirs in (
+        ("version", PROTOCOL_VERSION, welcome.version),
+        ("engine_id", engine_id, welcome.engine_id),
+        ("incarnation", incarnation, welcome.incarnation),
+        ("digest", traits_digest(welcome.traits), welcome.digest),
+    ):
+        if ours != theirs:
+            raise PeerMismatch(name, ours, theirs)

@@ -1,13 +1,13 @@
-"""Reads from one peer: cut into slices, posted in turn, few bytes at a time.
+"""Reads from one peer: cut into chunks, posted in turn, few bytes at a time.
 
 A backend that copies while it posts (shared memory) holds the reader's thread until it
 is done, and one that does not (TCP, RDMA) serves what was posted first.  Either way a
 short pull would wait for every long one that came before it.  So a read is cut into
-slices, no more than two of them are in flight, and ``lifecycle.turns`` says whose slice
-is next.  A read whose slice failed has no further slice posted.
+chunks, no more than two of them are in flight, and :mod:`pdconn.puller.fair_queue` says
+which read's chunk is next.  After a chunk has failed, no other of its read is posted.
 
-Each slice costs half a millisecond of our own, whatever the link; how long others wait
-for it depends on the link.  So slices are as long as the link takes ``SLICE_S`` for, and
+Each chunk costs half a millisecond of our own, whatever the link; how long others wait
+for it depends on the link.  So chunks are as long as the link takes ``CHUNK_S`` for, and
 the last of a read that is alone may take twice as long: what can be in flight at most.
 """
 
@@ -23,7 +23,7 @@ from pdconn.puller.fair_queue import FairQueue
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
 from transport.types import U64
 
-SLICE_S = 0.1
+CHUNK_S = 0.1
 
 FIRST_NBYTES = 128 << 20
 LEAST_NBYTES = 16 << 20
@@ -31,7 +31,7 @@ MOST_NBYTES = 1 << 30
 
 
 class ChunkSizer:
-    """How many bytes a slice may have, learnt from the slices before it.
+    """How many bytes a chunk may have, learnt from the chunks before it.
 
     Args:
         nbytes: of the first one; also the least of one that something is learnt from.
@@ -39,23 +39,26 @@ class ChunkSizer:
     """
 
     def __init__(self, nbytes: int = FIRST_NBYTES, least: int = LEAST_NBYTES) -> None:
-        self.slice_nbytes = nbytes
+        self.chunk_nbytes = nbytes
         self._least = least
 
     def learn(self, stats: ReadStats) -> None:
-        """A slice took so long.  Short ones tell of latencies and not of the link."""
+        """Learn from a settled chunk.  Short ones tell of latencies and not of the link."""
         seconds = max(stats.post_s, stats.transfer_s)
         if stats.nbytes >= self._least and seconds > 0:
-            wanted = int(stats.nbytes / seconds * SLICE_S)
-            self.slice_nbytes = min(max(wanted, self._least), MOST_NBYTES)
+            wanted = int(stats.nbytes / seconds * CHUNK_S)
+            self.chunk_nbytes = min(max(wanted, self._least), MOST_NBYTES)
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRead:
-    """A read as it was asked for; ``tag`` is whose it is.
+    """A read as it was asked for.
 
-    ``ends`` are the running sums of its runs' bytes, ``posted`` the bytes that were
-    posted so far; ``flights`` are when each settled slice was posted and seen to settle.
+    Attributes:
+        tag: what its result is delivered under.
+        ends: running sums of its runs' bytes.
+        posted: bytes that were posted so far.
+        periods: when each settled chunk was posted, and when it was seen to settle.
     """
 
     tag: object
@@ -67,7 +70,7 @@ class QueuedRead:
     begun: bool = False
     in_flight: int = 0
     stats: list[ReadStats] = field(default_factory=list)
-    flights: list[tuple[float, float]] = field(default_factory=list)
+    periods: list[tuple[float, float]] = field(default_factory=list)
     error: TransportError | None = None
 
     @classmethod
@@ -78,12 +81,12 @@ class QueuedRead:
 
     @property
     def has_more(self) -> bool:
-        """Whether a slice of it is still to be posted; an empty read has one, too."""
+        """Whether a chunk of it is still to be posted; an empty read has one, too."""
         return self.error is None and (self.posted < self.total or not self.begun)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it can be written any more, nor will be posted."""
+        """Whether nothing of it can still be written or posted."""
         return not self.in_flight and not self.has_more
 
     def cut(self, nbytes: int) -> ReadChunk:
@@ -94,17 +97,17 @@ class QueuedRead:
         return ReadChunk(self, spans, self.posted - start)
 
     def add(self, stats: ReadStats, at: float) -> None:
-        """A slice settled, seen at ``at`` seconds."""
+        """A chunk settled, as was seen at ``at`` seconds."""
         self.stats.append(stats)
-        self.flights.append((at - stats.transfer_s, at))
+        self.periods.append((at - stats.transfer_s, at))
 
     def settled(self) -> Settled:
-        """How the whole of it ended.  Slices in flight at once do not count twice."""
+        """How the whole of it ended.  Chunks in flight at once do not count twice."""
         stats = ReadStats(
             sum(part.nbytes for part in self.stats),
             sum(part.num_descriptors for part in self.stats),
             sum(part.post_s for part in self.stats),
-            _union(self.flights),
+            _union(self.periods),
         )
         return Settled(stats, self.error)
 
@@ -113,7 +116,7 @@ class QueuedRead:
 class ReadChunk:
     """A part of a read, to be posted in one piece."""
 
-    whole: QueuedRead
+    read: QueuedRead
     spans: Spans
     nbytes: int
 
@@ -121,20 +124,20 @@ class ReadChunk:
 class PeerReadQueue:
     """The reads from one peer that are not over.
 
-    Two slices' bytes may be in flight: while one settles the other is under way.
+    Two chunks' bytes may be in flight: while one settles the other is under way.
     """
 
-    def __init__(self, pace: ChunkSizer) -> None:
-        self._pace = pace
-        self._turns: FairQueue[QueuedRead] = FairQueue()
+    def __init__(self, sizer: ChunkSizer) -> None:
+        self._sizer = sizer
+        self._queue: FairQueue[QueuedRead] = FairQueue()
         self._open: dict[QueuedRead, None] = {}
         self._in_flight_nbytes = 0
 
     def add(self, tag: object, peer: PeerId, spans: Spans) -> None:
         """Queue a read."""
-        whole = QueuedRead.of(tag, peer, spans)
-        self._open[whole] = None
-        self._turns.add(whole, whole.total)
+        read = QueuedRead.of(tag, peer, spans)
+        self._open[read] = None
+        self._queue.add(read, read.total)
 
     def __iter__(self) -> Iterator[QueuedRead]:
         """Reads that are not over, oldest first."""
@@ -146,44 +149,50 @@ class PeerReadQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a slice may be posted now."""
-        window = 2 * self._pace.slice_nbytes
+        """Whether a chunk may be posted now."""
+        window = 2 * self._sizer.chunk_nbytes
         return self._first() is not None and self._in_flight_nbytes < window
 
     def next(self) -> ReadChunk:
-        """The slice to post now; only while the lane is ready."""
-        whole = self._first()
-        assert whole is not None
-        nbytes = self._pace.slice_nbytes
+        """The chunk to post now; only while :attr:`is_ready`."""
+        read = self._first()
+        assert read is not None
+        nbytes = self._sizer.chunk_nbytes
         is_alone = len(self._open) == 1 and not self._in_flight_nbytes
-        if is_alone and whole.total - whole.posted <= 2 * nbytes:
+        if is_alone and read.total - read.posted <= 2 * nbytes:
             nbytes *= 2
-        part = whole.cut(nbytes)
-        whole.in_flight += 1
+        part = read.cut(nbytes)
+        read.in_flight += 1
         self._in_flight_nbytes += part.nbytes
-        self._turns.served(part.nbytes)
-        if not whole.has_more:
-            self._turns.done()
+        self._queue.served(part.nbytes)
+        if not read.has_more:
+            self._queue.done()
         return part
 
-    def settled(self, part: ReadChunk, settled: Settled, at: float) -> None:
-        """A slice can write nothing any more, seen at ``at`` seconds."""
-        whole = part.whole
-        whole.in_flight -= 1
+    def settled(self, part: ReadChunk, settled: Settled, at: float) -> bool:
+        """A chunk can write nothing any more, as was seen at ``at`` seconds.
+
+        Returns:
+            Whether its read is over.
+        """
+        read = part.read
+        read.in_flight -= 1
         self._in_flight_nbytes -= part.nbytes
-        whole.add(settled.stats, at)
+        read.add(settled.stats, at)
         if settled.error is None:
-            self._pace.learn(settled.stats)
+            self._sizer.learn(settled.stats)
         else:
-            whole.error = whole.error or settled.error
-        if whole.is_over:
-            del self._open[whole]
+            read.error = read.error or settled.error
+        if not read.is_over:
+            return False
+        del self._open[read]
+        return True
 
     def _first(self) -> QueuedRead | None:
-        """Whose turn it is, of those that did not fail while they waited for it."""
-        while (whole := self._turns.first()) is not None and not whole.has_more:
-            self._turns.done()
-        return whole
+        """The read whose turn it is; those that failed while they waited are dropped."""
+        while (read := self._queue.first()) is not None and not read.has_more:
+            self._queue.done()
+        return read
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:

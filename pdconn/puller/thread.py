@@ -2,14 +2,13 @@
 
 ::
 
-    engine thread ── hold, pull, cancel ──► mailbox ─┐
-                  ◄── collect ── outcome             ├── one thread: pulls + sockets
-    lenders       ◄── frames ────────────────────────┤
-    reader thread ◄── jobs ── answers ───────────────┘
+    engine thread ── post ── commands ──► WakeupQueue ─┐
+                  ◄── collect ── Outbox ◄──────────────┤── one thread: Pulls + sockets
+    lenders       ◄── frames ──────────────────────────┤
+    reader thread ◄── jobs ── results ─────────────────┘
 
-``hold`` claims a lease as soon as the request is known, so that waiting in the
-engine's queue costs nothing and greeting a new peer overlaps with it.  ``pull``
-says that blocks are there; ``cancel`` that they will never be wanted.
+``Pulls`` is touched by this thread alone.  At the end of a turn its reports and counts move
+into an :class:`~pdconn.sidechannel.outbox.Outbox`, and the engine takes them from there.
 """
 
 from __future__ import annotations
@@ -17,22 +16,21 @@ from __future__ import annotations
 import logging
 import selectors
 import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdconn.lifecycle.pull import Patience
-from pdconn.planning.plan import Need
-from pdconn.protocol.ticket import Ticket
-from pdconn.puller.dialer import LookedUp, SocketDialer
-from pdconn.puller.jobs import News, ReaderStopped
-from pdconn.puller.proving import Verify
+from pdconn.puller.commands import Command, FailPull, ReadBlocks
+from pdconn.puller.dialer import LookedUp, Resolve, SocketDialer
+from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
-from pdconn.puller.reads import ReaderThread
-from pdconn.puller.results import NO_NEWS, PullResults
-from pdconn.puller.warming import WarmUp
+from pdconn.puller.reads import JobResult, ReaderStopped, ReaderThread
+from pdconn.puller.results import NO_RESULTS, PullResults, Report
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.clock import steady
+from pdconn.sidechannel.dial import resolve
+from pdconn.sidechannel.outbox import Outbox
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.wakeup_queue import WakeupQueue
 from transport import Transport
@@ -44,25 +42,10 @@ class PullerBroken(RuntimeError):
     """A thread of ours died; what is in flight is unknown, so the engine must stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hold:
-    request: str
-    pull: str
-    ticket: Ticket
+_Posted = Command | LookedUp | ReaderStopped | JobResult
 
-
-@dataclass(frozen=True, slots=True)
-class _Pull:
-    request: str
-    need: Need
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request: str
-
-
-_Post = _Hold | _Pull | _Cancel | LookedUp | ReaderStopped | News
+_REPORTED = (ReadBlocks, FailPull)
+"""Commands that are answered by a report."""
 
 
 class Puller:
@@ -73,10 +56,12 @@ class Puller:
         transport: owned from now on, by the reader thread.
         patience: how long a pull waits for what.
         verify: how much is compared with what was lent.
-        security: what lenders must prove; nothing by default.
+        security: how lenders must authenticate; not at all by default.
         warm_up: lenders to know before anything is pulled from them; its scratch is
             registered with ``transport``.
         through: maps a lender's host and port to those to dial instead, for debugging.
+        resolve: looks up the host of a ticket.
+        max_peers: lenders that are known at once.
         clock: seconds that never go back.
     """
 
@@ -90,18 +75,21 @@ class Puller:
         security: Security | None = None,
         warm_up: WarmUp | None = None,
         through: Callable[[str, int], tuple[str, int]] | None = None,
+        resolve: Resolve = resolve,
+        max_peers: int = MAX_PEERS,
         clock: Callable[[], float] = steady,
     ) -> None:
         self._clock = clock
-        self._mailbox: WakeupQueue[_Post] = WakeupQueue()
+        self._inbox: WakeupQueue[_Posted] = WakeupQueue()
+        self._outbox: Outbox[Report] = Outbox()
         self._selector = selectors.DefaultSelector()
-        self._news = threading.Event()
-        self._owed = 0
+        self._has_news = threading.Event()
+        self._num_unreported = 0
         self._broken: str | None = None
         self._stopping = False
-        self._reader = ReaderThread(transport, self._mailbox.put, clock)
+        self._reader = ReaderThread(transport, self._inbox.put, clock)
         self._dialer = SocketDialer(
-            self._selector, self._mailbox.put, security or Security(), through
+            self._selector, self._inbox.put, security or Security(), through, resolve
         )
         self._pulls = Pulls(
             me,
@@ -111,22 +99,16 @@ class Puller:
             patience=patience or Patience(),
             verify=verify,
             warm_up=warm_up,
+            max_peers=max_peers,
         )
         self._thread = threading.Thread(target=self._run, name="pdconn-puller", daemon=True)
         self._thread.start()
 
-    def hold(self, request: str, pull: str, ticket: Ticket) -> None:
-        """Claim what ``ticket`` names and keep it, under the pull id ``pull``."""
-        self._mailbox.put(_Hold(request, pull, ticket))
-
-    def pull(self, request: str, need: Need) -> None:
-        """Blocks are there for a held request: read, then report it."""
-        self._owed += 1
-        self._mailbox.put(_Pull(request, need))
-
-    def cancel(self, request: str) -> None:
-        """Give the claim up.  A pull under way is still reported, once it is safe."""
-        self._mailbox.put(_Cancel(request))
+    def post(self, command: Command) -> None:
+        """Have ``command`` carried out, after those before it; never blocks."""
+        if isinstance(command, _REPORTED):
+            self._num_unreported += 1
+        self._inbox.put(command)
 
     def collect(self) -> PullResults:
         """What was received and what failed since the last call; never blocks.
@@ -134,15 +116,15 @@ class Puller:
         Raises:
             PullerBroken: one of our threads died.
         """
-        if self._news.is_set():
-            self._news.clear()
+        if self._has_news.is_set():
+            self._has_news.clear()
         if self._broken is not None:
             raise PullerBroken(self._broken)
-        if not self._pulls.outbox:
-            return NO_NEWS
-        outcome = PullResults.of(self._pulls.outbox)
-        self._owed -= len(outcome.records) + len(outcome.failed)
-        return outcome
+        if not self._outbox.has_reports:
+            return NO_RESULTS
+        results = PullResults.of(self._outbox.take_reports())
+        self._num_unreported -= len(results.records) + len(results.failed)
+        return results
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is something to collect, or nothing to wait for.
@@ -150,15 +132,12 @@ class Puller:
         For an engine that has no other work: its steps would keep the cores busy that
         the pull needs.
         """
-        if self._owed > 0:
-            self._news.wait(timeout_s)
+        if self._num_unreported > 0:
+            self._has_news.wait(timeout_s)
 
     def take_counts(self) -> dict[str, int]:
-        """Why pulls failed, and how many were proven, since the last call."""
-        if not self._pulls.counts:
-            return {}
-        counts, self._pulls.counts = self._pulls.counts, Counter()
-        return dict(counts)
+        """Why pulls failed, and how many were verified, since the last call."""
+        return self._outbox.take_counts()
 
     @property
     def num_open(self) -> int:
@@ -168,74 +147,81 @@ class Puller:
     @property
     def num_peers(self) -> int:
         """Lenders that we know."""
-        return len(self._pulls.connections)
+        return len(self._pulls.peers)
 
     @property
     def num_warm(self) -> int:
         """Lenders of the warm-up that are warm now."""
-        return self._pulls.warming.num_warm
+        return self._pulls.warmup.num_warm
 
     def close(self) -> None:
         """Stop both threads and close every socket.  A second call does nothing."""
         if self._stopping:
             return
         self._stopping = True
-        self._mailbox.wake()
+        self._inbox.wake()
         self._thread.join()
         self._reader.close()
-        self._mailbox.close()
+        self._inbox.close()
 
     def _run(self) -> None:
-        self._selector.register(self._mailbox.socket, selectors.EVENT_READ, None)
+        self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
         try:
             while not self._stopping:
                 self._turn()
         except Exception as error:
-            log.critical("the puller thread stopped", exc_info=True)
-            self._broken = f"{type(error).__name__}: {error}"
-            self._news.set()
+            log.critical("pdconn: the puller thread stopped", exc_info=True)
+            self._break(f"{type(error).__name__}: {error}")
         finally:
-            self._pulls.connections.close_all()
+            self._pulls.peers.close_all()
             self._selector.close()
 
     def _turn(self) -> None:
         pulls = self._pulls
-        for key, events in self._selector.select(self._patience()):
+        for key, events in self._selector.select(self._timeout()):
             if key.data is None:
-                self._mailbox.drain()
+                self._inbox.drain()
                 continue
             if events & selectors.EVENT_READ:
-                pulls.connections.serve(key.data)
+                pulls.serve(key.data)
             if events & selectors.EVENT_WRITE:
-                pulls.connections.flush(key.data)
-        for item in self._mailbox.take():
-            self._obey(item)
+                pulls.flush(key.data)
+        for item in self._inbox.take():
+            self._handle(item)
         pulls.tick(self._clock())
-        if pulls.outbox:
-            self._news.set()  # before the lenders hear of it: the engine may be waiting
-        pulls.connections.flush_all()
-        if pulls.has_unplanned:
+        self._hand_over()  # before the lenders hear of it: the engine may be waiting
+        pulls.flush_all()
+        if pulls.unplanned:
             pulls.plan_one()
-        if pulls.outbox:
-            self._news.set()
+        self._hand_over()
 
-    def _patience(self) -> float | None:
-        if self._pulls.has_unplanned:
+    def _timeout(self) -> float | None:
+        if self._pulls.unplanned:
             return 0.0
         deadline = self._pulls.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._clock())
 
-    def _obey(self, item: _Post) -> None:
-        if isinstance(item, _Hold):
-            self._pulls.hold(item.request, item.pull, item.ticket)
-        elif isinstance(item, _Pull):
-            self._pulls.want(item.request, item.need)
-        elif isinstance(item, _Cancel):
-            self._pulls.cancel(item.request)
+    def _handle(self, item: _Posted) -> None:
+        if isinstance(item, Command):
+            self._pulls.apply(item)
         elif isinstance(item, LookedUp):
-            self._dialer.looked_up(item, self._pulls.connections)
+            self._dialer.looked_up(item, self._pulls.peers)
         elif isinstance(item, ReaderStopped):
-            self._broken = item.error
-            self._news.set()
+            self._break(item.error)
         else:
-            self._pulls.answered(item)
+            self._pulls.handle(item)
+
+    def _hand_over(self) -> None:
+        """Let the engine have what the pulls report and count."""
+        pulls = self._pulls
+        if not pulls.reports and not pulls.counts:
+            return
+        self._outbox.put(pulls.reports, pulls.counts)
+        if pulls.reports:
+            pulls.reports.clear()
+            self._has_news.set()
+        pulls.counts.clear()
+
+    def _break(self, error: str) -> None:
+        self._broken = error
+        self._has_news.set()

@@ -1,88 +1,110 @@
-"""Proving what was read: the lender says what it lent while our reader sums what we hold."""
+"""Verification: the lender's checksums of what it lent beside ours of what we hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from pdconn.integrity.reader import Checks
+from pdconn.integrity.reader import Checks, Corrupted, Expected
 from pdconn.integrity.sums import Terms
-from pdconn.protocol.messages import Checksum, FromReader
-from pdconn.puller.entries import Entry
-from pdconn.puller.jobs import Job, Sum, Summed
+from pdconn.planning.plan import Need
+from pdconn.protocol.errors import MessageError
+from pdconn.protocol.messages import ChecksumRequest, Reader
+from pdconn.protocol.proof import NOTHING, PieceSum
+from pdconn.protocol.ticket import Ticket
 from pdconn.puller.peers import Peer
-from pdconn.puller.proving import Verification, Verify
 from pdconn.puller.rank import Rank
 
 
+class Verify(StrEnum):
+    """How much of what was read is compared with what was lent."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    ALWAYS = "always"
+
+
 class CannotVerify(Exception):
-    """There will be no proof, and the text says why."""
+    """There are no checksums to compare, and the text says why."""
+
+
+@dataclass(slots=True)
+class Verification:
+    """The checksums of one pull that are known so far.
+
+    Requests to the lender are numbered in order of ``expected`` and of their ``asks``.
+    """
+
+    expected: tuple[Expected, ...]
+    theirs: dict[int, PieceSum] = field(default_factory=dict)
+    ours: tuple[PieceSum, ...] | None = None
+
+    def heard(self, number: int, answer: PieceSum) -> None:
+        """The lender answered request ``number``.
+
+        Raises:
+            MessageError: there is no such request, or it was answered before.
+        """
+        if not 0 <= number < self._num_asks or number in self.theirs:
+            raise MessageError("proven.number", f"one of {self._num_asks}, once", number)
+        self.theirs[number] = answer
+
+    def requests(self, request: str, reader: Reader) -> list[ChecksumRequest]:
+        """What to ask the lender."""
+        asks = [ask for expected in self.expected for ask in expected.asks]
+        return [ChecksumRequest(number, request, reader, ask) for number, ask in enumerate(asks)]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the lender has answered every request."""
+        return len(self.theirs) == self._num_asks
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both sides' checksums are there."""
+        return self.ours is not None and self.is_answered
+
+    def problem(self) -> str | None:
+        """How the two sides differ, or None.  Only when complete."""
+        assert self.ours is not None
+        number = 0
+        for expected, ours in zip(self.expected, self.ours, strict=True):
+            answers = [self.theirs[number + at] for at in range(len(expected.asks))]
+            number += len(answers)
+            try:
+                expected.compare(sum(answers, NOTHING), ours)
+            except (Corrupted, MessageError) as error:
+                return f"{type(error).__name__}: {error}"
+        return None
+
+    @property
+    def _num_asks(self) -> int:
+        return sum(len(expected.asks) for expected in self.expected)
 
 
 class Verifier:
-    """Proofs of one rank's pulls.
+    """Says what to compare for each pull of one rank.
 
     Args:
-        me: whose memory is summed.
+        me: the rank whose memory is summed.
         verify: how much of it.
-        post: gives a sum to whoever reads.
-        say: gives a message to an entry's lender.
     """
 
-    def __init__(
-        self,
-        me: Rank,
-        verify: Verify,
-        post: Callable[[Job], None],
-        say: Callable[[Entry, FromReader], None],
-    ) -> None:
+    def __init__(self, me: Rank, verify: Verify) -> None:
         self._me = me
         self._verify = verify
-        self._post = post
-        self._say = say
+        self.is_on = verify is not Verify.OFF
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is to be proven."""
-        return self._verify is not Verify.OFF
-
-    def ask(self, entry: Entry) -> None:
-        """Have both sides sum what was read for ``entry``.
+    def begin(self, peer: Peer, ticket: Ticket, need: Need) -> Verification:
+        """What both sides are to sum of a pull that has been read.
 
         Raises:
-            Unprovable: its lender is gone.
+            CannotVerify: its lender is gone.
         """
-        need, ticket = entry.need, entry.ticket
-        assert need is not None
-        if entry.peer.is_closed:
-            raise CannotVerify(f"{entry.peer.key}: {entry.peer.reason}")
+        if peer.is_closed:
+            raise CannotVerify(f"{peer.key}: {peer.reason}")
         terms = Terms(ticket.request_id, ticket.num_tokens, self._verify is Verify.SAMPLE)
-        expected = self._checks_of(entry.peer).expect(need, terms)
-        entry.proof = Verification(expected)
-        for prove in entry.proof.asks(ticket.request_id, entry.reader):
-            self._say(entry, prove)
-        self._post(Sum(entry, expected))
-
-    def summed(self, entry: Entry, ours: Summed) -> None:
-        """Our side is known.
-
-        Raises:
-            Unprovable: it could not be summed.
-        """
-        assert entry.proof is not None
-        if ours.error is not None:
-            raise CannotVerify(f"no checksum of ours: {ours.error}")
-        entry.proof.ours = ours.answers
-
-    def heard(self, entry: Entry, said: Checksum) -> bool:
-        """The lender has told something; whether that was all.
-
-        Raises:
-            MessageError: nobody asked that.
-        """
-        if entry.proof is None:
-            return False
-        entry.proof.heard(said.number, said.answer)
-        return entry.proof.is_answered
+        return Verification(self._checks_of(peer).expect(need, terms))
 
     def _checks_of(self, peer: Peer) -> Checks:
         assert peer.welcome is not None

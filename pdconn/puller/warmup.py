@@ -1,188 +1,275 @@
-"""Warmth: what to do next about a lender that is to be known before the first request.
+"""Warm-up: lenders are greeted, connected and read from before the first request for them.
 
-::
+What is due when is decided in :mod:`pdconn.puller.warmup_state`; here it is done, with the
+peers that pulls use, so a request that comes meanwhile joins what was begun.
 
-    RESTING ──due──► ASKING ──told──► GREETING ──welcomed──► CONNECTING ──ready──► TOUCHING
-       ▲               │ └──ourselves──► NEEDLESS                                     │
-       │               │                                                           touched
-       └─────lost──────┴───────────────── lost ◄──────────────────────── WARM ◄───────┘
-
-A ticket names a boot of a lender; here nobody but a place is known, so whoever lends there
-is asked who it is, in a visit of its own, and then greeted as for a ticket.  A *touch* is a
-small read that nobody looks at: the first read from a peer sets its connection up.
-
-Whatever goes wrong, whenever, is ``lost``: the next try comes after a pause, and pauses grow
-until a lender has stayed warm.  A boot that ends takes its connection along, so the next
-one is found the same way.
-
-Pure: time and randomness are arguments.
+A warm-up costs others nothing.  It makes no room for itself among the peers, never closes
+one that a pull uses, and what it reads goes to a page that holds nothing: the first bytes of
+a lender's registered memory, which need no lease, since they are not used.  A probe read
+that hangs is left alone, and its place is not read from again before it ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
-MAX_WARM_PEERS = 256
-"""Places that one engine may be told to warm."""
+import numpy as np
 
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
+from pdconn.lifecycle.peer import PeerState
+from pdconn.lifecycle.pull import Patience
+from pdconn.puller.peers import Peer, PeerTable
+from pdconn.puller.rank import Rank
+from pdconn.puller.reads import Job, Read, ReadSettled
+from pdconn.puller.warmup_state import Pauses, Place, PlaceWarmup, WarmupState, WarmupStep
+from registration.references import KVCacheReferences
+from transport import Memory, PeerId, PeerLost, PeerUnknown, Spans, TransportError
+
+log = logging.getLogger(__name__)
+
+MAX_PROBED = 64
+"""Regions of one rank that a probe read reaches; each gets its part of the page."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where somebody may lend: the host and port that its tickets name."""
+class WarmUp:
+    """The lenders to warm.
 
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, text: object) -> Place:
-        """From ``host:port``, or ``[v6 address]:port``.
-
-        Raises:
-            ValueError: saying what was expected.
-        """
-        if isinstance(text, str):
-            host, colon, port = text.rpartition(":")
-            if host.startswith("[") and host.endswith("]"):
-                host = host[1:-1]
-            elif ":" in host:
-                host = ""  # which of its colons comes before the port?
-            is_number = port.isascii() and port.isdecimal() and len(port) <= 5
-            if host and host.isprintable() and colon and is_number and 0 < int(port) < 65536:
-                return cls(host, int(port))
-        raise ValueError('"host:port" with a port from 1 to 65535, like "10.0.0.1:5600"')
-
-
-def parse_places(listed: Any) -> tuple[Place, ...]:
-    """A list of places, each named once.
-
-    Raises:
-        ValueError: saying what was expected, and of which entry.
+    ``scratch`` is registered memory of ours that holds nothing; without it lenders are
+    connected and not read from.
     """
-    if not isinstance(listed, list) or len(listed) > MAX_WARM_PEERS:
-        raise ValueError(f'a list of at most {MAX_WARM_PEERS} "host:port"')
-    places: dict[Place, None] = {}
-    for number, text in enumerate(listed):
-        try:
-            place = Place.parse(text)
-        except ValueError as error:
-            raise ValueError(f"{error}, as entry {number}") from None
-        if place in places:
-            raise ValueError(f"every place once, and entry {number} repeats {place}")
-        places[place] = None
-    return tuple(places)
+
+    places: tuple[Place, ...] = ()
+    scratch: Memory | None = None
+    pauses: Pauses = field(default_factory=Pauses)
 
 
-class WarmupState(StrEnum):
-    """Where the warming of one place stands."""
+@dataclass(slots=True, eq=False)
+class _Site:
+    """A place; ``peer`` is the lender there; ``reads`` are probe reads that are not over."""
 
-    RESTING = "resting"
-    ASKING = "asking"
-    GREETING = "greeting"
-    CONNECTING = "connecting"
-    TOUCHING = "touching"
-    WARM = "warm"
-    NEEDLESS = "needless"
-
-
-_S = WarmupState
-
-TRANSITIONS: dict[tuple[WarmupState, str], WarmupState] = {
-    (_S.RESTING, "due"): _S.ASKING,
-    (_S.ASKING, "told"): _S.GREETING,
-    (_S.ASKING, "ourselves"): _S.NEEDLESS,
-    (_S.ASKING, "lost"): _S.RESTING,
-    (_S.GREETING, "welcomed"): _S.CONNECTING,
-    (_S.GREETING, "lost"): _S.RESTING,
-    (_S.CONNECTING, "ready"): _S.TOUCHING,
-    (_S.CONNECTING, "lost"): _S.RESTING,
-    (_S.TOUCHING, "touched"): _S.WARM,
-    (_S.TOUCHING, "lost"): _S.RESTING,
-    (_S.WARM, "lost"): _S.RESTING,
-}
-"""The whole life of a place; anything else is a mistake of the caller."""
+    place: Place
+    warmup: PlaceWarmup
+    peer: Peer | None = None
+    reads: int = 0
+    is_known_cold: bool = False
 
 
-class Step(Enum):
-    """What is to be done now."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeRead:
+    """The tag of a read that no request waits for."""
 
-    ASK = auto()
-    """Dial the place and ask who lends there."""
-    GREET = auto()
-    """Greet who that is, as for a ticket."""
-    TOUCH = auto()
-    """Make a small read from each rank that we read from."""
-    LEAVE = auto()
-    """It took too long: leave what was begun, unless somebody else uses it."""
+    site: _Site
+    peer: Peer
 
 
-_STEPS = {_S.ASKING: Step.ASK, _S.GREETING: Step.GREET, _S.TOUCHING: Step.TOUCH}
-
-
-class PlaceWarmup:
-    """The warming of one place.
+class PeerWarmup:
+    """Keeps the lenders at some places warm, for one decode rank.
 
     Args:
-        answer_s: how long the lender may take for each answer, in seconds.
-        connect_s: how long our transport may take to connect.
-        now: when to begin.
-        rng: pauses are drawn from the upper half of what they may be, or all ranks of all
-            engines would come back to a lender at once.
+        me: the rank; its own engine is not warmed.
+        warm_up: the lenders to warm.
+        peers: those that pulls use; its owner passes on its events.
+        post: gives a read to the reader.
+        patience: as pulls have it with lenders.
+        clock: seconds that never go back.
+
+    Attributes:
+        alarm: when :meth:`tick` is to be called, or None when only an event can matter.
     """
 
-    def __init__(self, answer_s: float, connect_s: float, now: float, rng: Random) -> None:
-        self.state = WarmupState.RESTING
-        self._allowed = {_S.ASKING: answer_s, _S.GREETING: answer_s, _S.CONNECTING: connect_s}
-        self._until: float | None = now
-        self._warm_since: float | None = None
-        self._pause_s = FIRST_PAUSE_S
-        self._rng = rng
+    def __init__(
+        self,
+        me: Rank,
+        warm_up: WarmUp,
+        peers: PeerTable,
+        post: Callable[[Job], None],
+        *,
+        patience: Patience,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine_id = me.engine_id
+        self._scratch = warm_up.scratch
+        self._peers = peers
+        self._post = post
+        self._clock = clock
+        now, rng = clock(), Random(f"{me.engine_id}/{me.rank}")  # spreads the ranks' tries
+        self._sites = [
+            _Site(place, PlaceWarmup(patience.claim_s, patience.read_s, now, rng, warm_up.pauses))
+            for place in warm_up.places
+        ]
+        self._by_peer: dict[Peer, _Site] = {}
+        self.alarm: float | None = now if self._sites else None
 
-    def next_deadline(self) -> float | None:
-        """When to tick, or None when only an event can matter."""
-        return self._until
+    @property
+    def num_warm(self) -> int:
+        """Places whose lender is warm now."""
+        return sum(site.warmup.state is WarmupState.WARM for site in self._sites)
 
-    def tick(self, now: float) -> Sequence[Step]:
-        """Time passed: begin anew, or give a try up."""
-        if self._until is None or now < self._until:
-            return ()
-        if self.state is _S.RESTING:
-            return self.enter("due", now)
-        return [Step.LEAVE, *self.enter("lost", now)]
+    @property
+    def num_open(self) -> int:
+        """Peers and reads that we keep track of; bounded by places and ranks."""
+        return len(self._by_peer) + sum(site.reads for site in self._sites)
 
-    def enter(self, event: str, now: float) -> Sequence[Step]:
-        """Move on; what is to be done in the new state.
+    def tick(self, now: float) -> None:
+        """Do what is due at :attr:`alarm`."""
+        for site in self._sites:
+            self._do(site, site.warmup.tick(now))
+        self._set_alarm()
 
-        Raises:
-            ValueError: the event makes no sense in this state.
-        """
-        try:
-            self.state = TRANSITIONS[self.state, event]
-        except KeyError:
-            raise ValueError(f"a {self.state} place cannot be {event}") from None
-        if self.state is _S.RESTING:
-            self._rest(now)
+    # What happened to peers
+
+    def welcomed(self, peer: Peer) -> None:
+        """A peer has answered a greeting."""
+        self._advance(peer, WarmupState.GREETING, "welcomed")
+
+    def ready(self, peer: Peer) -> None:
+        """A peer's ranks are connected."""
+        self._advance(peer, WarmupState.CONNECTING, "ready")
+
+    def closed(self, peer: Peer) -> None:
+        """A peer is of no use any more; its place rests, and is greeted again."""
+        site = self._by_peer.get(peer)
+        if site is None:
+            return
+        known = self._peers.get(peer.key)
+        if site.warmup.state is not WarmupState.GREETING:
+            self._lost(site, peer.reason)
+        elif peer.key.engine_id == self._engine_id:
+            self._skip(site)
+        elif known is not None:  # a pull has dialled the same boot meanwhile
+            self._unfollow(site)
+            self._follow(site, known)
         else:
-            allowed = self._allowed.get(self.state)
-            self._until = None if allowed is None else now + allowed
-        if self.state is _S.WARM:
-            self._warm_since = now
-        step = _STEPS.get(self.state)
-        return () if step is None else (step,)
+            self._lost(site, peer.reason)
 
-    def _rest(self, now: float) -> None:
-        """Who stayed warm for long is tried again soon, who comes and goes is not."""
-        if self._warm_since is not None and now - self._warm_since >= LONGEST_PAUSE_S:
-            self._pause_s = FIRST_PAUSE_S
-        self._warm_since = None
-        self._until = now + self._pause_s * self._rng.uniform(0.5, 1.0)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+    def probed(self, probe: ProbeRead, answer: ReadSettled) -> None:
+        """A probe read is over."""
+        site, error = probe.site, answer.settled.error
+        site.reads -= 1
+        if site.peer is not probe.peer or site.warmup.state is not WarmupState.PROBING:
+            return
+        if error is not None:
+            self._unfollow(site)
+            if isinstance(error, PeerLost | PeerUnknown) or not probe.peer.pulls:
+                self._leave(probe.peer, f"probe read: {error}")
+            self._lost(site, f"probe read: {error}")
+        elif not site.reads:
+            self._is_warm(site)
+
+    # What is to be done
+
+    def _advance(self, peer: Peer, state: WarmupState, event: str) -> None:
+        site = self._by_peer.get(peer)
+        if site is not None and site.warmup.state is state:
+            self._enter(site, event)
+
+    def _enter(self, site: _Site, event: str) -> None:
+        self._do(site, site.warmup.enter(event, self._clock()))
+        self._set_alarm()
+
+    def _do(self, site: _Site, steps: Sequence[WarmupStep]) -> None:
+        for step in steps:
+            if step is WarmupStep.GREET:
+                self._follow(site, self._peers.to_place(site.place.host, site.place.port))
+            elif step is WarmupStep.PROBE:
+                self._probe(site)
+            else:
+                peer = self._unfollow(site)
+                if peer is not None:
+                    self._leave(peer, "no answer in time to a warm-up")
+
+    def _follow(self, site: _Site, peer: Peer) -> None:
+        """Go on with ``peer`` from where it stands: a pull may have greeted it already."""
+        if peer.key.engine_id == self._engine_id:
+            self._skip(site)
+            return
+        site.peer = peer
+        self._by_peer[peer] = site
+        if peer.welcome is not None and not peer.is_closed:
+            self._enter(site, "welcomed")
+            if peer.state is PeerState.READY:
+                self._enter(site, "ready")
+
+    def _unfollow(self, site: _Site) -> Peer | None:
+        peer, site.peer = site.peer, None
+        if peer is not None:
+            self._by_peer.pop(peer, None)
+        return peer
+
+    def _skip(self, site: _Site) -> None:
+        log.info("pdconn: warm_peers: this engine itself is not warmed: place=%s", site.place)
+        self._unfollow(site)
+        self._enter(site, "ourselves")
+
+    def _lost(self, site: _Site, reason: str) -> None:
+        """Try again later.  Only the first of several failures in a row is logged at INFO."""
+        level = logging.DEBUG if site.is_known_cold else logging.INFO
+        log.log(level, "pdconn: %s is not warm: %s; trying again", site.place, reason)
+        site.is_known_cold = True
+        self._unfollow(site)
+        self._enter(site, "lost")
+
+    def _leave(self, peer: Peer, reason: str) -> None:
+        """Close a peer that no pull uses; pulls that use it judge for themselves."""
+        if not peer.pulls:
+            self._peers.close(peer, reason)
+        elif peer.state is PeerState.READY:
+            self._peers.retire(peer, reason)
+
+    def _probe(self, site: _Site) -> None:
+        peer = site.peer
+        assert peer is not None
+        if self._scratch is None or not peer.ranks:
+            self._is_warm(site)
+        elif site.reads:
+            self._lost(site, "an earlier probe read is not over")
+        else:
+            try:
+                reads = list(_probe_reads(self._scratch, peer))
+            except TransportError as error:
+                self._lost(site, f"probe read: {error}")
+                if not peer.pulls:
+                    self._leave(peer, f"probe read: {error}")
+                return
+            site.reads = len(reads)
+            for rank, spans in reads:
+                self._post(Read(ProbeRead(site, peer), rank, spans))
+
+    def _is_warm(self, site: _Site) -> None:
+        assert site.peer is not None
+        log.info("pdconn: warm: %s", site.peer.key)
+        site.is_known_cold = False
+        self._enter(site, "probed")
+
+    def _set_alarm(self) -> None:
+        times = (site.warmup.next_deadline() for site in self._sites)
+        self.alarm = min((at for at in times if at is not None), default=None)
+
+
+def _probe_reads(scratch: Memory, peer: Peer) -> Iterator[tuple[PeerId, Spans]]:
+    assert peer.welcome is not None
+    for rank, connected in peer.ranks.items():
+        yield connected, probe_page(scratch, peer.welcome.ranks[rank].references)
+
+
+def probe_page(scratch: Memory, theirs: KVCacheReferences) -> Spans:
+    """A read of the first bytes of every region of ``theirs``, into ``scratch``.
+
+    Regions on another device than the first are left out, and those beyond ``MAX_PROBED``.
+
+    Raises:
+        BadSpans: a region where no memory can be.
+    """
+    memories = theirs.memories()
+    alike = [memory for memory in memories if memory.device == memories[0].device][:MAX_PROBED]
+    part = scratch.nbytes // len(alike)
+    return Spans(
+        np.arange(len(alike), dtype=np.uint64) * np.uint64(part) + np.uint64(scratch.base),
+        np.array([memory.base for memory in alike], dtype=np.uint64),
+        np.array([min(part, memory.nbytes) for memory in alike], dtype=np.uint64),
+        scratch.device,
+        alike[0].device,
+    )

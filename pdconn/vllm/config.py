@@ -8,7 +8,7 @@
 ``kv_lease_duration``      seconds that prefill keeps lent blocks without hearing
                            from decode; default 30
 ``claim_timeout``          seconds that decode waits for each answer of prefill:
-                           greeting, claim, proof; default 10
+                           greeting, claim, checksums; default 10
 ``transport``              ``nixl``, ``ucx`` (UCX without NIXL, host memory only), or
                            ``auto``: nixl, and ucx where nixl does not load; the same on
                            both sides; default nixl
@@ -42,9 +42,9 @@
                            compare checksums of what was lent with what arrived; set it
                            on both sides; default off
 ``warm_peers``             decode only: side channels of prefill engines, a list of
-                           ``host:port`` as their tickets name them, whom to greet, connect
-                           to and read a page from before the first request, and again
-                           when they restart; default none
+                           ``host:port`` as their tickets name them, to greet, connect to
+                           and read a page from before the first request, and again when
+                           they restart; default none
 ``debug_faults``           faults on demand on decode, seeded, see
                            :mod:`pdconn.faults.config`; default none
 =========================  =========================================================
@@ -59,16 +59,16 @@ from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
 from pdconn.lifecycle.lease import MIN_TTL_S
-from pdconn.puller.proving import Verify
-from pdconn.puller.warmup import Place, parse_places
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup_state import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
 from transport.choose import WANTED, Wanted
-from transport.errors import did_you_mean
+from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
 
 
-class ConfigError(ValueError):
-    """A key of ``kv_connector_extra_config`` that is unknown or has a wrong value."""
+class ConfigError(FieldError, ValueError):
+    """A setting that is unknown, has a wrong value, or is not supported."""
 
 
 Check = Callable[[Any], Any]
@@ -124,8 +124,10 @@ def read_settings(
     )  # fmt: skip
     if settings.side_channel_host in ("0.0.0.0", "::"):
         raise ConfigError(
-            "side_channel_host: expected an address that decode engines can reach, since "
-            f"tickets name it; got {settings.side_channel_host!r}"
+            "side_channel_host",
+            "an address that decode engines can reach",
+            repr(settings.side_channel_host),
+            "tickets name it",
         )
     return settings
 
@@ -133,12 +135,11 @@ def read_settings(
 def _refuse_unknown(extra: Mapping[str, Any]) -> None:
     known = [*_CHECKS, *_SECURITY_CHECKS, "debug_faults"]
     for key in extra:
-        if key == "secret":
-            hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
-            raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
         if key not in known:
             hint = did_you_mean(key, known)
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+            if key == "secret":
+                hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
+            raise ConfigError("kv_connector_extra_config", "a known key", repr(key), hint)
 
 
 def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str,
         try:
             values[key] = check(extra[key])
         except ValueError as error:
-            raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
+            raise ConfigError(key, error, repr(extra[key])) from None
     return values
 
 
@@ -158,14 +159,14 @@ def _security(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Security:
     try:
         return Security.load(**_checked(extra, _SECURITY_CHECKS), environ=environ)
     except SecurityError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
 
 
 def _faults(extra: Mapping[str, Any]) -> Faults:
     try:
         return read_faults(extra.get("debug_faults", {}))
     except FaultError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error.field, error.expected, repr(error.seen), error.hint) from None
 
 
 def _verify(value: Any) -> Verify:

@@ -1,7 +1,8 @@
-"""``PdConnector``: vLLM's hooks, each handed to the half that answers it.
+"""``PdConnector``: vLLM's hooks, each handed to the part that answers it.
 
-vLLM builds the class twice: in the scheduler's process, where it lends and decides
-what to borrow, and in every worker's, where it registers memory and pulls.
+vLLM builds the class twice: in the scheduler's process, where it lends what prefill
+computed and decides what decode pulls, and in every worker's process, where it registers
+memory and pulls.
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ from vllm.v1.request import RequestStatus
 from pdconn.protocol.messages import Described
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
-from pdconn.vllm.logs import join_vllms_log
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
-from pdconn.vllm.orders import Orders
+from pdconn.vllm.plugin import join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
-from pdconn.vllm.supported import check_served
+from pdconn.vllm.supported import check_supported
 from pdconn.vllm.worker import PdWorker
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        join_vllms_log()
-        check_served(vllm_config)
+        join_vllm_log()
+        check_supported(vllm_config)
         self._settings = settings = _settings(vllm_config)
         self._incarnation = incarnation = secrets.token_hex(8)
-        self._lending: ProducerScheduler | None = None
-        self._borrowing: ConsumerScheduler | None = None
+        self._producer: ProducerScheduler | None = None
+        self._consumer: ConsumerScheduler | None = None
         self._quarantine = Quarantine()
         self._worker: PdWorker | None = None
         if role is KVConnectorRole.WORKER:
@@ -78,30 +78,30 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = transfer.engine_id
         if transfer.is_kv_producer:
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self._lending = ProducerScheduler(settings, transfer.engine_id, incarnation, sizes)
+            self._producer = ProducerScheduler(settings, transfer.engine_id, incarnation, sizes)
         if transfer.is_kv_consumer:
-            self._borrowing = ConsumerScheduler(
+            self._consumer = ConsumerScheduler(
                 incarnation,
                 recompute=transfer.kv_load_failure_policy == "recompute",
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         elif settings.debug_faults:
-            log.warning("pdconn: debug_faults disturbs decode only; this engine only lends")
+            log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
 
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Let prefill keep what decode's last token attends to."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._lending is not None:
+        if self._producer is not None:
             changed = keep_window_of_last_token(kv_cache_manager)
-            log.info("pdconn: %d windowed group(s) keep the last token's window", changed)
+            log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""
         self._quarantine.bind(gpu_block_pool)
-        if self._lending is not None:
-            self._lending.bind(gpu_block_pool)
+        if self._producer is not None:
+            self._producer.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -112,15 +112,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
-        if self._lending is not None:
-            self._lending.serve(welcome)
+        if self._producer is not None:
+            self._producer.serve(welcome)
 
     def on_new_request(self, request: Request) -> None:
-        """Free what is no longer lent, and hold the request's ticket from its arrival."""
-        if self._lending is not None:
-            self._lending.unpin_freed()
-        if self._borrowing is not None:
-            self._borrowing.arrived(request)
+        """Free what is no longer lent, and claim the request's ticket at its arrival."""
+        if self._producer is not None:
+            self._producer.unpin_freed()
+        if self._consumer is not None:
+            self._consumer.arrived(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A pull restores every group that takes part in transfers."""
@@ -130,40 +130,42 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See :meth:`ConsumerScheduler.matched`."""
-        if self._borrowing is None:
+        if self._consumer is None:
             return 0, False
-        return self._borrowing.matched(request, num_computed_tokens)
+        return self._consumer.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See :meth:`ConsumerScheduler.allocated`."""
-        if self._borrowing is not None:
+        if self._consumer is not None:
             ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
-            self._borrowing.allocated(request, ids, num_external_tokens)
+            self._consumer.allocated(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """This step's orders for the workers."""
-        orders = Orders() if self._borrowing is None else self._borrowing.take_orders()
-        if self._lending is not None:
-            orders.sums = self._lending.take_sums()
-            self._lending.unpin_freed()
-        return PdMetadata(orders, scheduler_output.total_num_scheduled_tokens == 0)
+        """What the workers are to do in this step."""
+        metadata = PdMetadata(is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+        if self._consumer is not None:
+            metadata.commands = self._consumer.take_commands()
+        if self._producer is not None:
+            metadata.to_sum = self._producer.take_sums()
+            self._producer.unpin_freed()
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers reported.  The engine frees the blocks of what failed after this."""
         report = connector_output.kv_connector_worker_meta
-        if self._lending is not None and isinstance(report, PdWorkerReport):
-            self._lending.add_sums(report.sums)
-        if self._borrowing is None:
+        if self._producer is not None and isinstance(report, PdWorkerReport):
+            self._producer.add_sums(report.sums)
+        if self._consumer is None:
             return
         if isinstance(report, PdWorkerReport):
             for request_id in report.quarantined:
-                self._quarantine.begin(request_id, self._borrowing.blocks_of(request_id))
+                self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
             for request_id in report.released:
                 self._quarantine.end(request_id)
         for request_id in connector_output.finished_recving or ():
-            self._borrowing.reported(request_id)
+            self._consumer.reported(request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -175,15 +177,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request left the engine: lend its blocks if prefill was asked for."""
-        if self._borrowing is not None:
-            self._borrowing.finished(request)
+        if self._consumer is not None:
+            self._consumer.finished(request)
         params = request.kv_transfer_params
-        if self._lending is None or not params or not params.get("do_remote_decode"):
+        if self._producer is None or not params or not params.get("do_remote_decode"):
             return False, None
         if request.status not in _PREFILLED:
             return False, None
         ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        return False, self._lending.lend(request, ids)
+        return False, self._producer.lend(request, ids)
 
     # Worker side
 
@@ -192,14 +194,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker().register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Our memory, for the scheduler's half to serve."""
+        """Our memory, for our scheduler to serve."""
         return self._of_worker().handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take orders before the step's forward pass, which pulls need not wait for."""
+        """Begin before the step's forward pass, which pulls need not wait for."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, PdMetadata):
-            self._of_worker().obey(connector_metadata.orders, connector_metadata.is_idle)
+            self._of_worker().apply(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing left to do: see :meth:`bind_connector_metadata`."""
@@ -224,22 +226,22 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_worker().results()
 
     def build_connector_worker_meta(self) -> PdWorkerReport | None:
-        """What the scheduler's half must know besides the results."""
+        """What our scheduler must know besides the results."""
         return self._of_worker().take_report()
 
     def get_kv_connector_stats(self) -> PdStats | None:
-        """Pulls (worker's half) and leases (scheduler's half) since the last call."""
+        """Pulls (in a worker) and leases (in the scheduler) since the last call."""
         if self._worker is not None:
             return self._worker.take_stats()
-        counts = {} if self._lending is None else self._lending.take_counts()
+        counts = {} if self._producer is None else self._producer.take_counts()
         return PdStats({"counts": counts}) if counts else None
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""
         if self._worker is not None:
             self._worker.close()
-        if self._lending is not None:
-            self._lending.close()
+        if self._producer is not None:
+            self._producer.close()
 
     # Class side
 
@@ -261,7 +263,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _of_worker(self) -> PdWorker:
         if self._worker is None:
-            raise RuntimeError("a worker's hook was called on the scheduler's half")
+            raise RuntimeError("a worker's hook was called in the scheduler's process")
         return self._worker
 
 

@@ -1,13 +1,13 @@
-"""The scheduler's half of a decode engine: decides what to pull for which request.
+"""The scheduler's part of a decode engine: decides what to pull for which request.
 
-Every request with a ticket is *held* from its arrival, so that its lease is claimed
-and renewed while it queues, and leaves in one of three ways: *pulled* once it has
-blocks, *cancelled* when it wants nothing (a full local hit, an abort, a rejection),
-or *doomed* when its ticket is wrong.
+The ticket of every request is *claimed* at its arrival, so that the claim is renewed while
+the request queues, and ends in one of three ways: its blocks are *read* once there are
+some, it is *cancelled* when nothing is to be pulled (a full local hit, an abort, a
+rejection), or it is *failed* when it is wrong.
 
 Best-of-n sends one ticket with several requests.  Each holds a claim of its own;
 with prefix caching the later ones wait for the first pull and then hit its blocks.
-One that comes when the first pull has begun claims nothing, since the lease may be
+One that comes when the first pull has started claims nothing, since the lease may be
 consumed by then: it waits likewise, or computes for itself.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import Ticket, parse_ticket, trimmed
-from pdconn.vllm.orders import Orders
+from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,10 @@ _REMEMBERED = 4096
 class _Tracked:
     """A request with a ticket, from its arrival to its pull or its end.
 
-    ``held`` is the local hit in tokens that the engine last asked with; ``follows``
-    the ticket that a sibling pulls with, when there is no ticket of its own; ``blocks``
-    those that the pull writes to, holes and all, by group.
+    Attributes:
+        follows: the ticket that a sibling pulls with, when there is no ticket of its own.
+        blocks: those that the pull writes to, holes and all, by group.
+        num_local: the local hit in tokens that the engine last asked with.
     """
 
     ticket: Ticket | None
@@ -47,7 +48,7 @@ class _Tracked:
     blocks: tuple[list[int], ...] = ()
     checked: bool = False
     pulling: bool = False
-    held: int = 0
+    num_local: int = 0
 
 
 class ConsumerScheduler:
@@ -66,15 +67,15 @@ class ConsumerScheduler:
         self._prefix_caching = prefix_caching
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
-        self._begun: OrderedDict[tuple[str, str, str], None] = OrderedDict()
-        self._orders = Orders()
+        self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._commands: list[Command] = []
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._tracked)
 
     def arrived(self, request: Any) -> None:
-        """A request entered the engine; hold its ticket if it has one."""
+        """A request entered the engine; claim its ticket if it has one."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return
@@ -86,12 +87,12 @@ class ConsumerScheduler:
             log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, error)
             return
         tracked = self._tracked[request.request_id] = _Tracked(ticket, None, parent)
-        if self._was_begun(ticket, parent):
+        if self._was_started(ticket, parent):
             tracked.ticket, tracked.follows = None, _key(ticket)
             return
         self._number += 1
         pull = f"{self._incarnation}/{self._number}"
-        self._orders.holds.append((request.request_id, pull, ticket))
+        self._commands.append(ClaimTicket(request.request_id, pull, ticket))
 
     def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens after the local hit can be pulled; None to ask again later.
@@ -102,7 +103,7 @@ class ConsumerScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
             return 0, False
-        tracked.held = num_local
+        tracked.num_local = num_local
         count = request.num_prompt_tokens - 1 - num_local
         if count <= 0:
             return 0, False
@@ -122,19 +123,21 @@ class ConsumerScheduler:
         # From here on the engine must not ask us again, also when it recomputes.
         request.kv_transfer_params["do_remote_prefill"] = False
         if num_external <= 0 or tracked.problem is not None or tracked.ticket is None:
-            self._let_go(request.request_id, tracked)
+            self._give_up(request.request_id, tracked)
             if num_external > 0:
-                self._doom(request.request_id, tracked)
+                self._fail(request.request_id, tracked)
             return
         tracked.pulling = True
         key = _key(tracked.ticket)
         self._pulling[key] = self._pulling.get(key, 0) + 1
-        self._begin(key, tracked.parent)
+        self._note_started(key, tracked.parent)
         tracked.blocks = blocks
         need = Need(
-            tracked.held, tracked.held + num_external, tuple(trimmed(ids) for ids in blocks)
+            tracked.num_local,
+            tracked.num_local + num_external,
+            tuple(trimmed(ids) for ids in blocks),
         )
-        self._orders.pulls.append((request.request_id, need))
+        self._commands.append(ReadBlocks(request.request_id, need))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:
         """Blocks of a request whose pull was not reported yet, holes left out."""
@@ -147,20 +150,20 @@ class ConsumerScheduler:
             self._ended(tracked)
 
     def finished(self, request: Any) -> None:
-        """The request left the engine: finished, aborted, or rejected at its door."""
+        """The request left the engine: finished, aborted, or rejected at its arrival."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
         if tracked.pulling:
             # The engine keeps the blocks until the workers report, so stay tracked.
-            self._orders.cancels.append(request.request_id)
+            self._commands.append(CancelPull(request.request_id))
         else:
-            self._let_go(request.request_id, tracked)
+            self._give_up(request.request_id, tracked)
 
-    def take_orders(self) -> Orders:
-        """This step's orders for the workers."""
-        orders, self._orders = self._orders, Orders()
-        return orders
+    def take_commands(self) -> list[Command]:
+        """This step's commands for the pullers, in order."""
+        commands, self._commands = self._commands, []
+        return commands
 
     def _check(self, request: Any, tracked: _Tracked) -> None:
         """Compare ticket and prompt, once, and only if something is to be pulled."""
@@ -171,16 +174,16 @@ class ConsumerScheduler:
         if tracked.problem is not None:
             log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, tracked.problem)
 
-    def _doom(self, request_id: str, tracked: _Tracked) -> None:
+    def _fail(self, request_id: str, tracked: _Tracked) -> None:
         self._tracked[request_id] = tracked
         tracked.pulling = True
-        self._orders.doomed.append((request_id, tracked.problem or "no ticket"))
+        self._commands.append(FailPull(request_id, tracked.problem or "no ticket"))
 
-    def _let_go(self, request_id: str, tracked: _Tracked) -> None:
+    def _give_up(self, request_id: str, tracked: _Tracked) -> None:
         """Nothing will be pulled: give the claim up, so that the lender hears of it."""
         del self._tracked[request_id]
         if tracked.ticket is not None:
-            self._orders.cancels.append(request_id)
+            self._commands.append(CancelPull(request_id))
             tracked.ticket = None
 
     def _ended(self, tracked: _Tracked) -> None:
@@ -191,15 +194,15 @@ class ConsumerScheduler:
         if left > 0:
             self._pulling[key] = left
 
-    def _begin(self, key: tuple[str, str], parent: str | None) -> None:
+    def _note_started(self, key: tuple[str, str], parent: str | None) -> None:
         """Siblings that come from now on may find the lease consumed."""
         if parent is not None:
-            self._begun[(*key, parent)] = None
-            while len(self._begun) > _REMEMBERED:
-                self._begun.popitem(last=False)
+            self._started[(*key, parent)] = None
+            while len(self._started) > _REMEMBERED:
+                self._started.popitem(last=False)
 
-    def _was_begun(self, ticket: Ticket, parent: str | None) -> bool:
-        return parent is not None and (*_key(ticket), parent) in self._begun
+    def _was_started(self, ticket: Ticket, parent: str | None) -> bool:
+        return parent is not None and (*_key(ticket), parent) in self._started
 
 
 def _key(ticket: Ticket) -> tuple[str, str]:

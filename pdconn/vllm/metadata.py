@@ -1,4 +1,4 @@
-"""vLLM's envelopes for what our two halves tell each other."""
+"""What our scheduler and our workers tell each other, in vLLM's classes for it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pdconn.integrity.lent import LentSums
+from pdconn.integrity.sums import Terms
 from pdconn.protocol.messages import RankGeometry, Welcome
-from pdconn.vllm.orders import Orders
+from pdconn.protocol.ticket import BlockList
+from pdconn.puller.commands import Command
 
 
 @dataclass
 class PdMetadata(KVConnectorMetadata):
-    """A step's orders, from the scheduler to every worker.
+    """What the scheduler tells every worker in one step.
 
-    ``is_idle``: the step computes nothing.
+    Attributes:
+        commands: for the puller, in this order.
+        to_sum: finished requests whose lent blocks are to be summed: terms, lent blocks.
+        is_idle: the step computes nothing.
     """
 
-    orders: Orders
-    is_idle: bool
+    commands: list[Command] = field(default_factory=list)
+    to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = field(default_factory=list)
+    is_idle: bool = False
 
 
 @dataclass
@@ -68,7 +74,7 @@ class PdHandshake(KVConnectorHandshakeMetadata):
 def welcome_of(
     engine_id: str, incarnation: str, handshakes: Mapping[tuple[int, int], PdHandshake]
 ) -> Welcome:
-    """What the engine tells its peers, from every worker's handshake by (pp, tp) rank."""
+    """What the engine tells its peers, made of every worker's handshake by (pp, tp) rank."""
     decoder = msgspec.msgpack.Decoder(RankGeometry)
     ranks = tuple(decoder.decode(handshakes[key].geometry) for key in sorted(handshakes))
     traits = next(iter(handshakes.values())).traits

@@ -1,11 +1,17 @@
-"""vLLM's plugin entry point: the connector's name, and what machines without a GPU need."""
+"""Our place in vLLM's processes: the plugin entry point, and the log.
+
+The entry point registers the connector's name, and changes what machines without a GPU need.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 
 CPU_LAYOUTS = ("LBHNC", "BLHNC", "BHLNC")
 """Layouts that vLLM's CPU kernels run with, since they honour strides."""
+
+_LOGGERS = ("pdconn", "transport", "registration")
 
 _NAP_S = 0.0002
 _LOOK_MS = 50
@@ -21,6 +27,17 @@ def register() -> None:
         allow_cpu_layouts()
     if os.environ.get("PDCONN_PATIENT_READERS") == "1":
         let_readers_sleep()
+
+
+def join_vllm_log() -> None:
+    """Let our loggers write where vLLM's does, unless the user gave them handlers."""
+    theirs = logging.getLogger("vllm")
+    for name in _LOGGERS:
+        ours = logging.getLogger(name)
+        if not ours.handlers and theirs.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(theirs.level)
+            ours.propagate = False
 
 
 def let_readers_sleep() -> None:

@@ -1,7 +1,7 @@
-"""The scheduler's half of a prefill engine: lends finished prompts, frees them later.
+"""The scheduler's part of a prefill engine: lends finished prompts, frees them later.
 
 Lent blocks are pinned by a reference of our own in the engine's block pool, and the
-request itself is let go at once.  The other way, which vLLM offers too, is to keep
+request itself ends at once.  The other way, which vLLM offers too, is to keep
 the finished request; but then the engine steps a thousand times a second for as long
 as anything is lent, and its idle spinning takes the cores that decode needs.
 
@@ -20,7 +20,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
 from pdconn.protocol.messages import Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, trimmed
-from pdconn.puller.proving import Verify
+from pdconn.puller.verification import Verify
 from pdconn.vllm.config import Settings
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
 
@@ -34,7 +34,7 @@ class ProducerScheduler:
         settings: checked settings.
         engine_id: the engine's name in tickets.
         incarnation: this boot's name in tickets.
-        tp_size, pp_size: put in tickets for proxies that look.
+        sizes: TP and PP size, put in tickets for proxies that look.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ProducerScheduler:
 
         Raises:
             SideChannelInUse: the port is taken.
-            Unprotected: strangers could reach it.
+            Unprotected: it is reachable from elsewhere without secret or TLS.
         """
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         self._lender = Lender(
@@ -75,10 +75,10 @@ class ProducerScheduler:
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
         if request.request_id in self._pinned:
-            log.warning("pdconn: %s is lent already; not lent twice", request.request_id)
+            log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
         if has_embeddings(request):
-            log.warning("pdconn: %s is not lent: %s", request.request_id, EMBEDDINGS)
+            log.warning("pdconn: not lent: %s: request=%s", EMBEDDINGS, request.request_id)
             return None
         held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
         self._pool.touch(held)
@@ -103,11 +103,11 @@ class ProducerScheduler:
         return ticket.to_params(*self._sizes)
 
     def unpin_freed(self) -> None:
-        """Let go of blocks whose leases have ended.  Only on the engine's thread."""
+        """Unpin blocks whose leases have ended.  Only on the engine's thread."""
         if self._lender is None:
             return
         for lease in self._lender.collect():
-            log.debug("pdconn: blocks of %s are free: %s", lease.request, lease.why)
+            log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             # Tail first, so that the head of a prefix stays cached the longest.
             self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
 

@@ -1,8 +1,8 @@
 """Blocks of decode that a read can still write to, although their request is over.
 
 A read cannot be cancelled.  When it hangs (a stopped peer, a lost route), its request is
-reported failed after a while, and the engine frees the request's blocks; a reference of our
-own keeps them out of the pool until every rank's read has settled.
+reported failed after ``drain_timeout``, and the engine frees the request's blocks; a
+reference of our own keeps them out of the pool until every rank's read has settled.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Quarantine:
         self._pool = block_pool
 
     def begin(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """A rank can still write to these blocks, before the engine frees them."""
+        """A rank's read can still write to these blocks.  Call it before the engine frees them."""
         blocks = [self._pool.blocks[block] for block in block_ids]
         self._pool.touch(blocks)
         self._held.setdefault(request_id, []).append(blocks)
-        log.warning("pdconn: %d blocks of %s are quarantined", len(blocks), request_id)
+        log.warning("pdconn: blocks quarantined: request=%s blocks=%d", request_id, len(blocks))
 
     def end(self, request_id: str) -> None:
-        """A rank cannot write to them any more.  They go back when the last rank says so."""
+        """A rank's read has settled.  The blocks go back to the pool after the last rank's."""
         self._ended[request_id] = self._ended.get(request_id, 0) + 1
         if self._ended[request_id] < len(self._held[request_id]):
             return
         del self._ended[request_id]
         for blocks in self._held.pop(request_id):
             self._pool.free_blocks(reversed(blocks))
-        log.warning("pdconn: blocks of %s are out of quarantine", request_id)
+        log.warning("pdconn: blocks out of quarantine: request=%s", request_id)

@@ -30,7 +30,10 @@ _HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "failed": ("vllm:nixl_num_failed_transfers", "KV pulls that failed."),
-    "quarantined": ("pdconn:quarantined", "Failed KV pulls whose reads went on."),
+    "quarantined": (
+        "pdconn:pulls_quarantined",
+        "Failed KV pulls whose blocks a read could still write to.",
+    ),
     "freed_expired": ("vllm:nixl_num_kv_expired_reqs", "Leases that expired unread."),
     "pulls": ("pdconn:pulls", "KV pulls received, per rank."),
     "full": ("pdconn:full_attention_bytes", "Bytes pulled of full-attention groups."),
@@ -46,16 +49,19 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "described": ("pdconn:described", "Describe messages answered."),
     "done_rejected": ("pdconn:done_rejected", "Done messages for a claim of another connection."),
     "accept_failed": ("pdconn:accept_failed", "Connections that the system could not open."),
-    "pulls_proven": ("pdconn:pulls_proven", "KV pulls whose checksums agreed."),
+    "pulls_verified": ("pdconn:pulls_verified", "KV pulls whose checksums agreed."),
     "pulls_corrupted": ("pdconn:pulls_corrupted", "KV pulls whose checksums differed."),
-    "pulls_unproven": ("pdconn:pulls_unproven", "KV pulls without checksums to compare."),
+    "pulls_unverified": (
+        "pdconn:pulls_unverified",
+        "KV pulls that failed for want of checksums to compare.",
+    ),
     "pulls_unreachable": (
         "pdconn:pulls_unreachable",
         "KV pulls whose lender was lost or refused us.",
     ),
     "pulls_unauthenticated": (
         "pdconn:pulls_unauthenticated",
-        "KV pulls whose lender did not prove itself.",
+        "KV pulls whose lender failed to authenticate.",
     ),
     **{
         f"{side}refused_{why}": (f"pdconn:{name}_{why}", f"{text}: {why}.")

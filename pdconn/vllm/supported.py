@@ -1,4 +1,4 @@
-"""Engines that pdconn does not serve: refused at their start, before they could lend anything."""
+"""Engines that pdconn does not support: refused at their start, before they lend anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
 
 
-def check_served(config: VllmConfig) -> None:
+def check_supported(config: VllmConfig) -> None:
     """Whether one block id means the same rows on every rank, in one pool of blocks.
 
     Under context parallelism it does not: a block's tokens are spread over ranks, and
@@ -25,13 +25,9 @@ def check_served(config: VllmConfig) -> None:
     for name in _CONTEXT_PARALLEL:
         size = getattr(config.parallel_config, name, 1)
         if size != 1:
-            raise ConfigError(
-                f"{name}: expected 1, got {size}: pdconn cannot tell yet which rank holds "
-                f"which token of a block"
-            )
+            hint = "pdconn cannot tell yet which rank holds which token of a block"
+            raise ConfigError(name, 1, size, hint)
     attention = getattr(config, "attention_config", None)
     if getattr(attention, "hisparse_config", None) is not None:
-        raise ConfigError(
-            "attention_config.hisparse_config: expected none, got one: pdconn cannot lend "
-            "blocks of its host pool yet"
-        )
+        hint = "pdconn cannot lend blocks of its host pool yet"
+        raise ConfigError("attention_config.hisparse_config", "none", "one", hint)

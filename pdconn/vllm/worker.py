@@ -1,4 +1,4 @@
-"""The worker's half: registers KV memory, pulls on decode, reports both ways."""
+"""The worker's part: registers KV memory, pulls on decode, reports to the scheduler."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.rank import Rank
-from pdconn.puller.results import NO_NEWS, PullResults
+from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
-from pdconn.puller.warming import WarmUp
+from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.affinity import off_the_models_core
 from pdconn.vllm.compat_metadata import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
-from pdconn.vllm.metadata import PdHandshake, PdWorkerReport
-from pdconn.vllm.orders import Orders
+from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
@@ -42,7 +41,7 @@ from transport.ucx.transport import UcxTransport
 log = logging.getLogger(__name__)
 
 _IDLE_STEP_S = 0.003
-"""How long a step without work may wait for a pull; a new request waits as long."""
+"""How long a step without work may wait for a pull; a new request waits that long, too."""
 
 
 class PdWorker:
@@ -64,7 +63,6 @@ class PdWorker:
         self._puller: Puller | None = None
         self._handshake: PdHandshake | None = None
         self._stats = PdStats()
-        self._failed: list[str] = []
         self._report = PdWorkerReport()
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
@@ -105,55 +103,41 @@ class PdWorker:
             self._puller = self._open_puller(me, transport)
 
     def handshake(self) -> PdHandshake | None:
-        """What the scheduler's half serves to peers."""
+        """What the scheduler serves to peers."""
         return self._handshake
 
-    def obey(self, orders: Orders, is_idle: bool) -> None:
-        """Take the orders of a step, which ``is_idle`` says to compute nothing.
-
-        Only posts to other threads.
-        """
-        self._is_idle = is_idle
-        for request, reason in orders.doomed:
-            log.warning("pdconn: pull of %s failed: %s", request, reason)
-            self._failed.append(request)
-            self._stats.count("failed")
-        for terms, blocks in orders.sums:
+    def apply(self, metadata: PdMetadata) -> None:
+        """Begin what the scheduler asks for in this step; only sums are made here."""
+        self._is_idle = metadata.is_idle
+        for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
-        if self._puller is None:
-            return
-        for request, pull, ticket in orders.holds:
-            self._puller.hold(request, pull, ticket)
-        for request, need in orders.pulls:
-            self._puller.pull(request, need)
-        for request in orders.cancels:
-            self._puller.cancel(request)
+        if self._puller is not None:
+            for command in metadata.commands:
+                self._puller.post(command)
 
     def results(self) -> KVConnectorTransferResults:
         """What ended since the last step.
 
-        An idle step ends at the first news: an engine that only waits for pulls steps
+        An idle step ends at the first report: an engine that only waits for pulls steps
         without a pause otherwise, and takes the cores that they need.
 
         Raises:
-            BackendFailure: we lend, and nobody can read from us any more: they would wait.
+            BackendFailure: we lend, and no peer can read from us any more.
             PullerBroken: a thread of the puller died.
         """
         if self._lends and self._memory is not None:
             self._memory.transport.check()
-        if self._puller is not None and self._is_idle and not self._failed:
-            self._puller.wait(_IDLE_STEP_S)
-        results = KVConnectorTransferResults(failed_recving=set(self._failed))
-        self._failed = []
+        results = KVConnectorTransferResults()
         if self._puller is not None:
-            outcome = self._puller.collect()
-            if outcome is not NO_NEWS:
-                self._note(outcome, results)
-        results.finished_recving |= results.failed_recving
+            if self._is_idle:
+                self._puller.wait(_IDLE_STEP_S)
+            pulled = self._puller.collect()
+            if pulled is not NO_RESULTS:
+                self._note(pulled, results)
         return results
 
     def take_report(self) -> PdWorkerReport | None:
-        """What the scheduler's half must know besides, or None."""
+        """What the scheduler must know besides, or None."""
         if self._report.is_empty:
             return None
         report, self._report = self._report, PdWorkerReport()
@@ -179,17 +163,18 @@ class PdWorker:
             self._memory.close()
         self._puller = self._relays = self._memory = self._scratch = None
 
-    def _note(self, outcome: PullResults, results: KVConnectorTransferResults) -> None:
-        results.finished_recving.update(outcome.received)
-        for record in outcome.records:
+    def _note(self, pulled: PullResults, results: KVConnectorTransferResults) -> None:
+        results.finished_recving.update(pulled.received)
+        for record in pulled.records:
             self._stats.record(record)
-        for failed in outcome.failed:
+        for failed in pulled.failed:
             results.failed_recving.add(failed.request)
+            results.finished_recving.add(failed.request)
             self._stats.count("failed")
             if failed.quarantined:
                 self._report.quarantined.append(failed.request)
                 self._stats.count("quarantined")
-        self._report.released += outcome.released
+        self._report.released += pulled.released
 
     def _sum(self, terms: Terms, blocks: tuple[BlockList, ...]) -> None:
         """Checksum what a finished request lends, on the engine's thread."""
@@ -197,8 +182,8 @@ class PdWorker:
         summed: LentSums | None = None
         try:
             summed = lent_sums(AnyMemory(), self._memory.references, blocks, terms)
-        except Exception:  # a GPU without memory to spare: who asks for proof gets none
-            log.warning("pdconn: %s is lent without checksums", terms.request, exc_info=True)
+        except Exception:  # a GPU without memory to spare: readers are told that there are none
+            log.warning("pdconn: lent without checksums: request=%s", terms.request, exc_info=True)
         self._report.sums.append((terms.request, self._rank, summed))
 
     def _open_puller(self, me: Rank, transport: Transport) -> Puller:
@@ -226,7 +211,7 @@ class PdWorker:
             )
 
     def _warm_up(self, references: KVCacheReferences, transport: Transport) -> WarmUp:
-        """Whom to warm, and where what is read meanwhile may go."""
+        """The lenders to warm, and the page that probe reads go to."""
         places = self._settings.warm_peers
         if not places:
             return WarmUp()
@@ -234,7 +219,11 @@ class PdWorker:
             scratch = _scratch_beside(references)
             transport.register([scratch.memory])
         except (TransportError, MemoryError) as error:
-            log.warning("pdconn: lenders are connected and not read from ahead: %s", error)
+            log.warning(
+                "pdconn: warm_peers: scratch registration failed; "
+                "peers are connected without a probe read: %s",
+                error,
+            )
             return WarmUp(places)
         self._scratch = scratch
         return WarmUp(places, scratch.memory)

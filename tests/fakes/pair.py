@@ -18,12 +18,16 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.proving import Verify
+from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
+from pdconn.puller.dialer import Resolve
+from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import PullRecord, PullResults
 from pdconn.puller.thread import Puller
-from pdconn.puller.warming import WarmUp
-from pdconn.puller.warmup import Place
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup import WarmUp
+from pdconn.puller.warmup_state import Pauses, Place
+from pdconn.sidechannel.dial import resolve
 from pdconn.sidechannel.security import Security
 from registration.references import (
     AttentionKind,
@@ -97,8 +101,12 @@ class Pair:
     incarnation: str = "boot-1"
     our_name: str = "decode"
     warms: bool = False
-    touches: bool = True
+    probes: bool = True
     also_warm: tuple[Place, ...] = ()
+    pauses: Pauses = field(default_factory=Pauses)
+    max_peers: int = MAX_PEERS
+    through: Callable[[str, int], tuple[str, int]] | None = None
+    resolve: Resolve = resolve
     network: InProcessNetwork = field(default_factory=InProcessNetwork)
 
     def __post_init__(self) -> None:
@@ -120,6 +128,9 @@ class Pair:
             verify=self.verify,
             security=self.security,
             warm_up=self.warm_up(),
+            through=self.through,
+            resolve=self.resolve,
+            max_peers=self.max_peers,
         )
         self.received: list[str] = []
         self.released: list[str] = []
@@ -130,7 +141,8 @@ class Pair:
     def warm_up(self) -> WarmUp:
         """Our lender, if the puller is to know it before it is told of it, and others."""
         ours = (Place("127.0.0.1", self.lender.port),) if self.warms else ()
-        return WarmUp((*ours, *self.also_warm), self.scratch.memory if self.touches else None)
+        scratch = self.scratch.memory if self.probes else None
+        return WarmUp((*ours, *self.also_warm), scratch, self.pauses)
 
     def open_lender(self, port: int) -> Lender:
         summing = self.their_verify is not Verify.OFF
@@ -174,16 +186,19 @@ class Pair:
             12, "prompt", blocks,
         )  # fmt: skip
 
-    def hold(self, request: str, ticket: Ticket) -> None:
+    def claim(self, request: str, ticket: Ticket) -> None:
         self.number += 1
-        self.puller.hold(request, f"here/{self.number}", ticket)
+        self.puller.post(ClaimTicket(request, f"here/{self.number}", ticket))
 
-    def want(self, request: str, ids: tuple[int, ...] = (7, 8, 9)) -> None:
-        self.puller.pull(request, Need(0, 12, (BlockList(0, ids),) * self.groups))
+    def start_read(self, request: str, ids: tuple[int, ...] = (7, 8, 9)) -> None:
+        self.puller.post(ReadBlocks(request, Need(0, 12, (BlockList(0, ids),) * self.groups)))
 
     def pull(self, request: str, ticket: Ticket, ids: tuple[int, ...] = (7, 8, 9)) -> None:
-        self.hold(request, ticket)
-        self.want(request, ids)
+        self.claim(request, ticket)
+        self.start_read(request, ids)
+
+    def cancel(self, request: str) -> None:
+        self.puller.post(CancelPull(request))
 
     def collect(self) -> PullResults:
         outcome = self.puller.collect()

@@ -27,6 +27,7 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
 from pdconn.sidechannel.security import Security
@@ -202,8 +203,8 @@ class Decode:
         blocks = tuple(self.free.popleft() for _ in range(PER_REQUEST))
         self.cache.write(blocks, bytes(PER_REQUEST * ROW_NBYTES))
         self._blocks[number] = blocks
-        self.puller.hold(str(number), f"decode/{number}", ticket)
-        self.puller.pull(str(number), Need(0, NUM_TOKENS, (BlockList(0, blocks),)))
+        self.puller.post(ClaimTicket(str(number), f"decode/{number}", ticket))
+        self.puller.post(ReadBlocks(str(number), Need(0, NUM_TOKENS, (BlockList(0, blocks),))))
 
     def collect(self) -> None:
         """Answer what has ended."""

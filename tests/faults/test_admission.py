@@ -29,9 +29,8 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     encode,
 )
-from pdconn.puller import connections
-from pdconn.puller import dialer as dialing
 from pdconn.sidechannel.connection import Unauthenticated
+from pdconn.sidechannel.dial import Address, resolve
 from pdconn.sidechannel.security import Security
 from tests.fakes.credentials import FOREIGN, SHARED
 from tests.fakes.pair import Pair
@@ -322,21 +321,18 @@ def test_a_reader_without_the_secret_is_logged_counted_and_sent_nothing(
 # What hangs does not hold up others
 
 
-def test_a_slow_name_server_does_not_keep_other_pulls_from_renewing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = dialing.resolve
+def test_a_slow_name_server_does_not_keep_other_pulls_from_renewing() -> None:
     asked, go_on = threading.Event(), threading.Event()
 
-    def slow(host: str, port: int) -> dialing.Address:
+    def slow(host: str, port: int) -> Address:
         if host != "slow.example":
-            return real(host, port)
+            return resolve(host, port)
         asked.set()
         go_on.wait(60.0)
-        return real("127.0.0.1", port)
+        return resolve("127.0.0.1", port)
 
-    monkeypatch.setattr(dialing, "resolve", slow)
-    with Pair(ttl_s=3.0, claim_timeout_s=60.0, security=Security(insecure=True)) as pair:
+    insecure = Security(insecure=True)
+    with Pair(ttl_s=3.0, claim_timeout_s=60.0, security=insecure, resolve=slow) as pair:
         try:
             pair.network.script = lambda read: Held() if read.number == 0 else None
             pair.pull("d", pair.lend("r"))
@@ -361,7 +357,7 @@ def test_a_read_that_hangs_is_reported_in_time_and_its_blocks_stay_out_of_use() 
         pair.pull("d", pair.lend("r"))
         pair.wait(pair.network.in_flight)
         began = time.monotonic()
-        pair.puller.cancel("d")
+        pair.cancel("d")
         assert pair.outcome_of("d") == "cancelled"
         assert time.monotonic() - began > 0.25
         time.sleep(0.3)
@@ -379,10 +375,8 @@ def test_a_read_that_hangs_is_reported_in_time_and_its_blocks_stay_out_of_use() 
 # Peers
 
 
-def test_an_idle_peer_makes_room_and_a_busy_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_PEERS", 2)
-    with Pair() as pair:
-        pair.puller._dialer._through = lambda _, port: ("127.0.0.1", port)
+def test_an_idle_peer_makes_room_and_a_busy_one_does_not() -> None:
+    with Pair(max_peers=2, through=lambda _, port: ("127.0.0.1", port)) as pair:
         for number in range(2, 6):
             _serves_at(pair, f"127.0.0.{number}", f"idle{number}")
             assert pair.puller.num_peers <= 2

@@ -32,7 +32,7 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import decode_from_lender
-from pdconn.puller import connections
+from pdconn.puller import peers
 from tests.faults.engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated
 from transport.inprocess.network import InProcessNetwork
@@ -181,7 +181,7 @@ def test_a_wrong_geometry_costs_the_pulls_that_believe_it_and_nobody_else() -> N
 
 def test_a_welcome_that_is_not_checked_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the edge that catches, one lie stops the puller."""
-    monkeypatch.setattr(connections, "ProtocolError", KeyError)
+    monkeypatch.setattr(peers, "ProtocolError", KeyError)
     with pytest.raises(RuntimeError, match=r"MessageError|PeerMismatch"):
         deceive(any_of(*BODY[:6]))
 

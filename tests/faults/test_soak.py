@@ -29,7 +29,8 @@ from pdconn.lab.ports import free_ports
 from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
-from pdconn.puller.connections import PeerTable
+from pdconn.puller.commands import CancelPull
+from pdconn.puller.peers import PeerTable
 from pdconn.puller.pulls import Pulls
 from tests.faults.engines import Decode, Prefill, until
 from tests.faults.footprint import MIB, Footprint
@@ -124,7 +125,7 @@ class Soak:
             "alarms": len(pulls._alarms),
             "peers": self.decode.puller.num_peers,
             "strangers": max(0, len(lender._connections) - self.decode.puller.num_peers),
-            "reads": len(self.decode.puller._reader._reading),
+            "reads": len(self.decode.puller._reader._transport_jobs),
             "lent": lender._sessions.num_lent,
             "timers": len(lender._sessions._leases._timers),
             "claims": sum(len(session.claimed) for session in list(lender._connections)),
@@ -169,7 +170,7 @@ class Soak:
     def _befall(self, ticket: Ticket) -> None:
         if self.rng.random() < 0.1:
             self.counts["cancelled"] += 1
-            self.decode.puller.cancel(str(self._number))
+            self.decode.puller.post(CancelPull(str(self._number)))
         if self.rng.random() < 0.05:
             self.counts["aborted"] += 1
             self.prefill.lender.abort(ticket.request_id)
@@ -291,13 +292,13 @@ def test_pulls_over_nixl_with_faults_leave_nothing_behind() -> None:
 
 
 def _hoarding(heap: list[bytearray], nbytes: int) -> Callable[..., None]:
-    real = Pulls.hold
+    real = Pulls._claim
 
-    def hold(self: Pulls, *args: Any) -> None:
+    def claim(self: Pulls, *args: Any) -> None:
         heap.append(bytearray(os.urandom(nbytes)))
         real(self, *args)
 
-    return hold
+    return claim
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_a_table_that_never_forgets_is_noticed(
 def test_what_is_kept_per_pull_is_noticed(
     nbytes: int, noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pulls, "hold", _hoarding([], nbytes))
+    monkeypatch.setattr(Pulls, "_claim", _hoarding([], nbytes))
     with ExitStack() as stack, pytest.raises(Leak, match=noticed):
         soak(Soak(stack, Sea().open), 300)
 

@@ -15,12 +15,13 @@ import pytest
 
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.messages import RankGeometry
-from pdconn.puller.proving import Verify
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import PullResults
 from pdconn.puller.thread import Puller
-from pdconn.puller.warming import WarmUp
-from pdconn.puller.warmup import Place
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup import WarmUp
+from pdconn.puller.warmup_state import Place
 from registration.scratch import Scratch
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.cases import BLOCK_TOKENS, Case, Request, placed
@@ -130,8 +131,8 @@ def pull(case: Case, port: int, made: list[tuple[Puller, BytesOn]]) -> list[Pull
     request = Request.of(case)
     ended: dict[int, PullResults] = {}
     for puller, _ in made:
-        puller.hold("d", "here/1", ticket_of(request, port))
-        puller.pull("d", request.need)
+        puller.post(ClaimTicket("d", "here/1", ticket_of(request, port)))
+        puller.post(ReadBlocks("d", request.need))
 
     def collect() -> bool:
         for number, (puller, _) in enumerate(made):
@@ -159,7 +160,7 @@ def test_a_pull_through_the_whole_runtime_arrives_and_is_proven(
         assert [outcome.failed for outcome in outcomes] == [()] * case.our_tp
         for rank, (puller, ours) in enumerate(made):
             assert not (ours != request.expected(rank)).any()
-            proven = puller.take_counts().get("pulls_proven", 0)
+            proven = puller.take_counts().get("pulls_verified", 0)
             assert proven == (verify is not Verify.OFF)
 
 

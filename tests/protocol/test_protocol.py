@@ -64,6 +64,7 @@ def ticket() -> Ticket:
 def test_messages_of_readers_are_received_as_said() -> None:
     said = [
         Hello(1, "d", "boot"),
+        Hello(1, "d"),
         Claim(1, "r", READER, DIGEST),
         Renew(2, "r", READER),
         Done("r", READER, DIGEST, True),

@@ -33,6 +33,7 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.ticket import BlockList
+from pdconn.puller.commands import ClaimTicket
 from pdconn.sidechannel.connection import Connection
 from registration.references import (
     AttentionKind,
@@ -80,7 +81,7 @@ def test_a_reader_without_layers_is_done_at_once() -> None:
         empty = KVCacheGroupReference(AttentionKind.FULL, None, 4, ())
         nothing = replace(pair.ours.references, groups=(empty,))
         pair.puller._pulls._me = replace(pair.puller._pulls._me, references=nothing)
-        pair.puller._pulls.connections._pair = pair.puller._pulls._me.pair
+        pair.puller._pulls.peers._pair = pair.puller._pulls._me.pair
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         assert pair.freed() == "read"
@@ -98,9 +99,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         if redialled == "by another name":
             pair.pull("second", replace(pair.lend("r2"), host="localhost"))
             assert pair.outcome_of("second") is None
-        [peer] = [
-            p for p in pair.puller._pulls.connections._peers.values() if p.key.host != "localhost"
-        ]
+        [peer] = [p for p in pair.puller._pulls.peers._peers.values() if p.key.host != "localhost"]
         assert isinstance(peer.wire, Connection)
         peer.wire.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
@@ -114,7 +113,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         assert pair.outcome_of("third") is None
 
 
-def test_only_who_claimed_may_end_a_claim() -> None:
+def test_only_the_connection_that_claimed_may_end_a_claim() -> None:
     with Pair() as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         digest = pair.lend_blocks("r", blocks).digest()
@@ -231,10 +230,12 @@ def test_thousands_of_claims_at_once_are_cut_into_frames() -> None:
     with Pair(claim_timeout_s=30.0, ttl_s=60.0) as pair:
         tickets = [pair.lend(f"r{number}") for number in range(MAX_MESSAGES // MAX_PULLS + 2)]
         for number in range(MAX_MESSAGES + 100):
-            pair.puller.hold(f"d{number}", f"pull/{number}", tickets[number % len(tickets)])
-        pair.want("d0")
+            pair.puller.post(
+                ClaimTicket(f"d{number}", f"pull/{number}", tickets[number % len(tickets)])
+            )
+        pair.start_read("d0")
         assert pair.outcome_of("d0") is None
-        pair.want("d100", (1, 2, 3))
+        pair.start_read("d100", (1, 2, 3))
         assert pair.outcome_of("d100") is None
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
 from tests.fakes.pair import TRAITS, Cache, Pair
@@ -81,8 +82,8 @@ def test_one_rank_that_fails_fails_its_request_and_no_other(
     for request, ids in (("bad", (7, 8, 9)), ("good", (1, 2, 3))):
         ticket = pair.lend(f"lent-{request}")
         for puller in pullers:
-            puller.hold(request, f"{request}/pull", ticket)
-            puller.pull(request, Need(0, 12, (BlockList(0, ids),)))
+            puller.post(ClaimTicket(request, f"{request}/pull", ticket))
+            puller.post(ReadBlocks(request, Need(0, 12, (BlockList(0, ids),))))
         heard |= joined(pullers, aggregator, {request})
     assert heard == {"bad": True, "good": False}
     pair.wait(lambda: pair.lender.counts["freed_read"] == 2)

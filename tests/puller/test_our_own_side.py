@@ -1,4 +1,4 @@
-"""What is scarce or slow on our own side costs one pull at most, and no lender its name."""
+"""What is scarce or slow on our own side fails one pull at most, and closes no peer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from pdconn.lifecycle.pull import Patience, Pull, PullState
 from pdconn.protocol.messages import ChecksumRequest, ChecksumUnavailable, Claim, Reader, Refused
 from pdconn.protocol.proof import ChecksumQuery, PieceRange
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.jobs import Connect, Connected, Disconnect, News
-from pdconn.puller.proving import Verify
-from pdconn.puller.reading import TransportJobs
+from pdconn.puller.reads import Connect, Connected, Disconnect, JobResult, TransportJobs
+from pdconn.puller.verification import Verify
 from tests.fakes.pair import Pair
 from tests.faults.raw_clients import RawReader
 from transport import Memory, PeerId
@@ -51,7 +50,7 @@ def test_a_checksum_of_ours_that_cannot_be_made_costs_its_pull_only(
             patch.setattr(Expected, "ours", exhausted)
             pair.pull("d", pair.lend("r"))
             assert "no checksum of ours: MemoryError: no room" in str(pair.outcome_of("d"))
-        assert pair.puller.take_counts() == {"pulls_unproven": 1}
+        assert pair.puller.take_counts() == {"pulls_unverified": 1}
         assert serves(pair)
 
 
@@ -129,7 +128,7 @@ def test_without_a_thread_to_look_a_host_up_only_its_pull_fails(
         assert pair.outcome_of("e") is None
 
 
-def test_a_visitor_that_cannot_be_watched_is_sent_away_and_the_others_served(
+def test_a_connection_that_cannot_be_watched_is_closed_and_the_others_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     register = selectors.DefaultSelector.register
@@ -162,7 +161,7 @@ def test_a_refusal_does_not_give_the_digest_away() -> None:
         assert ticket.hex()[:8] not in repr(refused)
 
 
-def test_who_waits_for_checksums_hears_that_the_lease_has_ended() -> None:
+def test_a_reader_that_waits_for_checksums_hears_that_the_lease_has_ended() -> None:
     with (
         Pair(their_verify=Verify.ALWAYS, ttl_s=3.0) as pair,
         RawReader(pair.lender.port) as guest,
@@ -201,10 +200,10 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
 # Names of peers
 
 
-def test_nobody_is_connected_under_the_name_of_a_peer_in_use() -> None:
-    """Until nobody uses it any more: that is its next boot."""
-    network, told = InProcessNetwork(), list[News]()
-    reading = TransportJobs(InProcessTransport(network, "decode"), told.append)
+def test_no_other_lender_is_connected_under_the_name_of_a_peer_in_use() -> None:
+    """Until the peer is not in use any more: that is its next boot."""
+    network, results = InProcessNetwork(), list[JobResult]()
+    reading = TransportJobs(InProcessTransport(network, "decode"), results.append)
     honest = InProcessTransport(network, "prefill").address()
     elsewhere = InProcessNetwork()
     InProcessTransport(elsewhere, "decode")  # so that the next one gets the same number
@@ -214,16 +213,16 @@ def test_nobody_is_connected_under_the_name_of_a_peer_in_use() -> None:
     reading.do(Connect(1, honest))
     reading.do(Connect(2, other.address()))
     reading.do(Connect(3, honest))
-    first, second, third = connected(told)
+    first, second, third = connected(results)
     assert first is not None
     assert second == "BadAddress: prefill#1 is in use under another address"
     assert third == first
     for _ in range(2):
         reading.do(Disconnect(PeerId(first)))
     reading.do(Connect(4, other.address()))
-    assert connected(told)[-1] == first
+    assert connected(results)[-1] == first
 
 
-def connected(told: list[News]) -> list[str | None]:
+def connected(results: list[JobResult]) -> list[str | None]:
     """Peers, or why there is none."""
-    return [news.peer or news.error for news in told if isinstance(news, Connected)]
+    return [result.peer or result.error for result in results if isinstance(result, Connected)]

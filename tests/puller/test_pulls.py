@@ -70,9 +70,9 @@ def test_renewals_keep_the_lease_while_a_read_is_slow() -> None:
 
 def test_a_claim_is_kept_while_the_request_queues() -> None:
     with Pair(ttl_s=3.0, claim_timeout_s=20.0) as pair:
-        pair.hold("d", pair.lend("r"))
+        pair.claim("d", pair.lend("r"))
         time.sleep(7.5)
-        pair.want("d")
+        pair.start_read("d")
         assert pair.outcome_of("d") is None
 
 
@@ -109,13 +109,13 @@ def test_a_consumed_ticket_is_refused() -> None:
 def test_two_requests_with_one_ticket_both_read_it() -> None:
     with Pair() as pair:
         ticket = pair.lend("r")
-        pair.hold("first", ticket)
-        pair.hold("second", ticket)
+        pair.claim("first", ticket)
+        pair.claim("second", ticket)
         pair.wait(lambda: pair.lender.counts["claims"] == 2)
-        pair.want("first")
+        pair.start_read("first")
         assert pair.outcome_of("first") is None
         assert pair.lender.collect() == []
-        pair.want("second", (1, 2, 3))
+        pair.start_read("second", (1, 2, 3))
         assert pair.outcome_of("second") is None
         assert pair.freed() == "read"
 
@@ -198,7 +198,7 @@ def test_a_cancelled_pull_is_reported_only_when_nothing_can_write() -> None:
         pair.network.script = lambda _: Held()
         pair.pull("d", pair.lend("r"))
         pair.wait(pair.network.in_flight)
-        pair.puller.cancel("d")
+        pair.cancel("d")
         time.sleep(0.2)
         pair.collect()
         assert pair.failed == {}
@@ -208,16 +208,16 @@ def test_a_cancelled_pull_is_reported_only_when_nothing_can_write() -> None:
         assert pair.puller.num_open == 0
 
 
-def test_a_cancelled_hold_frees_the_lease_and_reports_nothing() -> None:
+def test_a_cancelled_claim_frees_the_lease_and_reports_nothing() -> None:
     with Pair() as pair:
-        pair.hold("d", pair.lend("r"))
-        pair.puller.cancel("d")
+        pair.claim("d", pair.lend("r"))
+        pair.cancel("d")
         assert pair.freed() == "read"
         assert pair.collect().failed == ()
         assert pair.puller.num_open == 0
 
 
-def test_nobody_listening_is_a_failure_not_a_wait() -> None:
+def test_a_closed_port_is_a_failure_not_a_wait() -> None:
     with Pair() as pair:
         ticket = pair.lend("r")
         pair.lender.close()
@@ -239,11 +239,11 @@ def test_a_silent_lender_is_given_up() -> None:
 
 def test_a_lender_that_dies_fails_what_waits_for_it() -> None:
     with Pair() as pair:
-        pair.hold("d", pair.lend("r"))
+        pair.claim("d", pair.lend("r"))
         pair.wait(lambda: pair.lender.counts["claims"])
         pair.lender.close()
         pair.wait(lambda: pair.puller.num_peers == 0)
-        pair.want("d")
+        pair.start_read("d")
         assert "side channel" in str(pair.outcome_of("d"))
 
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.puller.jobs import News, Read, ReadSettled
-from pdconn.puller.read_queue import MOST_NBYTES, SLICE_S, ChunkSizer, PeerReadQueue, QueuedRead
-from pdconn.puller.reading import TransportJobs
-from pdconn.puller.reads import ReaderThread
+from pdconn.puller.read_queue import CHUNK_S, MOST_NBYTES, ChunkSizer, PeerReadQueue, QueuedRead
+from pdconn.puller.reads import JobResult, Read, ReaderThread, ReadSettled, TransportJobs
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.inprocess.faults import Failing, Held
 from transport.inprocess.network import InProcessNetwork
@@ -59,7 +57,7 @@ def test_slices_copy_the_same_bytes_and_none_is_too_long(lengths: list[int], nby
     assert 0 < parts[-1].total_bytes <= nbytes
 
 
-def test_a_short_read_is_not_touched() -> None:
+def test_a_short_read_is_not_cut() -> None:
     whole = spans_of((10, 20, 30))
     assert in_parts(whole, 30) == [whole]
 
@@ -74,21 +72,21 @@ def taken(nbytes: int, seconds: float) -> ReadStats:
 def test_slices_are_as_long_as_the_link_takes_a_slices_time_for() -> None:
     pace = ChunkSizer()
     pace.learn(taken(64 << 20, 0.016))
-    assert pace.slice_nbytes == int((64 << 20) / 0.016 * SLICE_S)
+    assert pace.chunk_nbytes == int((64 << 20) / 0.016 * CHUNK_S)
     pace.learn(taken(64 << 20, 0.1))
-    assert pace.slice_nbytes == int((64 << 20) / 0.1 * SLICE_S)
+    assert pace.chunk_nbytes == int((64 << 20) / 0.1 * CHUNK_S)
 
 
 def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
     pace = ChunkSizer()
-    first = pace.slice_nbytes
+    first = pace.chunk_nbytes
     pace.learn(taken(4096, 1.0))
     pace.learn(taken(64 << 20, 0.0))
-    assert pace.slice_nbytes == first
+    assert pace.chunk_nbytes == first
     pace.learn(taken(64 << 20, 100.0))
-    assert pace.slice_nbytes == 16 << 20
+    assert pace.chunk_nbytes == 16 << 20
     pace.learn(taken(64 << 20, 1e-6))
-    assert pace.slice_nbytes == MOST_NBYTES
+    assert pace.chunk_nbytes == MOST_NBYTES
 
 
 # Lanes
@@ -118,7 +116,7 @@ def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
     posted = []
     while len(posted) < len(parts):
         part = lane.next()
-        if part.whole.tag == "read":
+        if part.read.tag == "read":
             posted.append(part.nbytes / SLICE)
         if not lane.is_ready:
             lane.settled(part, _done(part.spans), 0.0)
@@ -165,7 +163,7 @@ def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
     lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
     first = lane.next()
     lane.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
-    assert (first.whole.tag, lane.next().whole.tag) == ("long", "short")
+    assert (first.read.tag, lane.next().read.tag) == ("long", "short")
 
 
 # The reader over real bytes
@@ -184,9 +182,9 @@ class Rig:
             transport.register([Memory(room.ctypes.data, room.nbytes)])
         self.peer = self.reader.connect(self.lender.address())
         self.told: list[ReadSettled] = []
-        self.reading = TransportJobs(self.reader, self._hear, pace=ChunkSizer(SLICE))
+        self.reading = TransportJobs(self.reader, self._hear, sizer=ChunkSizer(SLICE))
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: JobResult) -> None:
         assert isinstance(news, ReadSettled)
         self.told.append(news)
 
@@ -239,7 +237,7 @@ def test_a_read_with_a_failed_slice_has_no_further_slice_posted(rig: Rig) -> Non
     assert not rig.ours[2 * SLICE : 8 * SLICE].any()
 
 
-def test_a_peer_that_hangs_holds_up_nobody_else(rig: Rig) -> None:
+def test_a_peer_that_hangs_holds_up_no_other(rig: Rig) -> None:
     other = InProcessTransport(rig.network, "other")
     other.register([Memory(rig.theirs.ctypes.data, rig.theirs.nbytes)])
     second = rig.reader.connect(other.address())
@@ -264,7 +262,7 @@ def test_what_waits_for_a_peer_that_was_disconnected_fails_when_nothing_can_writ
     assert rig.told[0].settled.error is not None
 
 
-def test_reads_from_nobody_fail_each(rig: Rig) -> None:
+def test_reads_from_an_unknown_peer_fail_each(rig: Rig) -> None:
     rig.read("a", 0, 3 * SLICE, PeerId("nobody"))
     rig.read("b", 0, 8, PeerId("nobody"))
     assert sorted(map(str, rig.finish())) == ["a", "b"]
@@ -297,7 +295,7 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
         told.append(news.tag)
         over.release()
 
-    thread = ReaderThread(rig.reader, hear, pace=ChunkSizer(SLICE))
+    thread = ReaderThread(rig.reader, hear, sizer=ChunkSizer(SLICE))
     try:
         where, there = rig.ours.ctypes.data, rig.theirs.ctypes.data
         thread.post(Read("long", rig.peer, spans_of((where, there, 20 * SLICE))))

@@ -15,7 +15,7 @@ from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import Checksum, ChecksumRequest, ChecksumUnavailable, Reader
 from pdconn.protocol.proof import ChecksumQuery, PieceRange, PieceSum
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.proving import Verification, Verify
+from pdconn.puller.verification import Verification, Verify
 from tests.fakes.pair import Pair
 from tests.faults.raw_clients import RawReader
 from transport.inprocess.faults import Late
@@ -25,7 +25,7 @@ PROVING = [Verify.SAMPLE, Verify.ALWAYS]
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])
 @pytest.mark.parametrize("verify", PROVING)
-def test_good_bytes_are_received_with_their_proof(verify: Verify, layout: str) -> None:
+def test_good_bytes_are_received_and_verified(verify: Verify, layout: str) -> None:
     with Pair(layout, verify=verify, their_verify=verify) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
@@ -82,7 +82,7 @@ def test_sums_that_never_come_fail_the_pull_and_leave_nothing() -> None:
         assert pair.lender._sessions.num_summed == 0
 
 
-def test_a_proof_does_not_save_a_read_that_was_late() -> None:
+def test_checksums_do_not_save_a_read_that_was_late() -> None:
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, ttl_s=2.5, drain_s=20.0) as pair:
         pair.network.script = lambda _: Late(6.0)
         ticket = pair.lend("r")
@@ -104,11 +104,11 @@ def test_an_ask_for_what_is_not_there_costs_its_pull_only(
         ask = msgspec.structs.replace(asks[0].ask, shares=(share,))
         return [msgspec.structs.replace(asks[0], ask=ask)]
 
-    real = Verification.asks
+    real = Verification.requests
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=60.0) as pair:
         blocks = (BlockList(0, (3, 4, 5)),)
         with monkeypatch.context() as patch:
-            patch.setattr(Verification, "asks", wrong)
+            patch.setattr(Verification, "requests", wrong)
             ticket = pair.lend_blocks("r", blocks)
             if not early:
                 pair.sum("r", blocks)
@@ -121,7 +121,7 @@ def test_an_ask_for_what_is_not_there_costs_its_pull_only(
         assert pair.outcome_of("e") is None
 
 
-def test_a_proof_that_nobody_asked_for_costs_that_lender_only(
+def test_a_checksum_that_was_not_requested_costs_that_lender_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = LenderSessions.take_frames
@@ -149,7 +149,7 @@ def test_only_answers_to_asks_are_heard_once() -> None:
 
 
 def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[ChecksumRequest]:
-    """Ask after ask for all that ``ticket`` lends, of somebody who claimed it as ``pull``."""
+    """Request after request for all that ``ticket`` lends, by the pull ``pull`` that claimed it."""
     ask = ChecksumQuery(0, False, (PieceRange(0, 0, 2, 0, 2, 0, 3),))
     return [
         ChecksumRequest(number, ticket.request_id, Reader(pull, 0, 1), ask) for number in numbers

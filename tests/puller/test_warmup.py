@@ -6,74 +6,73 @@ from random import Random
 
 import pytest
 
-from pdconn.puller.warmup import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
+from pdconn.puller.warmup_state import (
     TRANSITIONS,
+    Pauses,
     Place,
     PlaceWarmup,
-    Step,
     WarmupState,
+    WarmupStep,
 )
 
 ANSWER_S, CONNECT_S = 10.0, 120.0
-TO_WARM = ("told", "welcomed", "ready", "touched")
+PAUSES = Pauses()
+TO_WARM = ("welcomed", "ready", "probed")
 
 
 def begun(now: float = 0.0) -> PlaceWarmup:
-    warmth = PlaceWarmup(ANSWER_S, CONNECT_S, now, Random(7))
-    assert list(warmth.tick(now)) == [Step.ASK]
-    return warmth
+    place_warmup = PlaceWarmup(ANSWER_S, CONNECT_S, now, Random(7), PAUSES)
+    assert list(place_warmup.tick(now)) == [WarmupStep.GREET]
+    return place_warmup
 
 
 def warm(now: float = 0.0) -> PlaceWarmup:
-    warmth = begun(now)
+    place_warmup = begun(now)
     for event in TO_WARM:
-        warmth.enter(event, now)
-    assert warmth.state is WarmupState.WARM
-    return warmth
+        place_warmup.enter(event, now)
+    assert place_warmup.state is WarmupState.WARM
+    return place_warmup
 
 
-def pause(warmth: PlaceWarmup, now: float) -> float:
-    """How long it rests from now on; it is asleep until then, and asks at the end."""
-    until = warmth.next_deadline()
+def pause(place_warmup: PlaceWarmup, now: float) -> float:
+    """How long it rests from now on; it does nothing until then, and greets at the end."""
+    until = place_warmup.next_deadline()
     assert until is not None
-    assert warmth.tick((now + until) / 2) == ()
-    assert list(warmth.tick(until)) == [Step.ASK]
+    assert place_warmup.tick((now + until) / 2) == ()
+    assert list(place_warmup.tick(until)) == [WarmupStep.GREET]
     return until - now
 
 
-def test_it_asks_at_once_then_greets_then_touches() -> None:
-    warmth = begun()
-    steps = [step for event in TO_WARM for step in warmth.enter(event, 1.0)]
-    assert steps == [Step.GREET, Step.TOUCH]
-    assert warmth.next_deadline() is None
+def test_it_greets_at_once_then_connects_then_probes() -> None:
+    place_warmup = begun()
+    steps = [step for event in TO_WARM for step in place_warmup.enter(event, 1.0)]
+    assert steps == [WarmupStep.PROBE]
+    assert place_warmup.next_deadline() is None
 
 
-def test_who_is_warm_is_left_alone_until_it_is_lost() -> None:
-    warmth = warm()
-    assert warmth.tick(1e9) == ()
-    warmth.enter("lost", 1e9)
-    assert 0 < pause(warmth, 1e9) <= FIRST_PAUSE_S
+def test_a_warm_lender_is_left_alone_until_it_is_lost() -> None:
+    place_warmup = warm()
+    assert place_warmup.tick(1e9) == ()
+    place_warmup.enter("lost", 1e9)
+    assert 0 < pause(place_warmup, 1e9) <= PAUSES.first_s
 
 
-def test_pauses_grow_to_a_bound_while_nobody_answers() -> None:
-    warmth, now = begun(), 0.0
+def test_pauses_grow_to_a_bound_while_there_is_no_answer() -> None:
+    place_warmup, now = begun(), 0.0
     pauses = []
     for _ in range(12):
-        warmth.enter("lost", now)
-        pauses.append(pause(warmth, now))
+        place_warmup.enter("lost", now)
+        pauses.append(pause(place_warmup, now))
         now += pauses[-1]
-    assert pauses[0] <= FIRST_PAUSE_S
+    assert pauses[0] <= PAUSES.first_s
     assert all(later > sooner for sooner, later in zip(pauses[:5], pauses[2:7], strict=True))
-    assert all(LONGEST_PAUSE_S / 2 <= each <= LONGEST_PAUSE_S for each in pauses[6:])
+    assert all(PAUSES.longest_s / 2 <= each <= PAUSES.longest_s for each in pauses[6:])
     assert len(set(pauses[6:])) > 1, "many engines would come back at once"
 
 
 @pytest.mark.parametrize(
     ("state", "allowed_s"),
     [
-        (WarmupState.ASKING, ANSWER_S),
         (WarmupState.GREETING, ANSWER_S),
         (WarmupState.CONNECTING, CONNECT_S),
     ],
@@ -81,54 +80,54 @@ def test_pauses_grow_to_a_bound_while_nobody_answers() -> None:
 def test_each_answer_has_its_time_and_then_what_was_begun_is_left(
     state: WarmupState, allowed_s: float
 ) -> None:
-    warmth = begun()
+    place_warmup = begun()
     for event in TO_WARM:
-        if warmth.state is not state:
-            warmth.enter(event, 5.0 if state is not WarmupState.ASKING else 0.0)
-    began = 0.0 if state is WarmupState.ASKING else 5.0
-    assert warmth.state is state
-    assert warmth.tick(began + allowed_s - 0.001) == ()
-    assert list(warmth.tick(began + allowed_s)) == [Step.LEAVE]
-    assert warmth.state is WarmupState.RESTING
+        if place_warmup.state is not state:
+            place_warmup.enter(event, 5.0 if state is not WarmupState.GREETING else 0.0)
+    began = 0.0 if state is WarmupState.GREETING else 5.0
+    assert place_warmup.state is state
+    assert place_warmup.tick(began + allowed_s - 0.001) == ()
+    assert list(place_warmup.tick(began + allowed_s)) == [WarmupStep.LEAVE]
+    assert place_warmup.state is WarmupState.RESTING
 
 
-def test_a_touch_has_all_the_time_it_takes() -> None:
-    warmth = begun()
+def test_a_probe_read_has_all_the_time_it_takes() -> None:
+    place_warmup = begun()
     for event in TO_WARM[:-1]:
-        warmth.enter(event, 0.0)
-    assert warmth.state is WarmupState.TOUCHING
-    assert warmth.tick(1e9) == ()
+        place_warmup.enter(event, 0.0)
+    assert place_warmup.state is WarmupState.PROBING
+    assert place_warmup.tick(1e9) == ()
 
 
 def test_a_lender_that_comes_and_goes_is_tried_ever_more_seldom() -> None:
-    warmth, now = warm(), 0.0
+    place_warmup, now = warm(), 0.0
     for _ in range(8):
-        warmth.enter("lost", now)
-        last = pause(warmth, now)
+        place_warmup.enter("lost", now)
+        last = pause(place_warmup, now)
         now += last
         for event in TO_WARM:
-            warmth.enter(event, now)
-    assert last >= LONGEST_PAUSE_S / 2
-    now += LONGEST_PAUSE_S
-    warmth.enter("lost", now)
-    assert pause(warmth, now) <= FIRST_PAUSE_S
+            place_warmup.enter(event, now)
+    assert last >= PAUSES.longest_s / 2
+    now += PAUSES.longest_s
+    place_warmup.enter("lost", now)
+    assert pause(place_warmup, now) <= PAUSES.first_s
 
 
 def test_we_ourselves_are_never_tried_again() -> None:
-    warmth = begun()
-    assert warmth.enter("ourselves", 0.0) == ()
-    assert warmth.next_deadline() is None
-    assert warmth.tick(1e9) == ()
+    place_warmup = begun()
+    assert place_warmup.enter("ourselves", 0.0) == ()
+    assert place_warmup.next_deadline() is None
+    assert place_warmup.tick(1e9) == ()
 
 
 def test_everything_under_way_can_be_lost() -> None:
-    lasting = {WarmupState.RESTING, WarmupState.NEEDLESS}
+    lasting = {WarmupState.RESTING, WarmupState.SKIPPED}
     assert {state for state, event in TRANSITIONS if event == "lost"} == set(WarmupState) - lasting
 
 
 def test_an_event_without_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="a warm place cannot be told"):
-        warm().enter("told", 0.0)
+    with pytest.raises(ValueError, match="a warm place cannot be welcomed"):
+        warm().enter("welcomed", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,9 @@ def test_settings_give_the_guard(tmp_path: Path, files: TlsFiles) -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"secret": "x"}, "unknown key 'secret'; configs are logged, so put it in a file"),
-        ({"secret_fil": "x"}, "unknown key 'secret_fil'; did you mean 'secret_file'"),
-        ({"security": {}}, "unknown key 'security'"),
+        ({"secret": "x"}, "a known key, got 'secret'; configs are logged, so put it in a file"),
+        ({"secret_fil": "x"}, "a known key, got 'secret_fil'; did you mean 'secret_file'"),
+        ({"security": {}}, "a known key, got 'security'"),
         ({"secret_file": 3}, "secret_file: expected text, got 3"),
         ({"secret_file": "/none/such"}, "secret_file: expected a readable file, got /none/such"),
         ({"tls_cert": "/none/such"}, "tls_key: expected tls_cert, tls_key and tls_ca together"),

@@ -16,16 +16,16 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.jobs import Job, News, ReadSettled
+from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Peer
-from pdconn.puller.proving import Verify
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
 from pdconn.puller.read_queue import ChunkSizer
-from pdconn.puller.reading import TransportJobs
+from pdconn.puller.reads import Job, JobResult, ReadSettled, TransportJobs
 from pdconn.puller.results import PullResults
-from pdconn.puller.warming import ProbeRead, WarmUp
-from pdconn.puller.warmup import Place
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup import ProbeRead, WarmUp
+from pdconn.puller.warmup_state import Place
 from pdconn.sidechannel.connection import SideChannelLost
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedWire
@@ -237,11 +237,12 @@ class DecodeRank:
 
     def _turn(self) -> None:
         self.pulls.tick(self.world.now)
-        self.pulls.connections.flush_all()
-        while self.pulls.has_unplanned:
+        self.pulls.flush_all()
+        while self.pulls.unplanned:
             self.pulls.plan_one()
         self._alarm.set(self.pulls.next_deadline(), self.turn)
-        outcome = PullResults.of(self.pulls.outbox)
+        outcome = PullResults.of(self.pulls.reports)
+        self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released:
             for record in outcome.records:
                 self.log.received(record.request)
@@ -262,7 +263,7 @@ class DecodeRank:
         self._when_awake(lambda: self._serve(peer))
 
     def _serve(self, peer: Peer) -> None:
-        self.pulls.connections.serve(peer)
+        self.pulls.serve(peer)
         self.turn()
 
     def _post(self, job: Job) -> None:
@@ -280,13 +281,13 @@ class DecodeRank:
         while self.reading.post() | self.reading.poll():
             pass
 
-    def _answer(self, answer: News) -> None:
+    def _answer(self, answer: JobResult) -> None:
         if isinstance(answer, ReadSettled) and not isinstance(answer.tag, ProbeRead):
             self.log.settled(answer.tag.request, self.world.now)  # type: ignore[attr-defined]
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
-    def _hear(self, answer: News) -> None:
-        self.pulls.answered(answer)
+    def _hear(self, answer: JobResult) -> None:
+        self.pulls.handle(answer)
         self.turn()
 
 
@@ -330,7 +331,7 @@ class Decode:
         self._pulls += 1
         self.requests[name] = Request(number, ticket)
         for rank in self.ranks:
-            rank.pulls.hold(name, name, ticket)
+            rank.pulls.apply(ClaimTicket(name, name, ticket))
             rank.turn()
         self.world.at(self.world.lag() * 10, lambda: self._schedule(name))
         if self.world.chance(self.world.chances.cancel):
@@ -360,7 +361,7 @@ class Decode:
         request.waiting = set(range(len(self.ranks)))
         need = Need(0, request.ticket.num_tokens, (BlockList(0, request.blocks),))
         for rank in self.ranks:
-            rank.pulls.want(name, need)
+            rank.pulls.apply(ReadBlocks(name, need))
             rank.turn()
 
     def _cancel(self, name: str) -> None:
@@ -370,7 +371,7 @@ class Decode:
         request.cancelled = True
         self.world.counts["cancelled"] += 1
         for rank in self.ranks:
-            rank.pulls.cancel(name)
+            rank.pulls.apply(CancelPull(name))
             rank.turn()
         if not request.blocks:  # it was queueing, and will not be reported
             del self.requests[name]

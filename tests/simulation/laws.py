@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdconn.lifecycle.pull import PullState
-from pdconn.puller.warming import ProbeRead
+from pdconn.puller.warmup import ProbeRead
 from tests.simulation.engines import Decode, DecodeRank, Prefill
 from tests.simulation.world import World
 from transport.inprocess.faults import ReadRequest
@@ -77,12 +77,12 @@ class Laws:
                 self._require(len(rank.reading) == 0, f"law 5: {decode.name} has open reads")
                 alarm = rank.pulls.next_deadline()
                 self._require(alarm is None, f"law 5: {decode.name} has alarms")
-                warming, places = rank.pulls.warming, len(rank.pulls.warming._sites)
-                self._require(warming.num_warm == places, f"law 5: {decode.name} is cold")
-                self._require(warming.num_open == places, f"law 5: {decode.name} has touches")
-                idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.connections)
+                warmup, places = rank.pulls.warmup, len(rank.pulls.warmup._sites)
+                self._require(warmup.num_warm == places, f"law 5: {decode.name} is cold")
+                self._require(warmup.num_open == places, f"law 5: {decode.name} has probe reads")
+                idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.peers)
                 self._require(idle, f"law 5: {decode.name} keeps unused peers")
-                known = {at for peer in rank.pulls.connections for at in peer.ranks.values()}
+                known = {at for peer in rank.pulls.peers for at in peer.ranks.values()}
                 self._subset(rank.transport._peers, known, f"{decode.name} reaches strangers")
         self._require(not self._world.network.in_flight(), "law 5: a read is in flight")
 
@@ -120,7 +120,7 @@ class Laws:
     def _everything_pulled_is_somebodys(self, decode: Decode, rank: DecodeRank) -> None:
         """Law 5: a rank's pulls are requests', its peers and its reads are pulls'."""
         pulls, name = rank.pulls, decode.name
-        entries, peers = set(pulls._entries.values()), list(pulls.connections)
+        entries, peers = set(pulls._entries.values()), list(pulls.peers)
         uses = {(entry.peer, entry.request) for entry in entries}
         used = {peer for peer, _ in uses}
         over = [peer for peer in peers if peer.is_closed or peer.retired]

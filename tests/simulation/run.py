@@ -33,7 +33,7 @@ def simulate(seed: int, requests: int, chances: Chances, warms: bool = False) ->
         world.at(start, lambda number=number: _ask(world, number, prefills, decodes))
     world.run()
     laws.hold_at_the_end()
-    warm = [rank.pulls.warming.num_warm for decode in decodes for rank in decode.ranks]
+    warm = [rank.pulls.warmup.num_warm for decode in decodes for rank in decode.ranks]
     world.counts["warm"] = sum(warm)
     return world.counts
 

@@ -200,9 +200,9 @@ def test_a_cancelled_pull_that_stays_is_noticed_at_once(monkeypatch: pytest.Monk
     def lazy(self: Pulls, request: str) -> None:
         entry = self._entries.get(request)
         if entry is not None:
-            self._do(entry, entry.machine.fail("cancelled", self._clock()))
+            self._perform(entry, entry.machine.fail("cancelled", self._clock()))
 
-    monkeypatch.setattr(Pulls, "cancel", lazy)
+    monkeypatch.setattr(Pulls, "_cancel", lazy)
     breaks("has pulls of no request")
 
 

@@ -35,10 +35,11 @@ from pdconn.lab.table import table
 from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
-from pdconn.puller.warming import WarmUp
-from pdconn.puller.warmup import Place
+from pdconn.puller.warmup import WarmUp
+from pdconn.puller.warmup_state import Place
 from registration.scratch import Scratch
 from transport import HOST
 
@@ -178,8 +179,8 @@ def _warm_up(kind: str, port: int, scratch: Scratch) -> WarmUp:
 def _pull(workload: Workload, puller: Puller, ticket: Ticket) -> float:
     [need] = workload.needs()
     began = time.monotonic()
-    puller.hold(ticket.request_id, f"here/{ticket.request_id}", ticket)
-    puller.pull(ticket.request_id, need)
+    puller.post(ClaimTicket(ticket.request_id, f"here/{ticket.request_id}", ticket))
+    puller.post(ReadBlocks(ticket.request_id, need))
     while not (outcome := puller.collect()).records:
         if outcome.failed or time.monotonic() - began > PATIENCE_S:
             raise RuntimeError(f"not pulled: {outcome.failed}")

@@ -38,6 +38,7 @@ from pdconn.lab.table import table
 from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import Ticket
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
 
@@ -147,8 +148,8 @@ def _pull(
     assert child.stdout.readline().strip() == request
     ticket, [need] = ticket_of(workload, port, request), workload.needs()
     began = time.monotonic()
-    puller.hold(request, f"here/{request}", ticket)
-    puller.pull(request, need)
+    puller.post(ClaimTicket(request, f"here/{request}", ticket))
+    puller.post(ReadBlocks(request, need))
     while not (outcome := puller.collect()).records:
         if outcome.failed or time.monotonic() - began > PATIENCE_S:
             raise RuntimeError(f"not pulled: {outcome.failed}")

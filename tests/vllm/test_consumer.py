@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdconn.protocol.ticket import BlockList, Ticket
+from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 
@@ -34,68 +36,87 @@ def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) ->
     return made
 
 
-def borrowing(recompute: bool = False, prefix_caching: bool = False) -> ConsumerScheduler:
+def consumer(recompute: bool = False, prefix_caching: bool = False) -> ConsumerScheduler:
     return ConsumerScheduler("here", recompute, prefix_caching)
 
 
-def test_a_ticket_is_held_from_its_arrival_and_pulled_with_blocks() -> None:
-    side, asked = borrowing(), request()
+def kinds(commands: list[Command]) -> list[type[Command]]:
+    return [type(command) for command in commands]
+
+
+def test_a_ticket_is_claimed_at_its_arrival_and_read_with_blocks() -> None:
+    side, asked = consumer(), request()
     side.arrived(asked)
-    [(name, pull, ticket)] = side.take_orders().holds
-    assert (name, ticket.request_id) == ("d", "r")
-    assert pull.startswith("here/")
+    [claim] = side.take_commands()
+    assert isinstance(claim, ClaimTicket)
+    assert (claim.request, claim.ticket.request_id) == ("d", "r")
+    assert claim.pull.startswith("here/")
     assert side.matched(asked, 0) == (39, True)
     side.allocated(asked, BLOCKS, 39)
-    [(name, need)] = side.take_orders().pulls
-    assert (name, need.held, need.until) == ("d", 0, 39)
-    assert need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
+    [read] = side.take_commands()
+    assert isinstance(read, ReadBlocks)
+    assert (read.request, read.need.held, read.need.until) == ("d", 0, 39)
+    assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
     side.reported("d")
     assert len(side) == 0
 
 
+def test_commands_reach_a_worker_in_another_process_as_they_were_made() -> None:
+    """vLLM pickles a step's metadata."""
+    side, asked, wrong = consumer(), request(), request("w", remote_port="x")
+    for each in (asked, wrong):
+        side.arrived(each)
+        side.matched(each, 0)
+        side.allocated(each, BLOCKS, 39)
+        side.finished(each)
+    commands = side.take_commands()
+    assert set(kinds(commands)) == {ClaimTicket, ReadBlocks, FailPull, CancelPull}
+    assert pickle.loads(pickle.dumps(commands)) == commands
+
+
 def test_the_last_token_is_never_pulled() -> None:
-    side, asked = borrowing(), request(prompt=PROMPT[:1])
+    side, asked = consumer(), request(prompt=PROMPT[:1])
     side.arrived(asked)
     assert side.matched(asked, 0) == (0, False)
 
 
 def test_a_local_hit_is_not_pulled_again() -> None:
-    side, asked = borrowing(), request()
+    side, asked = consumer(), request()
     side.arrived(asked)
-    side.take_orders()
+    side.take_commands()
     assert side.matched(asked, 32) == (7, True)
     side.allocated(asked, BLOCKS, 7)
-    [(_, need)] = side.take_orders().pulls
-    assert (need.held, need.until) == (32, 39)
+    [read] = side.take_commands()
+    assert isinstance(read, ReadBlocks)
+    assert (read.need.held, read.need.until) == (32, 39)
 
 
 def test_a_full_local_hit_gives_the_claim_up_and_reports_nothing() -> None:
-    side, asked = borrowing(), request()
+    side, asked = consumer(), request()
     side.arrived(asked)
     assert side.matched(asked, 39) == (0, False)
     side.allocated(asked, BLOCKS, 0)
-    orders = side.take_orders()
-    assert orders.cancels == ["d"]
-    assert orders.pulls == orders.doomed == []
+    assert kinds(side.take_commands()) == [ClaimTicket, CancelPull]
     assert len(side) == 0
 
 
-def test_a_request_rejected_at_the_door_gives_its_claim_up() -> None:
-    side, asked = borrowing(), request()
+def test_a_request_rejected_at_its_arrival_gives_its_claim_up() -> None:
+    side, asked = consumer(), request()
     side.arrived(asked)
     side.finished(asked)
-    orders = side.take_orders()
-    assert [hold[0] for hold in orders.holds] == orders.cancels == ["d"]
+    commands = side.take_commands()
+    assert kinds(commands) == [ClaimTicket, CancelPull]
+    assert {command.request for command in commands} == {"d"}
     assert len(side) == 0
 
 
 def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None:
-    side, asked = borrowing(), request()
+    side, asked = consumer(), request()
     side.arrived(asked)
     side.matched(asked, 0)
     side.allocated(asked, BLOCKS, 39)
     side.finished(asked)
-    assert side.take_orders().cancels == ["d"]
+    assert side.take_commands()[-1] == CancelPull("d")
     assert len(side) == 1
     side.reported("d")
     assert len(side) == 0
@@ -103,7 +124,7 @@ def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None
 
 def test_the_engine_is_not_told_to_pull_twice() -> None:
     """A pull that failed is recomputed, not pulled again; so is a preempted request."""
-    side, asked = borrowing(recompute=True), request()
+    side, asked = consumer(recompute=True), request()
     side.arrived(asked)
     side.matched(asked, 0)
     side.allocated(asked, BLOCKS, 39)
@@ -120,42 +141,42 @@ def test_the_engine_is_not_told_to_pull_twice() -> None:
     ],
 )
 def test_a_wrong_ticket_fails_the_request_when_failing_is_the_policy(wrong: Any) -> None:
-    side, asked = borrowing(), request(**wrong)
+    side, asked = consumer(), request(**wrong)
     side.arrived(asked)
     assert side.matched(asked, 0) == (39, True)
     side.allocated(asked, BLOCKS, 39)
-    orders = side.take_orders()
-    assert orders.pulls == []
-    [(name, reason)] = orders.doomed
-    assert name == "d"
-    assert "expected" in reason
+    commands = side.take_commands()
+    assert ReadBlocks not in kinds(commands)
+    [failed] = [command for command in commands if isinstance(command, FailPull)]
+    assert failed.request == "d"
+    assert "expected" in failed.reason
     side.reported("d")
     assert len(side) == 0
 
 
 def test_a_wrong_ticket_is_recomputed_when_that_is_the_policy() -> None:
-    side, asked = borrowing(recompute=True), request(remote_port="x")
+    side, asked = consumer(recompute=True), request(remote_port="x")
     side.arrived(asked)
     assert side.matched(asked, 0) == (0, False)
     side.allocated(asked, BLOCKS, 0)
-    orders = side.take_orders()
-    assert orders.doomed == orders.pulls == orders.cancels == []
+    assert side.take_commands() == []
     assert len(side) == 0
 
 
 def test_another_prompts_ticket_is_refused_and_given_up() -> None:
-    side, asked = borrowing(), request(prompt=[*PROMPT[:-1], 7])
+    side, asked = consumer(), request(prompt=[*PROMPT[:-1], 7])
     side.arrived(asked)
     side.matched(asked, 0)
     side.allocated(asked, BLOCKS, 39)
-    orders = side.take_orders()
-    [(_, reason)] = orders.doomed
-    assert reason.startswith("pdconn.prompt: expected ")
-    assert orders.cancels == ["d"]
+    claim, cancel, failed = side.take_commands()
+    assert isinstance(claim, ClaimTicket)
+    assert cancel == CancelPull("d")
+    assert isinstance(failed, FailPull)
+    assert failed.reason.startswith("pdconn.prompt: expected ")
 
 
 def test_siblings_wait_for_the_first_pull_and_then_hit_it() -> None:
-    side = borrowing(prefix_caching=True)
+    side = consumer(prefix_caching=True)
     first, second = request("0_d"), request("1_d")
     for asked in (first, second):
         side.arrived(asked)
@@ -167,40 +188,40 @@ def test_siblings_wait_for_the_first_pull_and_then_hit_it() -> None:
 
 
 def test_siblings_without_prefix_caching_pull_each_for_itself() -> None:
-    side = borrowing()
+    side = consumer()
     first, second = request("0_d"), request("1_d")
     for asked in (first, second):
         side.arrived(asked)
     for asked in (first, second):
         assert side.matched(asked, 0) == (39, True)
         side.allocated(asked, BLOCKS, 39)
-    orders = side.take_orders()
-    assert len({pull for _, pull, _ in orders.holds}) == len(orders.pulls) == 2
+    commands = side.take_commands()
+    assert len({command.pull for command in commands if isinstance(command, ClaimTicket)}) == 2
+    assert kinds(commands).count(ReadBlocks) == 2
 
 
 def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
-    side, first, late = borrowing(), request("0_d"), request("1_d")
+    side, first, late = consumer(), request("0_d"), request("1_d")
     side.arrived(first)
     side.matched(first, 0)
     side.allocated(first, BLOCKS, 39)
     side.reported("0_d")
-    side.take_orders()
+    side.take_commands()
     side.arrived(late)
     assert side.matched(late, 0) == (0, False)
     side.allocated(late, BLOCKS, 0)
-    orders = side.take_orders()
-    assert orders.holds == orders.cancels == orders.doomed == []
+    assert side.take_commands() == []
 
 
 def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
     """The lease may be consumed before the engine hears that the first pull is over."""
-    side, first, late = borrowing(prefix_caching=True), request("0_d"), request("1_d")
+    side, first, late = consumer(prefix_caching=True), request("0_d"), request("1_d")
     side.arrived(first)
     side.matched(first, 0)
     side.allocated(first, BLOCKS, 39)
-    side.take_orders()
+    side.take_commands()
     side.arrived(late)
-    assert side.take_orders().holds == []
+    assert side.take_commands() == []
     assert side.matched(late, 0) == (None, False)
     side.reported("0_d")
     assert side.matched(late, 32) == (0, False)
@@ -208,18 +229,18 @@ def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -
 
 def test_a_stranger_with_a_used_ticket_is_no_sibling() -> None:
     """It asks the lender, who refuses: a consumed ticket is not silently recomputed."""
-    side, first, other = borrowing(), request("0_d"), request("1_e")
+    side, first, other = consumer(), request("0_d"), request("1_e")
     side.arrived(first)
     side.matched(first, 0)
     side.allocated(first, BLOCKS, 39)
     side.reported("0_d")
-    side.take_orders()
+    side.take_commands()
     side.arrived(other)
-    assert len(side.take_orders().holds) == 1
+    assert kinds(side.take_commands()) == [ClaimTicket]
 
 
 def test_requests_without_a_ticket_are_left_alone() -> None:
-    side, asked = borrowing(), request()
+    side, asked = consumer(), request()
     asked.kv_transfer_params = None
     side.arrived(asked)
     assert side.matched(asked, 0) == (0, False)

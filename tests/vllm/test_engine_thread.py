@@ -25,6 +25,7 @@ from transport.inprocess.network import InProcessNetwork
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.worker import PdWorker
 
 PROMPT = list(range(4, 17))
@@ -57,7 +58,7 @@ class Decode:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._borrowing = ConsumerScheduler("here", recompute=False, prefix_caching=True)
+        self._consumer = ConsumerScheduler("here", recompute=False, prefix_caching=True)
         # A worker takes its puller from its engine's memory; here there is no engine.
         self._worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
         self._worker._puller = pair.puller
@@ -76,15 +77,15 @@ class Decode:
     def step(self, new: list[Any] | None = None) -> None:
         """One step that computes something, in which ``new`` requests arrive."""
         for request in new or ():
-            self._borrowing.arrived(request)
-            count, _ = self._borrowing.matched(request, 0)
-            self._borrowing.allocated(request, ([1, 2, 3, 4],), count or 0)
-        self._worker.obey(self._borrowing.take_orders(), False)
+            self._consumer.arrived(request)
+            count, _ = self._consumer.matched(request, 0)
+            self._consumer.allocated(request, ([1, 2, 3, 4],), count or 0)
+        self._worker.apply(PdMetadata(self._consumer.take_commands()))
         results = self._worker.results()
         self._worker.take_report()
         self._worker.take_stats()
         for request_id in results.finished_recving:
-            self._borrowing.reported(request_id)
+            self._consumer.reported(request_id)
         self.received |= results.finished_recving - results.failed_recving
         self.failed |= results.failed_recving
 
@@ -153,7 +154,7 @@ def arriving_s(count: int, kind: type[ConsumerScheduler] = ConsumerScheduler) ->
             side.arrived(each)
             side.matched(each, 0)
             side.allocated(each, ([1, 2, 3, 4],), len(PROMPT) - 1)
-        side.take_orders()
+        side.take_commands()
         for each in requests:
             side.reported(each.request_id)
         took.append((time.thread_time() - began) / count)
@@ -183,7 +184,7 @@ def test_the_puller_is_woken_once_for_all_that_is_posted_before_it_looks() -> No
     """Each further byte would let go of the interpreter's lock."""
     with Pair() as pair:
         decode = Decode(pair)
-        mailbox: Any = pair.puller._mailbox
+        mailbox: Any = pair.puller._inbox
         written: list[bytes] = []
         poke, mailbox._poke = mailbox._poke, SimpleNamespace(send=written.append)
         mailbox._poked = False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdconn.vllm.config import ConfigError
-from pdconn.vllm.supported import check_served
+from pdconn.vllm.supported import check_supported
 
 
 def config(hisparse: object = None, **parallel: int) -> Any:
@@ -20,18 +20,18 @@ def config(hisparse: object = None, **parallel: int) -> Any:
 
 
 def test_an_engine_without_them_is_served() -> None:
-    check_served(config())
+    check_supported(config())
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
 def test_context_parallelism_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected 1, got 2"):
-        check_served(config(**{name: 2}))
+        check_supported(config(**{name: 2}))
 
 
 def test_a_host_pool_of_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="hisparse_config: expected none"):
-        check_served(config(hisparse=object()))
+        check_supported(config(hisparse=object()))
 
 
 def test_vllm_has_these_settings_under_these_names() -> None:

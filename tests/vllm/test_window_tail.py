@@ -15,6 +15,7 @@ import pytest
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
+from pdconn.puller.commands import ReadBlocks
 from registration.references import AttentionKind
 from tests.fakes.pair import Cache, Pair
 from transport.inprocess.faults import ReadRequest
@@ -42,8 +43,8 @@ def pull(pair: Pair, window: BlockList) -> tuple[str | None, int]:
     """Pull with ``window`` lent by the window group; the outcome, and how many reads there were."""
     reads: list[ReadRequest] = []
     pair.network.script = reads.append
-    pair.hold("d", pair.lend_blocks("r", (FULL, window)))
-    pair.puller.pull("d", NEED)
+    pair.claim("d", pair.lend_blocks("r", (FULL, window)))
+    pair.puller.post(ReadBlocks("d", NEED))
     return pair.outcome_of("d"), len(reads)
 
 

@@ -26,7 +26,7 @@ class Mortal:
             raise BackendFailure("its thread ended")
 
 
-def test_a_lender_that_nobody_can_read_from_stops_its_engine() -> None:
+def test_a_lender_that_cannot_be_read_from_stops_its_engine() -> None:
     worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
     transport = Mortal()
     worker._memory, worker._lends = SimpleNamespace(transport=transport), True

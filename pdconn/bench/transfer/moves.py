@@ -11,8 +11,7 @@ from pdconn.bench.errors import BenchError
 from pdconn.bench.transfer.methods import Method, ReadsByRank
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.jobs import News, Read, ReaderStopped, ReadSettled
-from pdconn.puller.reads import ReaderThread
+from pdconn.puller.reads import JobResult, Read, ReaderStopped, ReaderThread, ReadSettled
 from pdconn.sidechannel.clock import steady
 from transport import PeerId, Settled, Transport
 
@@ -88,7 +87,7 @@ class Mover:
     def __init__(self, transport: Transport, peers: Mapping[int, PeerId]) -> None:
         self._transport = transport
         self._peers = peers
-        self._news: queue.SimpleQueue[News | ReaderStopped] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[JobResult | ReaderStopped] = queue.SimpleQueue()
         self._reader = ReaderThread(transport, self._news.put)
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from pdconn.lender.server import Lender
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import Described, RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.thread import Puller
 from pdconn.vllm.prompt import prompt_digest
@@ -118,7 +119,7 @@ class PullingPartner:
     def hold(self, params: Mapping[str, Any]) -> tuple[str, Need]:
         """Claim what a ticket names; pass the answer to :meth:`pull`."""
         request, ticket = f"r{next(self._numbers)}", parse_ticket(params)
-        self._puller.hold(request, f"partner/{request}", ticket)
+        self._puller.post(ClaimTicket(request, f"partner/{request}", ticket))
         lists = tuple(
             BlockList(lent.first, ours.ids[-len(lent.ids) :])
             for lent, ours in zip(ticket.blocks, self._memory.lists(ticket.num_tokens), strict=True)
@@ -132,7 +133,7 @@ class PullingPartner:
             RuntimeError: it was not.
         """
         request, need = held
-        self._puller.pull(request, need)
+        self._puller.post(ReadBlocks(request, need))
         give_up = time.monotonic() + _PATIENCE_S
         with self._news:
             while request not in self._ended:

@@ -39,7 +39,7 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
 
     pulled = change("pdconn:pulls_total")
     assert pulled >= 150  # the rest were one token long or wholly cached
-    assert change("pdconn:pulls_proven_total") == (pulled if pair.verifies else 0)
+    assert change("pdconn:pulls_verified_total") == (pulled if pair.verifies else 0)
     assert (change("pdconn:saved_by_hits_bytes_total") > 0) == pair.configuration.prefix_caching
     assert change("vllm:nixl_num_failed_transfers_total") == 0
 

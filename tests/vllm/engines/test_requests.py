@@ -259,7 +259,7 @@ def test_one_flipped_byte_is_noticed(pair: PdPair, expected: Expected) -> None:
             assert compare(expected[prompt], right) is None
     counts = verifying.metrics()
     assert counts["pdconn:pulls_corrupted_total"] == len(whole_blocks())
-    assert counts.get("pdconn:pulls_proven_total", 0.0) == 0
+    assert counts.get("pdconn:pulls_verified_total", 0.0) == 0
 
 
 def through(pair: PdPair, prompt: Prompt) -> Any:

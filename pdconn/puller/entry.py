@@ -1,0 +1,138 @@
+"""A request in work at a decode rank: its state, its times, and what it makes of results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdconn.lifecycle.pull import Effect, Pull
+from pdconn.planning.errors import PlanningError
+from pdconn.planning.plan import Moved, Need, Plan
+from pdconn.protocol.messages import Checksum, Reader
+from pdconn.protocol.ticket import Ticket
+from pdconn.puller.peers import Peer
+from pdconn.puller.reads import ReadSettled, Summed
+from pdconn.puller.results import PullRecord
+from pdconn.puller.verification import Verification
+from transport import ReadStats, TransportError
+
+
+@dataclass(slots=True)
+class Measured:
+    """Times and sizes of a pull as they become known; clock readings in seconds."""
+
+    claimed: float
+    asked: float = 0.0
+    granted: float = 0.0
+    plan_s: float = 0.0
+    plan_began: float = 0.0
+    moved: Moved = field(default_factory=Moved)
+    num_descriptors: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def planned(self, moved: Moved, began: float, ended: float) -> None:
+        """The plan was made from ``began`` to ``ended``."""
+        self.moved, self.plan_began, self.plan_s = moved, began, ended - began
+
+    def add(self, stats: ReadStats) -> None:
+        """One of the reads settled."""
+        self.num_descriptors += stats.num_descriptors
+        self.post_s = max(self.post_s, stats.post_s)
+        self.transfer_s = max(self.transfer_s, stats.transfer_s)
+
+    def record(self, request: str, now: float) -> PullRecord:
+        """The pull was received at ``now``."""
+        return PullRecord(
+            request,
+            self.moved,
+            self.num_descriptors,
+            self.granted - self.claimed,
+            self.plan_s,
+            self.plan_s if 0 < self.granted <= self.plan_began else 0.0,
+            self.post_s,
+            self.transfer_s,
+            now - self.asked,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PullEntry:
+    """A request: its machine, its lender, and what is in flight for it.
+
+    Attributes:
+        digest: the ticket's.
+        plan: or why there is none.
+        reading: reads that have not settled.
+        alarm: when the entry is looked at, at the latest.
+    """
+
+    request: str
+    reader: Reader
+    ticket: Ticket
+    digest: bytes
+    machine: Pull
+    peer: Peer
+    measured: Measured
+    need: Need | None = None
+    plan: Plan | str | None = None
+    verification: Verification | None = None
+    reading: int = 0
+    error: str | None = None
+    alarm: float | None = None
+
+    def make_plan(self, clock: Callable[[], float]) -> None:
+        """Plan the reads; what is wrong with them is kept instead."""
+        pairing = self.peer.pairing
+        assert pairing is not None
+        assert self.need is not None
+        began = clock()
+        try:
+            plan = self.plan = pairing.plan(self.need, self.ticket.blocks)
+        except (PlanningError, TransportError) as error:
+            self.plan = f"{type(error).__name__}: {error}"
+        else:
+            self.measured.planned(plan.moved, began, clock())
+
+    def settled(self, result: ReadSettled) -> list[Effect]:
+        """One of the reads is over; the machine hears of the last one."""
+        self.reading -= 1
+        self.measured.add(result.settled.stats)
+        error = result.settled.error
+        if error is not None:
+            self.error = self.error or f"{type(error).__name__}: {error}"
+        return [] if self.reading else self.machine.settled(self.error, result.at)
+
+    def heard_checksum(self, theirs: Checksum, now: float, counts: Counter[str]) -> list[Effect]:
+        """The lender has told a checksum.
+
+        Raises:
+            MessageError: there was no such request, or it was answered before.
+        """
+        if self.verification is None:
+            return []
+        self.verification.heard(theirs.number, theirs.answer)
+        if not self.verification.is_answered:
+            return []
+        return [*self.machine.answered(now), *self._compare(self.verification, now, counts)]
+
+    def summed(self, ours: Summed, now: float, counts: Counter[str]) -> list[Effect]:
+        """Our side's checksums are known, or why there are none."""
+        assert self.verification is not None
+        if ours.error is not None:
+            return self.unverified(f"no checksum of ours: {ours.error}", now, counts)
+        self.verification.ours = ours.answers
+        return self._compare(self.verification, now, counts)
+
+    def unverified(self, why: str, now: float, counts: Counter[str]) -> list[Effect]:
+        """There will be no checksums to compare."""
+        counts["pulls_unverified"] += 1
+        return self.machine.verified(f"unverified: {why}", now)
+
+    def _compare(self, known: Verification, now: float, counts: Counter[str]) -> list[Effect]:
+        if not known.is_complete:
+            return []
+        problem = known.problem()
+        counts["pulls_verified" if problem is None else "pulls_corrupted"] += 1
+        return self.machine.verified(problem, now)
