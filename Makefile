@@ -1,7 +1,8 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
 #   make test     everything, unit to real vLLM (19 minutes on two cores)
-#   make check    format, lint, types, direction of imports
+#   make check    format, lint, types, direction of imports, docs
+#   make docs     build docs/ (.work/site); ARGS=--write writes its generated parts first
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that README.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench multinode gpu clean
+.PHONY: help venv demo test test-fast test-vllm check docs format property chaos fuzz soak bench multinode gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +53,12 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.docs.generate --check
+	$(BIN)/mkdocs build --strict
+
+docs: venv
+	$(BIN)/python -m tests.docs.generate $(or $(ARGS),--check)
+	$(BIN)/mkdocs build --strict
 
 format: venv
 	$(BIN)/ruff check --fix .
