@@ -52,7 +52,7 @@ CONTESTANTS = {
     "in-tree": "vLLM's in-tree NixlConnector",
     "alone": "one engine alone, which computes the prompt",
 }
-"""Who is in the README's table, by the names of its result."""
+"""The rows of the README's table, by the names in its result."""
 
 
 class NoSuchPart(LookupError):

@@ -18,6 +18,7 @@ from tests.docs.pages import every_page, links, prose, spans
 
 _PATH = re.compile(r"(?:pdconn|transport|registration|tests|docker|examples|docs)/[\w./-]*\w")
 _MODULE = re.compile(r"python -m (tests[\w.]*)")
+_METRIC = re.compile(r"\b(?:pdconn:\w+|vllm:nixl_\w+|pdconn_(?:proxy|router)_\w*[^\W_])")
 _LEAST = 6
 """Letters of a message's piece that are worth looking for."""
 
@@ -58,6 +59,17 @@ def test_a_message_that_nothing_says_is_noticed() -> None:
     """Negative control."""
     assert _unsaid("| `pdconn: pull of … failed: …: the dog ate it` | a |\n") == ["the dog ate it"]
     assert _unsaid("| `kv_connector_extra_config: unknown key …` | a | b |\n") == []
+
+
+@pytest.mark.parametrize("page", every_page(), ids=lambda page: page.name)
+def test_metrics_that_are_named_exist(page: Path) -> None:
+    assert sorted(_metrics(page.read_text()) - _exported()) == []
+
+
+def test_a_metric_that_nothing_exports_is_noticed() -> None:
+    """Negative control."""
+    text = "rate(pdconn:pulls_total[5m]), `pdconn:pulls`, pdconn_proxy_requests_sum, `pdconn: pull`"
+    assert _metrics(text) - _exported() == {"pdconn:pulls", "pdconn_proxy_requests_sum"}
 
 
 def test_mkdocs_builds_without_a_warning(tmp_path: Path) -> None:
@@ -112,6 +124,22 @@ def _build(docs: Path, site: Path) -> str:
     told = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
     assert (done.returncode == 0) == (not told), done.stderr
     return "\n".join(told)
+
+
+def _metrics(text: str) -> set[str]:
+    return set(_METRIC.findall(text))
+
+
+def _exported() -> set[str]:
+    """Series of the generated tables, which other tests hold to the code."""
+    rows = re.findall(
+        r"^\| `([\w:]+)` \| (counter|gauge|histogram) ", (DOCS / "metrics.md").read_text(), re.M
+    )
+    series = {name for name, _ in rows}
+    for name, kind in rows:
+        if kind == "histogram":
+            series |= {f"{name}_{suffix}" for suffix in ("bucket", "sum", "count")}
+    return series
 
 
 def _quoted(text: str) -> Iterator[str]:
