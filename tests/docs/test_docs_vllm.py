@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from pdconn.vllm.config import KEYS
 from tests.docs.generate import DOCS, PARTS, stale
 from tests.docs.pages import Command
 from tests.docs.test_generated import as_it_is
@@ -41,3 +45,18 @@ def test_a_command_with_a_fault_is_refused(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises((SystemExit, ValueError, TypeError)):
             make_arg_parser(FlexibleArgumentParser()).parse_args(wrong)
     capsys.readouterr()
+
+
+def test_every_key_of_the_in_tree_connector_has_a_line() -> None:
+    spec = find_spec("vllm.distributed.kv_transfer.kv_connector.v1.nixl")
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or ()
+    source = "".join(path.read_text() for path in Path(folder).glob("*.py"))
+    theirs = set(re.findall(r"get_from_extra_config\(\s*\"(\w+)\"", source))
+    assert {"kv_lease_duration", "backends", "engine_ttl"} <= theirs
+    page = (DOCS / "from-nixlconnector.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", page.partition("## Keys that pdconn does not take")[2]))
+    shared = {key.name for key in KEYS if key.in_tree == "the same key"}
+    assert theirs <= listed | shared
+    assert shared <= theirs
+    assert not listed & {key.name for key in KEYS}

@@ -86,10 +86,6 @@ def test_mkdocs_refuses_a_broken_link(tmp_path: Path) -> None:
     assert "gone.md" in _build(tmp_path / "docs", tmp_path / "site")
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
-
-
 def _is_broken(page: Path, target: str) -> bool:
     if "://" in target:
         return False
