@@ -243,7 +243,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "secret_file", "path", "`PDCONN_SECRET_FILE`, then `PDCONN_SECRET`", _text, "both",
-        "File with the shared secret: 16 bytes or more, not readable by group and others. A secret "
+        "File with the shared secret: 16 bytes or more, not world-readable. A secret "
         "or TLS is required unless the side channel is on loopback. No key takes the secret "
         "itself, since configurations are logged.",
     ),
@@ -254,7 +254,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "tls_key", "path", "none", _text, "both",
-        "Key of `tls_cert`, without passphrase, not readable by group and others.",
+        "Key of `tls_cert`, without passphrase, not world-readable.",
     ),
     Key(
         "tls_ca", "path", "none", _text, "both",
