@@ -114,6 +114,15 @@ def _help(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
     return formatter._expand_help(action) if action.help else ""
 
 
+def example(*words: str) -> str:
+    """A command of ours and what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pdconn.cli.main", *words],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return f"```text\n$ pdconn {' '.join(words)}\n{done.stdout.rstrip()}\n```\n"
+
+
 def engine_metrics() -> str:
     """What an engine adds to vLLM's ``/metrics``."""
     with warnings.catch_warnings():
@@ -233,11 +242,16 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "handover": handover,
     "settings": settings,
     "command-line": command_line,
+    "example-plan": partial(
+        example, "plan", "--model", "gpt-oss-20b", "--prompt", "32768",
+        "--prefill", "tp=4,layout=LBHNC", "--decode", "tp=8",
+    ),
+    "example-score": partial(example, "score", "examples/snapshot.json"),
     "engine-metrics": engine_metrics,
     "router-metrics": router_metrics,
     "state-machines": state_machines,
     "modules": modules,
-}
+}  # fmt: skip
 
 
 def generated(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
