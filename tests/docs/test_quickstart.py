@@ -101,7 +101,7 @@ def test_the_secret_is_made_as_engines_want_it(tmp_path: Path) -> None:
     settings = _settings({"side_channel_host": "10.0.0.1"}, {"PDCONN_SECRET_FILE": path})
     settings.security.require("10.0.0.1")
     Path(path).chmod(0o644)
-    with pytest.raises(ConfigError, match="not everybody may read"):
+    with pytest.raises(ConfigError, match="not world-readable"):
         _settings({}, {"PDCONN_SECRET_FILE": path})
 
 
