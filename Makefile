@@ -8,6 +8,7 @@
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none)
 #   make format, clean
+#   make docs     build docs/ into .work/site, part of check; ARGS=--write makes its generated parts anew
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -56,6 +57,13 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.docs.generate --check
+	$(BIN)/mkdocs build --strict
+
+.PHONY: docs
+docs: venv
+	$(BIN)/python -m tests.docs.generate $(or $(ARGS),--check)
+	$(BIN)/mkdocs build --strict
 
 format: venv
 	$(BIN)/ruff check --fix .

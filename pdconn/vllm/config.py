@@ -1,53 +1,8 @@
 """``kv_connector_extra_config``, read once and strictly.
 
-=========================  =========================================================
-``side_channel_host``      address prefill listens at and tickets name; default
-                           ``VLLM_NIXL_SIDE_CHANNEL_HOST``, then ``localhost``
-``side_channel_port``      its port, plus the data-parallel index; default
-                           ``VLLM_NIXL_SIDE_CHANNEL_PORT``, then 5600
-``kv_lease_duration``      seconds that prefill keeps lent blocks without hearing
-                           from decode; default 30
-``claim_timeout``          seconds that decode waits for each answer of prefill:
-                           greeting, claim, checksums; default 10
-``transport``              ``nixl``, ``ucx`` (UCX without NIXL, host memory only), or
-                           ``auto``: nixl, and ucx where nixl does not load; the same on
-                           both sides; default nixl
-``backends``               NIXL backends; default ``["UCX"]``
-``backend_options``        options per backend, as NIXL takes them; default none
-``huge_pages``             ask for huge pages under host KV memory; default true
-``enforce_handshake_compat``  refuse peers whose model or block content differs by
-                           name; default true
-``description_file``       where to write what this engine's KV looks like, for
-                           ``pdconn diff``; default nowhere
-``secret_file``            file with the secret that all engines share, 16 bytes or more,
-                           not readable by everybody; default the file that
-                           ``PDCONN_SECRET_FILE`` names, or the secret in
-                           ``PDCONN_SECRET``.  No key takes the secret: configs are
-                           logged
-``tls_cert``               PEM file with our certificate, good for server and client;
-                           with ``tls_key`` and ``tls_ca`` it turns on TLS 1.3
-``tls_key``                its key, without passphrase, not readable by everybody
-``tls_ca``                 PEM file with the CA that signs our peers' certificates
-``tls_check_hostname``     a lender's certificate must name the host that tickets
-                           name; default true
-``insecure``               serve and dial addresses other than loopback without secret
-                           or TLS; default false
-``read_timeout``           seconds that decode waits for its own transport to connect,
-                           for the reads of a pull, and for its own checksums;
-                           default 120
-``drain_timeout``          seconds that a failed pull waits for reads still in flight,
-                           before it is reported and its blocks are quarantined until
-                           they end; default 5
-``verify``                 ``off``, ``sample`` (a sixteenth of the blocks) or ``always``:
-                           compare checksums of what was lent with what arrived; set it
-                           on both sides; default off
-``warm_peers``             decode only: side channels of prefill engines, a list of
-                           ``host:port`` as their tickets name them, to greet, connect to
-                           and read a page from before the first request, and again when
-                           they restart; default none
-``debug_faults``           faults on demand on decode, seeded, see
-                           :mod:`pdconn.faults.config`; default none
-=========================  =========================================================
+``KEYS`` at the end is the one table of all keys: what each takes, its default, what it means,
+and the key of vLLM's in-tree NixlConnector that it stands for.  The checks and the table in
+``docs/configuration.md`` are made from it.
 """
 
 from __future__ import annotations
@@ -59,16 +14,16 @@ from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
 from pdconn.lifecycle.lease import MIN_TTL_S
-from pdconn.puller.verification import Verify
-from pdconn.puller.warmup_state import Place, parse_places
+from pdconn.puller.proving import Verify
+from pdconn.puller.warmup import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
 from transport.choose import WANTED, Wanted
-from transport.errors import FieldError, did_you_mean
+from transport.errors import did_you_mean
 from transport.fault_schedule import FaultError
 
 
-class ConfigError(FieldError, ValueError):
-    """A setting that is unknown, has a wrong value, or is not supported."""
+class ConfigError(ValueError):
+    """A key of ``kv_connector_extra_config`` that is unknown or has a wrong value."""
 
 
 Check = Callable[[Any], Any]
@@ -124,22 +79,21 @@ def read_settings(
     )  # fmt: skip
     if settings.side_channel_host in ("0.0.0.0", "::"):
         raise ConfigError(
-            "side_channel_host",
-            "an address that decode engines can reach",
-            repr(settings.side_channel_host),
-            "tickets name it",
+            "side_channel_host: expected an address that decode engines can reach, since "
+            f"tickets name it; got {settings.side_channel_host!r}"
         )
     return settings
 
 
 def _refuse_unknown(extra: Mapping[str, Any]) -> None:
-    known = [*_CHECKS, *_SECURITY_CHECKS, "debug_faults"]
+    known = [key.name for key in KEYS]
     for key in extra:
+        if key == "secret":
+            hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
+            raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
         if key not in known:
             hint = did_you_mean(key, known)
-            if key == "secret":
-                hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
-            raise ConfigError("kv_connector_extra_config", "a known key", repr(key), hint)
+            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
 
 
 def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
@@ -151,7 +105,7 @@ def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str,
         try:
             values[key] = check(extra[key])
         except ValueError as error:
-            raise ConfigError(key, error, repr(extra[key])) from None
+            raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
     return values
 
 
@@ -159,14 +113,14 @@ def _security(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Security:
     try:
         return Security.load(**_checked(extra, _SECURITY_CHECKS), environ=environ)
     except SecurityError as error:
-        raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
+        raise ConfigError(str(error)) from error
 
 
 def _faults(extra: Mapping[str, Any]) -> Faults:
     try:
         return read_faults(extra.get("debug_faults", {}))
     except FaultError as error:
-        raise ConfigError(error.field, error.expected, repr(error.seen), error.hint) from None
+        raise ConfigError(str(error)) from None
 
 
 def _verify(value: Any) -> Verify:
@@ -223,27 +177,125 @@ def _flag(value: Any) -> bool:
     return value
 
 
-_CHECKS: dict[str, Check] = {
-    "side_channel_host": _text,
-    "side_channel_port": _port,
-    "kv_lease_duration": _lease,
-    "claim_timeout": _seconds,
-    "transport": _transport,
-    "backends": _names,
-    "backend_options": _options,
-    "huge_pages": _flag,
-    "enforce_handshake_compat": _flag,
-    "description_file": _text,
-    "read_timeout": _seconds,
-    "drain_timeout": _seconds,
-    "verify": _verify,
-    "warm_peers": parse_places,
-}
-_SECURITY_CHECKS: dict[str, Check] = {
-    "secret_file": _text,
-    "tls_cert": _text,
-    "tls_key": _text,
-    "tls_ca": _text,
-    "tls_check_hostname": _flag,
-    "insecure": _flag,
-}
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of ``kv_connector_extra_config``.
+
+    ``side`` is which engine reads it; ``in_tree`` the counterpart in NixlConnector's own
+    ``kv_connector_extra_config``; ``check`` is None where a reader of its own checks the value.
+    """
+
+    name: str
+    takes: str
+    default: str
+    check: Check | None
+    side: str
+    help: str
+    in_tree: str = ""
+
+
+_SAME = "the same key"
+
+KEYS: tuple[Key, ...] = (
+    Key(
+        "side_channel_host", "text", "`VLLM_NIXL_SIDE_CHANNEL_HOST`, then `localhost`", _text,
+        "prefill", "Address that prefill listens at and that tickets name. Decode must be able to "
+        "reach it, so `0.0.0.0` is refused.", "`VLLM_NIXL_SIDE_CHANNEL_HOST`",
+    ),
+    Key(
+        "side_channel_port", "port", "`VLLM_NIXL_SIDE_CHANNEL_PORT`, then 5600", _port, "prefill",
+        "Port of the side channel. The data-parallel index is added to it.",
+        "`VLLM_NIXL_SIDE_CHANNEL_PORT`",
+    ),
+    Key(
+        "kv_lease_duration", "seconds", "30", _lease, "prefill",
+        "The lease: how long prefill keeps lent blocks without a claim or renewal from decode.",
+        _SAME,
+    ),
+    Key(
+        "claim_timeout", "seconds", "10", _seconds, "decode",
+        "How long decode waits for each answer of prefill: greeting, claim, checksums.",
+    ),
+    Key(
+        "transport", "`nixl`, `ucx`, `auto`", "`nixl`", _transport, "both",
+        "What moves the bytes. `ucx` is UCX without NIXL, for host memory only; `auto` is `nixl` "
+        "where it loads, else `ucx`. Both sides need the same.",
+    ),
+    Key(
+        "backends", "list of text", '`["UCX"]`', _names, "both", "NIXL backends.", _SAME,
+    ),
+    Key(
+        "backend_options", "options per backend", "none", _options, "both",
+        "Parameters of each NIXL backend, as NIXL takes them, for example "
+        '`{"UCX": {"engine_config": "TLS=tcp"}}`.',
+    ),
+    Key(
+        "huge_pages", "true, false", "true", _flag, "both",
+        "Ask the kernel for huge pages under KV memory on the host.",
+    ),
+    Key(
+        "enforce_handshake_compat", "true, false", "true", _flag, "both",
+        "Refuse peers whose model, KV dtype or block content has another name.", _SAME,
+    ),
+    Key(
+        "description_file", "path", "none", _text, "both",
+        "Where to write what this engine's KV looks like, for `pdconn diff`.",
+    ),
+    Key(
+        "secret_file", "path", "`PDCONN_SECRET_FILE`, then `PDCONN_SECRET`", _text, "both",
+        "File with the shared secret: 16 bytes or more, not world-readable. A secret "
+        "or TLS is required unless the side channel is on loopback. No key takes the secret "
+        "itself, since configurations are logged.",
+    ),
+    Key(
+        "tls_cert", "path", "none", _text, "both",
+        "PEM file with our certificate, good for server and client. With `tls_key` and `tls_ca` "
+        "it turns on TLS 1.3.",
+    ),
+    Key(
+        "tls_key", "path", "none", _text, "both",
+        "Key of `tls_cert`, without passphrase, not world-readable.",
+    ),
+    Key(
+        "tls_ca", "path", "none", _text, "both",
+        "PEM file with the CA that signs the peers' certificates.",
+    ),
+    Key(
+        "tls_check_hostname", "true, false", "true", _flag, "decode",
+        "The certificate of prefill must name the host that tickets name.",
+    ),
+    Key(
+        "insecure", "true, false", "false", _flag, "both",
+        "Serve and dial addresses other than loopback without secret and TLS.",
+    ),
+    Key(
+        "read_timeout", "seconds", "120", _seconds, "decode",
+        "How long decode waits for its transport to connect, for the reads of a pull, and for its "
+        "own checksums.",
+    ),
+    Key(
+        "drain_timeout", "seconds", "5", _seconds, "decode",
+        "How long a failed pull waits for reads still in flight. After that it is reported failed "
+        "and its blocks are quarantined until the reads end.",
+    ),
+    Key(
+        "verify", "`off`, `sample`, `always`", "`off`", _verify, "both",
+        "Compare checksums of what was lent with what arrived; `sample` is a sixteenth of the "
+        "blocks. Set it on both sides.",
+    ),
+    Key(
+        "warm_peers", "list of `host:port`", "none", parse_places, "decode",
+        "Side channels of prefill engines, as their tickets name them. Decode greets them, "
+        "connects and reads a page before the first request, and again when they restart.",
+    ),
+    Key(
+        "debug_faults", "faults", "none", None, "decode",
+        "Seeded faults on demand, see `docs/operations.md`.",
+    ),
+)  # fmt: skip
+
+_SECURITY = (
+    "secret_file", "tls_cert", "tls_key", "tls_ca", "tls_check_hostname", "insecure",
+)  # fmt: skip
+_CHECKS = {k.name: k.check for k in KEYS if k.check is not None and k.name not in _SECURITY}
+_SECURITY_CHECKS = {k.name: k.check for k in KEYS if k.check is not None and k.name in _SECURITY}

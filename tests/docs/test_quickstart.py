@@ -1,0 +1,136 @@
+"""Commands of the README and of ``docs/`` are run, as far as a machine without a GPU can.
+
+Every ``bash`` fence counts.  What cannot run here is parsed by the program that would read
+it: ``pdconn proxy`` by argparse, a ``--kv-transfer-config`` by us, and ``vllm serve`` by vLLM
+(``test_docs_vllm``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdconn.cli.main import build_parser, main
+from pdconn.router.config import ProxyConfig
+from pdconn.vllm.config import ConfigError, Settings, read_settings
+from tests.docs.generate import ROOT
+from tests.docs.pages import Command, commands, every_page
+
+COMMANDS = [command for page in every_page() for command in commands(page)]
+OURS = [one for one in COMMANDS if one.words[:1] == ["pdconn"]]
+SERVED = [one for one in COMMANDS if one.words[:2] == ["vllm", "serve"]]
+SHELL = ("(umask", "export", "cd")
+
+#: Cheap enough to be run for real; the others are parsed.
+RUN = ("plan", "score", "--help")
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    begun = {command.words[0] for command in COMMANDS}
+    assert {"make", "pip", "vllm", "pdconn", "curl", "(umask", "export"} <= begun
+    assert len(SERVED) >= 4, "prefill and decode, in README and quickstart"
+    pages = {command.page for command in SERVED}
+    assert pages >= {"README.md", "quickstart.md"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
+    first = command.words[0]
+    if first == "make":
+        assert f"\n{command.words[1]}:" in (ROOT / "Makefile").read_text()
+    elif first == "pip":
+        (extra,) = re.findall(r"\[(\w+)\]", command.text)
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert extra in project["optional-dependencies"]
+    elif first == "curl":
+        if "-d" in command.words:
+            body = json.loads(command.words[command.words.index("-d") + 1])
+            assert {"model", "prompt"} <= body.keys()
+    else:
+        assert command in OURS or command in SERVED or first in SHELL
+
+
+@pytest.mark.parametrize("command", OURS, ids=str)
+def test_our_commands_do_what_they_say(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = command.words[1:]
+    if words[-1] == "--help":
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
+    elif words[0] in RUN:
+        assert main(words) == 0
+        assert capsys.readouterr().out
+    else:
+        args = _parsed(words)
+        if words[0] == "proxy":
+            ProxyConfig.of(args.prefill, args.decode, fleet=args.fleet, port=args.port)
+
+
+def test_our_commands_with_a_fault_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Negative control."""
+    for words in (
+        ["proxy", "--prefetch", "http://a:1"],
+        ["plan", "--model"],
+        ["bench", "transport"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            _parsed(words)
+        assert end.value.code == 2
+    capsys.readouterr()
+
+
+def test_the_secret_is_made_as_engines_want_it(tmp_path: Path) -> None:
+    made = [one for one in COMMANDS if one.page == "quickstart.md" and one.words[0] in SHELL]
+    script = "\n".join(["set -e", *[one.text for one in made], 'echo "$PDCONN_SECRET_FILE"'])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=30
+    )
+    path = done.stdout.strip()
+    assert Path(path) == tmp_path / "pdconn.secret"
+    settings = _settings({"side_channel_host": "10.0.0.1"}, {"PDCONN_SECRET_FILE": path})
+    settings.security.require("10.0.0.1")
+    Path(path).chmod(0o644)
+    with pytest.raises(ConfigError, match="not world-readable"):
+        _settings({}, {"PDCONN_SECRET_FILE": path})
+
+
+@pytest.mark.parametrize("command", SERVED, ids=str)
+def test_a_transfer_configuration_is_one_that_we_take(command: Command) -> None:
+    config = transfer_config(command)
+    assert config["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
+    assert hasattr(import_module(config["kv_connector_module_path"]), "__getattr__")
+    _settings(config.get("kv_connector_extra_config", {}))
+    if config["kv_role"] == "kv_consumer":
+        assert config["kv_load_failure_policy"] == "recompute"
+
+
+def test_a_transfer_configuration_with_a_fault_is_refused() -> None:
+    """Negative control."""
+    wrong = Command("x", SERVED[0].text.replace("side_channel_host", "side_chanel_host"))
+    with pytest.raises(ConfigError, match="did you mean 'side_channel_host'"):
+        _settings(transfer_config(wrong)["kv_connector_extra_config"])
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    return build_parser(configured=words[0]).parse_args(words)
+
+
+def transfer_config(command: Command) -> dict[str, Any]:
+    """The JSON of ``--kv-transfer-config``."""
+    words = command.words
+    return dict(json.loads(words[words.index("--kv-transfer-config") + 1]))
+
+
+def _settings(extra: dict[str, Any], environ: dict[str, str] | None = None) -> Settings:
+    return read_settings(extra, "localhost", 5600, 0, environ or {})
