@@ -167,7 +167,7 @@ async def test_a_snapshot_holds_only_pods_that_hash_as_the_request() -> None:
         await f.pod(two).store(other_prompt(1), block_size=40)
         await f.heard()
         routed = await f.ask([*other_prompt(1), 7])
-        reply = await f.send(f"/debug/route/{routed.request_id}?snapshot=1", method="GET")
+        reply = await f.send(f"/debug/route/{routed.decision.request_id}?snapshot=1", method="GET")
         assert reply.status == 200
         snapshot = read_snapshot(reply.body)
         assert one.url in snapshot.pods

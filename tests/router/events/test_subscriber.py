@@ -67,7 +67,7 @@ class Recorder:
         self.resets.append(why)
         self._changed.set()
 
-    def state(self, source: EventSource, status: Status) -> None:
+    def status_changed(self, source: EventSource, status: Status) -> None:
         self.statuses.append(status)
         self._changed.set()
 
@@ -340,13 +340,13 @@ def test_a_sink_that_fails_is_logged_and_nothing_stays_open(
                 raise RuntimeError("the index is broken")
 
             monkeypatch.setattr(made.sink, "apply", fail)
-            (task,) = (one for one in asyncio.all_tasks() if "kv events" in one.get_name())
+            (task,) = (one for one in asyncio.all_tasks() if "KV events" in one.get_name())
             await made.publisher.store(3)
             await asyncio.wait([task])
             assert made.subscriber.status.state is State.AWAY
 
     run(test())
-    assert "kv events of a rank 0 failed" in caplog.text
+    assert "background task failed task='KV events of a rank 0'" in caplog.text
 
 
 def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:

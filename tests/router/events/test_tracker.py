@@ -205,8 +205,8 @@ class Gullible(Tracker):
 class Unanchored(Tracker):
     """Believes that the engine is the one from before."""
 
-    def _ask(self) -> Effects:
-        super()._ask()
+    def _request_replay(self) -> Effects:
+        super()._request_replay()
         assert self._replay is not None
         self._replay.anchored = True
         return (NeedReplay(self._next),)

@@ -196,7 +196,7 @@ async def test_health_of_an_engine_that_comes_or_goes_meanwhile():
             for _ in range(3):  # the round has begun, and no answer can be here
                 await asyncio.sleep(0)
             engines.update([Member(p.url, P), Member(new.url, D)])
-            assert await asking == {p.url: None, new.url: "not asked yet"}
+            assert await asking == {p.url: None, new.url: "not probed yet"}
             assert await health.probe_all() == {p.url: None, new.url: None}
 
 
@@ -208,7 +208,7 @@ def test_metrics_show_the_engines_of_now():
         labels = {"role": "decode", "engine": engine}
         return metrics.registry.get_sample_value(f"pdconn_router_{family}", labels)
 
-    metrics.asked_in_vain(Role.DECODE, B)
+    metrics.retried(Role.DECODE, B)
     engines.mark_down(B, "refused")
     engines.update(fleet(B, C, draining=(C,)))
     metrics.fleet_changed()
@@ -217,7 +217,7 @@ def test_metrics_show_the_engines_of_now():
     assert [shown("retries_total", x) for x in (B, C)] == [1.0, 0.0]
     engines.update(fleet(C))
     metrics.fleet_changed()
-    metrics.asked_in_vain(Role.DECODE, B)  # by a request that was under way
+    metrics.retried(Role.DECODE, B)  # by a request that was under way
     metrics.engine_up(B, up=False)
     assert B.encode() not in metrics.render()
     assert C.encode() in metrics.render()
@@ -233,7 +233,7 @@ async def test_a_fleet_that_changes_for_ever_leaves_nothing_behind():
             urls = [f"http://d{i}:{port}" for port in (1, 2)]
             engines.update(fleet(*urls))
             for url in urls:
-                metrics.asked_in_vain(Role.DECODE, url)
+                metrics.retried(Role.DECODE, url)
                 health.report_down(url, "refused", "r")
             health.fleet_changed()
             metrics.fleet_changed()

@@ -83,7 +83,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
     ("part", "why"),
     [
         (IMAGE, "more than text: image_url"),
-        ({"image_url": IMAGE["image_url"]}, "more than text: a part of unnamed type"),
+        ({"image_url": IMAGE["image_url"]}, "more than text: a part without a type"),
         ({"type": "input_audio", "input_audio": {}}, "more than text: input_audio"),
         (7, "messages: "),
     ],
