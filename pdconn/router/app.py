@@ -141,15 +141,17 @@ class RouterApp:
 
     async def _read_body(self, http: web.Request) -> bytes:
         """The body; too long a one is refused unread if its length is announced."""
-        too_large = BodyTooLarge("body", f"at most {self._max_body_nbytes} bytes", "more")
         if (http.content_length or 0) > self._max_body_nbytes:
-            raise too_large
+            raise self._too_large()
         try:
             return await http.read()
         except web.HTTPRequestEntityTooLarge as error:
-            raise too_large from error
+            raise self._too_large() from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise BadBody("body", "as many bytes as announced", "fewer") from error
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge("body", f"at most {self._max_body_nbytes} bytes", "more")
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         request_id, headers = _identify(http)

@@ -163,7 +163,7 @@ class DebugPage:
             "why": None if outage is None else outage.why,
             "draining": router.engines.is_draining(name),
             "load": load,
-            "inflight": router.inflight.num_requests(name),
+            "inflight": router.inflight.at(name)[0],
             "trust": router.trust.get(name, 1.0),
             "hit_rate": _sum(tallies, pods, Role).rate,
             "hits": {role.value: _as_json(tally) for role, tally in by_role.items()},

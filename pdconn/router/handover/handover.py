@@ -114,12 +114,12 @@ class Handover:
         failures: list[EngineFailure] = []
         for candidate in self._candidates(Role.PREFILL, decision):
             engine = candidate.engine
-            _enter(request, Stage.PREFILL)
+            headers = _headers(request, candidate)
+            headers["Accept-Encoding"] = "identity"  # the router reads this answer
             uncached = max(0, decision.num_tokens - candidate.hit.tokens)
+            _enter(request, Stage.PREFILL)
             finish = self.router.inflight.start(engine, uncached, candidate.rank)
             try:
-                headers = _headers(request, candidate)
-                headers["Accept-Encoding"] = "identity"  # the router reads this answer
                 answer = await self.client.post(engine, request.body.route.path, body, headers)
                 if answer.status != 200:
                     return answer
@@ -176,15 +176,12 @@ class Handover:
         raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE, failures))
 
     async def _ask_decode(self, request: RoutedRequest, candidate: Candidate) -> EngineAnswer:
+        headers = _headers(request, candidate)
+        body = decode_body(request.body, request.ticket)
         finish = self.router.inflight.start(candidate.engine, 0, candidate.rank)
         try:
-            answer = await self.client.post(
-                candidate.engine,
-                request.body.route.path,
-                decode_body(request.body, request.ticket),
-                _headers(request, candidate),
-                request.delivery,
-            )
+            path = request.body.route.path
+            answer = await self.client.post(candidate.engine, path, body, headers, request.delivery)
         except BaseException:
             finish()
             raise

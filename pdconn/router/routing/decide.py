@@ -72,11 +72,12 @@ class RequestRouter:
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
         query = _query(request, tokenised)
+        prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
         loads = self.loads.fresh(LOAD_FOR_S)
         ranking = self.policy.decide(
             query,
-            [self._candidate(name, lookup, loads) for name in self.engines.live(Role.PREFILL)],
-            [self._candidate(name, lookup, loads) for name in self.engines.live(Role.DECODE)],
+            [self._candidate(name, lookup, loads) for name in prefill],
+            [self._candidate(name, lookup, loads) for name in decode],
         )
         decision = Decision(
             request.request_id,
@@ -135,15 +136,16 @@ class RequestRouter:
     ) -> Candidate:
         ranks = () if lookup is None else lookup.ranks.get(engine, ())
         hit, rank = self._best_rank(engine, ranks)
+        hit = self._trusted(engine, hit)
         load = loads.get(engine) or Load()
         busy = (load.running or 0) + (load.waiting or 0)
-        ours = self.inflight.num_requests(engine)
+        ours, our_tokens = self.inflight.at(engine)
         usage, idle = load.kv_usage or 0.0, max(busy, ours) == 0
         return Candidate(
             engine,
-            self._trusted(engine, hit),
+            hit,
             rank,
-            self.inflight.num_tokens(engine),
+            our_tokens,
             max(busy, ours),
             max(0, busy - ours),
             self.usage.observe(engine, usage, idle=idle, now=time.monotonic()),

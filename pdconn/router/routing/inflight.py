@@ -53,13 +53,9 @@ class InflightTracker:
         """Requests in flight that name a rank of an engine."""
         return self._ranks[engine, rank]
 
-    def num_requests(self, engine: str) -> int:
-        """Requests in flight at an engine."""
-        return self._requests[engine]
-
-    def num_tokens(self, engine: str) -> int:
-        """Prompt tokens that the engine has to compute for them."""
-        return self._tokens[engine]
+    def at(self, engine: str) -> tuple[int, int]:
+        """Requests in flight at an engine, and prompt tokens that it has to compute for them."""
+        return self._requests[engine], self._tokens[engine]
 
     def __len__(self) -> int:
         return self._requests.total()

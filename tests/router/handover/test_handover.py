@@ -121,7 +121,7 @@ async def test_another_policy_chooses_instead_and_sees_the_request():
             asked.append((question.num_tokens, [one.engine for one in decode]))
             return super().decide(question, prefill, decode[::-1])
 
-        def _turn(self, role, candidates):
+        def _rotated(self, role, candidates):
             return tuple(ScoredCandidate(one, 0.0, "last first") for one in candidates)
 
     asked = []

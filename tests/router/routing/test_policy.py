@@ -19,10 +19,10 @@ from pdconn.router.routing.policy import (
     TIE,
     TURN,
     Candidate,
-    Ranking,
     Policy,
     PrefixAware,
     Random,
+    Ranking,
     RoundRobin,
     RouteQuery,
 )

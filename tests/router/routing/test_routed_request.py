@@ -94,8 +94,7 @@ def test_requests_are_in_flight_from_start_to_finish(steps):
             finish()  # a second time does nothing
         for engine in "abc":
             mine = [tokens for (name, tokens), _ in under_way if name == engine]
-            assert inflight.num_requests(engine) == len(mine)
-            assert inflight.num_tokens(engine) == sum(mine)
+            assert inflight.at(engine) == (len(mine), sum(mine))
         assert len(inflight) == len(under_way)
     for _, finish in under_way:
         finish()
