@@ -80,7 +80,7 @@ class Numbered:
     nbytes: int = 0
 
 
-class _Held:
+class _WaitingBatches:
     """Live batches that wait, bounded in number and bytes: the oldest go first."""
 
     def __init__(self, limit: int, most_nbytes: int) -> None:
@@ -196,7 +196,7 @@ class Tracker:
         self._tip: _Tip | None = None  # the last batch applied since the last Reset
         self._last_live: _Tip | None = None  # since the connection was made
         self._replay: _Replay | None = None
-        self._held = _Held(held_limit, held_nbytes)
+        self._held = _WaitingBatches(held_limit, held_nbytes)
 
     @property
     def state(self) -> State:

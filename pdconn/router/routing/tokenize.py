@@ -66,14 +66,14 @@ class _Answer(msgspec.Struct):
     tokens: list[int]
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ListedModels(msgspec.Struct):
+    data: list[_ListedModel]
 
 
 class _Part(msgspec.Struct):
@@ -185,7 +185,7 @@ class Tokeniser:
             self._adapters_until = now + self._timeout_s  # no second request meanwhile
             try:
                 listed = await self._ask("/v1/models", headers)
-                models = msgspec.json.decode(listed, type=_Models)
+                models = msgspec.json.decode(listed, type=_ListedModels)
             except (*_UNREADABLE, CannotTokenise, ConnectFailed, ConnectionLost):
                 return self._adapters
             self._adapters_until = now + MODELS_FOR_S
