@@ -1,4 +1,4 @@
-"""``pdconn proxy``: an OpenAI API over prefill and decode engines."""
+"""``pdconn proxy``: a router with an OpenAI API over prefill and decode engines."""
 
 from __future__ import annotations
 
@@ -20,44 +20,47 @@ from pdconn.router.routing.policy import POLICIES, PrefixAware
 from pdconn.router.server import EngineReady, Running, running_proxy
 
 _EPILOG = """\
-Each request is sent to a prefill engine first, for one token, and then with its
-ticket (kv_transfer_params) to a decode engine, whose answer reaches the client
-byte for byte. An engine that cannot be reached is skipped, and asked again by its
-/health after 1, 2, 4, 8, 15, 15, ... seconds.
+An OpenAI-compatible router for disaggregated serving. It sends each request to a
+prefill engine for one token, then with the ticket of that answer
+(kv_transfer_params) to a decode engine, and passes decode's answer to the client
+byte for byte. If an engine cannot be reached, the router retries on another one and
+probes the failed one's /health after 1, 2, 4, 8, 15, 15, ... seconds.
 
 policies:
-  prefix       where the prompt's prefix is cached, weighed against load: uncached
-               tokens + tokens queued (prefill) or requests in the batch (decode) +
-               pressure on blocks. Prompts that begin alike go to the same engine, all
-               else being equal. Decode that holds a prefix and lacks little of the
-               rest serves the request alone (--alone-below)
+  prefix       the lowest cost in tokens: uncached prompt tokens + tokens queued
+               (prefill) or requests in the batch (decode) + pressure on KV blocks.
+               Prompts that begin alike go to the same engine if costs are equal. A
+               decode engine that holds a prefix and lacks little of the rest serves
+               the request alone (--alone-below)
   round-robin  engines take turns
   random       any engine
 
-What engines cache they tell themselves: start them with
+prefix cache: engines publish KV events if they run with
   --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config
   '{"enable_kv_cache_events": true, "publisher": "zmq",
     "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
-and say where: URL,events=tcp://{host}:5557,replay=tcp://{host}:5657 ({host} is the
-URL's; ranks=N for N data-parallel ranks, whose ports count up). How they hash is
-found out from what they store. Windows count: a hit ends where every KV cache group
-has what it needs. Engines without events are chosen by load.
+Add the endpoints to the URL:
+  URL,events=tcp://{host}:5557,replay=tcp://{host}:5657[,ranks=N]
+{host} stands for the URL's host; with N data-parallel ranks, rank r uses port + r.
+The router detects how engines hash blocks. A hit ends where every KV cache group
+(full attention, sliding windows, states) has the blocks that it needs. Engines
+without events are chosen by load alone.
 
-engines at run time:
-  --fleet FILE       TOML, watched; tables [[engine]] with url, roles = ["prefill",
-                     "decode"] and, where wanted, events, replay, ranks, draining = true
-                     (finishes what it has, gets nothing new)
-  dns+http://NAME:PORT[,events=...]  in place of a URL: every address behind the name
+fleets that change:
+  --fleet FILE       TOML, polled; tables [[engine]] with url, roles = ["prefill",
+                     "decode"], and optionally events, replay, ranks, draining = true
+                     (finishes its requests and gets no new ones)
+  dns+http://NAME:PORT[,events=...]  instead of a URL: every address of the DNS name
 
-Served by decode alone, which computes the prompt itself, and counted by reason:
-several prompts in one body, n > 1, beam search, echo, prompt_logprobs,
-prompt_embeds, truncate_prompt_tokens, a prefix that decode holds.
+Decode serves these requests alone and computes the prompt itself; /metrics counts
+them by reason: several prompts in one body, n > 1, beam search, echo,
+prompt_logprobs, prompt_embeds, truncate_prompt_tokens, a prefix that decode holds.
 
 routes:
   POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
-  GET  /                       a live page: engines, pods, hits, decisions and reasons
+  GET  /                       live page: engines, pods, hits, decisions with reasons
   GET  /debug/state            the same as JSON
-  GET  /debug/route/ID         how the request with this X-Request-Id was routed, and why;
+  GET  /debug/route/ID         the decision for the request with this X-Request-Id;
                                ?snapshot=1: as a file for pdconn score
 
 examples:
@@ -70,8 +73,8 @@ examples:
 
 exit codes:
   0  stopped by SIGTERM or SIGINT, after draining
-  1  --wait ended and a role had no engine that answers, or a second signal came
-  2  bad options, or the address cannot be listened on
+  1  --wait is over and a role has no engine that answers, or a second signal
+  2  bad options, or the address is not available
 """
 
 
@@ -81,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     urls = {"nargs": "+", "action": "extend", "default": [], "metavar": "URL"}
     parser.add_argument("--prefill", help="engines that compute prompts", **urls)  # type: ignore[arg-type]
     parser.add_argument("--decode", help="engines that generate answers", **urls)  # type: ignore[arg-type]
-    parser.add_argument("--fleet", metavar="FILE", help="engines in a file that is watched")
+    parser.add_argument("--fleet", metavar="FILE", help="TOML file of engines, polled for changes")
     _configure_policy(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument(
@@ -91,35 +94,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--wait",
         type=float,
         metavar="SECONDS",
-        help="wait this long for the engines' /health before listening (no wait)",
+        help="before listening, wait up to this long for the engines' /health (no wait)",
     )
     parser.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="on SIGTERM, let requests finish for this long (%(default)g)",
+        help="on SIGTERM, wait up to this long for running requests (%(default)g)",
     )
     parser.add_argument(
         "--connect-timeout",
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="an engine that does not connect by then is down (%(default)g)",
+        help="time-out of connecting to an engine (%(default)g)",
     )
     parser.add_argument(
         "--max-body-mib",
         type=float,
         default=64.0,
         metavar="MIB",
-        help="refuse longer request bodies with 413 (%(default)g)",
+        help="answer longer request bodies with 413 (%(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print events as JSON, one per line")
     parser.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="what to log on stderr (%(default)s)",
+        help="level of the log on stderr (%(default)s)",
     )
 
 
@@ -128,25 +131,25 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default=PrefixAware.name,
         choices=tuple(POLICIES),
-        help="who serves a request (%(default)s)",
+        help="how to choose engines (%(default)s)",
     )
     parser.add_argument(
         "--alone-below",
         type=int,
         default=256,
         metavar="TOKENS",
-        help="decode that holds a prefix and lacks no more than this serves alone (%(default)s)",
+        help="decode that holds a prefix and lacks at most this serves it alone (%(default)s)",
     )
     parser.add_argument(
         "--hash-algorithm",
         choices=tuple(ALGORITHMS),
-        help="the engines' --prefix-caching-hash-algo (found out)",
+        help="the engines' --prefix-caching-hash-algo (detected)",
     )
     parser.add_argument(
         "--hash-block-tokens",
         type=int,
         metavar="TOKENS",
-        help="tokens of one hashed block, beside --hash-algorithm (found out)",
+        help="tokens of one hashed block; with --hash-algorithm (detected)",
     )
     parser.add_argument("--hash-seed", metavar="SEED", help="the engines' PYTHONHASHSEED (unset)")
     parser.add_argument(
@@ -155,7 +158,7 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="a KV cache group that an EAGLE or MTP drafter reads; may be repeated",
+        help="index of a KV cache group that an EAGLE or MTP drafter reads; repeatable",
     )
     parser.add_argument(
         "--weight",
@@ -163,18 +166,18 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MEDIUM=W",
-        help="what a block on a medium is worth in the score (gpu=1 cpu=0.8, others 1)",
+        help="worth of a cached block by its medium (gpu=1 cpu=0.8, others 1)",
     )
 
 
 def _weight(word: str) -> tuple[str, float]:
     medium, found, weight = word.partition("=")
     if not found or not medium:
-        raise argparse.ArgumentTypeError(f"expected MEDIUM=NUMBER, saw {word!r}")
+        raise argparse.ArgumentTypeError(f"expected MEDIUM=NUMBER, got {word!r}")
     try:
         return medium.lower(), float(weight)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected MEDIUM=NUMBER, saw {word!r}") from error
+        raise argparse.ArgumentTypeError(f"expected MEDIUM=NUMBER, got {word!r}") from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,11 +215,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdconn proxy: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 1  # the second signal, in the middle of the drain
+        return 1  # a second signal during the drain
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed (vLLM brings it): half the work per token."""
+    """uvloop's, if installed (vLLM depends on it): half the work per token."""
     if find_spec("uvloop") is None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
@@ -224,19 +227,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Events:
-    """Tells the user what happens, as sentences or as JSON lines, on stdout."""
+    """Progress on stdout, as sentences or as JSON lines."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
 
-    def say(self, sentence: str, event: str, **facts: object) -> None:
+    def emit(self, sentence: str, event: str, **facts: object) -> None:
         line = json.dumps({"event": event, **facts}) if self._as_json else sentence
         print(line, flush=True)
 
     def waiting(self, config: ProxyConfig) -> None:
         engines = list(dict.fromkeys(config.prefill + config.decode))
         engines += [] if config.fleet is None else [config.fleet]
-        self.say(
+        self.emit(
             f"waiting up to {config.wait_s:g} s for {', '.join(engines)}",
             "waiting",
             engines=engines,
@@ -244,7 +247,7 @@ class _Events:
         )
 
     def ready(self, one: EngineReady) -> None:
-        self.say(
+        self.emit(
             f"{one.engine} ready after {one.after_s:.1f} s ({one.num_ready} of {one.num_engines})",
             "engine_ready",
             engine=one.engine,
@@ -253,8 +256,8 @@ class _Events:
 
     def listening(self, proxy: Running) -> None:
         config = proxy.config
-        fleet = "" if config.fleet is None else f"; both as {config.fleet} says"
-        self.say(
+        fleet = "" if config.fleet is None else f"; fleet file {config.fleet}"
+        self.emit(
             f"pdconn proxy on {proxy.url} ({config.policy}): "
             f"prefill by {', '.join(config.prefill) or 'none'}; "
             f"decode by {', '.join(config.decode) or 'none'}{fleet}",
@@ -267,7 +270,7 @@ class _Events:
         )
 
     def draining(self, config: ProxyConfig) -> None:
-        self.say(
+        self.emit(
             f"stopping: requests have {config.drain_timeout_s:g} s to finish",
             "draining",
             drain_timeout_s=config.drain_timeout_s,
@@ -288,12 +291,12 @@ async def _serve(config: ProxyConfig, events: _Events) -> int:
             await stop.wait()
             events.draining(config)
     except asyncio.CancelledError:
-        pass  # stopped before it listened: there is nothing to drain
+        pass  # stopped before listening: there is nothing to drain
     return 0
 
 
 def _on_first_signal(act: Callable[[], object]) -> None:
-    """Act on SIGTERM or SIGINT; the next one does what it does to any program."""
+    """Call ``act`` on the first SIGTERM or SIGINT; the next one has its default effect."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""``pdconn score``: a routing decision from a file, explained."""
+"""``pdconn score``: prefix hits from a snapshot, explained."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from pdconn.router.prefix.snapshot import (
 )
 
 _EPILOG = """\
-For each pod of a snapshot: how much of the request's prefix it could serve, and which
-KV cache group ended that, where. Pods are shown best first; --json keeps the file's order.
+For each pod of a snapshot: how much of the request's prefix it could serve from its
+cache, and which KV cache group ends that, and where. The table shows the best pod
+first; --json keeps the order of the file.
 
   hit_blocks  leading blocks of hash_block_tokens tokens that every group can serve
-  score       those blocks, each weighed by the best medium that holds it
+  score       those blocks, each weighted by the best medium that holds it
   hit_tokens  what the engine would report as cached: it computes the last token of
               a prompt anyway, so this is the longest hit of at most num_tokens - 1
   cut_by      the group that ends the hit, and the block that it lacks; null for none
@@ -34,11 +35,11 @@ snapshot, version 1:
                  {"group": 1, "medium": "gpu", "hashes": [2, 3]}]}},
    "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
 
-  kind is vLLM's kv_cache_spec_kind. A group that is missing in "groups" is not learned
-  yet: group 0 then counts as full attention, others do not count. "group": null is an
-  entry of an engine that speaks of no groups, and counts as full attention. A block of
-  several hash blocks is listed by the hash of its last one. "eagle": true in a group: a
-  hit needs one block more than it takes. A running router gives such a snapshot at
+  kind is vLLM's kv_cache_spec_kind. Of the groups that "groups" does not describe,
+  group 0 counts as full attention and others do not count. "group": null is for engines
+  that do not name groups, and counts as full attention. A block of several hash blocks
+  is listed by the hash of its last one. "eagle": true in a group: a hit needs one block
+  more than it counts. A running router serves such a snapshot at
   /debug/route/REQUEST-ID?snapshot=1.
 
 examples:
@@ -48,7 +49,7 @@ examples:
 
 exit codes:
   0  scored
-  2  the file cannot be read, or is no snapshot
+  2  the file cannot be read, or is not a snapshot
 """
 
 
@@ -85,7 +86,7 @@ def _table(scored: dict[str, Explained]) -> str:
 
 
 def _printable(name: str) -> str:
-    """A name that neither colours a terminal nor begins a line."""
+    """A name without terminal escapes and line breaks."""
     return name if name.isprintable() else ascii(name)
 
 

@@ -186,7 +186,7 @@ def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
     samples = Client(decode.url).metrics()
     counted = {name: samples.get(sample, 0.0) for name, sample in _COUNTED.items()}
     proxied = Client(proxy_url).metrics()
-    counted["handover_s"] = proxied.get("pdconn_proxy_decode_first_byte_seconds_sum", 0.0)
+    counted["handover_s"] = proxied.get("pdconn_router_decode_first_byte_seconds_sum", 0.0)
     return counted
 
 

@@ -1,4 +1,4 @@
-"""The HTTP side of the proxy: routes, refusals and how each request ended."""
+"""HTTP routes of the router, its refusals, and how each request ended."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.router.debug_page import DebugPage
-from pdconn.router.errors import BadBody, BodyTooLarge, Miss, NoEngineLeft, NoSuchRoute, Refusal
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer
+from pdconn.router.errors import (
+    BadBody,
+    BodyTooLarge,
+    EngineFailure,
+    NoEngineLeft,
+    NotFound,
+    Refusal,
+)
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.stream import REQUEST_ID_HEADER, Ending, relay
-from pdconn.router.metrics import Outcome
+from pdconn.router.handover.stream import REQUEST_ID_HEADER, StreamEnd, relay
+from pdconn.router.metrics import RequestEnd
 from pdconn.router.openai.headers import keep_end_to_end
-from pdconn.router.openai.requests import Exchange, Route, parse_request
+from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.routing.policy import Role
+from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +49,21 @@ _SERVED = (
     "/debug/route/ID",
 )
 _PAGE = Path(__file__).with_name("page.html")
-#: What clients sent is in our answers: no browser is to guess that they are something else.
-_AS_SAID = {"X-Content-Type-Options": "nosniff"}
+#: Answers contain what clients sent: browsers must not guess another content type.
+_NOSNIFF = {"X-Content-Type-Options": "nosniff"}
 
-_ENDINGS = {Ending.ENGINE_DIED: Outcome.BROKEN_STREAM, Ending.CLIENT_LEFT: Outcome.CLIENT_LEFT}
+_ENDS = {
+    StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
+    StreamEnd.CLIENT_LEFT: RequestEnd.CLIENT_LEFT,
+}
 
 
 class RouterApp:
-    """Answers clients; everything it needs is given to it."""
+    """Answers clients."""
 
-    def __init__(self, handover: Handover, board: DebugPage, max_body_nbytes: int) -> None:
+    def __init__(self, handover: Handover, debug_page: DebugPage, max_body_nbytes: int) -> None:
         self._handover = handover
-        self._board = board
+        self._debug_page = debug_page
         self._engines = handover.engines
         self._health = handover.health
         self._metrics = handover.metrics
@@ -78,7 +89,7 @@ class RouterApp:
         return app
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until no generating request is left, or time is up."""
+        """Wait up to ``timeout_s`` until no generating request is left."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -86,20 +97,20 @@ class RouterApp:
 
     def _generating(self, route: Route) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
-            outcome = Outcome.REFUSED
+            end = RequestEnd.REFUSED
             self._count_inflight(1)
             try:
-                response, outcome = await self._generate(route, http)
+                response, end = await self._generate(route, http)
             except NoEngineLeft as refusal:
-                outcome = Outcome.NO_ENGINE
-                log.warning("%s path=%s", refusal, route.path)
+                end = RequestEnd.NO_ENGINE
+                log.warning("pdconn: %s path=%s", refusal, route.path)
                 raise
             except asyncio.CancelledError:
-                outcome = Outcome.CUT_OFF if self._draining else Outcome.CLIENT_LEFT
+                end = RequestEnd.CUT_OFF if self._draining else RequestEnd.CLIENT_LEFT
                 raise
             finally:
                 self._count_inflight(-1)
-                self._metrics.request_ended(route, outcome)
+                self._metrics.request_ended(route, end)
             return response
 
         return handle
@@ -114,48 +125,48 @@ class RouterApp:
 
     async def _generate(
         self, route: Route, http: web.Request
-    ) -> tuple[web.StreamResponse, Outcome]:
-        request = parse_request(route, await self._read_body(http))
-        exchange = Exchange(request, *_identify(http))
-        answer = await self._handover.answer(exchange)
-        return await self._pass_on(http, answer, exchange)
-
-    async def _pass_on(
-        self, http: web.Request, answer: EngineAnswer, exchange: Exchange
-    ) -> tuple[web.StreamResponse, Outcome]:
-        response, ending = await relay(http, answer, exchange.request_id)
-        if ending is Ending.ENGINE_DIED:
-            why = "died in the middle of an answer"
-            self._health.report_down(answer.engine, why, exchange.request_id)
-            log.error("stream broken engine=%s request=%s", answer.engine, exchange.request_id)
-        ok = Outcome.OK if answer.status < 400 else Outcome.ENGINE_ERROR
-        return response, _ENDINGS.get(ending, ok)
+    ) -> tuple[web.StreamResponse, RequestEnd]:
+        body = parse_body(route, await self._read_body(http))
+        request = RoutedRequest(*_identify(http), body)
+        answer = await self._handover.answer(request)
+        response, end = await relay(http, answer, request.request_id)
+        if end is StreamEnd.ENGINE_FAILED:
+            why = "failed in the middle of an answer"
+            self._health.report_down(answer.engine, why, request.request_id)
+            log.error(
+                "pdconn: stream broken engine=%s request=%s", answer.engine, request.request_id
+            )
+        ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
+        return response, _ENDS.get(end, ok)
 
     async def _read_body(self, http: web.Request) -> bytes:
-        """The body, refused before it is read where its length is announced."""
+        """The body; too long a one is refused unread if its length is announced."""
         if (http.content_length or 0) > self._max_body_nbytes:
-            raise BodyTooLarge(self._max_body_nbytes)
+            raise self._too_large()
         try:
             return await http.read()
         except web.HTTPRequestEntityTooLarge as error:
-            raise BodyTooLarge(self._max_body_nbytes) from error
+            raise self._too_large() from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise BadBody("body", "as many bytes as announced", "fewer") from error
 
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge("body", f"at most {self._max_body_nbytes} bytes", "more")
+
     async def _models(self, http: web.Request) -> web.StreamResponse:
         request_id, headers = _identify(http)
-        misses: list[Miss] = []
+        failures: list[EngineFailure] = []
         for engine in self._engines.live(Role.DECODE):
             try:
-                answer = await self._handover.upstream.get(engine, "/v1/models", headers)
+                answer = await self._handover.client.get(engine, "/v1/models", headers)
             except (ConnectFailed, ConnectionLost) as error:
-                self._metrics.asked_in_vain(Role.DECODE, engine)
+                self._metrics.retried(Role.DECODE, engine)
                 self._health.report_down(engine, str(error), request_id)
-                misses.append(Miss(engine, str(error)))
+                failures.append(EngineFailure(engine, str(error)))
                 continue
             response, _ = await relay(http, answer, request_id)
             return response
-        raise NoEngineLeft(Role.DECODE.value, self._engines.misses(Role.DECODE, misses))
+        raise NoEngineLeft(Role.DECODE.value, self._engines.failures(Role.DECODE, failures))
 
     async def _report_health(self, http: web.Request) -> web.StreamResponse:
         del http
@@ -169,13 +180,13 @@ class RouterApp:
 
     async def _state(self, http: web.Request) -> web.StreamResponse:
         del http
-        return _json(self._board.state())
+        return _json(self._debug_page.state())
 
     async def _route(self, http: web.Request) -> web.StreamResponse:
         request_id = http.match_info["request_id"]
         if http.query.get("snapshot"):
-            return _json(self._board.snapshot(request_id))
-        return _json(self._board.route(request_id))
+            return _json(self._debug_page.snapshot(request_id))
+        return _json(self._debug_page.route(request_id))
 
     async def _report_metrics(self, http: web.Request) -> web.StreamResponse:
         del http
@@ -186,10 +197,10 @@ class RouterApp:
 
 
 def _page_headers(page: bytes) -> dict[str, str]:
-    """Nothing runs on the page but its own script and style, and it asks nobody but us.
+    """A policy that allows the page's own script and style, and requests to this router.
 
-    It shows what clients sent.  Should that ever get into it as a script, a browser would not
-    find its digest here.
+    The page shows what clients sent.  If that ever got into it as a script, its digest would
+    not be in the policy.
     """
     digests = {}
     for tag in ("script", "style"):
@@ -205,33 +216,34 @@ def _page_headers(page: bytes) -> dict[str, str]:
         "Content-Type": "text/html; charset=utf-8",
         "Content-Security-Policy": policy,
         "Cache-Control": "no-cache",
-        **_AS_SAID,
+        **_NOSNIFF,
     }
 
 
 def _json(body: bytes) -> web.Response:
-    return web.json_response(body=body, headers={"Cache-Control": "no-store", **_AS_SAID})
+    return web.json_response(body=body, headers={"Cache-Control": "no-store", **_NOSNIFF})
 
 
 def _identify(http: web.Request) -> tuple[str, CIMultiDict[str]]:
-    """A request's id, the client's if it brought one, and the headers to send."""
+    """The request's id, the client's if it sent one, and the headers for engines."""
     headers = keep_end_to_end(http.headers)
     request_id = headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
     headers[REQUEST_ID_HEADER] = request_id
-    # We have read the body as JSON, and vLLM refuses it under any other name.
+    # The body was read as JSON, and vLLM refuses JSON under any other content type.
     headers["Content-Type"] = "application/json"
     return request_id, headers
 
 
 @web.middleware
 async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors of the proxy's own, in the shape that OpenAI clients read."""
+    """The router's own errors, in the shape that OpenAI clients read."""
     try:
         return await handler(request)
     except Refusal as refusal:
         return _refuse(refusal)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-        return _refuse(NoSuchRoute(request.method, request.path, _SERVED))
+        seen = f"{request.method} {request.path}"
+        return _refuse(NotFound("path", f"one of {', '.join(_SERVED)}", seen))
 
 
 def _refuse(refusal: Refusal) -> web.Response:

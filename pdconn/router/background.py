@@ -1,8 +1,8 @@
-"""Work that outlives the request that started it, in one place that drains.
+"""Tasks that outlive the request that started them.
 
-``asyncio`` forgets a task that nobody holds, and reports its error when it is
-collected, if ever.  Here a task is held until it ends, its error is logged when
-it happens, and closing leaves none behind.
+``asyncio`` keeps only weak references to tasks, and reports an error when the task is
+collected, if ever.  ``Background`` holds a task until it ends, logs its error when it happens,
+and leaves none running when it is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Background:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> bool:
-        """Run work; False, and nothing runs, when there is too much already."""
+        """Start ``work``; False, and nothing starts, when ``limit`` tasks are running."""
         if len(self._tasks) >= self._limit:
             work.close()
             return False
@@ -38,12 +38,12 @@ class Background:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("background task %s failed", task.get_name(), exc_info=error)
+            log.error("pdconn: background task failed task=%r", task.get_name(), exc_info=error)
 
     async def close(self, grace_s: float) -> None:
-        """Let tasks end by themselves for a while, then cancel what is left.
+        """Wait up to ``grace_s`` for running tasks, then cancel the rest.
 
-        What is spawned from here on does not run.
+        Work that is spawned afterwards does not run.
         """
         if self._tasks and grace_s > 0:
             await asyncio.wait(self._tasks, timeout=grace_s)

@@ -1,4 +1,4 @@
-"""The proxy's settings, checked once."""
+"""The router's settings, checked once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """How a proxy runs.
+    """How a router runs: the options of ``pdconn proxy``.
 
-    ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs, with
-    where their events are, or DNS names; an engine may be in both, and in the file
-    ``fleet``.  Port 0 takes any free port.
+    ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs with the
+    endpoints of their KV events, or DNS names.  An engine may be in both, and in the file
+    ``fleet`` too.  Port 0 takes any free port.
 
     Raises:
-        BadSetting: a value makes no sense; names its command-line option.
+        BadSetting: a value makes no sense; ``field`` is its command-line option.
     """
 
     prefill: tuple[str, ...] = ()
@@ -71,16 +71,16 @@ class ProxyConfig:
 
     @property
     def max_body_nbytes(self) -> int:
-        """The longest body that is read."""
+        """The longest request body that is read."""
         return int(self.max_body_mib * (1 << 20))
 
     @classmethod
     def of(cls, prefill: Sequence[str], decode: Sequence[str], **settings: object) -> Self:
-        """From words as people write them."""
+        """From the words of a command line."""
         return cls(prefill=tuple(prefill), decode=tuple(decode), **settings)  # type: ignore[arg-type]
 
     def sources(self) -> tuple[FleetSource, ...]:
-        """Who tells which engines there are.
+        """The sources of the fleet.
 
         Raises:
             BadSetting: a word makes no sense, or names an engine twice in one role.
@@ -101,10 +101,10 @@ class ProxyConfig:
         return tuple(sources)
 
     def scheme(self) -> HashScheme | None:
-        """How every engine hashes, or None to find out.
+        """How every engine hashes its blocks; None to detect it from KV events.
 
         Raises:
-            BadSetting: one of the two that it takes is missing, or makes no sense.
+            BadSetting: one of its two options is missing, or makes no sense.
         """
         if self.hash_algorithm is None and self.hash_block_tokens is None:
             return None
@@ -119,7 +119,7 @@ class ProxyConfig:
             raise BadSetting(option, error.expected, error.seen) from error
 
     def make_policy(self) -> Policy:
-        """The policy, new."""
+        """A new policy."""
         if self.policy == PrefixAware.name:
             return PrefixAware(self.alone_below)
         return POLICIES[self.policy]()

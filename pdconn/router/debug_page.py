@@ -1,9 +1,8 @@
-"""What the router shows of itself: its state, and how one request was routed.  JSON.
+"""The router's debug pages: its state, and how one request was routed.  JSON.
 
-``/debug/state`` is what the page at ``/`` draws.  ``/debug/route/ID`` tells of one request
-what was decided and why, and beside it what would be found now; with ``?snapshot=1`` it is
-a snapshot for ``pdconn score``.  Neither holds a word of any prompt, nor the seed of anybody's
-hashes.
+The page at ``/`` draws ``/debug/state``.  ``/debug/route/ID`` shows the decision for one
+request, its reasons, and the hits that a lookup would find now; with ``?snapshot=1`` it is a
+snapshot for ``pdconn score``.  Neither contains text of a prompt, or the seed of block hashes.
 """
 
 from __future__ import annotations
@@ -15,46 +14,23 @@ from itertools import islice, product
 
 import msgspec
 
-from pdconn.router.errors import Refusal
+from pdconn.router.errors import NoPrompt, NotFound
 from pdconn.router.events.subscriber import Status
-from pdconn.router.fleet.loads import Load
+from pdconn.router.fleet.metrics import Load
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
-from pdconn.router.routing.decision_log import RouteRecord
 from pdconn.router.routing.policy import Role, ScoredCandidate
+from pdconn.router.routing.routed_request import Decision, Logged
 
 SHOWN = 50
-"""Recent decisions on the page."""
-
-
-class NoSuchDecision(Refusal):
-    """No request of this id is remembered."""
-
-    status = 404
-    kind = "NotFoundError"
-
-    def __init__(self, request_id: str, num_remembered: int) -> None:
-        expected = f"the X-Request-Id of one of the last {num_remembered} requests"
-        super().__init__(f"request id: expected {expected}, saw {request_id[:200]!r}")
-        self.param = "request id"
-
-
-class NoPrompt(Refusal):
-    """The request was routed without its prompt's hashes."""
-
-    status = 409
-    kind = "ConflictError"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"snapshot: expected a prompt that was looked for, saw none: {why}")
-        self.param = "snapshot"
+"""Decisions on the page."""
 
 
 @dataclass(slots=True)
 class RequestTally:
-    """Prompts that were sent to one place, and how much of them it was predicted to hold."""
+    """Prompts that one pod served, and the predicted hits among their tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -73,79 +49,81 @@ class RequestTally:
 
 
 Tallies = Mapping[tuple[str, Role], RequestTally]
-"""By pod, and by what it was asked to do."""
+"""By pod and role."""
 
 
 @dataclass(frozen=True, slots=True)
 class DebugPage:
     """Shows a router's state."""
 
-    steering: RequestRouter
+    router: RequestRouter
     statuses: Callable[[], Mapping[str, Status]]
 
     def state(self) -> bytes:
         """Engines, pods and the last decisions, as JSON."""
-        steering = self.steering
-        loads = steering.loads.fresh(LOAD_FOR_S)
+        router = self.router
+        loads = router.loads.fresh(LOAD_FOR_S)
         tallies, statuses = self._tallies(), self.statuses()
         page = {
-            "policy": steering.policy.name,
-            "hashes": steering.caches.index.num_hashes,
-            "remembered": len(steering.decisions),
+            "policy": router.policy.name,
+            "hashes": router.caches.index.num_hashes,
+            "remembered": len(router.decisions),
             "engines": [
-                self._engine(name, loads.get(name), tallies) for name in steering.engines.names
+                self._engine(name, loads.get(name), tallies) for name in router.engines.names
             ],
-            "pods": [
-                self._pod(name, statuses.get(name), tallies) for name in steering.caches.feeds
-            ],
-            "decisions": [_brief(one) for one in islice(steering.decisions.newest(), SHOWN)],
+            "pods": [self._pod(name, statuses.get(name), tallies) for name in router.caches.feeds],
+            "decisions": [_brief(one) for one in islice(router.decisions.newest(), SHOWN)],
         }
         return msgspec.json.encode(page)
 
     def route(self, request_id: str) -> bytes:
-        """One request: what was decided, and what would be found now.
+        """One request: its decision, and the hits that a lookup would find now.
 
         Raises:
-            NoSuchDecision: it is not remembered.
+            NotFound: it is not kept.
         """
-        course = self._course(request_id)
+        logged = self._logged(request_id)
+        decision, _ = logged
         return msgspec.json.encode(
             {
-                **_brief(course),
-                "prefill_order": [_weighed(one) for one in course.decision.prefill],
-                "decode_order": [_weighed(one) for one in course.decision.decode],
-                "then": {} if course.looked is None else dict(course.looked.pods),
-                "now": self._now(course),
+                **_brief(logged),
+                "prefill_order": [_scored(one) for one in decision.ranking.prefill],
+                "decode_order": [_scored(one) for one in decision.ranking.decode],
+                "then": {} if decision.lookup is None else dict(decision.lookup.pods),
+                "now": self._now(decision),
             }
         )
 
     def snapshot(self, request_id: str) -> bytes:
         """What pods hold of a request's prompt now, as ``pdconn score`` reads it.
 
-        Where engines hash in several ways, those that do as the first one told.
+        Where engines hash in several ways, only pods that hash as the first known one.
 
         Raises:
-            NoSuchDecision: it is not remembered.
-            NoPrompt: its prompt was not looked for.
+            NotFound: the request is not kept.
+            NoPrompt: its prompt was not looked up.
         """
-        course = self._course(request_id)
-        if course.looked is None or not course.looked.prompts:
-            raise NoPrompt(course.unknown or "no engine has told how it hashes")
-        caches = self.steering.caches
-        scheme, prompt = next(iter(course.looked.prompts.items()))
+        decision, _ = self._logged(request_id)
+        lookup = decision.lookup
+        if lookup is None or not lookup.prompts:
+            why = decision.unknown or "how the engines hash is not known yet"
+            raise NoPrompt("snapshot", "a request whose prefix was looked up", why)
+        caches = self.router.caches
+        scheme, prompt = next(iter(lookup.prompts.items()))
         pods = caches.pods_by(scheme)
         return msgspec.json.encode(take_snapshot(caches.index, prompt, caches.weights, pods))
 
-    def _course(self, request_id: str) -> RouteRecord:
-        course = self.steering.decisions.get(request_id)
-        if course is None:
-            raise NoSuchDecision(request_id, len(self.steering.decisions))
-        return course
+    def _logged(self, request_id: str) -> Logged:
+        logged = self.router.decisions.get(request_id)
+        if logged is None:
+            expected = f"the X-Request-Id of one of the last {len(self.router.decisions)} requests"
+            raise NotFound("request id", expected, repr(request_id[:200]))
+        return logged
 
-    def _now(self, course: RouteRecord) -> dict[str, Explained]:
-        caches = self.steering.caches
+    def _now(self, decision: Decision) -> dict[str, Explained]:
+        caches = self.router.caches
         found: dict[str, Explained] = {}
-        for scheme, prompt in {} if course.looked is None else course.looked.prompts.items():
+        for scheme, prompt in {} if decision.lookup is None else decision.lookup.prompts.items():
             hits = Scorer(caches.index, caches.weights).score(prompt)
             for name, feed in caches.feeds.items():
                 if feed.scheme == scheme and name in hits:
@@ -153,48 +131,48 @@ class DebugPage:
         return found
 
     def _tallies(self) -> Tallies:
-        """What the remembered requests found, by who served them.
+        """Predicted hits of the kept requests, by the pod that served them.
 
-        Requests of which nobody knows what an engine held of them are left out, and so are
-        those from before it came, or came back.
+        Left out: requests without a lookup of the engine, and those from before the engine
+        joined (or joined again).
         """
         tallies: defaultdict[tuple[str, Role], RequestTally] = defaultdict(RequestTally)
-        feeds, since = self.steering.caches.feeds, self.steering.since
+        feeds, since = self.router.caches.feeds, self.router.since
         pods = {(feed.source.engine, feed.source.rank): name for name, feed in feeds.items()}
-        for course in self.steering.decisions.newest():
-            served = ((Role.PREFILL, course.prefill), (Role.DECODE, course.decode))
+        for decision, outcome in self.router.decisions.newest():
+            served = ((Role.PREFILL, outcome.prefill), (Role.DECODE, outcome.decode))
             for role, engine in served:
-                if engine is None or course.looked is None or course.at < since.get(engine, 0.0):
+                if engine is None or decision.at < since.get(engine, 0.0):
                     continue
-                best = course.looked.best(engine)
+                best = None if decision.lookup is None else decision.lookup.best(engine)
                 pod = None if best is None else pods.get((engine, best.rank))
                 if best is not None and pod is not None:
-                    tallies[pod, role].add(1, course.num_tokens, best.hit.tokens)
+                    tallies[pod, role].add(1, decision.num_tokens, best.hit.tokens)
         return tallies
 
     def _engine(self, name: str, load: Load | None, tallies: Tallies) -> dict[str, object]:
-        steering = self.steering
-        outage = steering.engines.outage(name)
-        feeds = steering.caches.feeds
+        router = self.router
+        outage = router.engines.outage(name)
+        feeds = router.caches.feeds
         pods = {pod for pod, feed in feeds.items() if feed.source.engine == name}
-        by_role = {role: _sum(tallies, pods, (role,)) for role in steering.engines.roles(name)}
+        by_role = {role: _sum(tallies, pods, (role,)) for role in router.engines.roles(name)}
         return {
             "engine": name,
-            "roles": [role.value for role in steering.engines.roles(name)],
+            "roles": [role.value for role in router.engines.roles(name)],
             "up": outage is None,
             "why": None if outage is None else outage.why,
-            "draining": steering.engines.is_draining(name),
+            "draining": router.engines.is_draining(name),
             "load": load,
-            "ours": steering.flights.num_requests(name),
-            "trust": steering.trust.get(name, 1.0),
+            "inflight": router.inflight.at(name)[0],
+            "trust": router.trust.get(name, 1.0),
             "hit_rate": _sum(tallies, pods, Role).rate,
-            "hits": {role.value: _tallied(tally) for role, tally in by_role.items()},
+            "hits": {role.value: _as_json(tally) for role, tally in by_role.items()},
             "own_hit_rate": None if load is None else _share(load.prefix_hits, load.prefix_queries),
         }
 
     def _pod(self, name: str, status: Status | None, tallies: Tallies) -> dict[str, object]:
-        feed = self.steering.caches.feeds[name]
-        pod = self.steering.caches.index.pods.get(name)
+        feed = self.router.caches.feeds[name]
+        pod = self.router.caches.index.pods.get(name)
         groups = {} if pod is None else pod.groups
         return {
             "pod": name,
@@ -209,25 +187,27 @@ class DebugPage:
         }
 
 
-def _brief(course: RouteRecord) -> dict[str, object]:
+def _brief(logged: Logged) -> dict[str, object]:
+    decision, outcome = logged
     return {
-        "request_id": _printable(course.request_id),
-        "at": course.at,
-        "policy": course.policy,
-        "num_tokens": course.num_tokens,
-        "unknown": course.unknown,
-        "alone": course.decision.alone,
-        "why": course.decision.why,
-        "took_ms": round(course.took_s * 1000, 3),
-        "prefill": course.prefill,
-        "decode": course.decode,
-        "prefill_hit_tokens": _hit_tokens(course, course.prefill),
-        "decode_hit_tokens": _hit_tokens(course, course.decode),
-        "prefill_why": _why(course.decision.prefill, course.prefill),
-        "decode_why": _why(course.decision.decode, course.decode),
-        "cached_tokens": course.cached_tokens,
-        "ticket_ms": _in_ms(course.ticket_s),
-        "first_byte_ms": _in_ms(course.first_byte_s),
+        "request_id": _printable(decision.request_id),
+        "at": decision.at,
+        "policy": decision.policy,
+        "num_tokens": decision.num_tokens,
+        "unknown": decision.unknown,
+        "alone": decision.ranking.alone,
+        "why": decision.ranking.why,
+        "took_ms": round(decision.took_s * 1000, 3),
+        "status": outcome.status,
+        "prefill": outcome.prefill,
+        "decode": outcome.decode,
+        "prefill_hit_tokens": _hit_tokens(decision, outcome.prefill),
+        "decode_hit_tokens": _hit_tokens(decision, outcome.decode),
+        "prefill_why": _why(decision.ranking.prefill, outcome.prefill),
+        "decode_why": _why(decision.ranking.decode, outcome.decode),
+        "cached_tokens": outcome.cached_tokens,
+        "ticket_ms": _in_ms(outcome.ticket_s),
+        "first_byte_ms": _in_ms(outcome.first_byte_s),
     }
 
 
@@ -235,19 +215,19 @@ def _in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
-def _hit_tokens(course: RouteRecord, engine: str | None) -> int | None:
-    """What was predicted of an engine; None where nobody knew what it holds."""
-    known = course.looked is not None and engine in course.looked.ranks
-    return course.hit_tokens(engine) if known else None
+def _hit_tokens(decision: Decision, engine: str | None) -> int | None:
+    """The predicted hit of an engine; None where nothing was known of its cache."""
+    known = decision.lookup is not None and engine in decision.lookup.ranks
+    return decision.hit_tokens(engine) if known else None
 
 
 def _why(ordered: Sequence[ScoredCandidate], engine: str | None) -> str | None:
-    """What choosing an engine was said to cost; None of one that came up later."""
+    """The terms of an engine's cost; None of one that came up after the decision."""
     return next((one.why for one in ordered if one.candidate.engine == engine), None)
 
 
 def _hashing(scheme: HashScheme) -> dict[str, object]:
-    """All but the seed: who knows that can make prompts whose hashes collide."""
+    """All but the seed: with it, prompts can be made whose hashes collide."""
     return {
         "algorithm": scheme.algorithm,
         "block_tokens": scheme.block_tokens,
@@ -255,7 +235,7 @@ def _hashing(scheme: HashScheme) -> dict[str, object]:
     }
 
 
-def _tallied(tally: RequestTally) -> dict[str, object]:
+def _as_json(tally: RequestTally) -> dict[str, object]:
     return {
         "requests": tally.requests,
         "tokens": tally.tokens,
@@ -278,11 +258,11 @@ def _share(part: int | None, whole: int | None) -> float | None:
 
 
 def _printable(text: str) -> str:
-    """A header may hold bytes that are not UTF-8, which JSON cannot."""
+    """A header may contain bytes that are not UTF-8; JSON may not."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def _weighed(one: ScoredCandidate) -> dict[str, object]:
+def _scored(one: ScoredCandidate) -> dict[str, object]:
     return {
         "engine": one.candidate.engine,
         "rank": one.candidate.rank,

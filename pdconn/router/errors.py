@@ -1,22 +1,24 @@
-"""What the proxy itself can refuse, and what keeps it from starting.
+"""Errors that the router answers with, and errors that keep it from starting.
 
-An engine's own error is not here: it reaches the client as the engine wrote it.
-These are the errors whose author is the proxy, in the shape that OpenAI's
-clients and vLLM's agree on::
+An engine's own error is not here: it reaches the client as the engine wrote it.  A
+``Refusal`` is the router's, in the shape that OpenAI's clients and vLLM agree on::
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": 400}}
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
 
+from transport.errors import FieldError
+
 
 class Refusal(Exception):
-    """The proxy answers this request itself, with an error."""
+    """The router answers this request itself, with an error."""
 
     status: ClassVar[int]
     kind: ClassVar[str]
@@ -38,75 +40,79 @@ class Refusal(Exception):
         return msgspec.json.encode({"error": error})
 
 
-class BadBody(Refusal):
-    """The client's body makes no sense: names the field, what fits, what came."""
+class FieldRefusal(FieldError, Refusal):
+    """One field of a client's request is wrong."""
+
+    def __init__(self, field: str, expected: object, seen: object, hint: str = "") -> None:
+        super().__init__(field, expected, seen, hint)
+        self.param = field
+
+
+class BadBody(FieldRefusal):
+    """The client's body makes no sense."""
 
     status = 400
     kind = "BadRequestError"
 
-    def __init__(self, field: str, expected: str, seen: str) -> None:
-        super().__init__(f"{field}: expected {expected}, saw {seen}")
-        self.param = field
 
-
-class BodyTooLarge(Refusal):
-    """The client's body is longer than the proxy was told to hold."""
+class BodyTooLarge(FieldRefusal):
+    """The client's body is longer than ``--max-body-mib``."""
 
     status = 413
     kind = "RequestEntityTooLargeError"
 
-    def __init__(self, limit_nbytes: int) -> None:
-        super().__init__(f"body: expected at most {limit_nbytes} bytes, saw more")
-        self.param = "body"
 
-
-class NoSuchRoute(Refusal):
-    """The proxy does not serve this path with this method."""
+class NotFound(FieldRefusal):
+    """The router does not serve this path, or does not remember this request id."""
 
     status = 404
     kind = "NotFoundError"
 
-    def __init__(self, method: str, path: str, served: tuple[str, ...]) -> None:
-        super().__init__(f"path: expected one of {', '.join(served)}, saw {method} {path}")
-        self.param = "path"
+
+class NoPrompt(FieldRefusal):
+    """The request was routed without its prompt's hashes."""
+
+    status = 409
+    kind = "ConflictError"
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
-    """An engine that was asked, or not asked because it is known to be down."""
+class EngineFailure:
+    """An engine that failed this request, or was skipped because it is known to be down."""
 
     engine: str
     why: str
 
 
+def _listed(failures: tuple[EngineFailure, ...]) -> str:
+    return "; ".join(f"{one.engine}: {one.why}" for one in failures)
+
+
 class NoEngineLeft(Refusal):
-    """Every engine of a role is down, or went down while this request tried it."""
+    """Every engine of a role is down, or failed while this request tried it."""
 
     status = 503
     kind = "ServiceUnavailableError"
 
-    def __init__(self, role: str, misses: tuple[Miss, ...]) -> None:
-        seen = "; ".join(f"{miss.engine}: {miss.why}" for miss in misses)
-        super().__init__(f"no {role} engine answers: {seen or 'none is known'}")
+    def __init__(self, role: str, failures: tuple[EngineFailure, ...]) -> None:
+        super().__init__(f"no {role} engine answers: {_listed(failures) or 'none is known'}")
         self.role = role
-        self.misses = misses
+        self.failures = failures
 
     def details(self) -> dict[str, object]:
-        """The role, and each engine with the reason why it did not do."""
-        engines = [{"engine": miss.engine, "why": miss.why} for miss in self.misses]
+        """The role, and each of its engines with the reason why it was not used."""
+        engines = [{"engine": one.engine, "why": one.why} for one in self.failures]
         return {"role": self.role, "engines": engines}
 
 
-class BadSetting(ValueError):
-    """A setting of the proxy makes no sense: names it, what fits, what came."""
+class BadSetting(FieldError, ValueError):
+    """A setting of the router makes no sense."""
 
-    def __init__(self, field: str, expected: str, seen: object) -> None:
-        super().__init__(f"{field}: expected {expected}, saw {seen!r}")
-        self.field = field
+    show: ClassVar[Callable[[object], str]] = repr
 
 
 class CannotListen(Exception):
-    """The address the proxy should listen on cannot be had."""
+    """The address to listen on is not available."""
 
     def __init__(self, host: str, port: int, why: str) -> None:
         super().__init__(f"cannot listen on {host} port {port}: {why}")
@@ -115,9 +121,8 @@ class CannotListen(Exception):
 
 
 class EnginesMissing(Exception):
-    """A role has no engine that answers, after as long a wait as was asked for."""
+    """``--wait`` is over and a role has no engine that answers."""
 
-    def __init__(self, wait_s: float, misses: tuple[Miss, ...]) -> None:
-        seen = "; ".join(f"{miss.engine}: {miss.why}" for miss in misses)
-        super().__init__(f"engines not ready after {wait_s:g} s: {seen}")
-        self.misses = misses
+    def __init__(self, wait_s: float, failures: tuple[EngineFailure, ...]) -> None:
+        super().__init__(f"engines not ready after {wait_s:g} s: {_listed(failures)}")
+        self.failures = failures

@@ -1,25 +1,215 @@
-"""What the proxy counts and times, for Prometheus.
+"""The router's Prometheus metrics: one table, and the counters built from it.
 
-Each proxy has a registry of its own, so that two in one process (a test, a
-notebook) do not meet.  Label values come from enums and from the fleet, never
-from a client: a client cannot grow the table, and engines that go leave it.
+Each router has a registry of its own, so that two in one process (a test, a notebook) do not
+share counts.  Label values come from enums and from the fleet, never from a client: a client
+cannot add series, and the series of an engine that leaves the fleet go with it.
+
+Metrics of pods are read when the page is requested, so there is nothing to keep in step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pdconn.router.events.caches import PrefixCaches
+from pdconn.router.events.subscriber import Status
+from pdconn.router.events.tracker import State
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.policy import Role
+from pdconn.router.routing.routed_request import Decision
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
 
 
-class Outcome(Enum):
-    """How a client's request ended."""
+@dataclass(frozen=True, slots=True)
+class RouterMetric:
+    """A row of ``METRICS``; ``buckets`` are a histogram's."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+
+METRICS = (
+    RouterMetric(
+        "pdconn_router_requests_total",
+        "counter",
+        ("route", "outcome"),
+        "Client requests by route and outcome",
+    ),
+    RouterMetric(
+        "pdconn_router_inflight_requests",
+        "gauge",
+        (),
+        "Client requests that have not finished",
+    ),
+    RouterMetric(
+        "pdconn_router_direct_requests_total",
+        "counter",
+        ("reason",),
+        "Requests that decode served without a ticket, by reason",
+    ),
+    RouterMetric(
+        "pdconn_router_retries_total",
+        "counter",
+        ("role", "engine"),
+        "Retries on another engine after a failure of this one",
+    ),
+    RouterMetric(
+        "pdconn_router_unused_tickets_total",
+        "counter",
+        ("outcome",),
+        "Tickets that their requests did not use; returned: prefill was told to free the blocks",
+    ),
+    RouterMetric(
+        "pdconn_router_engine_up",
+        "gauge",
+        ("role", "engine"),
+        "1 while the engine is up, 0 from a failure until its /health answers 200",
+    ),
+    RouterMetric(
+        "pdconn_router_engine_draining",
+        "gauge",
+        ("role", "engine"),
+        "1 while the engine finishes its requests and gets no new ones",
+    ),
+    RouterMetric(
+        "pdconn_router_time_to_ticket_seconds",
+        "histogram",
+        (),
+        "Time from sending a request to prefill until its ticket arrived",
+        _ENGINE_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_decode_first_byte_seconds",
+        "histogram",
+        (),
+        "Time from sending a request to decode until the first byte of the answer's body",
+        _ENGINE_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_decisions_total",
+        "counter",
+        ("policy", "decision"),
+        "Routing decisions; hand_over: prefill, then decode; decode_alone: decode only",
+    ),
+    RouterMetric(
+        "pdconn_router_decision_seconds",
+        "histogram",
+        (),
+        "Time from a complete request body to a decision, tokenizing included",
+        _DECISION_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_decisions_without_lookup_total",
+        "counter",
+        (),
+        "Routing decisions without a lookup of the prompt's prefix",
+    ),
+    RouterMetric(
+        "pdconn_router_prompt_tokens_total",
+        "counter",
+        (),
+        "Tokens of the prompts whose prefix was looked up",
+    ),
+    RouterMetric(
+        "pdconn_router_predicted_hit_tokens_total",
+        "counter",
+        ("role",),
+        "Of those, tokens predicted to be cached at the first choice of each role",
+    ),
+    RouterMetric(
+        "pdconn_router_reported_tokens_total",
+        "counter",
+        ("kind",),
+        "Prompt tokens where prefill reported its cache hit: predicted, cached, prompt (all)",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_blocks",
+        "gauge",
+        ("pod",),
+        "Blocks in the pod's prefix cache",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_unknown_removals_total",
+        "counter",
+        ("pod",),
+        "Removals of blocks that the pod was not known to hold",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_refused_blocks_total",
+        "counter",
+        ("pod",),
+        "Stored blocks that were ignored because the pod already holds the maximum",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_event_lag_seconds",
+        "gauge",
+        ("pod",),
+        "Time from the pod's latest event to its arrival in the index",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_complete",
+        "gauge",
+        ("pod",),
+        "1 while everything in the pod's prefix cache is known",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_events_total",
+        "counter",
+        ("pod",),
+        "KV events applied",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_undecodable_events_total",
+        "counter",
+        ("pod",),
+        "KV events skipped because they could not be decoded",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_malformed_messages_total",
+        "counter",
+        ("pod",),
+        "KV event messages that could not be decoded at all",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_event_gaps_total",
+        "counter",
+        ("pod",),
+        "Gaps in the pod's sequence of KV event batches",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_event_replays_total",
+        "counter",
+        ("pod",),
+        "Replays of KV events requested from the pod",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_restarts_total",
+        "counter",
+        ("pod",),
+        "Engine restarts noticed in the pod's KV events",
+    ),
+)
+"""Every metric of the router, as ``GET /metrics`` names it."""
+
+_ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
+
+Statuses = Callable[[], Mapping[str, Status]]
+
+
+class RequestEnd(Enum):
+    """How a client's request ended: the label ``outcome`` of ``requests_total``."""
 
     OK = "ok"
     REFUSED = "refused"
@@ -30,8 +220,8 @@ class Outcome(Enum):
     CUT_OFF = "cut_off"
 
 
-class TicketFate(Enum):
-    """What became of a ticket whose request will not use it."""
+class TicketEnd(Enum):
+    """What happened to an unused ticket: the label ``outcome`` of ``unused_tickets_total``."""
 
     RETURNED = "returned"
     REFUSED = "refused"
@@ -39,81 +229,63 @@ class TicketFate(Enum):
     TOO_MANY = "too_many"
 
 
-class ProxyMetrics:
-    """The proxy's counters, all under ``pdconn_proxy_``."""
+class RouterMetrics:
+    """One router's counters."""
 
     def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()
-        self._requests = Counter(
-            "pdconn_proxy_requests",
-            "Requests by route and by how they ended",
-            ["route", "outcome"],
-            registry=self.registry,
-        )
-        self._direct = Counter(
-            "pdconn_proxy_direct",
-            "Requests that decode served without a ticket, by reason",
-            ["reason"],
-            registry=self.registry,
-        )
-        self._retries = Counter(
-            "pdconn_proxy_retries",
-            "Times an engine was asked in vain and the next one was tried",
-            ["role", "engine"],
-            registry=self.registry,
-        )
-        self._tickets = Counter(
-            "pdconn_proxy_unused_tickets",
-            "Tickets whose request did not use them, by what became of them",
-            ["fate"],
-            registry=self.registry,
-        )
-        self._up = Gauge(
-            "pdconn_proxy_engine_up",
-            "1 while an engine is believed to be up",
-            ["role", "engine"],
-            registry=self.registry,
-        )
-        self._draining = Gauge(
-            "pdconn_proxy_engine_draining",
-            "1 while an engine gets nothing new",
-            ["role", "engine"],
-            registry=self.registry,
-        )
-        self.inflight = Gauge(
-            "pdconn_proxy_inflight",
-            "Generating requests that are not finished",
-            registry=self.registry,
-        )
-        self.time_to_ticket = Histogram(
-            "pdconn_proxy_time_to_ticket_seconds",
-            "From sending a request to prefill until its ticket is here",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.decode_first_byte = Histogram(
-            "pdconn_proxy_decode_first_byte_seconds",
-            "From sending a request to decode until the first byte of its answer",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._show_everything()
+        self._requests = self._counter("requests_total")
+        self._direct = self._counter("direct_requests_total")
+        self._retries = self._counter("retries_total")
+        self._tickets = self._counter("unused_tickets_total")
+        self._up = self._gauge("engine_up")
+        self._draining = self._gauge("engine_draining")
+        self.inflight = self._gauge("inflight_requests")
+        self.time_to_ticket = self._histogram("time_to_ticket_seconds")
+        self.decode_first_byte = self._histogram("decode_first_byte_seconds")
+        self._decisions = self._counter("decisions_total")
+        self._decision_seconds = self._histogram("decision_seconds")
+        self._without_lookup = self._counter("decisions_without_lookup_total")
+        self._prompt_tokens = self._counter("prompt_tokens_total")
+        self._hit_tokens = self._counter("predicted_hit_tokens_total")
+        self._reported = self._counter("reported_tokens_total")
+        self._touch_all()
 
-    def _show_everything(self) -> None:
-        """A counter that was never touched shows 0 instead of nothing."""
+    def _counter(self, name: str) -> Counter:
+        row = _ROWS[name]
+        return Counter(row.name, row.help, row.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        row = _ROWS[name]
+        return Gauge(row.name, row.help, row.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        row = _ROWS[name]
+        return Histogram(
+            row.name, row.help, row.labels, registry=self.registry, buckets=row.buckets
+        )
+
+    def _touch_all(self) -> None:
+        """Make every series exist: 0 instead of no data until it first counts."""
         for route in Route:
-            for outcome in Outcome:
-                self._requests.labels(route.path, outcome.value)
+            for end in RequestEnd:
+                self._requests.labels(route.path, end.value)
         for reason in Direct:
             self._direct.labels(reason.value)
-        for fate in TicketFate:
-            self._tickets.labels(fate.value)
+        for ticket in TicketEnd:
+            self._tickets.labels(ticket.value)
+        for role in Role:
+            self._hit_tokens.labels(role.value)
+        for kind in ("predicted", "cached", "prompt"):
+            self._reported.labels(kind)
         self.fleet_changed()
 
+    # The fleet
+
     def fleet_changed(self) -> None:
-        """Show the engines of now; the counts of those that are gone go with them."""
+        """Show the engines of the fleet; the series of engines that left are removed."""
         shown = {(role.value, name) for role in Role for name in self._engines.of(role)}
         for gone in self._shown - shown:
             for family in (self._retries, self._up, self._draining):
@@ -124,28 +296,96 @@ class ProxyMetrics:
             self._draining.labels(role, engine).set(self._engines.is_draining(engine))
         self._shown = shown
 
-    def request_ended(self, route: Route, outcome: Outcome) -> None:
-        """Count a request by how it ended."""
-        self._requests.labels(route.path, outcome.value).inc()
+    def engine_up(self, engine: str, up: bool) -> None:
+        """Show whether an engine is up, in each of its roles."""
+        for role in self._engines.roles(engine):
+            self._up.labels(role.value, engine).set(1 if up else 0)
 
-    def went_direct(self, reason: Direct) -> None:
+    def watch(self, caches: PrefixCaches, statuses: Statuses, policy: str) -> None:
+        """Show the pods too, and the policy's decisions from the start."""
+        self.registry.register(_Pods(caches, statuses))
+        for alone in (False, True):
+            self._decisions.labels(policy, _decision(alone))
+
+    # Requests
+
+    def request_ended(self, route: Route, end: RequestEnd) -> None:
+        """Count a client's request."""
+        self._requests.labels(route.path, end.value).inc()
+
+    def served_direct(self, reason: Direct) -> None:
         """Count a request that decode serves without a ticket."""
         self._direct.labels(reason.value).inc()
 
-    def asked_in_vain(self, role: Role, engine: str) -> None:
-        """Count an engine that was tried and skipped, unless it is gone by now."""
+    def retried(self, role: Role, engine: str) -> None:
+        """Count a retry on another engine; of an engine that left the fleet, nothing."""
         if (role.value, engine) in self._shown:
             self._retries.labels(role.value, engine).inc()
 
-    def ticket_unused(self, fate: TicketFate) -> None:
+    def ticket_unused(self, end: TicketEnd) -> None:
         """Count a ticket that its request did not use."""
-        self._tickets.labels(fate.value).inc()
+        self._tickets.labels(end.value).inc()
 
-    def engine_up(self, engine: str, up: bool) -> None:
-        """Show whether an engine is believed to be up, in each of its roles."""
-        for role in self._engines.roles(engine):
-            self._up.labels(role.value, engine).set(1 if up else 0)
+    def decided(self, decision: Decision) -> None:
+        """Count a decision."""
+        ranking = decision.ranking
+        self._decisions.labels(decision.policy, _decision(ranking.alone)).inc()
+        self._decision_seconds.observe(decision.took_s)
+        if decision.lookup is None:
+            self._without_lookup.inc()
+            return
+        self._prompt_tokens.inc(decision.num_tokens)
+        for role, ordered in ((Role.PREFILL, ranking.prefill), (Role.DECODE, ranking.decode)):
+            if ordered:
+                self._hit_tokens.labels(role.value).inc(ordered[0].candidate.hit.tokens)
+
+    def reported(self, decision: Decision, prefill: str, cached_tokens: int) -> None:
+        """Count what prefill reported as cached, beside what was predicted."""
+        if decision.lookup is not None:
+            self._reported.labels("predicted").inc(decision.hit_tokens(prefill))
+            self._reported.labels("cached").inc(max(0, cached_tokens))
+            self._reported.labels("prompt").inc(decision.num_tokens)
 
     def render(self) -> bytes:
         """The page that Prometheus reads."""
         return generate_latest(self.registry)
+
+
+def _decision(alone: bool) -> str:
+    return "decode_alone" if alone else "hand_over"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pods:
+    """A collector that reads what is known of each pod."""
+
+    caches: PrefixCaches
+    statuses: Statuses
+
+    def collect(self) -> Iterator[Metric]:
+        pods, statuses = self.caches.index.pods, self.statuses()
+        live = {name: one.state is State.LIVE for name, one in statuses.items()}
+        lags = {name: one.lag_s for name, one in statuses.items() if one.lag_s is not None}
+        values: dict[str, Mapping[str, float]] = {
+            "blocks": {name: pod.num_blocks for name, pod in pods.items()},
+            "unknown_removals_total": {name: pod.unknown_removals for name, pod in pods.items()},
+            "refused_blocks_total": {name: pod.refused for name, pod in pods.items()},
+            "event_lag_seconds": lags,
+            "complete": live,
+            "events_total": {name: one.events for name, one in statuses.items()},
+            "undecodable_events_total": {name: one.undecodable for name, one in statuses.items()},
+            "malformed_messages_total": {name: one.malformed for name, one in statuses.items()},
+            "event_gaps_total": {name: one.gaps for name, one in statuses.items()},
+            "event_replays_total": {name: one.replays for name, one in statuses.items()},
+            "restarts_total": {name: one.restarts for name, one in statuses.items()},
+        }
+        for name, per_pod in values.items():
+            yield _family(_ROWS[f"pod_{name}"], per_pod)
+
+
+def _family(row: RouterMetric, per_pod: Mapping[str, float]) -> Metric:
+    kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+    family = kind(row.name, row.help, labels=row.labels)
+    for pod, value in per_pod.items():
+        family.add_metric([pod], float(value))
+    return family

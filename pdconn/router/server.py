@@ -1,11 +1,11 @@
-"""A proxy's life: bind, wait for engines, serve, drain.
+"""A router's life: bind, wait for engines, serve, drain.
 
-    bind ──► wait (if asked) ──► listen ──► serve ──SIGTERM──► drain ──► gone
-      │         │                  │
-      └─────────┴──────────────────┴─► CannotListen, EnginesMissing
+    bind ──► wait (--wait) ──► listen ──► serve ──SIGTERM──► drain ──► exit
+      │         │                │
+      └─────────┴────────────────┴─► CannotListen, EnginesMissing
 
-The address is bound before the wait, so that a port in use is said at once; it
-is listened on after it, so that a client that can connect will be served.
+It binds its address before the wait, so that a port in use is reported at once, and listens
+after it, so that a client that can connect is served.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from aiohttp import web
 from pdconn.router.app import RouterApp
 from pdconn.router.config import ProxyConfig
 from pdconn.router.debug_page import DebugPage
-from pdconn.router.errors import CannotListen, EnginesMissing, Miss
+from pdconn.router.errors import CannotListen, EngineFailure, EnginesMissing
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
+from pdconn.router.fleet import registry, sources
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.fleet.sources import Members, Watch
+from pdconn.router.fleet.sources import FleetWatch, Members
+from pdconn.router.handover import abandoned, ticket_return
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.ticket_return import TicketReturner
-from pdconn.router.metrics import ProxyMetrics
+from pdconn.router.metrics import RouterMetrics
+from pdconn.router.routing import tokenize
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.metrics import RoutingMetrics
 from pdconn.router.routing.policy import Policy, Role
 from pdconn.router.routing.tokenize import Tokeniser
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-_PROBE_PAUSE_S = 0.5
-#: To write the last bytes of what has finished, before all else is cut off.
+#: To write the last bytes of finished answers, before the others are cut off.
 _CUT_OFF_S = 0.25
-#: For tickets on their way back, once the clients are gone.
-_FAREWELL_GRACE_S = 3.0
+#: To finish abandoned requests and return tickets, once all clients are gone.
+_ABANDONED_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """Progress of the wait at the start: one more engine answers."""
+    """One more engine answers, during the wait at the start."""
 
     engine: str
     after_s: float
@@ -62,11 +63,39 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A proxy that can be asked."""
+    """A router that serves."""
 
     config: ProxyConfig
     url: str
-    metrics: ProxyMetrics
+    metrics: RouterMetrics
+    router: RequestRouter
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Time-outs and bounds that no option sets; each is explained where its default is.
+
+    Attributes:
+        ready_pause_s: between two probes of the wait at the start.
+        fleet_interval_s: between two polls of the fleet's sources.
+        first_backoff_s: until the first probe of an engine that went down.
+        patience_s: for the requests of clients that left.
+        ticket_return_s, most_ticket_returns: for the tickets that are returned.
+        tokenize_s, most_tokens, most_token_nbytes: for prompts that are tokenized.
+    """
+
+    ready_pause_s: float = 0.5
+    fleet_interval_s: float = sources.INTERVAL_S
+    first_backoff_s: float = registry.FIRST_BACKOFF_S
+    patience_s: float = abandoned.PATIENCE_S
+    ticket_return_s: float = ticket_return.GIVE_UP_S
+    most_ticket_returns: int = ticket_return.MOST_RETURNS
+    tokenize_s: float = tokenize.TIMEOUT_S
+    most_tokens: int = tokenize.MOST_TOKENS
+    most_token_nbytes: int = tokenize.MAX_NBYTES
+
+
+LIMITS = Limits()
 
 
 @asynccontextmanager
@@ -74,11 +103,12 @@ async def running_proxy(
     config: ProxyConfig,
     on_ready: Callable[[EngineReady], None] = lambda progress: None,
     policy: Policy | None = None,
+    limits: Limits = LIMITS,
 ) -> AsyncIterator[Running]:
     """Serve while the block runs; leaving it drains.
 
     Raises:
-        CannotListen: the address cannot be had.
+        CannotListen: the address is not available.
         EnginesMissing: a role has no engine after ``config.wait_s``.
 
     >>> async with running_proxy(ProxyConfig.of([p], [d], port=0)) as proxy:  # doctest: +SKIP
@@ -86,84 +116,95 @@ async def running_proxy(
     """
     sock = _bind(config.host, config.port)
     try:
-        async with _services(config, policy or config.make_policy()) as services:
+        async with _services(config, policy or config.make_policy(), limits) as services:
             if config.wait_s is not None:
-                await _wait_for_engines(services, config.wait_s, on_ready)
-            async with _listening(services.proxy, sock, config):
-                yield Running(config, _url_of(config.host, sock), services.metrics)
+                await _wait_for_engines(services, config.wait_s, limits.ready_pause_s, on_ready)
+            async with _listening(services.app, sock, config):
+                url = _url_of(config.host, sock)
+                yield Running(config, url, services.metrics, services.router)
     finally:
         sock.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Services:
-    """What a proxy is made of, as far as this module needs it again."""
+    """The parts of a router that this module needs again."""
 
     engines: EngineRegistry
     health: Health
-    metrics: ProxyMetrics
-    proxy: RouterApp
+    metrics: RouterMetrics
+    router: RequestRouter
+    app: RouterApp
 
 
 @asynccontextmanager
-async def _services(config: ProxyConfig, policy: Policy) -> AsyncIterator[_Services]:
-    engines = EngineRegistry((), ())
-    metrics = ProxyMetrics(engines)
-    upstream = EngineClient(config.connect_timeout_s)
-    health = Health(engines, upstream, metrics)
-    farewells = AbandonedRequests(TicketReturner(engines, upstream, metrics))
+async def _services(
+    config: ProxyConfig, policy: Policy, limits: Limits
+) -> AsyncIterator[_Services]:
+    engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
+    metrics = RouterMetrics(engines)
+    client = EngineClient(config.connect_timeout_s)
+    health = Health(engines, client, metrics)
+    tickets = TicketReturner(
+        engines,
+        client,
+        metrics,
+        give_up_s=limits.ticket_return_s,
+        most_returns=limits.most_ticket_returns,
+    )
+    left = AbandonedRequests(tickets, limits.patience_s)
     caches = PrefixCaches(
         scheme=config.scheme(),
         seed=config.hash_seed,
         weights=config.weights,
         eagle_groups=frozenset(config.eagle_groups),
     )
-    feeding = EventFeeds(caches)
-    loads = LoadPoller(engines, upstream)
-    steering = RequestRouter(
+    feeds = EventFeeds(caches)
+    loads = LoadPoller(engines, client)
+    tokeniser = Tokeniser(
         engines,
-        policy,
-        caches,
-        Tokeniser(engines, upstream),
-        loads,
-        RoutingMetrics(metrics.registry, policy.name),
+        client,
+        timeout_s=limits.tokenize_s,
+        most_tokens=limits.most_tokens,
+        max_nbytes=limits.most_token_nbytes,
     )
-    steering.metrics.watch(caches, feeding.statuses)
-    handover = Handover(engines, upstream, steering, health, metrics, farewells)
-    proxy = RouterApp(handover, DebugPage(steering, feeding.statuses), config.max_body_nbytes)
+    router = RequestRouter(engines, policy, caches, tokeniser, loads, metrics)
+    metrics.watch(caches, feeds.statuses, policy.name)
+    handover = Handover(engines, client, router, health, metrics, left)
+    app = RouterApp(handover, DebugPage(router, feeds.statuses), config.max_body_nbytes)
 
     def fleet_changed(members: Members) -> None:
         changes = engines.update(members)
         if changes:
-            log.info("fleet %s", changes)
-        for follower in (health, metrics, loads, steering):
+            log.info("pdconn: fleet changed %s", changes)
+        for follower in (health, metrics, loads, router):
             follower.fleet_changed()
-        feeding.fleet_changed(members)
+        feeds.fleet_changed(members)
 
     try:
-        async with Watch(config.sources(), fleet_changed), loads:
-            yield _Services(engines, health, metrics, proxy)
+        async with FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s), loads:
+            yield _Services(engines, health, metrics, router, app)
     finally:
-        await farewells.close(min(_FAREWELL_GRACE_S, config.drain_timeout_s))
-        await feeding.close()
+        await left.close(min(_ABANDONED_GRACE_S, config.drain_timeout_s))
+        await feeds.close()
         await health.close()
-        await upstream.close()
+        await client.close()
 
 
 @asynccontextmanager
 async def _listening(
-    proxy: RouterApp, sock: socket.socket, config: ProxyConfig
+    router_app: RouterApp, sock: socket.socket, config: ProxyConfig
 ) -> AsyncIterator[None]:
-    app = proxy.app()
+    app = router_app.app()
 
     async def drain(app: web.Application) -> None:
-        await proxy.drain(config.drain_timeout_s)
+        await router_app.drain(config.drain_timeout_s)
 
-    app.on_shutdown.append(drain)  # runs when nothing is listened on any more
+    app.on_shutdown.append(drain)  # runs once the socket is closed
     runner = web.AppRunner(
         app,
         access_log=None,
-        handler_cancellation=True,  # a client that leaves cancels its request
+        handler_cancellation=True,  # cancels the handler of a client that leaves
         shutdown_timeout=_CUT_OFF_S,
     )
     await runner.setup()
@@ -176,7 +217,7 @@ async def _listening(
         yield
     finally:
         await runner.cleanup()
-        await proxy.drain(_CUT_OFF_S)  # what was cut off says its farewells first
+        await router_app.drain(_CUT_OFF_S)  # requests that were cut off are counted
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -202,9 +243,12 @@ def _url_of(host: str, sock: socket.socket) -> str:
 
 
 async def _wait_for_engines(
-    services: _Services, wait_s: float, on_ready: Callable[[EngineReady], None]
+    services: _Services,
+    wait_s: float,
+    pause_s: float,
+    on_ready: Callable[[EngineReady], None],
 ) -> None:
-    """Until every engine answers, or time is up and some role has none."""
+    """Return when every engine answers, or after ``wait_s`` if each role has one."""
     engines, health = services.engines, services.health
     started_s = time.monotonic()
     ready: set[str] = set()
@@ -219,7 +263,8 @@ async def _wait_for_engines(
             return
         if waited_s >= wait_s:
             break
-        await asyncio.sleep(min(_PROBE_PAUSE_S, wait_s - waited_s))
+        await asyncio.sleep(min(pause_s, wait_s - waited_s))
     if not all(ready.intersection(engines.of(role)) for role in Role):
-        misses = (Miss(name, reasons[name] or "") for name in engines.names if name not in ready)
-        raise EnginesMissing(wait_s, tuple(misses))
+        missing = (name for name in engines.names if name not in ready)
+        failures = tuple(EngineFailure(name, reasons[name] or "") for name in missing)
+        raise EnginesMissing(wait_s, failures)

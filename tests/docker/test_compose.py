@@ -21,8 +21,7 @@ from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.fleet.member import parse_member
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.metrics import ProxyMetrics
-from pdconn.router.routing.metrics import RoutingMetrics
+from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Role
 from pdconn.vllm.config import ConfigError, Settings, read_settings
 from tests.docker import stack as laws
@@ -259,9 +258,8 @@ def test_the_tiny_model_is_where_engines_look_for_it(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def routers_metrics() -> Exported:
     """All that a router shows, as it registers it."""
-    metrics = ProxyMetrics(EngineRegistry(["http://p:1"], ["http://d:1"]))
-    steering = RoutingMetrics(metrics.registry, "prefix")
-    steering.watch(PrefixCaches(), dict)
+    metrics = RouterMetrics(EngineRegistry(["http://p:1"], ["http://d:1"]))
+    metrics.watch(PrefixCaches(), dict, "prefix")
     families: list[Metric] = list(metrics.registry.collect())
     return exported_by(families)
 
@@ -280,8 +278,8 @@ def test_what_is_asked_of_the_router_it_says(routers_metrics: Exported) -> None:
 @pytest.mark.parametrize(
     ("true", "false"),
     [
-        ("pdconn_proxy_retries_total", "pdconn_proxy_retries"),
-        ("pdconn_proxy_inflight", "pdconn_proxy_in_flight"),
+        ("pdconn_router_retries_total", "pdconn_router_retries"),
+        ("pdconn_router_inflight_requests", "pdconn_router_in_flight"),
         ("by (outcome)", "by (result)"),
         ('role=\\"prefill\\"', 'rank=\\"prefill\\"'),
     ],

@@ -26,7 +26,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdconn.lab.ports import free_ports
 from pdconn.router.config import ProxyConfig
-from pdconn.router.server import Running, running_proxy
+from pdconn.router.server import LIMITS, Limits, Running, running_proxy
 
 MODEL = "m"
 
@@ -272,7 +272,7 @@ class Deployment:
         return path if path.startswith("http") else self.proxy.url + path
 
     def metric(self, name: str, **labels: str) -> float:
-        value = self.proxy.metrics.registry.get_sample_value(f"pdconn_proxy_{name}", labels)
+        value = self.proxy.metrics.registry.get_sample_value(f"pdconn_router_{name}", labels)
         return 0.0 if value is None else value
 
     def outcome(self, outcome: str, path: str = "/v1/completions") -> float:
@@ -320,11 +320,12 @@ async def deployment(
     num_prefill: int = 1,
     num_decode: int = 1,
     word: Callable[[FakeEngine], str] = lambda engine: engine.url,
+    limits: Limits = LIMITS,
     **settings: Any,
 ) -> AsyncIterator[Deployment]:
     """Engines, a proxy over them and a client, all gone at the end.
 
-    ``word`` is what the proxy is told of an engine.
+    ``word`` is how the command line names an engine.
     """
     leases = Leases()
     engines = [FakeEngine(leases) for _ in range(num_prefill + num_decode)]
@@ -337,7 +338,9 @@ async def deployment(
         settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **settings}
         config = ProxyConfig.of([word(e) for e in prefill], [word(e) for e in decode], **settings)
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
-        proxy = await stack.enter_async_context(running_proxy(config))  # goes before its client
+        proxy = await stack.enter_async_context(  # goes before its client
+            running_proxy(config, limits=limits)
+        )
         yield Deployment(prefill, decode, leases, proxy, client)
 
 

@@ -9,14 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from pdconn.lab.ports import free_ports
-from pdconn.router import server
 from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, external
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.decision_log import RouteRecord
 from pdconn.router.routing.policy import PrefixAware
+from pdconn.router.routing.routed_request import Decision, Outcome
 from tests.fakes.fake_engine import (
     ANSWER,
     Deployment,
@@ -68,11 +65,41 @@ class Pod:
         )
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What was decided for a request, and how it ended."""
+
+    decision: Decision
+    outcome: Outcome
+
+    def hit_tokens(self, engine: str) -> int:
+        return self.decision.hit_tokens(engine)
+
+    @property
+    def alone(self) -> bool:
+        return self.decision.ranking.alone
+
+    @property
+    def unknown(self) -> str | None:
+        return self.decision.unknown
+
+    @property
+    def prefill(self) -> str | None:
+        return self.outcome.prefill
+
+    @property
+    def decode(self) -> str | None:
+        return self.outcome.decode
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return self.outcome.cached_tokens
+
+
 @dataclass
 class Fleet(Deployment):
     """A deployment whose engines publish."""
 
-    steering: RequestRouter
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def pod(self, engine: FakeEngine, rank: int = 0) -> Pod:
@@ -95,28 +122,24 @@ class Fleet(Deployment):
         await until(all_of_them)
 
     @property
-    def course(self) -> RouteRecord:
-        """Of the newest request."""
-        return next(self.steering.decisions.newest())
+    def router(self) -> RequestRouter:
+        return self.proxy.router
 
-    async def ask(self, prompt: Any = None, **body: Any) -> RouteRecord:
+    @property
+    def routed(self) -> Routed:
+        """The newest request."""
+        return Routed(*next(self.router.decisions.newest()))
+
+    async def ask(self, prompt: Any = None, **body: Any) -> Routed:
         reply = await self.complete(prompt=ASKED if prompt is None else prompt, **body)
         assert (reply.status, reply.body) == (200, ANSWER)
-        return self.course
+        return self.routed
 
-    async def chat(self, content: Any, **body: Any) -> RouteRecord:
+    async def chat(self, content: Any, **body: Any) -> Routed:
         messages = [{"role": "user", "content": content}]
         reply = await self.complete("/v1/chat/completions", messages=messages, **body)
         assert (reply.status, reply.body) == (200, ANSWER)
-        return self.course
-
-
-def spied(made: list[RequestRouter]) -> Any:
-    def make(*parts: Any) -> RequestRouter:
-        made.append(RequestRouter(*parts))
-        return made[-1]
-
-    return make
+        return self.routed
 
 
 @asynccontextmanager
@@ -129,7 +152,6 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     """Engines that publish (prefill ones ``ranks`` times) and a router that knows of them."""
     pods: dict[str, Pod] = {}
-    made: list[RequestRouter] = []
     order = itertools.count()
 
     def word(engine: FakeEngine) -> str:
@@ -145,23 +167,18 @@ async def fleet(
         host = "tcp://{host}:"
         return f"{engine.url},events={host}{ports[0]},replay={host}{ports[mine]},ranks={mine}"
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "RequestRouter", spied(made))
-        settings = {"policy": PrefixAware.name, **settings}
-        try:
-            async with deployment(num_prefill, num_decode, word, **settings) as d:
-                parts = (d.prefill, d.decode, d.leases, d.proxy, d.client)
-                made_fleet = Fleet(*parts, made[0], pods)
-                for engine in (*d.prefill, *d.decode):
-                    engine.checks_names = False
-                await until(
-                    lambda: all(made_fleet.of_pod("complete", pod) for pod in pods.values())
-                )
-                yield made_fleet
-                await until(lambda: not len(made[0].flights))  # every table drains
-        finally:
-            for pod in pods.values():
-                await pod.publisher.die()
+    settings = {"policy": PrefixAware.name, **settings}
+    try:
+        async with deployment(num_prefill, num_decode, word, **settings) as d:
+            made = Fleet(d.prefill, d.decode, d.leases, d.proxy, d.client, pods)
+            for engine in (*d.prefill, *d.decode):
+                engine.checks_names = False
+            await until(lambda: all(made.of_pod("complete", pod) for pod in pods.values()))
+            yield made
+            await until(lambda: not len(made.router.inflight))  # every table drains
+    finally:
+        for pod in pods.values():
+            await pod.publisher.die()
 
 
 def num_asked(engines: list[FakeEngine]) -> list[int]:

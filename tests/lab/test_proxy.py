@@ -20,7 +20,7 @@ def test_it_is_waited_for_at_its_address(tmp_path: Path) -> None:
     (port,) = free_ports(1, _OTHER)
     with running_proxy(_NOBODY, _NOBODY, tmp_path, port, host=_OTHER) as url:
         assert url == f"http://{_OTHER}:{port}"
-        assert "pdconn_proxy_inflight" in Client(url).get("/metrics")
+        assert "pdconn_router_inflight_requests" in Client(url).get("/metrics")
     assert is_free(port, _OTHER)
 
 

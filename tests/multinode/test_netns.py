@@ -136,7 +136,7 @@ def test_100_requests_are_answered_right_while_a_link_goes_down_and_comes_back(
     assert len(answers) == 100
     assert after.lost > before.lost
     assert machines.lent("p1") > lent
-    assert machines.routed("pdconn_proxy_retries_total") > 0
+    assert machines.routed("pdconn_router_retries_total") > 0
     pulled = sum(machines.count(name, "pdconn:pulls_total") for name in DECODE) - pulled
     assert pulled >= 50
     machines.await_free(*PREFILL, *DECODE)

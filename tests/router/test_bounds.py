@@ -7,7 +7,6 @@ import itertools
 import msgspec
 import pytest
 
-from pdconn.router.events import tracker as tracker_module
 from pdconn.router.events.tracker import Numbered, Tracker
 from pdconn.router.openai.requests import Direct
 from pdconn.router.prefix.events import Cleared, Removed, decode_batch
@@ -70,10 +69,9 @@ def test_planes_are_bounded_and_go_with_their_last_block() -> None:
     assert index.num_hashes == 0
 
 
-def test_waiting_batches_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_module, "HELD_NBYTES", 1000)
+def test_waiting_batches_are_bounded_in_bytes() -> None:
     payload = decode_batch(msgspec.msgpack.encode([1.0, [], 0]))
-    tracker = Tracker()
+    tracker = Tracker(held_nbytes=1000)
     tracker.connected()  # asks for a replay, so live batches wait
     for seq in range(50, 60):
         tracker.live(Numbered(seq, seq, payload, 400))
@@ -101,7 +99,7 @@ def test_chains_of_schemes_that_nobody_has_any_more_are_forgotten() -> None:
     caches = PrefixCaches()
     for scheme in (CBOR, PICKLE, CBOR):
         tell(caches, stored(scheme=scheme))
-        caches.look_for(PROMPT, NOTHING)
+        caches.lookup(PROMPT, NOTHING)
         assert list(caches._chains) == [scheme]
         caches.reset(source(), "restarted")
     assert caches._chains == {}
@@ -114,8 +112,8 @@ async def test_what_a_client_sends_is_neither_kept_nor_shown_at_length() -> None
         await f.heard()
         assert (await f.ask(cache_salt="s" * MAX_SALT)).unknown is None
         assert "cache_salt is longer" in ((await f.ask(cache_salt="s" * 900_000)).unknown or "")
-        course = await f.chat([{"type": "A" * 900_000}])
-        assert 0 < len(course.unknown or "") <= 200
+        routed = await f.chat([{"type": "A" * 900_000}])
+        assert 0 < len(routed.unknown or "") <= 200
 
 
 @in_loop
@@ -134,11 +132,11 @@ async def test_when_the_holder_of_a_prefix_is_gone_the_prompt_is_handed_over() -
         await f.pod(holder).store(other_prompt(1))
         await f.heard()
         assert (await f.ask([*other_prompt(1), 7])).decode == holder.url
-        assert f.metric("direct_total", reason=Direct.PREFIX_HELD.value) == 1
+        assert f.metric("direct_requests_total", reason=Direct.PREFIX_HELD.value) == 1
         await holder.stop()
-        course = await f.ask([*other_prompt(1), 8])
-        assert (course.decode, course.prefill is not None) == (other.url, True)
-        assert f.metric("direct_total", reason=Direct.PREFIX_HELD.value) == 1
+        routed = await f.ask([*other_prompt(1), 8])
+        assert (routed.decode, routed.prefill is not None) == (other.url, True)
+        assert f.metric("direct_requests_total", reason=Direct.PREFIX_HELD.value) == 1
         assert f.leases.granted == 1
 
 
@@ -168,8 +166,8 @@ async def test_a_snapshot_holds_only_pods_that_hash_as_the_request() -> None:
         await f.pod(one).store(other_prompt(2), group=2, block_size=24)
         await f.pod(two).store(other_prompt(1), block_size=40)
         await f.heard()
-        course = await f.ask([*other_prompt(1), 7])
-        reply = await f.send(f"/debug/route/{course.request_id}?snapshot=1", method="GET")
+        routed = await f.ask([*other_prompt(1), 7])
+        reply = await f.send(f"/debug/route/{routed.decision.request_id}?snapshot=1", method="GET")
         assert reply.status == 200
         snapshot = read_snapshot(reply.body)
         assert one.url in snapshot.pods

@@ -47,7 +47,7 @@ def test_a_bad_value_names_its_option_and_is_shown(
         config(**settings)
     assert caught.value.field == option
     assert str(caught.value).startswith(f"{option}: expected ")
-    assert str(caught.value).endswith(f"saw {seen!r}")
+    assert str(caught.value).endswith(f"got {seen!r}")
 
 
 @pytest.mark.parametrize(

@@ -421,14 +421,14 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_nobody_who_left(t
         assert "<img" not in dom
         assert dom.count("<script") == 1
         assert "<title>pdconn router</title>" in dom
-        assert f"40 – {made.decode.url} 32 hit alone" in alone
+        assert f"40 – {made.decode.url} 32 hit decode alone" in alone
         assert "handed over" in strange
         assert f"100 {made.prefill.url} 64 hit {made.decode.url} 32 hit handed over" in long
         assert long.split(" handed over ")[1].startswith(
             "prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled"
         )
         assert 'href="debug/route/the-long-one"' in dom
-        assert '<p id="lost" role="alert" hidden' in dom
+        assert '<p id="offline" role="alert" hidden' in dom
 
 
 @asynccontextmanager
@@ -465,6 +465,6 @@ async def flaky(num_failures: int) -> AsyncIterator[str]:
 async def test_the_page_says_when_it_lost_the_router_and_recovers(tmp_path, num_failures, recovers):
     async with flaky(num_failures) as url:
         dom = await seen(url, tmp_path)
-    assert "Lost contact with the router: it answers 503. Trying again." in dom
-    assert ('<p id="lost" role="alert" hidden' in dom) is recovers
+    assert "No answer from the router: HTTP status 503. Retrying." in dom
+    assert ('<p id="offline" role="alert" hidden' in dom) is recovers
     assert ("policy p" in dom) is recovers

@@ -7,11 +7,9 @@ import socket
 
 import pytest
 
-from pdconn.router import server
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import CannotListen, EnginesMissing
-from pdconn.router.handover import abandoned as farewell
-from pdconn.router.server import running_proxy
+from pdconn.router.server import Limits, running_proxy
 from tests.fakes.fake_engine import ANSWER, deployment, hang, in_loop, until
 
 
@@ -86,18 +84,18 @@ async def test_the_metrics_page_holds_every_series_from_the_start():
         reply = await d.send("/metrics", method="GET")
         text = reply.body.decode()
         for line in (
-            'pdconn_proxy_requests_total{outcome="ok",route="/v1/completions"} 0.0',
-            'pdconn_proxy_direct_total{reason="several_prompts"} 0.0',
-            f'pdconn_proxy_engine_up{{engine="{d.prefill[0].url}",role="prefill"}} 1.0',
-            "pdconn_proxy_inflight 0.0",
-            "pdconn_proxy_time_to_ticket_seconds_count 0.0",
-            "pdconn_proxy_decode_first_byte_seconds_count 0.0",
-            'pdconn_proxy_unused_tickets_total{fate="returned"} 0.0',
+            'pdconn_router_requests_total{outcome="ok",route="/v1/completions"} 0.0',
+            'pdconn_router_direct_requests_total{reason="several_prompts"} 0.0',
+            f'pdconn_router_engine_up{{engine="{d.prefill[0].url}",role="prefill"}} 1.0',
+            "pdconn_router_inflight_requests 0.0",
+            "pdconn_router_time_to_ticket_seconds_count 0.0",
+            "pdconn_router_decode_first_byte_seconds_count 0.0",
+            'pdconn_router_unused_tickets_total{outcome="returned"} 0.0',
         ):
             assert line in text
         await d.complete()
         text = (await d.send("/metrics", method="GET")).body.decode()
-        assert "pdconn_proxy_time_to_ticket_seconds_count 1.0" in text
+        assert "pdconn_router_time_to_ticket_seconds_count 1.0" in text
 
 
 @in_loop
@@ -122,9 +120,8 @@ async def test_leaving_the_block_lets_requests_finish():
 
 
 @in_loop
-async def test_requests_that_do_not_finish_are_cut_off_and_aborted(monkeypatch):
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.1)
-    async with deployment(drain_timeout_s=0.2) as d:
+async def test_requests_that_do_not_finish_are_cut_off_and_aborted():
+    async with deployment(drain_timeout_s=0.2, limits=Limits(patience_s=0.1)) as d:
         d.decode[0].script = hang
         asking = asyncio.create_task(d.complete())
         await until(lambda: d.decode[0].seen)
@@ -157,8 +154,7 @@ async def test_a_host_that_is_not_ours_is_said():
 
 
 @in_loop
-async def test_the_wait_ends_when_every_engine_answers(monkeypatch):
-    monkeypatch.setattr(server, "_PROBE_PAUSE_S", 0.02)
+async def test_the_wait_ends_when_every_engine_answers():
     progress = []
     async with deployment(num_prefill=2) as d:
         late = d.prefill[1]
@@ -170,7 +166,9 @@ async def test_the_wait_ends_when_every_engine_answers(monkeypatch):
             await late.start()
 
         starting = asyncio.create_task(start_later())
-        async with running_proxy(config, progress.append) as proxy:
+        async with running_proxy(
+            config, progress.append, limits=Limits(ready_pause_s=0.02)
+        ) as proxy:
             assert proxy.url
         await starting
     assert [(p.num_ready, p.num_engines) for p in progress] == [(1, 3), (2, 3), (3, 3)]
@@ -197,7 +195,7 @@ async def test_a_role_without_an_engine_ends_the_wait_by_name():
         with pytest.raises(EnginesMissing, match=d.decode[0].url) as caught:
             async with running_proxy(config):
                 pass
-        assert [miss.engine for miss in caught.value.misses] == [d.decode[0].url]
+        assert [miss.engine for miss in caught.value.failures] == [d.decode[0].url]
 
 
 def test_the_check_for_what_is_left_behind_can_fail():

@@ -135,7 +135,8 @@ def run(
             answers.append(client.stream(prompt, ANSWER_TOKENS))
             _say(f"{policy}: {number + 1} of {len(prompts)}")
             time.sleep(0.05)
-        held = _labelled(client.get("/metrics"), 'pdconn_proxy_direct_total{reason="prefix_held"}')
+        name = 'pdconn_router_direct_requests_total{reason="prefix_held"}'
+        held = _labelled(client.get("/metrics"), name)
     computed = []
     for engine, was in zip((prefill, decode), before, strict=True):
         now = _counts(engine)

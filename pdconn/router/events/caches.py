@@ -1,9 +1,9 @@
-"""What the router knows of the engines' prefix caches: events in, hits of a prompt out.
+"""The engines' prefix caches as the router knows them: events in, hits of a prompt out.
 
 Each data-parallel rank of an engine is a pod of the index: rank 0 by the engine's name, the
-others by ``name#rank``.  How an engine hashes is found out from the first blocks that it
-stores with the tokens they hold, unless it was told; engines that hash differently are asked
-for different chains.
+others as ``name#rank``.  Unless configured, how an engine hashes is detected from the first
+blocks that it stores, as their events carry the tokens; a prompt is hashed once for each way
+that engines hash.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pdconn.router.prefix.score import DEFAULT_WEIGHTS, NO_HIT, Hit, Prompt, Sco
 log = logging.getLogger(__name__)
 
 REMEMBERED_TOKENS = 4_000_000
-"""Tokens of recent prompts whose chains are extended instead of computed anew."""
+"""Tokens of recent prompts whose hashes are kept, to hash only what a prompt adds."""
 TRIES = 64
-"""Stored events of one pod that are tried to tell how it hashes, before that is said."""
+"""Stored events of one pod that are tried to detect how it hashes, before a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class RankHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A prompt that was looked for.
+    """Hits of a prompt.
 
     Attributes:
-        prompts: its hashes for each way that engines hash.
+        prompts: its block hashes, for each way that engines hash.
         pods: the hit of every pod.
-        ranks: of every engine its ranks, best hit first.
+        ranks: the ranks of every engine, best hit first.
     """
 
     prompts: Mapping[HashScheme, Prompt]
@@ -51,14 +51,14 @@ class PrefixLookup:
     ranks: Mapping[str, tuple[RankHit, ...]]
 
     def best(self, engine: str | None) -> RankHit | None:
-        """An engine's best hit; None where nothing is known of it."""
+        """An engine's best hit; None if nothing is known of its cache."""
         ranks = self.ranks.get(engine or "")
         return ranks[0] if ranks else None
 
 
 @dataclass(slots=True)
 class Feed:
-    """One pod's events: where they come from, how it hashes, how they fare."""
+    """One pod's events: their source, how the pod hashes, the subscriber's status."""
 
     source: EventSource
     scheme: HashScheme | None
@@ -67,12 +67,12 @@ class Feed:
 
 
 class PrefixCaches:
-    """An index that engines feed.
+    """An index of blocks that the engines' events update.
 
     Args:
-        scheme: how every engine hashes; None to find out.
+        scheme: how every engine hashes; None to detect it.
         seed: ``PYTHONHASHSEED`` of the engines, where they have one.
-        weights: by medium.
+        weights: worth of a block by medium.
         eagle_groups: see ``Index``.
     """
 
@@ -96,7 +96,7 @@ class PrefixCaches:
     # A subscriber's sink
 
     def apply(self, source: EventSource, batch: Batch) -> None:
-        """Believe what a pod's engine did."""
+        """Apply a pod's events."""
         name = pod_name(source)
         feed = self._feed(source)
         for event in batch.events:
@@ -107,27 +107,27 @@ class PrefixCaches:
             self._share_groups()
 
     def reset(self, source: EventSource, why: str) -> None:
-        """Forget what a pod held, and what it said of its groups: it may be another engine."""
+        """Drop a pod's blocks and groups: it may be another engine now."""
         name = pod_name(source)
-        log.info("forgetting the prefix cache pod=%s why=%r", name, why)
+        log.info("pdconn: dropping what is known of the prefix cache pod=%s why=%r", name, why)
         self.index.drop(name)
         self.index.add(name)
         feed = self._feed(source)
         feed.scheme, feed.tries = self._scheme, 0
         self._forget_chains()
 
-    def state(self, source: EventSource, status: Status) -> None:
-        """How a pod's events fare."""
+    def status_changed(self, source: EventSource, status: Status) -> None:
+        """The status of a pod's subscriber changed."""
         self._feed(source).status = status
 
     def forget(self, source: EventSource) -> None:
-        """The engine has left the fleet."""
+        """The engine left the fleet."""
         self.index.drop(pod_name(source))
         self.feeds.pop(pod_name(source), None)
         self._forget_chains()
 
     def _forget_chains(self) -> None:
-        """Of schemes that nobody hashes by any more."""
+        """Drop chains of schemes that no engine uses any more."""
         known = self.schemes
         self._chains = {scheme: one for scheme, one in self._chains.items() if scheme in known}
 
@@ -135,15 +135,15 @@ class PrefixCaches:
 
     @property
     def schemes(self) -> list[HashScheme]:
-        """The ways that engines hash, as far as they are known."""
+        """The ways that engines hash, as far as known."""
         return list({feed.scheme: None for feed in self.feeds.values() if feed.scheme is not None})
 
     def pods_by(self, scheme: HashScheme) -> list[str]:
         """The pods that hash by a scheme."""
         return [name for name, feed in self.feeds.items() if feed.scheme == scheme]
 
-    def look_for(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
-        """Where a prompt's prefix is."""
+    def lookup(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
+        """The hits of a prompt."""
         prompts: dict[HashScheme, Prompt] = {}
         pods: dict[str, Hit] = {}
         for scheme in self.schemes:
@@ -176,19 +176,19 @@ class PrefixCaches:
         return feed
 
     def _share_groups(self) -> None:
-        """Let pods that hash alike know the groups of each other's model.
+        """Copy group descriptions between pods that hash alike, and so serve one model.
 
-        An engine that has only pulled prompts may have spoken of full attention alone, and
-        would be thought to have no windows.  Pods whose descriptions differ share nothing.
+        The events of an engine that has only pulled prompts may describe full attention alone,
+        as if it had no windows.  Pods whose descriptions contradict each other share nothing.
         """
         for scheme in self.schemes:
             names = self.pods_by(scheme)
-            told = max((self.index.pods[name].groups for name in names), key=len)
+            fullest = max((self.index.pods[name].groups for name in names), key=len)
             for name in names:
                 known = self.index.pods[name].groups
-                if known.items() <= told.items():
-                    for group in told.keys() - known.keys():
-                        self.index.learn(name, group, told[group])
+                if known.items() <= fullest.items():
+                    for group in fullest.keys() - known.keys():
+                        self.index.learn(name, group, fullest[group])
         self._shared = self.index.version
 
     def _detect(self, name: str, feed: Feed, event: Stored) -> None:
@@ -196,14 +196,14 @@ class PrefixCaches:
             return
         feed.scheme = detect(event, self._seed)
         if feed.scheme is not None:
-            log.info("pod=%s hashes by %s", name, feed.scheme)
+            log.info("pdconn: detected the block hashes pod=%s scheme=%s", name, feed.scheme)
             return
         feed.tries += 1
         if feed.tries == TRIES:
             log.warning(
-                "pod=%s: no block of %d stores has the hash that any algorithm gives its "
-                "tokens; its prefix cache is ignored. Do the engines run with PYTHONHASHSEED "
-                "(--hash-seed), or with --prefix-caching-hash-algo xxhash? (said once)",
+                "pdconn: no hash algorithm explains the blocks of this pod, so its prefix cache "
+                "is ignored; do the engines run with PYTHONHASHSEED (--hash-seed), or with "
+                "--prefix-caching-hash-algo xxhash? (warned once) pod=%s stores_tried=%d",
                 name,
                 TRIES,
             )

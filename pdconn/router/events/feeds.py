@@ -1,13 +1,13 @@
-"""Listening to the engines of now: one subscriber for each data-parallel rank.
+"""Subscribers to the KV events of the fleet: one for each data-parallel rank.
 
-A change of the fleet changes who is listened to.  An engine that drains is listened to until
-it is gone: what it holds still counts for nobody, but it may come back.
+A change of the fleet starts and stops subscribers.  A draining engine keeps its subscribers: it
+gets no requests now, but it may resume.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import zmq.asyncio
 
@@ -19,30 +19,36 @@ from pdconn.router.fleet.member import Member
 log = logging.getLogger(__name__)
 
 _CLOSING = 1 << 20
-"""No bound: each is one that was listened to."""
+"""No bound in effect: each is a subscriber that was running."""
 
 
 class EventFeeds:
     """Subscribers that follow the fleet."""
 
-    def __init__(self, caches: PrefixCaches) -> None:
+    def __init__(
+        self, caches: PrefixCaches, subscriber: Callable[..., Subscriber] = Subscriber
+    ) -> None:
         self._caches = caches
+        self._subscriber = subscriber
         self._context = zmq.asyncio.Context()
-        self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)  # 1023 serve 250 ranks
+        self._context.max_sockets = self._context.get(
+            zmq.SOCKET_LIMIT
+        )  # the default, 1023, is enough for 250 ranks
         self._subscribers: dict[EventSource, Subscriber] = {}
         self._ending: list[EventSource] = []
         self._closing = Background(limit=_CLOSING)
 
     def fleet_changed(self, members: Iterable[Member]) -> None:
-        """Listen to these, and to nobody else."""
+        """Subscribe to these engines and to no others."""
         wanted = [source for member in members for source in _sources(member)]
         for source in [known for known in self._subscribers if known not in wanted]:
             subscriber = self._subscribers.pop(source)
             self._ending.append(source)
-            self._closing.spawn(self._end(source, subscriber), f"stop listening to {source.engine}")
+            self._closing.spawn(self._end(source, subscriber), f"unsubscribe from {source.engine}")
         for source in wanted:
             if source not in self._subscribers:
-                self._subscribers[source] = Subscriber(source, self._caches, context=self._context)
+                made = self._subscriber(source, self._caches, context=self._context)
+                self._subscribers[source] = made
                 self._start(source)
 
     async def _end(self, source: EventSource, subscriber: Subscriber) -> None:
@@ -54,16 +60,16 @@ class EventFeeds:
                 self._start(known)
 
     def _start(self, source: EventSource) -> None:
-        """Listen, but not while what this pod said at another address is still believed."""
+        """Subscribe, unless blocks of this pod from another address are still in the index."""
         if not any(_same_pod(source, other) for other in self._ending):
             self._subscribers[source].start()
 
     def statuses(self) -> dict[str, Status]:
-        """How each pod's events fare now."""
+        """The status of each pod's subscriber."""
         return {pod_name(source): one.status for source, one in self._subscribers.items()}
 
     async def close(self) -> None:
-        """Listen to nobody."""
+        """Stop all subscribers."""
         self.fleet_changed(())
         await self._closing.close(grace_s=2.0)
         self._context.destroy(linger=0)
@@ -71,8 +77,8 @@ class EventFeeds:
 
 def _sources(member: Member) -> list[EventSource]:
     return [
-        EventSource(member.url, place.rank, place.events, place.replay)
-        for place in member.event_endpoints()
+        EventSource(member.url, endpoints.rank, endpoints.events, endpoints.replay)
+        for endpoints in member.event_endpoints()
     ]
 
 

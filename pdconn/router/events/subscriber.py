@@ -1,4 +1,4 @@
-"""One engine's KV events off the wire, in order and without gaps, into a sink.
+"""One engine's KV events: received, put in order without gaps, given to a sink.
 
 ::
 
@@ -6,12 +6,12 @@
               ROUTER ◄────► DEALER ► │ Tracker │ ──────► │ sink │
                       monitor ────► └─────────┘         └──────┘
 
-``Tracker`` decides; here its decisions are performed.  A connection that breaks takes its
-sockets with it, so that what was read from a socket is from one engine only: before anything that
-was read is used, the socket's monitor is asked whether the connection still was that one.  Each
-replay has a socket of its own for the same reason: what comes late, comes to nobody.
+``Tracker`` decides; this module performs its effects.  When a connection breaks, its sockets are
+closed, so that everything read from a socket is from one run of the engine: before what was read
+is used, the socket's monitor tells whether the connection was still the same.  Each replay has a
+socket of its own for the same reason: late answers to an earlier replay are never read.
 
-Nothing from the wire ends the task.  What a sink raises does, and is logged.
+No message ends the task.  An exception of the sink does, and is logged.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from pdconn.router.prefix.events import MAX_NBYTES, BadBatch, Batch, decode_batc
 
 log = logging.getLogger(__name__)
 
-#: A replay that says nothing for so long has failed.  vLLM looks every 100 ms at the latest.
+#: A replay without an answer for this long has failed.  vLLM polls every 100 ms.
 REPLAY_SILENCE_S = 3.0
-#: Before a broken connection is made anew; one that cannot be made is up to ZeroMQ.
+#: Pause before a broken connection is made again; ZeroMQ retries one that cannot be made.
 RECONNECT_S = 0.1
-#: Messages that a socket holds for us.  vLLM's ROUTER drops what we do not take off it.
+#: Messages that a socket queues.  vLLM's ROUTER drops what does not fit.
 LIVE_HWM, REPLAY_HWM = 10_000, 100_000
-#: Messages that are handled before other tasks have their turn.
+#: Messages that are handled before other tasks run.
 BURST = 64
 
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/*\[\]]+):([0-9]{1,5})", re.ASCII)
@@ -51,15 +51,15 @@ _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/*\[\]]+):([0-9]{1,5})", re.A
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one data-parallel rank of an engine says what its prefix cache holds.
+    """Where one data-parallel rank of an engine publishes KV events.
 
     Attributes:
         engine: the router's name for it.
         rank: data-parallel rank.
         events: address of its PUB socket, ``tcp://HOST:PORT``.
-        replay: address of its ROUTER socket; None where it has none: then every gap costs all
-            that is known, as does every broken connection.
-        topic: what the topic of its messages begins with.
+        replay: address of its ROUTER socket; None where it has none: then every gap and every
+            broken connection drops all blocks.
+        topic: prefix of its messages' topics.
     """
 
     engine: str
@@ -84,14 +84,14 @@ def _check(field: str, address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a source does.
+    """State and counters of a source.
 
     Attributes:
-        batches, events: that were applied.
-        undecodable: events left out of those.
-        malformed: messages that could not be read at all.
-        gaps, replays, restarts: noticed, asked for, noticed.
-        lag_s: from the engine's clock at the last batch applied to ours when it was.
+        batches, events: applied.
+        undecodable: events of those batches that were skipped.
+        malformed: messages that could not be decoded at all.
+        gaps, replays, restarts: noticed, requested, noticed.
+        lag_s: from the engine's time stamp of the last batch until it was applied here.
     """
 
     state: State = State.AWAY
@@ -106,25 +106,26 @@ class Status:
 
 
 class Sink(Protocol):
-    """Who wants to know.  Called from the event loop, and not to block it."""
+    """Receiver of a source's events.  Called in the event loop, which it must not block."""
 
     def apply(self, source: EventSource, batch: Batch) -> None:
         """The next batch of a source."""
 
     def reset(self, source: EventSource, why: str) -> None:
-        """Forget all that a source has said."""
+        """Drop everything that a source has reported."""
 
-    def state(self, source: EventSource, status: Status) -> None:
-        """The state of a source is another one now."""
+    def status_changed(self, source: EventSource, status: Status) -> None:
+        """The state of a source changed."""
 
 
 class Subscriber:
-    """Listens to one source from ``start`` to ``close``.
+    """Receives the events of one source from ``start`` to ``close``.
 
     Args:
-        context: of all sockets; one of its own where there is none.  Whoever has hundreds of
-            sources shares one (each source takes up to 4 of ``zmq.MAX_SOCKETS``).
-        now: the time in seconds since the epoch, as engines tell it.
+        context: of all sockets; by default one of its own.  Share one between hundreds of
+            sources (each source takes up to 4 of ``zmq.MAX_SOCKETS``).
+        now: seconds since the epoch.
+        replay_silence_s: a replay without an answer for this long has failed.
     """
 
     def __init__(
@@ -141,22 +142,22 @@ class Subscriber:
         self._silence_s = replay_silence_s
         self._task = Background(limit=1)
         self._tracker = Tracker()
-        self._said = State.AWAY
+        self._reported = State.AWAY
         self._batches = self._events = self._undecodable = self._malformed = 0
         self._lag_s: float | None = None
 
     def start(self) -> None:
-        """Begin to listen; a second time does nothing."""
-        name = f"kv events of {self._source.engine} rank {self._source.rank}"
-        self._task.spawn(self._listen(), name)
+        """Start receiving; a second call has no effect."""
+        name = f"KV events of {self._source.engine} rank {self._source.rank}"
+        self._task.spawn(self._receive(), name)
 
     async def close(self) -> None:
-        """Stop listening; nothing stays open."""
+        """Stop receiving and close all sockets."""
         await self._task.close(grace_s=0)
 
     @property
     def status(self) -> Status:
-        """How the source does now."""
+        """The source's state and counters."""
         tracker = self._tracker
         return Status(
             state=tracker.state,
@@ -172,67 +173,67 @@ class Subscriber:
 
     # --- the task -------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _receive(self) -> None:
         context = self._context or zmq.asyncio.Context()
         try:
             while True:
-                line = _Line(context, self._source, self._silence_s)
+                sockets = _EventSockets(context, self._source, self._silence_s)
                 try:
-                    await self._serve(line)
+                    await self._serve(sockets)
                 finally:
                     self._tracker.disconnected()
-                    line.close()
-                self._tell()
+                    sockets.close()
+                self._report()
                 await asyncio.sleep(RECONNECT_S)
         finally:
             if self._context is None:
                 context.term()
 
-    async def _serve(self, line: _Line) -> None:
-        """Until the connection breaks."""
+    async def _serve(self, sockets: _EventSockets) -> None:
+        """Receive until the connection breaks."""
         while True:
-            await line.something()
-            # Read first and ask the monitor second, so that nothing read here can be of a
-            # connection that it has not told us about.
-            published = await _burst(line.live)
-            answers = [] if line.replay is None else await _burst(line.replay)
-            broken, made = await line.changes()
+            await sockets.wait_readable()
+            # Read first and query the monitor second, so that nothing read here can be from a
+            # connection that the monitor has not reported yet.
+            published = await _burst(sockets.live)
+            answers = [] if sockets.replay is None else await _burst(sockets.replay)
+            broken, made = await sockets.changes()
             if broken:
                 return
             if made:
-                await self._perform(self._tracker.connected(), line)
+                await self._perform(self._tracker.connected(), sockets)
             for frames in published:
-                await self._published(frames, line)
-            await self._answered(answers, line)
-            self._tell()
+                await self._published(frames, sockets)
+            await self._answered(answers, sockets)
+            self._report()
             await asyncio.sleep(0)
 
-    async def _published(self, frames: list[bytes], line: _Line) -> None:
+    async def _published(self, frames: list[bytes], sockets: _EventSockets) -> None:
         item = self._numbered(frames[1], frames[2]) if len(frames) == 3 else None
         if item is None:
             self._malformed += 1
         else:
-            await self._perform(self._tracker.live(item), line)
+            await self._perform(self._tracker.live(item), sockets)
 
-    async def _answered(self, answers: list[list[bytes]], line: _Line) -> None:
-        asked = line.replay
+    async def _answered(self, answers: list[list[bytes]], sockets: _EventSockets) -> None:
+        asked = sockets.replay
         for frames in answers:
-            if line.replay is not asked:
-                return  # of a question that nobody asks any more
+            if sockets.replay is not asked:
+                return  # answers to a replay that was abandoned
             item = None
             if len(frames) == 4 and not frames[0]:
                 if frames[2] == _END:
-                    await self._perform(self._tracker.replay_ended(), line)
+                    await self._perform(self._tracker.replay_ended(), sockets)
                     continue
                 item = self._numbered(frames[2], frames[3])
             if item is None:
                 self._malformed += 1
             else:
-                line.heard()  # junk does not keep a replay going
-                await self._perform(self._tracker.replayed(item), line)
-        if line.silent and line.replay is asked and not answers:
-            log.warning("kv events: no replay from %s", self._name)
-            await self._perform(self._tracker.replay_failed(), line)
+                sockets.note_answer()  # malformed messages do not count as answers
+                await self._perform(self._tracker.replayed(item), sockets)
+        if sockets.replay_timed_out and sockets.replay is asked and not answers:
+            log.warning("pdconn: KV events: replay timed out %s", self._name)
+            await self._perform(self._tracker.replay_failed(), sockets)
 
     def _numbered(self, seq: bytes, payload: bytes) -> Numbered | None:
         number = int.from_bytes(seq, "big", signed=True)
@@ -243,24 +244,26 @@ class Subscriber:
             batch = decode_batch(payload)
         except BadBatch as error:
             self._malformed += 1
-            log.debug("kv events: unreadable batch from %s: %s", self._name, error)
+            log.debug("pdconn: KV events: malformed batch: %s %s", error, self._name)
         return Numbered(number, xxh3_64_intdigest(payload), batch, len(payload))
 
-    async def _perform(self, effects: tuple[Effect, ...], line: _Line) -> None:
+    async def _perform(self, effects: tuple[Effect, ...], sockets: _EventSockets) -> None:
         for effect in effects:
             match effect:
                 case Apply(batch):
                     self._apply(batch)
                 case Reset(why):
-                    log.warning("kv events: forget %s: %s", self._name, why.value)
+                    log.warning(
+                        "pdconn: KV events: all blocks dropped: %s %s", why.value, self._name
+                    )
                     self._sink.reset(self._source, why.value)
                 case NeedReplay(start) if self._source.replay is not None:
-                    log.info("kv events: ask %s for batches from %d", self._name, start)
-                    await line.ask(self._source.replay, start)
+                    log.info("pdconn: KV events: replay requested %s start=%d", self._name, start)
+                    await sockets.request_replay(self._source.replay, start)
                 case NeedReplay():
-                    await self._perform(self._tracker.replay_failed(), line)
+                    await self._perform(self._tracker.replay_failed(), sockets)
         if not self._tracker.replaying:
-            line.hang_up()
+            sockets.close_replay()
 
     def _apply(self, batch: Batch) -> None:
         self._batches += 1
@@ -269,11 +272,11 @@ class Subscriber:
         self._lag_s = self._now() - batch.ts
         self._sink.apply(self._source, batch)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         state = self._tracker.state
-        if state is not self._said:
-            self._said = state
-            self._sink.state(self._source, self.status)
+        if state is not self._reported:
+            self._reported = state
+            self._sink.status_changed(self._source, self.status)
 
     @property
     def _name(self) -> str:
@@ -285,12 +288,12 @@ class Subscriber:
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
-class _Line:
-    """The sockets of one connection.
+class _EventSockets:
+    """The sockets of one connection to an engine.
 
     Attributes:
-        live: what is published.
-        replay: answers to the question under way, if any.
+        live: receives what is published.
+        replay: receives the replay under way, if any.
     """
 
     def __init__(self, context: zmq.asyncio.Context, source: EventSource, silence_s: float) -> None:
@@ -306,13 +309,13 @@ class _Line:
         self.live.connect(source.events)
 
     def close(self) -> None:
-        self.hang_up()
+        self.close_replay()
         self.live.disable_monitor()
         self._monitor.close(linger=0)
         self.live.close(linger=0)
 
-    async def something(self) -> None:
-        """Wait until a socket has something, or the replay has said nothing for too long."""
+    async def wait_readable(self) -> None:
+        """Wait until a socket has a message, or the replay times out."""
         poller = zmq.asyncio.Poller()
         for socket in (self.live, self._monitor, self.replay):
             if socket is not None:
@@ -321,7 +324,7 @@ class _Line:
         await poller.poll(None if left_s is None else int(left_s * 1e3) + 1)
 
     async def changes(self) -> tuple[bool, bool]:
-        """Whether the connection broke since it was made, and whether it was made just now."""
+        """Whether the connection broke, and whether it was made, since the last call."""
         made = False
         for frames in await _burst(self._monitor):
             if parse_monitor_message(frames)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
@@ -332,22 +335,22 @@ class _Line:
 
     # --- replay ---------------------------------------------------------------------------
 
-    async def ask(self, address: str, start: int) -> None:
-        """Ask for batches from ``start`` on, and for no others any more."""
-        self.hang_up()
+    async def request_replay(self, address: str, start: int) -> None:
+        """Request the batches from ``start`` on; abandons the replay before."""
+        self.close_replay()
         self.replay = _socket(self._context, zmq.DEALER, REPLAY_HWM)
         self.replay.connect(address)
-        self.heard()
+        self.note_answer()
         await self.replay.send_multipart([b"", start.to_bytes(8, "big")])
 
-    def heard(self) -> None:
+    def note_answer(self) -> None:
         self._deadline = time.monotonic() + self._silence_s
 
     @property
-    def silent(self) -> bool:
+    def replay_timed_out(self) -> bool:
         return time.monotonic() >= self._deadline
 
-    def hang_up(self) -> None:
+    def close_replay(self) -> None:
         if self.replay is not None:
             self.replay.close(linger=0)
             self.replay = None

@@ -1,19 +1,19 @@
-"""Which batches of an engine to believe, and when to ask for what was missed.  Pure.
+"""KV event batches in sequence: which to apply, and when to request a replay.  Pure.
 
-A publisher numbers its batches from 0 and keeps the last few thousand for replay.  Batches are
-lost where a subscriber comes late, is slow, or is cut off; and an engine that starts anew begins
-at 0 with an empty cache.  One ``Tracker`` for each engine and rank turns what arrives into a
-sequence without gaps, told in effects: ``Apply``, ``Reset``, ``NeedReplay``.
+A publisher numbers its batches from 0 and keeps the last few thousand for replay.  A subscriber
+misses batches when it connects late, is slow, or loses its connection; and an engine that
+restarts begins at 0 with an empty cache.  One ``Tracker`` for each engine and rank turns what
+arrives into a sequence without gaps, as effects: ``Apply``, ``Reset``, ``NeedReplay``.
 
-What is known of the engine's cache is always one of these::
+What is known of the engine's cache is always in one of these states::
 
     state       up to date   all of it   because
     AWAY        no           -           there is no connection
     SYNCING     no           -           the first replay since the engine started is under way
-    STALE       no           -           a replay is under way that closes a gap, or that finds
-                                         out whether this is the engine from before
+    STALE       no           -           a replay is under way that closes a gap, or that shows
+                                         whether the engine restarted meanwhile
     LIVE        yes          yes
-    INCOMPLETE  yes          no          what was stored before some batch is not known
+    INCOMPLETE  yes          no          blocks stored before some batch are not known
 
     AWAY ──connected, nothing known──► SYNCING ──ended: began at 0──► LIVE ◄──┐
       │                                   └──failed, or began later──┐        │ cleared
@@ -21,33 +21,32 @@ What is known of the engine's cache is always one of these::
       └──connected, something known──► STALE                     INCOMPLETE ──┘
                                        ▲   │
     LIVE, INCOMPLETE ──a gap───────────┘   ├──filled──► LIVE or INCOMPLETE, as before
-                                           ├──not filled, all forgotten──► INCOMPLETE
-    any ──disconnected──► AWAY             └──another engine, all forgotten──► SYNCING
+                                           ├──not filled, all blocks dropped──► INCOMPLETE
+    any ──disconnected──► AWAY             └──restarted, all blocks dropped──► SYNCING
 
-The state follows from three facts (connected, replay, complete); there is no fourth to keep
-true, hence no table of transitions.  Four rules make it hold:
+The state follows from three facts (connected, replay, complete), so there is no table of
+transitions.  Four rules:
 
-- **A replay begins one batch early**, with the last one that was taken, told by a digest of its
-  bytes: its ``mark``.  Another mark, or an answer that ends before it, means that the engine
-  started anew; an answer that begins behind it, that the engine's memory is too short.
-- **What cannot be filled is dropped.**  After an unfillable gap any block may be gone, so all of
-  them are forgotten (``Reset``), and what is stored from then on is true again, but not all:
-  INCOMPLETE.  It ends when the engine clears its cache or starts anew.
-- **Replay again only after progress.**  An answer may have holes, as vLLM's ROUTER drops what its
-  peer does not take at once (of 10 000 batches of 4 KB on one machine 2500 to 7000 came through);
-  whoever asks again from the hole gets further each time.  A hole right behind the anchor is
-  one for good.
+- **A replay begins one batch early**, with the last one that was applied, recognized by a digest
+  of its bytes: its ``mark``.  Another mark, or an answer that ends before it, means that the
+  engine restarted; an answer that begins after it, that the engine does not keep it any more.
+- **An unfillable gap drops all blocks** (``Reset``), as any of them may be gone.  What is stored
+  from then on is known, what was stored before is not: INCOMPLETE, until the engine clears
+  its cache or restarts.
+- **A replay is repeated only after progress.**  An answer may have holes, as vLLM's ROUTER drops
+  what its peer does not take at once (of 10 000 batches of 4 KB on one machine 2500 to 7000
+  arrived); each replay from the hole gets further.  A hole right after the anchor stays one.
 - **Live batches wait while a replay runs**, the newest ``HELD_LIMIT`` of them; what is pushed out
   is a gap like any other.
 
-A batch that cannot be read at all is a gap that replay may fill; what comes unreadable from replay
-is dropped like any other gap.  A batch of which *events* could not be read is applied, but
-from then on this is INCOMPLETE; had one of them been a removal, a block that is gone stays
-known until the next ``Reset`` or clear.
+A batch that cannot be decoded is a gap that a replay may fill; one that cannot be decoded in a
+replay either is an unfillable gap.  A batch of which some *events* cannot be decoded is applied,
+but then the state is INCOMPLETE; if one of them was a removal, a block that is gone stays known
+until the next ``Reset`` or clear.
 
-Other known limits: when the last batches before a silence are lost, that is noticed when the next
-one arrives; and an engine that starts anew without the connection ever breaking is noticed when
-its numbers go back or jump, not if they happen to go on.
+Other known limits: a loss of the last batches before a silence is noticed when the next batch
+arrives; and a restart that does not break the connection is noticed when the numbers go back or
+jump, not if they happen to go on.
 """
 
 from __future__ import annotations
@@ -58,20 +57,21 @@ from enum import Enum
 
 from pdconn.router.prefix.events import Batch, Cleared
 
-#: Live batches that wait for a replay: some minutes of a busy engine; and their bytes.
+#: Bounds of the live batches that wait for a replay (some minutes of a busy engine), and of
+#: their bytes.
 HELD_LIMIT = 10_000
 HELD_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A batch as the wire brought it.
+    """A batch as it arrived.
 
     Attributes:
         seq: its number, from 0.
-        mark: digest of its bytes: tells two batches of one number apart.
-        batch: None where the bytes could not be read.
-        nbytes: how many they were.
+        mark: digest of its bytes, which distinguishes two batches of one number.
+        batch: None where the bytes could not be decoded.
+        nbytes: their number.
     """
 
     seq: int
@@ -80,18 +80,19 @@ class Numbered:
     nbytes: int = 0
 
 
-class _Held:
+class _WaitingBatches:
     """Live batches that wait, bounded in number and bytes: the oldest go first."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, most_nbytes: int) -> None:
         self._limit = limit
+        self._most_nbytes = most_nbytes
         self._items: deque[Numbered] = deque()
         self._nbytes = 0
 
     def append(self, item: Numbered) -> None:
         self._items.append(item)
         self._nbytes += item.nbytes
-        while len(self._items) > self._limit or self._nbytes > HELD_NBYTES:
+        while len(self._items) > self._limit or self._nbytes > self._most_nbytes:
             self.popleft()
 
     def popleft(self) -> Numbered:
@@ -111,12 +112,12 @@ class _Held:
         return bool(self._items)
 
 
-class Why(Enum):
-    """Why all that was known is forgotten."""
+class ResetReason(Enum):
+    """Why all blocks of a pod are dropped."""
 
-    RESTARTED = "the engine started anew"
-    GAP = "batches are missing that nobody has any more"
-    UNREADABLE = "a batch cannot be read"
+    RESTARTED = "the engine restarted"
+    GAP = "batches are missing and cannot be replayed"
+    UNREADABLE = "a batch cannot be decoded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,14 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget all blocks of this engine and rank."""
+    """Drop all blocks of this engine and rank."""
 
-    why: Why
+    why: ResetReason
 
 
 @dataclass(frozen=True, slots=True)
 class NeedReplay:
-    """Abandon any replay under way; ask for one of ``start`` and what follows."""
+    """Abandon any replay under way; request one of ``start`` and what follows."""
 
     start: int
 
@@ -145,7 +146,7 @@ Effects = tuple[Effect, ...]
 
 
 class State(Enum):
-    """How far to trust what is known; the module explains."""
+    """What is known of a pod's cache; see the module."""
 
     AWAY = "away"
     SYNCING = "syncing"
@@ -159,11 +160,11 @@ class _Replay:
     """A replay under way.
 
     Attributes:
-        wanted: the number that was missing when it was asked for.
-        anchored: whether its beginning is known to fit what was taken before.
-        first: whether nothing was known of this engine before it, or before the one it goes on.
-        for_held: whether a live batch waited already, so that it lies behind the gap.
-        holed: whether something is missing in its middle.
+        wanted: the number that was missing when it was requested.
+        anchored: whether its beginning is known to continue what was applied before.
+        first: whether nothing was known of this engine before it, or before the one it repeats.
+        for_held: whether a live batch from after the gap was waiting already.
+        holed: whether batches are missing in its middle.
     """
 
     wanted: int
@@ -183,22 +184,23 @@ class Tracker:
     """The sequence of one engine and rank.
 
     Attributes:
-        gaps: in what was published, as they were noticed; holes of a replay are not among them.
-        replays, restarts: how often one was asked for, and noticed.
+        gaps: noticed in what was published, without the holes of replays.
+        replays: requested.
+        restarts: noticed.
     """
 
-    def __init__(self, held_limit: int = HELD_LIMIT) -> None:
+    def __init__(self, held_limit: int = HELD_LIMIT, held_nbytes: int = HELD_NBYTES) -> None:
         self.gaps = self.replays = self.restarts = 0
         self._connected = False
         self._complete = False
-        self._tip: _Tip | None = None  # the last batch taken since the last Reset
-        self._heard: _Tip | None = None  # the last live one since the connection was made
+        self._tip: _Tip | None = None  # the last batch applied since the last Reset
+        self._last_live: _Tip | None = None  # since the connection was made
         self._replay: _Replay | None = None
-        self._held = _Held(held_limit)
+        self._held = _WaitingBatches(held_limit, held_nbytes)
 
     @property
     def state(self) -> State:
-        """How far to trust what has been applied."""
+        """What is known of the pod's cache."""
         if not self._connected:
             return State.AWAY
         if self._replay is not None:
@@ -207,21 +209,21 @@ class Tracker:
 
     @property
     def replaying(self) -> bool:
-        """Whether answers of the last ``NeedReplay`` are still wanted."""
+        """Whether the last ``NeedReplay`` is still under way."""
         return self._replay is not None
 
     # --- inputs ---------------------------------------------------------------------------
 
     def connected(self) -> Effects:
-        """A connection is made, by whatever engine answers at the address now."""
+        """A connection is made; the engine may have restarted since the last one."""
         self.disconnected()
         self._connected = True
-        return self._ask()
+        return self._request_replay()
 
     def disconnected(self) -> None:
-        """The connection is gone: what arrives from here on may be another engine's."""
+        """The connection broke: what arrives next may be from a restarted engine."""
         self._connected = False
-        self._replay = self._heard = None
+        self._replay = self._last_live = None
         self._held.clear()
 
     def live(self, item: Numbered) -> Effects:
@@ -229,26 +231,26 @@ class Tracker:
         if not self._connected:
             return ()
         tip = _Tip(item.seq, item.mark)
-        if tip == self._heard:
+        if tip == self._last_live:
             return ()
         effects: Effects = ()
-        if self._heard is not None and item.seq <= self._heard.seq:
+        if self._last_live is not None and item.seq <= self._last_live.seq:
             self._held.clear()
             self._replay = None
             effects = self._restarted()
-        self._heard = tip
+        self._last_live = tip
         if self._replay is not None:
             self._held.append(item)
         elif item.seq == self._next and item.batch is not None:
-            effects += self._take(item)
+            effects += self._apply(item)
         elif item.seq >= self._next:
             self.gaps += 1
             self._held.append(item)
-            effects += self._ask()
+            effects += self._request_replay()
         return effects
 
     def replayed(self, item: Numbered) -> Effects:
-        """A batch that the replay under way brought."""
+        """A batch from the replay under way."""
         effects: Effects = ()
         replay = self._replay
         if replay is None or (self._tip is not None and item.seq < self._tip.seq):
@@ -256,39 +258,39 @@ class Tracker:
         if not replay.anchored and self._tip is not None:
             if item.seq == self._tip.seq:
                 replay.anchored = item.mark == self._tip.mark
-                return () if replay.anchored else self._restarted() + self._ask()
+                return () if replay.anchored else self._restarted() + self._request_replay()
             replay.anchored = True
-            effects = self._forget(Why.GAP)
+            effects = self._drop(ResetReason.GAP)
         if item.seq < self._next:
             return effects
         if item.seq > self._next:
             if self._next > replay.wanted:
                 replay.holed = True
                 return effects
-            effects += self._forget(Why.GAP)
-        return effects + self._take(item)
+            effects += self._drop(ResetReason.GAP)
+        return effects + self._apply(item)
 
     def replay_ended(self) -> Effects:
-        """The replay under way has brought all that there is."""
+        """The replay under way has ended, with all that the engine keeps."""
         replay = self._replay
         if replay is None:
             return ()
         if not replay.anchored:
-            return self._restarted() + self._ask()
+            return self._restarted() + self._request_replay()
         if replay.holed:
-            return self._ask()
+            return self._request_replay()
         if self._tip is None:
-            self._complete = True  # there is nothing that one could know
+            self._complete = True  # the engine has published nothing
         return self._settle(replay)
 
     def replay_failed(self) -> Effects:
-        """No more of the replay under way will come, though it has not ended."""
+        """The replay under way failed: no more of it arrives, though it has not ended."""
         replay = self._replay
         if replay is None:
             return ()
         if self._next > replay.wanted:
-            return self._ask()
-        return self._forget(Why.GAP) + self._settle(replay)
+            return self._request_replay()
+        return self._drop(ResetReason.GAP) + self._settle(replay)
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -296,7 +298,7 @@ class Tracker:
     def _next(self) -> int:
         return 0 if self._tip is None else self._tip.seq + 1
 
-    def _ask(self) -> Effects:
+    def _request_replay(self) -> Effects:
         self.replays += 1
         tip, before = self._tip, self._replay
         self._replay = _Replay(
@@ -308,37 +310,37 @@ class Tracker:
         return (NeedReplay(0 if tip is None else tip.seq),)
 
     def _settle(self, replay: _Replay) -> Effects:
-        """Take what has waited, or ask for what is missing before it."""
+        """Apply the waiting batches, or request what is missing before them."""
         effects: Effects = ()
         while self._held:
             item = self._held.first
             if item.seq > self._next:
                 if self._next != replay.wanted or not replay.for_held:
                     self.gaps += self._tip is not None
-                    return effects + self._ask()
-                effects += self._forget(Why.GAP)
+                    return effects + self._request_replay()
+                effects += self._drop(ResetReason.GAP)
             elif item.seq < self._next:
                 self._held.popleft()
                 continue
-            effects += self._take(self._held.popleft())
+            effects += self._apply(self._held.popleft())
         self._replay = None
         return effects
 
-    def _take(self, item: Numbered) -> Effects:
+    def _apply(self, item: Numbered) -> Effects:
         if self._tip is None:
             self._complete = item.seq == 0
         self._tip = _Tip(item.seq, item.mark)
         batch = item.batch
         if batch is None:
             self._complete = False
-            return (Reset(Why.UNREADABLE),)
+            return (Reset(ResetReason.UNREADABLE),)
         if any(isinstance(event, Cleared) for event in batch.events):
             self._complete = True
         if batch.num_undecodable:
             self._complete = False
         return (Apply(batch),)
 
-    def _forget(self, why: Why) -> Effects:
+    def _drop(self, why: ResetReason) -> Effects:
         self._complete = False
         if self._tip is None:
             return ()
@@ -347,4 +349,4 @@ class Tracker:
 
     def _restarted(self) -> Effects:
         self.restarts += 1
-        return self._forget(Why.RESTARTED)
+        return self._drop(ResetReason.RESTARTED)

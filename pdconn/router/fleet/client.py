@@ -1,15 +1,15 @@
-"""Asking an engine over HTTP: one shared session, and two ways to fail.
+"""HTTP requests to engines: one shared session, and two ways to fail.
 
-What the caller may do next depends on whether the engine can have seen the
-request, so that is what the errors tell apart:
+What the caller may do next depends on whether the engine can have seen the request, so the
+errors tell that:
 
-    Unreached   no connection came about: the engine knows nothing of it, and a
-                ticket sent along is as good as new
-    Lost        the engine died with the request in its hands: a ticket may be
-                claimed, or used up, by now
+    ConnectFailed    there was no connection: the engine has not seen the request, and a
+                     ticket in it is unused
+    ConnectionLost   the connection broke after the request began to leave: a ticket in it
+                     may be claimed, or used up, by now
 
-Answers pass byte for byte: nothing is decompressed, decoded or joined, and no
-cookie of one client reaches another.
+Answers pass byte for byte: nothing is decompressed, decoded or joined, and no cookie of one
+client reaches another.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from yarl import URL
 
 from pdconn.router.openai.headers import OF_THE_ANSWER, keep_end_to_end
 
-#: vLLM's server closes a connection that idles for 5 s.  Ours must go first, or
-#: a request is now and then written into a connection that is just closing.
+#: vLLM's server closes an idle connection after 5 s.  The router must close it first, or now
+#: and then a request is written into a connection that is just closing.
 _KEEPALIVE_S = 4.0
 
-#: How long an engine may be silent as a host, not as a server: what the network swallowed
-#: is given up, and so is waiting for a machine that is gone without a word.
-_SILENT_S = 15
-_ASK_AFTER_S, _ASK_EVERY_S = 6, 3
+#: TCP keepalive: a connection breaks if the engine's host (not its server) is unreachable for
+#: this long; the first probe is sent after 6 s, then every 3 s.
+_DEAD_HOST_S = 15
+_PROBE_AFTER_S, _PROBE_EVERY_S = 6, 3
 
 #: aiohttp writes bytes in one piece and warns above 1 MiB; a file in pieces.
 _ONE_PIECE_NBYTES = 1 << 20
 
 
 class ConnectFailed(Exception):
-    """No connection to the engine came about."""
+    """There was no connection: the engine has not seen the request."""
 
 
 class ConnectionLost(Exception):
-    """The engine went away with the request or its answer unfinished."""
+    """The connection broke before the answer was complete."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """Whether a request has begun to leave, for callers who may stop waiting."""
+    """Whether the request has begun to leave, for callers that may stop waiting."""
 
     begun: bool = False
 
@@ -59,14 +59,14 @@ class Delivery:
 class EngineAnswer:
     """An engine's answer, of which only the head has been read.
 
-    Whoever holds one closes it.  Closing early closes the connection, which is
-    how vLLM learns that nobody waits for the rest and aborts the request.
+    Its owner closes it.  Closing early closes the connection, and that makes vLLM abort the
+    request.
     """
 
     def __init__(self, engine: str, response: aiohttp.ClientResponse) -> None:
         self.engine = engine
         self._response = response
-        self._ahead: bytes | None = None
+        self._first_chunk: bytes | None = None
         self._when_closed: Callable[[], object] = _nothing
 
     @property
@@ -81,23 +81,23 @@ class EngineAnswer:
 
     async def await_first(self) -> None:
         """Wait until the body has begun (or ended without a byte)."""
-        if self._ahead is None:
-            self._ahead = await self._read()
+        if self._first_chunk is None:
+            self._first_chunk = await self._read()
 
     async def next(self) -> bytes:
-        """The bytes that came since the last call; empty at the end.
+        """The bytes that arrived since the last call; empty at the end.
 
         Raises:
-            Lost: the engine closed the connection before the end.
+            ConnectionLost: the connection broke before the end.
         """
-        if self._ahead is None:
+        if self._first_chunk is None:
             return await self._read()
-        ahead, self._ahead = self._ahead, None
-        return ahead
+        chunk, self._first_chunk = self._first_chunk, None
+        return chunk
 
     @property
-    def is_here(self) -> bool:
-        """Whether the whole body has arrived, so that reading it waits for nothing."""
+    def is_complete(self) -> bool:
+        """Whether the whole body has arrived, so that reading it does not wait."""
         return self._response.content.is_eof()
 
     async def rest(self) -> bytes:
@@ -112,14 +112,14 @@ class EngineAnswer:
             return await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             self.close()
-            raise ConnectionLost(_say(error)) from error
+            raise ConnectionLost(_reason(error)) from error
 
     def when_closed(self, act: Callable[[], object]) -> None:
-        """Call ``act`` as soon as nobody holds the answer any more; only the last one given."""
+        """Call ``act`` when the answer is closed; replaces an earlier ``act``."""
         self._when_closed = act
 
     def close(self) -> None:
-        """Let go: back to the pool when read to the end, else closed."""
+        """Return the connection to the pool if the body was read to its end, else close it."""
         self._response.close()
         act, self._when_closed = self._when_closed, _nothing
         act()
@@ -137,16 +137,16 @@ class EngineAnswer:
 
 
 class EngineClient:
-    """The one session that every request to every engine goes through."""
+    """The HTTP session that all requests to all engines share."""
 
     def __init__(self, connect_timeout_s: float) -> None:
         trace = aiohttp.TraceConfig()
-        trace.on_request_headers_sent.append(_note_begun)
-        # An answer may take minutes to begin and hours to end, so only the
-        # connecting is timed.  No limit per host: the engines queue, not we.
+        trace.on_request_headers_sent.append(_note_sent)
+        # An answer may take minutes to begin and hours to end, so only connecting has a
+        # time-out.  No limit per host: the engines queue, not the router.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_watchful_socket
+                limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_keepalive_socket
             ),
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s
@@ -165,20 +165,20 @@ class EngineClient:
         headers: CIMultiDict[str],
         delivery: Delivery | None = None,
     ) -> EngineAnswer:
-        """Send a body; return when the answer's head is here.
+        """Send a body; returns when the answer's head has arrived.
 
         Raises:
-            Unreached: the engine cannot have seen the request.
-            Lost: it may have.
+            ConnectFailed: the engine has not seen the request.
+            ConnectionLost: it may have.
         """
         data = body if len(body) <= _ONE_PIECE_NBYTES else io.BytesIO(body)
-        return await self._ask("POST", engine, path, headers, data=data, delivery=delivery)
+        return await self._request("POST", engine, path, headers, data=data, delivery=delivery)
 
     async def get(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
-        """Ask for a page; return when the answer's head is here."""
-        return await self._ask("GET", engine, path, headers)
+        """Request a page; returns when the answer's head has arrived."""
+        return await self._request("GET", engine, path, headers)
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         engine: str,
@@ -199,9 +199,9 @@ class EngineClient:
                 trace_request_ctx=delivery,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise ConnectFailed(_say(error)) from error
+            raise ConnectFailed(_reason(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLost(_say(error)) from error
+            raise ConnectionLost(_reason(error)) from error
         return EngineAnswer(engine, response)
 
     async def close(self) -> None:
@@ -209,29 +209,29 @@ class EngineClient:
         await self._session.close()
 
 
-def _watchful_socket(
+def _keepalive_socket(
     address: tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, object],
 ) -> socket.socket:
-    """A socket whose kernel notices that the other host is gone, whoever waits for whom."""
-    made = socket.socket(address[0], address[1], address[2])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    asks = (_SILENT_S - _ASK_AFTER_S) // _ASK_EVERY_S
+    """A socket whose kernel notices that the other host is gone."""
+    sock = socket.socket(address[0], address[1], address[2])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probes = (_DEAD_HOST_S - _PROBE_AFTER_S) // _PROBE_EVERY_S
     for option, value in (
-        ("TCP_KEEPIDLE", _ASK_AFTER_S),
-        ("TCP_KEEPINTVL", _ASK_EVERY_S),
-        ("TCP_KEEPCNT", asks),
-        ("TCP_USER_TIMEOUT", 1000 * _SILENT_S),  # what was sent and never confirmed
+        ("TCP_KEEPIDLE", _PROBE_AFTER_S),
+        ("TCP_KEEPINTVL", _PROBE_EVERY_S),
+        ("TCP_KEEPCNT", probes),
+        ("TCP_USER_TIMEOUT", 1000 * _DEAD_HOST_S),  # sent and not acknowledged
     ):
         if hasattr(socket, option):  # Linux has all four
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return made
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return sock
 
 
 def _nothing() -> None:
     pass
 
 
-async def _note_begun(
+async def _note_sent(
     session: aiohttp.ClientSession,
     context: SimpleNamespace,
     params: aiohttp.TraceRequestHeadersSentParams,
@@ -241,7 +241,7 @@ async def _note_begun(
         context.trace_request_ctx.begun = True
 
 
-def _say(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """One line for logs and errors; some of aiohttp's have no text."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError) and cause.errno:

@@ -5,14 +5,13 @@
     [[engine]]
     url = "http://10.0.0.1:8000"
     roles = ["prefill"]
-    events = "tcp://{host}:5557"    # this and what follows may be left out
+    events = "tcp://{host}:5557"    # optional, like the following
     replay = "tcp://{host}:5657"
     ranks = 2
     draining = true
 
-An entry that is wrong makes the whole file wrong: half a fleet is worse than
-the fleet of before.  So does a file without an engine, which is what an editor
-leaves for a moment when it writes a file anew.
+One wrong entry makes the whole file wrong: half a fleet is worse than the previous one.  A file
+without an engine is wrong too: editors leave one for a moment when they write a file.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import tomllib
 from typing import Any
 
 from pdconn.router.errors import BadSetting
-from pdconn.router.fleet.member import BadMember, Member, engine_name, known_keys
+from pdconn.router.fleet.member import BadMember, Member, engine_name
 from pdconn.router.routing.policy import Role
+from transport.errors import did_you_mean
 
 _TABLE = "engine"
 _KINDS: dict[str, tuple[type, str]] = {
@@ -41,7 +41,7 @@ def read_fleet(path: str | os.PathLike[str]) -> tuple[Member, ...]:
     """The engines of a file, in its order.
 
     Raises:
-        BadSetting: the first thing that is wrong, as ``FILE: engine NUMBER: FIELD``.
+        BadSetting: the first mistake, as ``FILE: engine NUMBER: FIELD``.
     """
     where = os.fspath(path)
     tables = _tables(where, _load(where))
@@ -84,7 +84,8 @@ def _member(where: str, table: object) -> Member:
         raise BadSetting(where, "a table", table)
     for key, value in table.items():
         if key not in _KINDS:
-            raise BadSetting(f"{where}: {key}", known_keys(key, _KINDS), key)
+            expected = f"one of {', '.join(_KINDS)}"
+            raise BadSetting(f"{where}: {key}", expected, key, did_you_mean(key, _KINDS, 0.0))
         kind, expected = _KINDS[key]
         if type(value) is not kind:  # isinstance would let true be a number
             raise BadSetting(f"{where}: {key}", expected, value)
@@ -96,7 +97,7 @@ def _member(where: str, table: object) -> Member:
     try:
         return Member(**{**table, "url": url, "roles": roles})
     except BadMember as error:
-        raise BadSetting(f"{where}: {error.field}", error.expected, error.seen) from error
+        raise error.of(f"{where}: ") from error
 
 
 def _roles(field: str, names: list[Any]) -> frozenset[Role]:

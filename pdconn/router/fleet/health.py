@@ -1,8 +1,7 @@
-"""Noticing that engines go down and come back.
+"""Which engines are up: a failed request marks one as down, a probe as up again.
 
-Going down is noticed by the request that asked in vain; from then on a task
-asks the engine's ``/health``, ever more rarely, until it says 200, or until the
-engine is none of the fleet any more.
+From the failed request on, a task probes the engine's ``/health`` with growing pauses, until it
+answers 200 or the engine leaves the fleet.
 """
 
 from __future__ import annotations
@@ -14,55 +13,55 @@ from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry, Outage
-from pdconn.router.metrics import ProxyMetrics
+from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
 
-#: An engine that takes longer to say that it is well, is not.
+#: An engine whose ``/health`` takes longer is not healthy.
 PROBE_TIMEOUT_S = 2.0
 
-#: What is said of an engine that came while the others were asked.
-_TOO_NEW = "not asked yet"
+#: Of an engine that joined while the others were probed.
+_NOT_PROBED = "not probed yet"
 
 
 class Health:
-    """Keeps ``EngineRegistry`` true to what the engines say."""
+    """Keeps the outages of ``EngineRegistry`` up to date."""
 
     def __init__(
-        self, engines: EngineRegistry, upstream: EngineClient, metrics: ProxyMetrics
+        self, engines: EngineRegistry, client: EngineClient, metrics: RouterMetrics
     ) -> None:
         self._engines = engines
-        self._upstream = upstream
+        self._client = client
         self._metrics = metrics
-        self._revivals: dict[asyncio.Task[None], str] = {}
+        self._probes: dict[asyncio.Task[None], str] = {}
         self._closed = False
         self._round: asyncio.Task[dict[str, str | None]] | None = None
 
     async def close(self) -> None:
         """Stop probing."""
         self._closed = True
-        ending = [*self._revivals, *([] if self._round is None else [self._round])]
+        ending = [*self._probes, *([] if self._round is None else [self._round])]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
     def fleet_changed(self) -> None:
-        """Stop probing engines that are gone."""
-        for task, engine in self._revivals.items():
+        """Stop probing engines that left the fleet."""
+        for task, engine in self._probes.items():
             if engine not in self._engines:
                 task.cancel()
 
     def report_down(self, engine: str, why: str, request_id: str) -> None:
-        """A request asked in vain: skip this engine until it answers again."""
+        """A request to this engine failed: skip it until it answers again."""
         if engine not in self._engines:
-            return  # it has gone for good, and so will this request
+            return  # it has left the fleet
         if self._engines.outage(engine) is not None:
-            return  # another request said so first; one task probes it already
+            return  # another request failed first, and a task is probing already
         outage = self._engines.mark_down(engine, why)
         self._metrics.engine_up(engine, up=False)
         log.warning(
-            "engine down engine=%s roles=%s why=%r request=%s next_probe_s=%g",
+            "pdconn: engine down engine=%s roles=%s why=%r request=%s next_probe_s=%g",
             engine,
             ",".join(role.value for role in self._engines.roles(engine)),
             why,
@@ -70,18 +69,18 @@ class Health:
             outage.backoff_s,
         )
         if not self._closed:
-            task = asyncio.create_task(self._revive(engine, outage), name=f"revive {engine}")
-            self._revivals[task] = engine
-            task.add_done_callback(self._revival_ended)
+            task = asyncio.create_task(self._probe_until_up(engine, outage), name=f"probe {engine}")
+            self._probes[task] = engine
+            task.add_done_callback(self._probe_ended)
 
-    def _revival_ended(self, task: asyncio.Task[None]) -> None:
-        engine = self._revivals.pop(task)
+    def _probe_ended(self, task: asyncio.Task[None]) -> None:
+        engine = self._probes.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("probing failed engine=%s", engine, exc_info=error)
+            log.error("pdconn: probing failed engine=%s", engine, exc_info=error)
 
-    async def _revive(self, engine: str, outage: Outage) -> None:
-        """Probe until this outage ends: by us, by another, or with the engine."""
+    async def _probe_until_up(self, engine: str, outage: Outage) -> None:
+        """Probe until this outage ends: the engine is up, replaced by another outage, or gone."""
         while True:
             await asyncio.sleep(outage.backoff_s)
             why = await self.probe(engine)
@@ -94,29 +93,29 @@ class Health:
     def _report_up(self, engine: str) -> None:
         if self._engines.mark_up(engine):
             self._metrics.engine_up(engine, up=True)
-            log.info("engine up engine=%s", engine)
+            log.info("pdconn: engine up engine=%s", engine)
 
     async def probe(self, engine: str) -> str | None:
-        """Ask one engine's ``/health``: None when it is well, else the reason."""
+        """Request one engine's ``/health``: None if it is healthy, else the reason."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async with await self._upstream.get(engine, "/health", CIMultiDict()) as answer:
+                async with await self._client.get(engine, "/health", CIMultiDict()) as answer:
                     await answer.rest()
-                    return None if answer.status == 200 else f"/health says {answer.status}"
+                    return None if answer.status == 200 else f"/health answered {answer.status}"
         except TimeoutError:
-            return f"/health silent for {PROBE_TIMEOUT_S:g} s"
+            return f"no answer from /health within {PROBE_TIMEOUT_S:g} s"
         except (ConnectFailed, ConnectionLost) as error:
             return str(error)
 
     async def probe_all(self) -> dict[str, str | None]:
-        """Ask every engine at once.  Callers at the same time share one round.
+        """Probe all engines at once.  Concurrent callers share one round.
 
-        The answer holds exactly the engines of when it is given.
+        The answer has exactly the engines that are in the fleet when it is given.
         """
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._probe_round(), name="probe round")
         reasons = await asyncio.shield(self._round)
-        return {name: reasons.get(name, _TOO_NEW) for name in self._engines.names}
+        return {name: reasons.get(name, _NOT_PROBED) for name in self._engines.names}
 
     async def _probe_round(self) -> dict[str, str | None]:
         names = self._engines.names
@@ -127,9 +126,9 @@ class Health:
         return reasons
 
     async def page(self) -> dict[str, object]:
-        """What ``/health`` shows: each role needs an engine that is well and not draining."""
+        """The router's own ``/health``: each role needs a healthy engine that does not drain."""
         reasons = await self.probe_all()
-        well = all(
+        ok = all(
             any(reasons[name] is None and not self._engines.is_draining(name) for name in names)
             for names in map(self._engines.of, Role)
         )
@@ -137,7 +136,7 @@ class Health:
             role.value: [self._line(name, reasons[name]) for name in self._engines.of(role)]
             for role in Role
         }
-        return {"status": "ok" if well else "unavailable", **roles}
+        return {"status": "ok" if ok else "unavailable", **roles}
 
     def _line(self, engine: str, why: str | None) -> dict[str, object]:
         draining = {"draining": True} if self._engines.is_draining(engine) else {}

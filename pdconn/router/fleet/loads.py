@@ -1,20 +1,15 @@
-"""How busy the engines are, by their own Prometheus pages.
+"""Load of every engine: its Prometheus page, polled once a second.
 
-One page covers every data-parallel rank behind a URL.  Queues and leases are
-added up over the ranks; of cache usage the fullest rank counts, as a request may
-meet that one.  Every engine is asked for itself: one that is slow has old
-numbers, and the others do not wait for it.
+Engines are polled independently: a slow one has an old load and delays no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -22,6 +17,7 @@ from typing import Self
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.metrics import MAX_PAGE_NBYTES, Load, parse_metrics
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Role
 
@@ -30,119 +26,40 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
 
-#: vLLM's page is some hundred KiB; what is longer than this is none.
-MAX_PAGE_NBYTES = 4 << 20
-
-_RUNNING = "vllm:num_requests_running"
-_WAITING = "vllm:num_requests_waiting"
-_KV_USAGE = "vllm:kv_cache_usage_perc"  # of 1, whatever its name says
-_QUERIES = "vllm:prefix_cache_queries_total"
-_HITS = "vllm:prefix_cache_hits_total"
-_LENT = "pdconn:leases_granted_total"
-_LEASES_ENDED = (
-    "pdconn:leases_read_total",
-    "pdconn:leases_aborted_total",
-    "vllm:nixl_num_kv_expired_reqs_total",
-)
-
-#: The largest value of each that makes sense; above it floats skip whole numbers.
-_LIMITS = dict.fromkeys(
-    (_RUNNING, _WAITING, _QUERIES, _HITS, _LENT, *_LEASES_ENDED), float(1 << 53)
-) | {_KV_USAGE: 1.0}
-_NAMES = tuple(_LIMITS)
+LEASE_S = 30.0
+"""vLLM's default; with a longer lease an idle engine looks free a little early."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """An engine's page; a field is None where the page does not have it.
+@dataclass(slots=True)
+class KvUsage:
+    """Share of blocks in use, of engines that update it only while they work.  Pure.
 
-    Attributes:
-        running, waiting: requests.
-        kv_usage: of the fullest rank's cache, 0 to 1.
-        lent_leases: prompts whose blocks are lent to decode at this moment.
-        prefix_queries, prefix_hits: tokens looked up and found, since its start.
-        num_ignored: lines that named one of these and made no sense.
+    vLLM counts its blocks in each step.  A prefill engine that has lent blocks and is idle
+    then goes on reporting them as in use long after their leases have ended.  So what an idle
+    engine reports counts for as long as a lease may last, and no longer.
     """
 
-    running: int | None = None
-    waiting: int | None = None
-    kv_usage: float | None = None
-    lent_leases: int | None = None
-    prefix_queries: int | None = None
-    prefix_hits: int | None = None
-    num_ignored: int = 0
+    _unchanged: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    def observe(self, engine: str, share: float, *, idle: bool, now: float) -> float:
+        """Note a reported share; returns the share of blocks in use, as far as known."""
+        if not idle:
+            self._unchanged.pop(engine, None)
+            return share
+        before, since = self._unchanged.setdefault(engine, (share, now))
+        if before != share:
+            since = now
+            self._unchanged[engine] = (share, now)
+        return share if now - since < LEASE_S else 0.0
 
-def parse_metrics(text: str) -> Load:
-    """What a Prometheus page says of its engine's load.  Pure, and takes any text.
-
-    Only the first ``MAX_PAGE_NBYTES`` letters are read, up to a whole line.
-
-    >>> parse_metrics('vllm:num_requests_running{engine="0"} 3.0').running
-    3
-    """
-    if len(text) > MAX_PAGE_NBYTES:
-        text = text[: text.rfind("\n", 0, MAX_PAGE_NBYTES) + 1]
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    num_ignored = 0
-    for line in text.split("\n"):
-        if not line.startswith(_NAMES):
-            continue
-        name, rest = _split(line)
-        if name not in _LIMITS:
-            continue  # a longer name: vllm:num_requests_waiting_by_reason
-        value = _value(rest, _LIMITS[name])
-        if value is None:
-            num_ignored += 1
-        else:
-            values[name].append(value)
-    return Load(
-        running=_total(values, _RUNNING),
-        waiting=_total(values, _WAITING),
-        kv_usage=max(values[_KV_USAGE], default=None),
-        lent_leases=_lent(values),
-        prefix_queries=_total(values, _QUERIES),
-        prefix_hits=_total(values, _HITS),
-        num_ignored=num_ignored,
-    )
-
-
-def _split(line: str) -> tuple[str, str]:
-    """A sample's name, and what follows its labels; in these a brace may stand quoted."""
-    name, brace, rest = line.partition("{")
-    if brace:
-        return name.rstrip(), rest.rpartition("}")[2]
-    words = line.split(maxsplit=1)
-    return words[0], "".join(words[1:])
-
-
-def _value(rest: str, limit: float) -> float | None:
-    """The number of ``VALUE [TIMESTAMP]``, or None where it makes no sense."""
-    words = rest.split(maxsplit=2)
-    if len(words) not in (1, 2):
-        return None
-    try:
-        value = float(words[0])
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and 0 <= value <= limit else None
-
-
-def _total(values: defaultdict[str, list[float]], name: str) -> int | None:
-    return int(sum(values[name])) if values[name] else None
-
-
-def _lent(values: defaultdict[str, list[float]]) -> int | None:
-    """Granted and not ended; counters are read one after another, so never below 0."""
-    granted = _total(values, _LENT)
-    if granted is None:
-        return None
-    return max(0, granted - sum(_total(values, name) or 0 for name in _LEASES_ENDED))
+    def keep(self, engines: tuple[str, ...]) -> None:
+        """Drop all other engines."""
+        self._unchanged = {name: one for name, one in self._unchanged.items() if name in engines}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReading:
-    """A load and when it came, by the poller's clock."""
+    """A load and when it arrived, by the poller's clock."""
 
     load: Load
     at_s: float
@@ -151,112 +68,114 @@ class LoadReading:
 class LoadPoller:
     """Keeps the last load of each engine that gets requests.
 
-    ``latest`` holds no engine that is gone; one that stopped answering stays in
-    it, with its age (``fresh`` leaves it out).
+    ``latest`` holds no engine that left the fleet; one that stopped answering stays in it, with
+    its age (``fresh`` leaves it out).
 
-    >>> async with LoadPoller(engines, upstream) as loads:  # doctest: +SKIP
+    >>> async with LoadPoller(engines, client) as loads:  # doctest: +SKIP
     ...     loads.fresh(max_age_s=5.0)["http://10.0.0.1:8000"].waiting
     """
 
     def __init__(
         self,
         engines: EngineRegistry,
-        upstream: EngineClient,
+        client: EngineClient,
         *,
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
+        max_page_nbytes: int = MAX_PAGE_NBYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.latest: dict[str, LoadReading] = {}
         self._engines = engines
-        self._upstream = upstream
+        self._client = client
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._max_page_nbytes = max_page_nbytes
         self._clock = clock
-        self._silent: set[str] = set()
-        self._asks: dict[str, asyncio.Task[None]] = {}
+        self._failing: set[str] = set()
+        self._polls: dict[str, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
 
     def fresh(self, max_age_s: float) -> dict[str, Load]:
-        """The loads that are not older than that."""
+        """The loads that are not older than ``max_age_s``."""
         since_s = self._clock() - max_age_s
-        return {name: seen.load for name, seen in self.latest.items() if seen.at_s >= since_s}
+        return {name: last.load for name, last in self.latest.items() if last.at_s >= since_s}
 
     def age_s(self, engine: str) -> float | None:
-        """Seconds since an engine's load came, or None where none did."""
-        seen = self.latest.get(engine)
-        return None if seen is None else self._clock() - seen.at_s
+        """Seconds since an engine's load arrived, or None where none did."""
+        last = self.latest.get(engine)
+        return None if last is None else self._clock() - last.at_s
 
     def fleet_changed(self) -> None:
-        """Forget engines that are gone."""
+        """Drop engines that left the fleet."""
         for name in [name for name in self.latest if name not in self._engines]:
             del self.latest[name]
-        self._silent = {name for name in self._silent if name in self._engines}
+        self._failing = {name for name in self._failing if name in self._engines}
 
     async def poll_now(self) -> None:
-        """Ask every engine once; returns when the last has answered, or had its time."""
-        self._ask_all()
-        if self._asks:
-            await asyncio.wait(list(self._asks.values()))
+        """Poll every engine once; returns when all have answered or timed out."""
+        self._poll_all()
+        if self._polls:
+            await asyncio.wait(list(self._polls.values()))
 
     async def _run(self) -> None:
         while True:
-            self._ask_all()
+            self._poll_all()
             await asyncio.sleep(self._interval_s)
 
-    def _ask_all(self) -> None:
+    def _poll_all(self) -> None:
         self.fleet_changed()
         for engine in dict.fromkeys(name for role in Role for name in self._engines.live(role)):
-            if engine not in self._asks:  # else it is slow, and asked already
-                task = asyncio.create_task(self._ask(engine), name=f"load of {engine}")
-                self._asks[engine] = task
-                task.add_done_callback(partial(self._asked, engine))
+            if engine not in self._polls:  # else the last poll is still running
+                task = asyncio.create_task(self._poll(engine), name=f"load of {engine}")
+                self._polls[engine] = task
+                task.add_done_callback(partial(self._poll_ended, engine))
 
-    def _asked(self, engine: str, task: asyncio.Task[None]) -> None:
-        del self._asks[engine]
+    def _poll_ended(self, engine: str, task: asyncio.Task[None]) -> None:
+        del self._polls[engine]
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("reading a load failed engine=%s", engine, exc_info=error)
+            log.error("pdconn: polling the load failed engine=%s", engine, exc_info=error)
 
-    async def _ask(self, engine: str) -> None:
+    async def _poll(self, engine: str) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 page = await self._page(engine)
         except TimeoutError:
-            return self._note_silent(engine, f"silent for {self._timeout_s:g} s")
+            return self._note_failure(engine, f"no answer within {self._timeout_s:g} s")
         except (ConnectFailed, ConnectionLost) as error:
-            return self._note_silent(engine, str(error))
+            return self._note_failure(engine, str(error))
         if engine not in self._engines:
-            return None  # it went while it answered
-        self.latest[engine] = LoadReading(parse_metrics(page), self._clock())
-        if engine in self._silent:
-            self._silent.discard(engine)
-            log.info("load known again engine=%s", engine)
+            return None  # it left the fleet while it answered
+        self.latest[engine] = LoadReading(parse_metrics(page, self._max_page_nbytes), self._clock())
+        if engine in self._failing:
+            self._failing.discard(engine)
+            log.info("pdconn: load known again engine=%s", engine)
         return None
 
     async def _page(self, engine: str) -> str:
         headers = CIMultiDict({"Accept-Encoding": "identity"})
-        async with await self._upstream.get(engine, "/metrics", headers) as answer:
+        async with await self._client.get(engine, "/metrics", headers) as answer:
             if answer.status != 200:
-                raise ConnectionLost(f"/metrics says {answer.status}")
+                raise ConnectionLost(f"/metrics answered {answer.status}")
             pieces: list[bytes] = []
             nbytes = 0
             while piece := await answer.next():
                 nbytes += len(piece)
-                if nbytes > MAX_PAGE_NBYTES:
-                    raise ConnectionLost(f"/metrics is longer than {MAX_PAGE_NBYTES} bytes")
+                if nbytes > self._max_page_nbytes:
+                    raise ConnectionLost(f"/metrics is longer than {self._max_page_nbytes} bytes")
                 pieces.append(piece)
         return b"".join(pieces).decode("utf-8", "replace")
 
-    def _note_silent(self, engine: str, why: str) -> None:
-        """Said once: requests find out for themselves whether the engine is down."""
-        if engine in self._engines and engine not in self._silent:
-            self._silent.add(engine)
-            log.warning("load unknown engine=%s why=%r", engine, why)
+    def _note_failure(self, engine: str, why: str) -> None:
+        """Log it once; requests notice for themselves whether the engine is down."""
+        if engine in self._engines and engine not in self._failing:
+            self._failing.add(engine)
+            log.warning("pdconn: load unknown engine=%s why=%r", engine, why)
 
     async def close(self) -> None:
-        """Stop asking."""
-        ending = [*self._asks.values(), *([] if self._ticker is None else [self._ticker])]
+        """Stop polling."""
+        ending = [*self._polls.values(), *([] if self._ticker is None else [self._ticker])]
         self._ticker = None
         for task in ending:
             task.cancel()

@@ -1,17 +1,16 @@
-"""An engine of the fleet: where it is, what it does, and where it tells of its cache.  Pure.
+"""An engine of the fleet: its URL, its roles, and where it publishes KV events.  Pure.
 
 ::
 
     http://10.0.0.1:8000,events=tcp://{host}:5557,replay=tcp://{host}:5657,ranks=2
     └─────── url ──────┘ └─────── of data-parallel rank 0; rank r's are port + r ─┘
 
-The URL is the engine's name: two members of one URL are one engine.  ``{host}``
-stands for the URL's host, so that one line serves every engine behind a name.
+The URL is the engine's name: two members of one URL are one engine.  ``{host}`` stands for the
+URL's host, so that one line describes every engine behind a DNS name.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,27 +19,23 @@ from urllib.parse import urlsplit
 
 from pdconn.router.errors import BadSetting
 from pdconn.router.routing.policy import Role
+from transport.errors import did_you_mean
 
 _HOST = "{host}"
 _MOST_RANKS = 4096
 _LAST_PORT = 65535
 _KEYS = ("events", "replay", "ranks")
 
-#: ``*`` is where an engine binds; we need an address that can be connected to.
+#: ``*`` is an address to bind; this must be an address to connect to.
 _ENDPOINT = re.compile(r"tcp://(\{host\}|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
 class BadMember(BadSetting):
-    """A field of an engine makes no sense; who read it says where it stands."""
-
-    def __init__(self, field: str, expected: str, seen: object) -> None:
-        super().__init__(field, expected, seen)
-        self.expected = expected
-        self.seen = seen
+    """A field of an engine makes no sense; the reader adds where it stands."""
 
 
 class EventEndpoints(NamedTuple):
-    """Where one data-parallel rank publishes its cache events, and replays them."""
+    """Where one data-parallel rank publishes its KV events, and replays them."""
 
     rank: int
     events: str
@@ -53,11 +48,11 @@ class Member:
 
     Attributes:
         url: base URL, as ``engine_name`` writes it.
-        roles: what it may be asked to do; at least one.
-        events, replay: zmq endpoints of rank 0, ``tcp://{host}:5557``; None where
-            the engine publishes no events, or replays none.
+        roles: what it may do; at least one.
+        events, replay: ZeroMQ endpoints of rank 0, ``tcp://{host}:5557``; None where the
+            engine publishes no events, or replays none.
         ranks: data-parallel ranks behind the URL.
-        draining: it finishes what it has and gets nothing new.
+        draining: it finishes its requests and gets no new ones.
 
     Raises:
         BadSetting: a value makes no sense; ``BadMember`` names the field.
@@ -83,7 +78,7 @@ class Member:
         self._check_apart()
 
     def _check_apart(self) -> None:
-        """vLLM counts both ports up by rank, and a port can be bound once."""
+        """vLLM adds the rank to both ports, and a port can be bound once."""
         events = self._endpoint("events", self.events)
         replay = self._endpoint("replay", self.replay)
         if events is None or replay is None or events[0] != replay[0]:
@@ -93,7 +88,7 @@ class Member:
             raise BadMember("replay", expected, self.replay)
 
     def _endpoint(self, field: str, template: str | None) -> tuple[str, int] | None:
-        """An endpoint's host and port, good for every rank."""
+        """An endpoint's host and port, checked for every rank."""
         if template is None:
             return None
         found = _ENDPOINT.fullmatch(template)
@@ -134,10 +129,10 @@ class Member:
         return f"{address}:{int(port) + rank}"
 
     def joined(self, other: Member) -> Member:
-        """This engine as two tell of it: both roles, the first one's endpoints."""
-        teller = other if self.events is None and other.events is not None else self
+        """This engine as both describe it: all roles, the endpoints of the first with any."""
+        first = other if self.events is None and other.events is not None else self
         roles, draining = self.roles | other.roles, self.draining or other.draining
-        return replace(teller, roles=roles, draining=draining)
+        return replace(first, roles=roles, draining=draining)
 
 
 def merged(members: Iterable[Member]) -> tuple[Member, ...]:
@@ -153,14 +148,16 @@ def parse_member(option: str, word: str, roles: Iterable[Role]) -> Member:
     """An engine from a word of the command line, ``URL[,key=value...]``.
 
     Raises:
-        BadSetting: names the option; an unknown key with the nearest known one.
+        BadSetting: names the option, and of an unknown key the nearest known one.
     """
     url, *pairs = word.split(",")
     given: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if key not in _KEYS:
-            raise BadSetting(option, known_keys(key, _KEYS), key)
+            raise BadSetting(
+                option, f"one of {', '.join(_KEYS)}", key, did_you_mean(key, _KEYS, 0.0)
+            )
         if not equals or key in given:
             raise BadSetting(option, f"one {key}=VALUE", pair)
         given[key] = value
@@ -176,15 +173,8 @@ def parse_member(option: str, word: str, roles: Iterable[Role]) -> Member:
         raise BadSetting(option, f"{error.field}: {error.expected}", error.seen) from error
 
 
-def known_keys(key: str, known: Iterable[str]) -> str:
-    """What fits where an unknown key stands, the nearest one named."""
-    names = tuple(known)
-    (near,) = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-    return f"one of {', '.join(names)} (did you mean {near!r}?)"
-
-
 def engine_name(field: str, url: str) -> str:
-    """Check an engine's base URL and write it in the one way we compare and show.
+    """Check an engine's base URL and normalize it.
 
     Raises:
         BadSetting: not an http or https URL of a host, or more than that.

@@ -1,17 +1,16 @@
-"""The engines a proxy knows, and which of them get requests.  Pure: no clock, no IO.
+"""The engines of the fleet, and which of them get requests.  Pure: no clock, no IO.
 
-    up ──asked in vain──► down ──/health answers──► up
-                           │ ▲
-                           └─┘ /health fails: the next probe waits twice as long
+    up ──a request failed──► down ──/health answers 200──► up
+                              │ ▲
+                              └─┘ /health fails: the next probe waits twice as long
 
-An engine is believed to be up until it was asked in vain; nothing is probed
-while everything works.  One engine may hold both roles, and is down for both.
+An engine counts as up until a request to it fails; nothing is probed while everything works.
+One engine may hold both roles, and is down for both.
 
-Engines come, drain and go while requests run (``update``).  One that drains is
-offered to nobody and finishes what it has; one that is gone is forgotten, and
-what it still answers reaches its clients.  Those who keep something per engine
-(probes, metrics, loads) compare what they keep with this after an update, so
-that a change they were not told of does no lasting harm.
+Engines join, drain and leave while requests run (``update``).  A draining engine gets no new
+requests and finishes those it has; an engine that left is forgotten, and answers that it still
+sends reach their clients.  What keeps something per engine (probes, metrics, loads) compares
+that with the registry after an update, so a missed notification does no lasting harm.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
-from pdconn.router.errors import Miss
-from pdconn.router.fleet.member import Member, engine_name, merged
+from pdconn.router.errors import EngineFailure
+from pdconn.router.fleet.member import Member, merged
 from pdconn.router.routing.policy import Role
-
-__all__ = ["Changes", "EngineRegistry", "Outage", "engine_name"]
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 15.0
@@ -32,40 +29,41 @@ LONGEST_BACKOFF_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An engine is down: why, and how often in a row it was asked in vain."""
+    """An engine is down: why, and how many requests and probes in a row have failed."""
 
     why: str
     num_failures: int
+    first_backoff_s: float = FIRST_BACKOFF_S
 
     @property
     def backoff_s(self) -> float:
         """Seconds to wait before the next probe: 1, 2, 4, 8, 15, 15, ..."""
         doublings = min(self.num_failures - 1, 16)  # keeps the power small
-        return min(FIRST_BACKOFF_S * float(2**doublings), LONGEST_BACKOFF_S)
+        return min(self.first_backoff_s * float(2**doublings), LONGEST_BACKOFF_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What an update changed, by name; an engine is ``recast`` when its roles are others."""
+    """What an update changed, by engine; ``resumed`` engines do not drain any more."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
-    revived: tuple[str, ...] = ()
-    recast: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+    roles_changed: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self))
 
     def __str__(self) -> str:
         """For the log: ``added=http://a:1,http://b:1 drained=http://c:1``."""
-        told = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return " ".join(f"{name}={','.join(engines)}" for name, engines in told if engines)
+        changes = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return " ".join(f"{name}={','.join(engines)}" for name, engines in changes if engines)
 
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What members say of an engine, as two moments are compared."""
+    """What ``Changes`` compares of an engine."""
 
     roles: tuple[Role, ...]
     draining: bool
@@ -74,20 +72,29 @@ class _Standing:
 class EngineRegistry:
     """Every engine by role, those that drain, and the outage of each that is down."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str] = (),
+        decode: Sequence[str] = (),
+        *,
+        first_backoff_s: float = FIRST_BACKOFF_S,
+    ) -> None:
+        self._first_backoff_s = first_backoff_s
         self._by_role = {Role.PREFILL: tuple(prefill), Role.DECODE: tuple(decode)}
         self._draining: frozenset[str] = frozenset()
         self._outages: dict[str, Outage] = {}
 
     @classmethod
-    def from_members(cls, members: Iterable[Member]) -> Self:
-        """A fleet as its sources tell of it."""
-        engines = cls((), ())
+    def from_members(
+        cls, members: Iterable[Member], *, first_backoff_s: float = FIRST_BACKOFF_S
+    ) -> Self:
+        """The fleet of these members."""
+        engines = cls(first_backoff_s=first_backoff_s)
         engines.update(members)
         return engines
 
     def update(self, members: Iterable[Member]) -> Changes:
-        """Make these the fleet: the outages of those that stay, stay."""
+        """Make these the fleet; engines that stay keep their outages."""
         before = self._standings()
         fleet = merged(members)
         self._by_role = {role: tuple(m.url for m in fleet if role in m.roles) for role in Role}
@@ -117,45 +124,48 @@ class EngineRegistry:
         return tuple(role for role in Role if engine in self._by_role[role])
 
     def live(self, role: Role) -> tuple[str, ...]:
-        """The engines of a role that get requests: up, as far as we know, and not draining."""
+        """The engines of a role that get requests: up and not draining."""
         out = self._outages.keys() | self._draining
         return tuple(name for name in self._by_role[role] if name not in out)
 
     def is_draining(self, engine: str) -> bool:
-        """Whether an engine finishes what it has and gets nothing new."""
+        """Whether an engine gets no new requests."""
         return engine in self._draining
 
     def outage(self, engine: str) -> Outage | None:
-        """Why an engine is down, or None when it is up."""
+        """Why an engine is down; None if it is up."""
         return self._outages.get(engine)
 
-    def misses(self, role: Role, tried: Sequence[Miss] = ()) -> tuple[Miss, ...]:
-        """Why each engine of a role did not do: those tried, then those not offered."""
-        asked = {miss.engine for miss in tried}
+    def failures(
+        self, role: Role, tried: Sequence[EngineFailure] = ()
+    ) -> tuple[EngineFailure, ...]:
+        """Why each engine of a role failed: those tried, then those that get no requests."""
+        asked = {one.engine for one in tried}
         known = ((name, self._why_not(name)) for name in self._by_role[role] if name not in asked)
-        return (*tried, *(Miss(name, why) for name, why in known if why is not None))
+        return (*tried, *(EngineFailure(name, why) for name, why in known if why is not None))
 
     def _why_not(self, engine: str) -> str | None:
         if self.is_draining(engine):
-            return "draining"  # it would not be asked if it were up either
+            return "draining"  # whether it is up or down
         outage = self._outages.get(engine)
         return None if outage is None else outage.why
 
     def mark_down(self, engine: str, why: str) -> Outage:
-        """Note that an engine was asked in vain, once more if it is down already.
+        """Note that a request or a probe failed.
 
         Raises:
-            KeyError: it is none of the fleet, and its outage would stay for ever.
+            KeyError: the engine is not in the fleet, and its outage would stay for ever.
         """
         if engine not in self:
             raise KeyError(engine)
         before = self._outages.get(engine)
-        outage = Outage(why, 1 if before is None else before.num_failures + 1)
+        num_failures = 1 if before is None else before.num_failures + 1
+        outage = Outage(why, num_failures, self._first_backoff_s)
         self._outages[engine] = outage
         return outage
 
     def mark_up(self, engine: str) -> bool:
-        """Note that an engine answers; True when it was down until now."""
+        """Note that an engine answers; True if it was down."""
         return self._outages.pop(engine, None) is not None
 
 
@@ -165,6 +175,6 @@ def _compare(before: dict[str, _Standing], after: dict[str, _Standing]) -> Chang
         added=tuple(name for name in after if name not in before),
         removed=tuple(name for name in before if name not in after),
         drained=tuple(n for n, was, now in stayed if now.draining and not was.draining),
-        revived=tuple(n for n, was, now in stayed if was.draining and not now.draining),
-        recast=tuple(n for n, was, now in stayed if was.roles != now.roles),
+        resumed=tuple(n for n, was, now in stayed if was.draining and not now.draining),
+        roles_changed=tuple(n for n, was, now in stayed if was.roles != now.roles),
     )

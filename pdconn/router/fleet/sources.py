@@ -1,12 +1,11 @@
-"""Where the fleet is told from, and the watch that asks again and again.
+"""Sources of the fleet, and the watch that polls them.
 
     static ──┐
-    file  ───┼── members ──► merged ──► other than before? ──► on_change
+    file  ───┼── members ──► merged ──► changed? ──► on_change
     DNS   ───┘
 
-What is asked for may be broken at any moment: a file that is half written, a
-name server that restarts.  Engines do not go because somebody is unable to say
-that they are there; so a source that fails says again what it said last.
+A source may fail at any moment: a file is half written, a name server restarts.  That must not
+remove engines, so a source that fails repeats its last good answer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pdconn.router.routing.policy import Role
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-#: How long addresses outlive the last answer that held any.
+#: How long addresses stay after the last DNS answer that had any.
 KEEP_S = 60.0
 _RESOLVE_TIMEOUT_S = 2.0
 DNS = "dns+"
@@ -40,23 +39,23 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 
 class FleetSource(Protocol):
-    """Something that knows engines."""
+    """A source of engines."""
 
     async def members(self) -> Members:
-        """The engines of now; asked by one at a time.
+        """The engines of now; never called concurrently.
 
         Raises:
-            BadSetting: on the first call only, as there is nothing older to say.
+            BadSetting: on the first call only, when there is no last good answer.
         """
         ...
 
     async def close(self) -> None:
-        """Ask nothing any more."""
+        """Stop."""
         ...
 
 
 def parse_source(option: str, word: str, roles: Iterable[Role]) -> FleetSource:
-    """What a word of the command line names: an engine, or all behind a DNS name.
+    """The source that a word of the command line names: an engine, or all behind a DNS name.
 
     Raises:
         BadSetting: names the option.
@@ -70,7 +69,7 @@ def parse_source(option: str, word: str, roles: Iterable[Role]) -> FleetSource:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Engines that are known from the start."""
+    """Engines of the command line."""
 
     engines: Members
 
@@ -83,37 +82,42 @@ class Static:
 
 
 class WatchedFile:
-    """A fleet file, read when its stat says that it is another one."""
+    """A fleet file, read again when its stat changes."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        read: Callable[[str | os.PathLike[str]], Members] = read_fleet,
+    ) -> None:
         self._path = path
+        self._read = read
         self._good: Members | None = None
         self._stamp: tuple[int, ...] | None = None
 
     async def members(self) -> Members:
-        """Those of the last version that could be read; a thread waits for the disk."""
-        return await asyncio.to_thread(self._look)
+        """Those of the last valid version; a thread waits for the disk."""
+        return await asyncio.to_thread(self._load)
 
     async def close(self) -> None:
         """There is nothing to stop."""
 
-    def _look(self) -> Members:
-        # Looked at before it is read: what is written in between is seen next time.
+    def _load(self) -> Members:
+        # The stamp is taken before reading, so that a write in between is noticed next time.
         stamp = _stamp(self._path)
         if self._good is not None and stamp == self._stamp:
             return self._good
         self._stamp = stamp
         try:
-            self._good = read_fleet(self._path)
+            self._good = self._read(self._path)
         except BadSetting as error:
             if self._good is None:
                 raise
-            log.error("fleet file not taken, the last good version stays: %s", error)  # noqa: TRY400
+            log.error("pdconn: bad fleet file, keeping the last valid version: %s", error)  # noqa: TRY400
         return self._good
 
 
 def _stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """Differs between versions; ctime tells what keeps its mtime (chmod, cp -p)."""
+    """Differs between versions; ctime notices what keeps the mtime (chmod, cp -p)."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -129,11 +133,11 @@ async def resolve(name: str) -> Sequence[str]:
 
 
 class DnsName:
-    """One engine at each address of a name, all alike but for the address.
+    """One engine at each address of a DNS name, equal except for the address.
 
-    ``like`` is an engine with the name as its host.  An answer without addresses
-    counts as a failure: that is what a headless service says while its pods
-    restart.  After ``keep_s`` without a good answer the engines are given up.
+    ``like`` is an engine with the name as its host.  An answer without addresses counts as a
+    failure: a headless service answers so while its pods restart.  After ``keep_s`` without
+    a good answer the engines are removed.
     """
 
     def __init__(
@@ -164,48 +168,50 @@ class DnsName:
         if not addresses:
             return self._last_good("no address")
         if self._failing:
-            log.info("dns answers again name=%s", self._like.host)
+            log.info("pdconn: DNS answers again name=%s", self._like.host)
         self._failing = False
         self._good = tuple(self._at(address) for address in sorted(set(addresses)))
         self._good_at_s = self._clock()
         return self._good
 
     async def close(self) -> None:
-        """Wait for no answer any more."""
+        """Stop waiting for an answer."""
         asking, self._asking = self._asking, None
         if asking is not None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _ask(self) -> Sequence[str]:
-        """An answer, perhaps to the question of last time.
+        """An answer, perhaps to the previous query.
 
-        Resolving holds a thread that nobody can stop, of a few that all share:
-        while one question hangs, no other is asked.
+        Resolving occupies a thread of a small pool and cannot be cancelled: while one query
+        hangs, no other is sent.
         """
         if self._asking is None:
-            self._asking = asyncio.create_task(self._question(), name="resolve")
+            self._asking = asyncio.create_task(self._query(), name="resolve")
         done, _ = await asyncio.wait({self._asking}, timeout=self._timeout_s)
         if not done:
-            raise TimeoutError(f"silent for {self._timeout_s:g} s")
+            raise TimeoutError(f"no answer within {self._timeout_s:g} s")
         asked, self._asking = self._asking, None
         return asked.result()
 
-    async def _question(self) -> Sequence[str]:
+    async def _query(self) -> Sequence[str]:
         return await self._resolve(self._like.host.strip("[]"))
 
     def _last_good(self, why: str) -> Members:
         if not self._failing:
             self._failing = True
             log.warning(
-                "dns fails name=%s why=%r engines=%d kept_s=%g",
+                "pdconn: DNS fails, keeping the last addresses name=%s why=%r engines=%d keep_s=%g",
                 self._like.host,
                 why,
                 len(self._good),
                 self._keep_s,
             )
         if self._good and self._clock() - self._good_at_s >= self._keep_s:
-            log.warning("dns engines given up name=%s why=%r", self._like.host, why)
+            log.warning(
+                "pdconn: DNS still fails, removing its engines name=%s why=%r", self._like.host, why
+            )
             self._good = ()
         return self._good
 
@@ -216,12 +222,12 @@ class DnsName:
         return replace(self._like, url=engine_name("dns", f"http://{host}{port}{parts.path}"))
 
 
-class Watch:
-    """Asks the sources time and again, and tells when the fleet is another one.
+class FleetWatch:
+    """Polls the sources, and calls ``on_change`` when the fleet changes.
 
-    As a context manager it tells of the first fleet before its block runs.
+    As a context manager it calls ``on_change`` with the first fleet before its block runs.
 
-    >>> async with Watch(sources, engines.update):  # doctest: +SKIP
+    >>> async with FleetWatch(sources, engines.update):  # doctest: +SKIP
     ...     await serve()
     """
 
@@ -235,16 +241,16 @@ class Watch:
         self._on_change = on_change
         self._interval_s = interval_s
         self._known: Members | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def refresh_now(self) -> Members:
-        """Ask every source; call ``on_change`` if the fleet is not that of before.
+        """Poll every source; call ``on_change`` if the fleet changed.
 
         Raises:
-            BadSetting: what a source says on its first call.
+            BadSetting: from a source on its first call.
         """
-        async with self._one_at_a_time:
+        async with self._lock:
             asked = (source.members() for source in self._sources)
             answers = await asyncio.gather(*asked, return_exceptions=True)
             known: list[Member] = []
@@ -263,11 +269,11 @@ class Watch:
             await asyncio.sleep(self._interval_s)
             try:
                 await self.refresh_now()
-            except Exception:  # the outermost loop: a fleet nobody watches is worse
-                log.exception("watching the fleet failed; tried again in %g s", self._interval_s)
+            except Exception:  # the outermost loop: the watch must go on
+                log.exception("pdconn: polling the fleet failed retry_s=%g", self._interval_s)
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Stop polling."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

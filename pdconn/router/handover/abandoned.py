@@ -1,134 +1,99 @@
-"""What is left to do for a request whose client has gone.
+"""Requests whose client has left: abort them without leaving blocks lent.
 
-Prefill keeps a request's blocks until decode says that it is done with them, or
-their lease ends, many seconds later.  Closing a connection aborts what vLLM is
-doing for it, but not whatever it is doing::
+Prefill keeps a request's blocks until decode reports that it is done with them, or until
+their lease ends, many seconds later.  Closing the connection to an engine aborts the request
+there, but not in every state::
 
     client ──► prefill ──ticket──► decode ──► client
                   │         │         │
-        leaves:   close,    give it   close,
-                  later     back      later
+    if it leaves: close,    return    close,
+                  later     it        later
 
-* Between the end of a prefill and the head of its answer the blocks are lent
-  and nobody can say so: to close then is to lose the ticket.  A short prefill
-  spends much of its time there.  So it gets ``_PATIENCE_S`` to finish, and its
-  ticket is given back; what takes longer is aborted, and seldom just then.
-* With a ticket that no decode engine has seen, decode is asked to give it back
-  (``returns``).
-* vLLM's HTTP server drops a request whose client is gone before it was looked
-  at, and nobody tells the connector.  After ``_PATIENCE_S``, or the first byte of
-  an answer, the engine knows the request; closing then aborts it, and the
-  engine tells the lender.
+* Between the end of a prefill and the head of its answer the blocks are lent and the ticket is
+  not here yet: closing then loses it.  A short prefill spends much of its time there.  So
+  prefill gets ``PATIENCE_S`` to finish, and its ticket is returned; a longer prefill is
+  aborted, and seldom in that moment.
+* A ticket that no decode engine has seen is returned through one (``ticket_return``).
+* vLLM's HTTP server drops a request whose client left before the server read it, without
+  telling the connector.  After ``PATIENCE_S``, or at the first byte of an answer, the engine
+  knows the request; closing then aborts it, and the engine tells the lender.
 
-What slips through, the lease catches.
+The lease frees what none of this does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, field
-from enum import Enum
-
-from msgspec import Raw
 
 from pdconn.router.background import Background
 from pdconn.router.errors import NoEngineLeft
-from pdconn.router.fleet.client import Delivery, EngineAnswer
+from pdconn.router.fleet.client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
-from pdconn.router.openai.requests import Exchange
+from pdconn.router.routing.routed_request import RoutedRequest, Stage
 
-#: Long for what it waits for, which takes milliseconds in a healthy engine.
-#: The price: a client's leaving is passed on up to this much later.
-_PATIENCE_S = 1.0
+#: Long for what it waits for, which takes milliseconds in a healthy engine.  The price: an
+#: engine learns up to this much later that the client has left.
+PATIENCE_S = 1.0
 
 #: Each holds its request's body.
-_LIMIT = 1024
-
-
-class Stage(Enum):
-    """Whose turn it is."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+MOST_ABANDONED = 1024
 
 
 class Abandoned(Exception):
-    """The client left, and its request was not taken any further."""
-
-
-@dataclass(slots=True)
-class InflightRequest:
-    """A request on its way to the first byte of its answer.
-
-    ``ticket`` is there while it may still be used; ``delivery`` says whether the
-    decode engine that is being asked can have seen it.
-    """
-
-    exchange: Exchange
-    stage: Stage = Stage.PREFILL
-    ticket: Raw | None = None
-    delivery: Delivery = field(default_factory=Delivery)
-    since_s: float = field(default_factory=time.perf_counter)
-    abandoned: bool = False
-
-    def enter(self, stage: Stage) -> None:
-        """Another engine is asked now."""
-        self.stage = stage
-        self.delivery = Delivery()
-        self.since_s = time.perf_counter()
-
-    def patience_s(self) -> float:
-        """Seconds before the engine's connection may be closed."""
-        if self.stage is Stage.PREFILL:
-            return _PATIENCE_S
-        if self.ticket is None:
-            return 0.0  # nobody's blocks hang on it
-        return max(0.0, self.since_s + _PATIENCE_S - time.perf_counter())
+    """The client left before another engine was asked."""
 
 
 class AbandonedRequests:
-    """Finishes, in the background, what clients leave behind."""
+    """Finishes requests of clients that left, in the background."""
 
-    def __init__(self, returns: TicketReturner) -> None:
-        self._returns = returns
-        self._running = Background(limit=_LIMIT)
+    def __init__(self, tickets: TicketReturner, patience_s: float = PATIENCE_S) -> None:
+        self._tickets = tickets
+        self._patience_s = patience_s
+        self._running = Background(limit=MOST_ABANDONED)
 
     async def close(self, grace_s: float) -> None:
-        """Wait a while for what is under way, tickets last."""
+        """Wait up to ``grace_s`` for running work, tickets last."""
         await self._running.close(grace_s)
-        await self._returns.close(grace_s)
+        await self._tickets.close(grace_s)
 
-    def give_back(self, errand: InflightRequest) -> None:
-        """The errand's ticket, if it has one, will not be used."""
-        ticket, errand.ticket = errand.ticket, None
+    def give_back(self, request: RoutedRequest) -> None:
+        """Return the request's ticket, if it has one; it will not be used."""
+        ticket, request.ticket = request.ticket, None
         if ticket is not None:
-            self._returns.give_back(errand.exchange, ticket)
+            self._tickets.give_back(request, ticket)
 
-    def client_left(self, errand: InflightRequest, task: asyncio.Task[EngineAnswer]) -> None:
-        """Nobody waits for the errand any more; ``task`` is still running it."""
-        errand.abandoned = True
-        if not self._running.spawn(self._see_off(errand, task), "see off"):
+    def client_left(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
+        """Take over ``task``, which is still running the request."""
+        request.client_left = True
+        if not self._running.spawn(self._finish(request, task), "finish an abandoned request"):
             task.cancel()
             task.add_done_callback(_close)
 
-    async def _see_off(self, errand: InflightRequest, task: asyncio.Task[EngineAnswer]) -> None:
+    async def _finish(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
         try:
-            async with asyncio.timeout(errand.patience_s()):
+            async with asyncio.timeout(self._wait_s(request)):
                 answer = await task
         except TimeoutError:
             # It has cancelled the task, and that closed the engine's connection, unless
             # the answer came in the same moment.
             task.add_done_callback(_close)
-            if not errand.delivery.begun:
-                self.give_back(errand)
+            if not request.delivery.begun:
+                self.give_back(request)
         except (Abandoned, NoEngineLeft):
             pass
         else:
             answer.close()
 
+    def _wait_s(self, request: RoutedRequest) -> float:
+        """Seconds before the engine's connection may be closed."""
+        if request.stage is Stage.PREFILL:
+            return self._patience_s
+        if request.ticket is None:
+            return 0.0  # no blocks depend on it
+        return max(0.0, self._patience_s - request.waited_s())
+
 
 def _close(task: asyncio.Task[EngineAnswer]) -> None:
-    """Nobody will read the answer, if there is one."""
+    """Close the answer, if there is one: it will not be read."""
     if not task.cancelled() and task.exception() is None:
         task.result().close()

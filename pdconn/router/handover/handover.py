@@ -1,33 +1,32 @@
-"""One request from prefill to decode, and past engines that are gone.
+"""One request through prefill and decode, with retries on another engine after a failure.
 
-Prefill may be asked again anywhere: it lends blocks, and what it lent in vain
-its lease takes back.  Decode may not.  A ticket goes to another engine only if
-the first cannot have seen it; presented twice, it would name blocks that may be
-free by now and hold another prompt's bytes.  So when decode dies with a ticket
-in its hands, the next engine computes the prompt itself.
+Prefill may be retried anywhere: the blocks that a failed prefill lent are freed when its lease
+ends.  Decode may not.  A ticket goes to a second decode engine only if the first cannot have
+seen it: a ticket that is used twice names blocks that may be free by now and hold another
+prompt's KV cache.  If decode fails while it may have the ticket, the next decode engine
+computes the prompt itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
-from pdconn.router.errors import Miss, NoEngineLeft
+from pdconn.router.errors import EngineFailure, NoEngineLeft
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests, InflightRequest, Stage
-from pdconn.router.metrics import ProxyMetrics
+from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests
+from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
-from pdconn.router.openai.requests import Direct, Exchange
+from pdconn.router.openai.requests import Direct
 from pdconn.router.routing.decide import RequestRouter
-from pdconn.router.routing.decision_log import RouteRecord
 from pdconn.router.routing.policy import Candidate, Role
+from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
 
 log = logging.getLogger(__name__)
 
@@ -39,142 +38,154 @@ class Handover:
     """Takes requests through prefill and decode."""
 
     engines: EngineRegistry
-    upstream: EngineClient
-    steering: RequestRouter
+    client: EngineClient
+    router: RequestRouter
     health: Health
-    metrics: ProxyMetrics
-    farewells: AbandonedRequests
-    _lend_nothing: set[str] = field(default_factory=set)
+    metrics: RouterMetrics
+    abandoned: AbandonedRequests
+    _warned: set[str] = field(default_factory=set)
 
-    async def answer(self, exchange: Exchange) -> EngineAnswer:
+    async def answer(self, request: RoutedRequest) -> EngineAnswer:
         """An engine's answer to a client's request, once its body has begun.
 
-        Cancelling this is how a client leaves; ``farewells`` takes over then.
+        Cancelled when the client leaves; ``abandoned`` finishes the request then.
 
         Raises:
             NoEngineLeft: no engine of some role answers.
         """
-        errand = InflightRequest(exchange)
-        task = asyncio.create_task(self._run(errand))
+        task = asyncio.create_task(self._run(request))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self.farewells.client_left(errand, task)
+            self.abandoned.client_left(request, task)
             raise
 
-    async def _run(self, errand: InflightRequest) -> EngineAnswer:
-        if not self.engines.live(Role.DECODE):  # prefill would lend to nobody
-            raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE))
-        reason = errand.exchange.request.direct
-        course = await self.steering.decide(errand.exchange)
-        while reason is None and course.decision.alone and course.decision.decode:
-            answer = await self._by_holder(errand, course)
+    async def _run(self, request: RoutedRequest) -> EngineAnswer:
+        while True:
+            if not self.engines.live(Role.DECODE):  # else prefill would lend blocks in vain
+                raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
+            decision = await self.router.decide(request)
+            answer = None
+            try:
+                answer = await self._serve(request, decision)
+            finally:
+                status = None if answer is None else answer.status
+                self.router.decisions.end(decision, request.outcome(status))
             if answer is not None:
                 return answer
-            # Whoever held the prefix is gone; the others would compute all of it alone.
-            course = await self.steering.decide(errand.exchange)
-        if reason is not None:
-            self.metrics.went_direct(reason)
+
+    async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
+        """An answer as decided; None if another decision is needed."""
+        ranking = decision.ranking
+        if request.body.direct is not None:
+            self.metrics.served_direct(request.body.direct)
+        elif ranking.alone and ranking.decode:
+            return await self._decode_alone(request, ranking.decode[0].candidate)
         else:
-            refusal = await self._prefill(errand, course)
+            refusal = await self._prefill(request, decision)
             if refusal is not None:
                 return refusal
         try:
-            return await self._decode(errand, course, self._candidates(Role.DECODE, course))
+            return await self._decode(request, self._candidates(Role.DECODE, decision))
         except (NoEngineLeft, Abandoned):
-            self.farewells.give_back(errand)
+            self.abandoned.give_back(request)
             raise
 
-    async def _by_holder(self, errand: InflightRequest, course: RouteRecord) -> EngineAnswer | None:
-        """The answer of the decode engine that holds the prefix; None if it is gone."""
+    async def _decode_alone(
+        self, request: RoutedRequest, candidate: Candidate
+    ) -> EngineAnswer | None:
+        """The answer of the decode engine that holds the prefix.
+
+        None if that engine is gone: the others would compute the whole prompt alone, so
+        another decision is needed.
+        """
         try:
-            answer = await self._decode(
-                errand, course, (one.candidate for one in course.decision.decode[:1])
-            )
+            answer = await self._decode(request, (candidate,))
         except NoEngineLeft:
             if not self.engines.live(Role.DECODE):
                 raise
             return None
-        self.metrics.went_direct(Direct.PREFIX_HELD)
+        self.metrics.served_direct(Direct.PREFIX_HELD)
         return answer
 
-    async def _prefill(self, errand: InflightRequest, course: RouteRecord) -> EngineAnswer | None:
-        """Get the errand its ticket; what it returns is prefill's refusal."""
-        exchange = errand.exchange
-        body = prefill_body(exchange.request)
-        misses: list[Miss] = []
-        for candidate in self._candidates(Role.PREFILL, course):
+    async def _prefill(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
+        """Get the request its ticket; what this returns is prefill's refusal."""
+        body = prefill_body(request.body)
+        failures: list[EngineFailure] = []
+        for candidate in self._candidates(Role.PREFILL, decision):
             engine = candidate.engine
-            _go_on(errand, Stage.PREFILL)
-            uncached = max(0, course.num_tokens - candidate.hit.tokens)
-            flight = self.steering.flights.take_off(engine, uncached, candidate.rank)
+            headers = _headers(request, candidate)
+            headers["Accept-Encoding"] = "identity"  # the router reads this answer
+            uncached = max(0, decision.num_tokens - candidate.hit.tokens)
+            _enter(request, Stage.PREFILL)
+            finish = self.router.inflight.start(engine, uncached, candidate.rank)
             try:
-                headers = _headers(exchange, candidate)
-                headers["Accept-Encoding"] = "identity"  # this answer we read ourselves
-                answer = await self.upstream.post(
-                    engine, exchange.request.route.path, body, headers
-                )
+                answer = await self.client.post(engine, request.body.route.path, body, headers)
                 if answer.status != 200:
                     return answer
                 async with answer:
                     whole = await answer.rest()
             except (ConnectFailed, ConnectionLost) as error:
-                misses.append(self._skip(Role.PREFILL, engine, exchange, error))
+                failures.append(self._note_failure(Role.PREFILL, engine, request, error))
                 continue
             finally:
-                flight.land()
-            errand.ticket = find_ticket(whole)
-            took_s = time.perf_counter() - errand.since_s
-            self.metrics.time_to_ticket.observe(took_s)
-            course.ticket_s = None if errand.ticket is None else took_s
-            course.prefill, course.cached_tokens = engine, find_cached_tokens(whole)
-            self.steering.reported(course)
-            if errand.ticket is None:
-                self._note_no_ticket(engine)
+                finish()
+            self._prefilled(request, decision, engine, whole)
             return None
-        raise NoEngineLeft(Role.PREFILL.value, self.engines.misses(Role.PREFILL, misses))
+        raise NoEngineLeft(Role.PREFILL.value, self.engines.failures(Role.PREFILL, failures))
+
+    def _prefilled(
+        self, request: RoutedRequest, decision: Decision, engine: str, answer: bytes
+    ) -> None:
+        """Note the ticket and the reported cache hit."""
+        took_s = request.waited_s()
+        self.metrics.time_to_ticket.observe(took_s)
+        request.prefill = engine
+        request.ticket = find_ticket(answer)
+        request.cached_tokens = find_cached_tokens(answer)
+        if request.cached_tokens is not None:
+            self.router.prefill_reported(decision, engine, request.cached_tokens)
+        if request.ticket is None:
+            self._warn_no_ticket(engine)
+        else:
+            request.ticket_s = took_s
 
     async def _decode(
-        self, errand: InflightRequest, course: RouteRecord, candidates: Iterable[Candidate]
+        self, request: RoutedRequest, candidates: Iterable[Candidate]
     ) -> EngineAnswer:
-        exchange = errand.exchange
-        misses: list[Miss] = []
+        failures: list[EngineFailure] = []
         for candidate in candidates:
             engine = candidate.engine
-            _go_on(errand, Stage.DECODE)
+            _enter(request, Stage.DECODE)
             try:
-                answer = await self._ask_decode(errand, candidate)
+                answer = await self._ask_decode(request, candidate)
             except (ConnectFailed, ConnectionLost) as error:
-                misses.append(self._skip(Role.DECODE, engine, exchange, error))
-                if errand.ticket is not None and isinstance(error, ConnectionLost):
-                    errand.ticket = course.ticket_s = None
-                    self.metrics.went_direct(Direct.TICKET_SPENT)
+                failures.append(self._note_failure(Role.DECODE, engine, request, error))
+                if request.ticket is not None and isinstance(error, ConnectionLost):
+                    request.ticket = request.ticket_s = None
+                    self.metrics.served_direct(Direct.TICKET_SPENT)
                 continue
-            course.decode = engine
-            course.first_byte_s = time.perf_counter() - errand.since_s
-            self.metrics.decode_first_byte.observe(course.first_byte_s)
+            request.decode = engine
+            request.first_byte_s = request.waited_s()
+            self.metrics.decode_first_byte.observe(request.first_byte_s)
             if answer.status >= 400:
-                # vLLM tells the lender of most requests that it refuses, though
-                # not of those whose body it cannot read.  Telling twice is fine.
-                self.farewells.give_back(errand)
+                # vLLM tells the lender of most requests that it refuses, though not of
+                # those whose body it cannot read.  A second return has no effect.
+                self.abandoned.give_back(request)
             return answer
-        raise NoEngineLeft(Role.DECODE.value, self.engines.misses(Role.DECODE, misses))
+        raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE, failures))
 
-    async def _ask_decode(self, errand: InflightRequest, candidate: Candidate) -> EngineAnswer:
-        request = errand.exchange.request
-        flight = self.steering.flights.take_off(candidate.engine, 0, candidate.rank)
+    async def _ask_decode(self, request: RoutedRequest, candidate: Candidate) -> EngineAnswer:
+        headers = _headers(request, candidate)
+        body = decode_body(request.body, request.ticket)
+        finish = self.router.inflight.start(candidate.engine, 0, candidate.rank)
         try:
-            answer = await self.upstream.post(
-                candidate.engine,
-                request.route.path,
-                decode_body(request, errand.ticket),
-                _headers(errand.exchange, candidate),
-                errand.delivery,
-            )
+            path = request.body.route.path
+            answer = await self.client.post(candidate.engine, path, body, headers, request.delivery)
         except BaseException:
-            flight.land()
+            finish()
             raise
-        answer.when_closed(flight.land)
+        answer.when_closed(finish)
         try:
             await answer.await_first()
         except BaseException:
@@ -182,48 +193,49 @@ class Handover:
             raise
         return answer
 
-    def _candidates(self, role: Role, course: RouteRecord) -> Iterator[Candidate]:
-        """Those decided on that are still offered, then those that came up since."""
+    def _candidates(self, role: Role, decision: Decision) -> Iterator[Candidate]:
+        """The ranked engines that are still live, then those that came up since."""
         live = self.engines.live(role)
-        decision = course.decision
-        ordered = decision.prefill if role is Role.PREFILL else decision.decode
+        ranking = decision.ranking
+        ordered = ranking.prefill if role is Role.PREFILL else ranking.decode
         for one in ordered:
             if one.candidate.engine in live:
                 yield one.candidate
-        known = {one.candidate.engine for one in ordered}
+        ranked = {one.candidate.engine for one in ordered}
         for engine in live:
-            if engine not in known:
+            if engine not in ranked:
                 yield Candidate(engine)
 
-    def _skip(
-        self, role: Role, engine: str, exchange: Exchange, error: ConnectFailed | ConnectionLost
-    ) -> Miss:
-        self.metrics.asked_in_vain(role, engine)
-        self.health.report_down(engine, str(error), exchange.request_id)
-        return Miss(engine, str(error))
+    def _note_failure(
+        self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
+    ) -> EngineFailure:
+        self.metrics.retried(role, engine)
+        self.health.report_down(engine, str(error), request.request_id)
+        return EngineFailure(engine, str(error))
 
-    def _note_no_ticket(self, engine: str) -> None:
-        self.metrics.went_direct(Direct.NO_TICKET)
-        self._lend_nothing.intersection_update(self.engines.names)
-        if engine not in self._lend_nothing:
-            self._lend_nothing.add(engine)
+    def _warn_no_ticket(self, engine: str) -> None:
+        self.metrics.served_direct(Direct.NO_TICKET)
+        self._warned.intersection_update(self.engines.names)
+        if engine not in self._warned:
+            self._warned.add(engine)
             log.warning(
-                "prefill engine=%s answers without kv_transfer_params: decode computes its "
-                "prompts again. Is it running with --kv-transfer-config? (said once)",
+                "pdconn: prefill answers without kv_transfer_params, so decode computes its "
+                "prompts again; does it run with --kv-transfer-config? (warned once per engine) "
+                "engine=%s",
                 engine,
             )
 
 
-def _headers(exchange: Exchange, candidate: Candidate) -> CIMultiDict[str]:
-    """The client's, and the data-parallel rank whose cache was looked at, if there are several."""
-    headers = exchange.headers.copy()
+def _headers(request: RoutedRequest, candidate: Candidate) -> CIMultiDict[str]:
+    """The client's headers, and the data-parallel rank of the hit if the engine has several."""
+    headers = request.headers.copy()
     if candidate.rank is not None:
         headers[RANK_HEADER] = str(candidate.rank)
     return headers
 
 
-def _go_on(errand: InflightRequest, stage: Stage) -> None:
-    """Ask the next engine, unless nobody is left to ask for."""
-    if errand.abandoned:
+def _enter(request: RoutedRequest, stage: Stage) -> None:
+    """Go on with the next engine, unless the client has left."""
+    if request.client_left:
         raise Abandoned
-    errand.enter(stage)
+    request.enter(stage)

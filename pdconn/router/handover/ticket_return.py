@@ -1,7 +1,6 @@
-"""Giving back tickets that nobody will use, so that prefill need not wait.
+"""Unused tickets, returned so that prefill frees the blocks before the lease ends.
 
-Best effort, and bounded in time and number: what is not given back here, the
-lease gives back when it ends.
+Best effort, bounded in time and number: the lease frees what is not returned here.
 """
 
 from __future__ import annotations
@@ -14,75 +13,84 @@ from msgspec import Raw
 from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.metrics import ProxyMetrics, TicketFate
+from pdconn.router.metrics import RouterMetrics, TicketEnd
 from pdconn.router.openai.bodies import return_body
-from pdconn.router.openai.requests import Exchange
 from pdconn.router.routing.policy import Role
+from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
-#: Half of vLLM's default lease; past it the lease is about to do our work.
-_GIVE_UP_S = 10.0
+#: A third of vLLM's default lease; after that the lease frees the blocks soon enough.
+GIVE_UP_S = 10.0
 
 #: Until a decode engine is up again, when none is.
 _PAUSE_S = 0.25
 
 #: Each holds its request's body.
-_LIMIT = 256
+MOST_RETURNS = 256
 
 
 class TicketReturner:
-    """Asks decode to give tickets back, in the background."""
+    """Returns tickets through decode engines, in the background."""
 
     def __init__(
-        self, engines: EngineRegistry, upstream: EngineClient, metrics: ProxyMetrics
+        self,
+        engines: EngineRegistry,
+        client: EngineClient,
+        metrics: RouterMetrics,
+        *,
+        give_up_s: float = GIVE_UP_S,
+        most_returns: int = MOST_RETURNS,
     ) -> None:
         self._engines = engines
-        self._upstream = upstream
+        self._client = client
         self._metrics = metrics
-        self._running = Background(limit=_LIMIT)
+        self._give_up_s = give_up_s
+        self._running = Background(limit=most_returns)
 
-    def give_back(self, exchange: Exchange, ticket: Raw) -> None:
-        """Start giving a ticket back; nothing waits for it."""
-        if not self._running.spawn(self._bounded(exchange, ticket), "give back a ticket"):
-            self._ended(TicketFate.TOO_MANY, exchange)
+    def give_back(self, request: RoutedRequest, ticket: Raw) -> None:
+        """Start returning a ticket; nothing waits for it."""
+        if not self._running.spawn(self._give_back(request, ticket), "return a ticket"):
+            self._ended(TicketEnd.TOO_MANY, request)
 
     async def close(self, grace_s: float) -> None:
-        """Wait a while for tickets that are on their way."""
+        """Wait up to ``grace_s`` for tickets that are being returned."""
         await self._running.close(grace_s)
 
-    async def _bounded(self, exchange: Exchange, ticket: Raw) -> None:
-        fate = TicketFate.NO_ENGINE
-        body = return_body(exchange.request, ticket)
+    async def _give_back(self, request: RoutedRequest, ticket: Raw) -> None:
+        end = TicketEnd.NO_ENGINE
+        body = return_body(request.body, ticket)
         try:
-            async with asyncio.timeout(_GIVE_UP_S):
-                fate = await self._try_each(exchange, body)
+            async with asyncio.timeout(self._give_up_s):
+                end = await self._try_each(request, body)
         except TimeoutError:
             pass
-        self._ended(fate, exchange)
+        self._ended(end, request)
 
-    async def _try_each(self, exchange: Exchange, body: bytes) -> TicketFate:
-        """Any decode engine will do: a ticket names its lender, not its reader."""
-        path = exchange.request.route.path
+    async def _try_each(self, request: RoutedRequest, body: bytes) -> TicketEnd:
+        """Any decode engine can return it: a ticket names its lender, not its reader."""
+        path = request.body.route.path
         while True:
             for engine in self._engines.live(Role.DECODE):
                 try:
-                    answer = await self._upstream.post(engine, path, body, exchange.headers)
+                    answer = await self._client.post(engine, path, body, request.headers)
                     async with answer:
                         await answer.rest()
                 except ConnectFailed:
                     continue
                 except ConnectionLost:
-                    return TicketFate.NO_ENGINE
+                    return TicketEnd.NO_ENGINE
                 # 404: refused for its model's name, and the lender was told.
                 # 200: the engine does not check names; it has pulled, and is done.
-                told = answer.status in (200, 404)
-                return TicketFate.RETURNED if told else TicketFate.REFUSED
+                returned = answer.status in (200, 404)
+                return TicketEnd.RETURNED if returned else TicketEnd.REFUSED
             await asyncio.sleep(_PAUSE_S)
 
-    def _ended(self, fate: TicketFate, exchange: Exchange) -> None:
-        self._metrics.ticket_unused(fate)
-        if fate is not TicketFate.RETURNED:
+    def _ended(self, end: TicketEnd, request: RoutedRequest) -> None:
+        self._metrics.ticket_unused(end)
+        if end is not TicketEnd.RETURNED:
             log.warning(
-                "ticket left to its lease fate=%s request=%s", fate.value, exchange.request_id
+                "pdconn: ticket not returned, its lease will free the blocks outcome=%s request=%s",
+                end.value,
+                request.request_id,
             )

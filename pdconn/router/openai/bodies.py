@@ -1,4 +1,4 @@
-"""The bodies that engines get for a client's request, and what they answer.  Pure.
+"""The bodies that engines get for a client's request, and the ticket in an answer.  Pure.
 
 ::
 
@@ -8,7 +8,7 @@
     decode   {"model": m, "prompt": p, "max_tokens": 64, "stream": true,
               "kv_transfer_params": the ticket, as prefill wrote it}
 
-The ticket is the connector's own matter: it is never looked into.
+The ticket is the connector's: the router passes it on unread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Raw
 
-from pdconn.router.openai.requests import TICKET_FIELD, GenerateRequest, Route, is_empty, kind_of
+from pdconn.router.openai.requests import TICKET_FIELD, ParsedBody, Route, is_empty, kind_of
 
-#: Prefill samples one token that nobody reads.  These only shape that token's
-#: answer, or forbid that there be a single one.  Everything that shapes the
-#: *prompt* (tools, templates, response_format, ...) must stay.
+#: Prefill samples one token, which is discarded.  These fields only shape that token's answer,
+#: or forbid an answer of one token.  Everything that shapes the *prompt* (tools, templates,
+#: response_format, ...) must stay.
 _NOT_FOR_PREFILL = frozenset(
     {
         "best_of",
@@ -44,29 +44,29 @@ _LEND = Raw(
 RETURN_MODEL = "pdconn-returns-a-ticket"
 
 
-def prefill_body(request: GenerateRequest) -> bytes:
-    """The same prompt, one token of answer, and the wish to lend its blocks."""
-    return msgspec.json.encode(_prefill_fields(request))
+def prefill_body(body: ParsedBody) -> bytes:
+    """The same prompt, one token of answer, and a request to lend the blocks."""
+    return msgspec.json.encode(_prefill_fields(body))
 
 
-def decode_body(request: GenerateRequest, ticket: Raw | None) -> bytes:
+def decode_body(body: ParsedBody, ticket: Raw | None) -> bytes:
     """What the client sent, and the ticket if there is one."""
     if ticket is None:
-        return request.raw
-    return msgspec.json.encode({**request.fields, TICKET_FIELD: ticket})
+        return body.raw
+    return msgspec.json.encode({**body.fields, TICKET_FIELD: ticket})
 
 
-def return_body(request: GenerateRequest, ticket: Raw) -> bytes:
-    """A request that makes decode give the ticket back without using it.
+def return_body(body: ParsedBody, ticket: Raw) -> bytes:
+    """A request that makes decode return the ticket unused.
 
     It asks for a model that does not exist.  vLLM checks the name before all
     else, and tells the connector of every refused request that held a ticket,
     so that the lender frees its blocks: nothing is queued, pulled or computed,
-    and doing it twice does no harm.  Where names are not checked
-    (``VLLM_SKIP_MODEL_NAME_VALIDATION``) the same body is a whole request for
-    one token: decode pulls the blocks, and gives them back like any other.
+    and a second return has no effect.  Where names are not checked
+    (``VLLM_SKIP_MODEL_NAME_VALIDATION``) the same body is a request for one token:
+    decode pulls the blocks, and then the lender frees them.
     """
-    fields = _prefill_fields(request)
+    fields = _prefill_fields(body)
     return msgspec.json.encode({**fields, "model": RETURN_MODEL, TICKET_FIELD: ticket})
 
 
@@ -100,7 +100,7 @@ def find_ticket(answer: bytes) -> Raw | None:
 
 
 def find_cached_tokens(answer: bytes) -> int | None:
-    """What an engine with ``--enable-prompt-tokens-details`` found in its prefix cache.
+    """Prompt tokens from the prefix cache, as ``--enable-prompt-tokens-details`` reports them.
 
     >>> find_cached_tokens(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}')
     32
@@ -113,11 +113,11 @@ def find_cached_tokens(answer: bytes) -> int | None:
     return None if details is None else details.cached_tokens
 
 
-def _prefill_fields(request: GenerateRequest) -> dict[str, object]:
+def _prefill_fields(body: ParsedBody) -> dict[str, object]:
     fields: dict[str, object] = {
-        name: value for name, value in request.fields.items() if name not in _NOT_FOR_PREFILL
+        name: value for name, value in body.fields.items() if name not in _NOT_FOR_PREFILL
     }
     fields.update({"max_tokens": 1, "n": 1, "stream": False, TICKET_FIELD: _LEND})
-    if request.route is Route.CHAT or "max_completion_tokens" in fields:
+    if body.route is Route.CHAT or "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     return fields

@@ -1,10 +1,10 @@
-"""Which headers a proxy passes on.  Pure."""
+"""The headers that a proxy passes on.  Pure."""
 
 from __future__ import annotations
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-#: Headers that speak of one connection, and those that HTTP libraries write.
+#: Headers of one connection, and headers that HTTP libraries write.
 _PER_HOP = frozenset(
     {
         "connection",
@@ -25,7 +25,7 @@ _PER_HOP = frozenset(
     }
 )
 
-#: What describes an answer's bytes, which we pass as they are.
+#: Headers that describe an answer's bytes, which are passed on as they are.
 OF_THE_ANSWER = frozenset({"content-encoding", "content-length"})
 
 
@@ -34,7 +34,7 @@ def keep_end_to_end(
 ) -> CIMultiDict[str]:
     """The headers that a proxy passes on, repeated ones included.
 
-    ``also`` names headers that are kept although they are usually ours to write.
+    ``also`` names headers that are kept although HTTP libraries usually write them.
     """
     named = headers.get("Connection", "").lower().split(",")
     dropped = (_PER_HOP | {name.strip() for name in named}) - also

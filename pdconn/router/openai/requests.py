@@ -1,12 +1,12 @@
-"""What a client asks for, and whether a ticket can serve it.  Pure.
+"""A client's request body, and whether a ticket can serve it.  Pure.
 
-A body is split into its top-level fields and no further: what a field holds
-stays the bytes that the client sent (``msgspec.Raw``), so a prompt of a
-megabyte is never built as Python objects and never written anew.  The checks
-are those that the proxy needs; everything else the engines judge.
+A body is split into its top-level fields and no further: what a field holds stays the bytes
+that the client sent (``msgspec.Raw``), so a prompt of a megabyte is never built as Python
+objects and never encoded again.  The router checks only what it needs; the engines check the
+rest.
 
-Some requests cannot use a ticket.  They go to decode alone, which computes the
-prompt itself: slower, never wrong.  ``Direct`` says why, one row for each.
+Some requests cannot use a ticket.  They go to decode alone, which computes the prompt itself:
+slower, never wrong.  ``Direct`` lists the reasons.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import NoReturn
 
 import msgspec
 from msgspec import Raw
-from multidict import CIMultiDict
 
 from pdconn.router.errors import BadBody
 
@@ -42,29 +41,29 @@ class Direct(Enum):
 
     #: A response carries one ticket, whatever the number of prompts in the body.
     SEVERAL_PROMPTS = "several_prompts"
-    #: vLLM makes n requests of it, and each would pull with the same ticket:
-    #: the first that is done gives back blocks that the others still read.
+    #: vLLM makes n requests of it, and each would pull with the same ticket: the first that
+    #: is done frees blocks that the others still read.
     SEVERAL_CHOICES = "several_choices"
     #: Beam search builds its own requests and leaves the ticket out of them.
     BEAM_SEARCH = "beam_search"
-    #: vLLM computes the whole prompt to score it; the ticket would lie unused.
+    #: vLLM computes the whole prompt to score it; the ticket would not be used.
     PROMPT_LOGPROBS = "prompt_logprobs"
-    #: A prompt without token ids: connectors count tokens, and would see none.
+    #: A prompt without token ids: connectors count tokens, and there are none.
     PROMPT_EMBEDS = "prompt_embeds"
-    #: How far vLLM cuts a prompt can depend on max_tokens, which differs
-    #: between the two bodies: blocks of two different prompts.
+    #: Where vLLM truncates a prompt can depend on max_tokens, which differs between the two
+    #: bodies: the blocks would be of two different prompts.
     TRUNCATED_PROMPT = "truncated_prompt"
-    #: Prefill answered without a ticket: it has no connector, or a foreign one.
+    #: Prefill answered without a ticket: it runs without a connector, or with another one.
     NO_TICKET = "no_ticket"
     #: Decode lacks so little of the prompt that a hand-over would cost more.
     PREFIX_HELD = "prefix_held"
-    #: A decode engine died with the ticket in its hands, perhaps used up.
+    #: A decode engine failed while it had the ticket, which may be used up.
     TICKET_SPENT = "ticket_spent"
 
 
-#: field -> (values that do not ask for it, reason).  Anything else counts as
-#: asking, "yes" and 1.0 too: vLLM is lenient in what it takes for true, and a
-#: request that goes direct without need is merely slower.
+#: field -> (values that leave it off, reason).  Any other value turns it on, "yes" and 1.0 too:
+#: vLLM is lenient in what it takes for true, and a request that goes direct without need is
+#: merely slower.
 _GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
     "n": (frozenset({b"1", b"null"}), Direct.SEVERAL_CHOICES),
     "use_beam_search": (frozenset({b"false", b"null"}), Direct.BEAM_SEARCH),
@@ -75,16 +74,19 @@ _GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
 }
 
 TICKET_FIELD = "kv_transfer_params"
-#: Both name memory of engines.  vLLM also reads them out of ``vllm_xargs``.
+#: Both name memory of engines.  vLLM reads them from ``vllm_xargs`` too.
 _NAMES_MEMORY = (TICKET_FIELD, "ec_transfer_params")
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A client's request that makes sense, and how it can be served.
+class ParsedBody:
+    """A client's body that passed the checks.
 
-    ``raw`` is the body as it came, ``fields`` its top level, ``direct`` the
-    reason why decode has to serve it alone, or None.
+    Attributes:
+        route: where it was sent.
+        raw: its bytes.
+        fields: its top level.
+        direct: why decode has to serve it alone; None if a ticket can serve it.
     """
 
     route: Route
@@ -93,22 +95,13 @@ class GenerateRequest:
     direct: Direct | None
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A client's request on its way: what to send, and as whom."""
-
-    request: GenerateRequest
-    request_id: str
-    headers: CIMultiDict[str]
-
-
-def parse_request(route: Route, raw: bytes) -> GenerateRequest:
+def parse_body(route: Route, raw: bytes) -> ParsedBody:
     """Split and check a client's body.
 
     Raises:
         BadBody: not a JSON object, no prompt, or a prompt that names memory.
 
-    >>> parse_request(Route.COMPLETIONS, b'{"prompt": ["a", "b"]}').direct
+    >>> parse_body(Route.COMPLETIONS, b'{"prompt": ["a", "b"]}').direct
     <Direct.SEVERAL_PROMPTS: 'several_prompts'>
     """
     fields = _split(raw)
@@ -118,7 +111,7 @@ def parse_request(route: Route, raw: bytes) -> GenerateRequest:
         _check_prompt(route, fields)
         if direct is None and route is Route.COMPLETIONS and _holds_several(fields["prompt"]):
             direct = Direct.SEVERAL_PROMPTS
-    return GenerateRequest(route=route, raw=raw, fields=fields, direct=direct)
+    return ParsedBody(route=route, raw=raw, fields=fields, direct=direct)
 
 
 def _split(raw: bytes, field: str = "body") -> dict[str, Raw]:
@@ -145,7 +138,7 @@ def _refuse_named_memory(fields: Fields) -> None:
 
 
 def _refuse(field: str, seen: Raw) -> NoReturn:
-    raise BadBody(field, "nothing (engines name blocks, clients may not)", kind_of(seen))
+    raise BadBody(field, "no value (engines name blocks, clients may not)", kind_of(seen))
 
 
 def _check_prompt(route: Route, fields: Fields) -> None:
@@ -158,8 +151,8 @@ def _check_prompt(route: Route, fields: Fields) -> None:
 
 
 def _why_direct(fields: Fields) -> Direct | None:
-    for name, (not_asked, reason) in _GOES_DIRECT.items():
-        if name in fields and bytes(fields[name]) not in not_asked:
+    for name, (off, reason) in _GOES_DIRECT.items():
+        if name in fields and bytes(fields[name]) not in off:
             return reason
     return None
 
@@ -167,8 +160,8 @@ def _why_direct(fields: Fields) -> Direct | None:
 def _holds_several(prompt: Raw) -> bool:
     """Whether a prompt field holds more than one prompt.
 
-    A list of numbers is one prompt.  It is told by its first element, because
-    a long one has a hundred thousand; whether the rest fits the engine judges.
+    A list of numbers is one prompt.  Only the first element is looked at, because a long
+    prompt has a hundred thousand; the engine checks the rest.
     """
     if kind_of(prompt) != "a list":
         return False
@@ -182,7 +175,7 @@ _KINDS = {b"{": "an object", b"[": "a list", b'"': "a string", b"t": "true", b"f
 
 
 def kind_of(value: Raw) -> str:
-    """What a JSON value is, in words.
+    """The kind of a JSON value, in words.
 
     >>> kind_of(Raw(b"[1, 2]"))
     'a list'
@@ -192,6 +185,6 @@ def kind_of(value: Raw) -> str:
 
 
 def is_empty(value: Raw) -> bool:
-    """Null or ``{}``: what clients send who fill in every field they know."""
+    """Null or ``{}``, which some clients send for every field that they do not use."""
     kind = kind_of(value)
     return kind == "null" or (kind == "an object" and not bytes(memoryview(value)[1:-1]).strip())

@@ -1,10 +1,10 @@
-"""Hashes of recent prompts, so that a conversation that grows is hashed from where it grew.  Pure.
+"""Block hashes of recent prompts, so that only what a conversation adds is hashed.  Pure.
 
 ::
 
     system prompt ──┬── first question, answer, second question        a Run: blocks in a row
-                    └── another first question ──┬── …                 that every prompt through
-                                                 └── …                 them has in common
+                    └── another first question ──┬── …                 that all prompts below
+                                                 └── …                 it have in common
 
 Runs form a tree.  Below a run, at most one begins with a given label, and a label is all that
 goes into a block's hash beside its parent: its tokens and its extra keys.  So prompts share a
@@ -45,17 +45,17 @@ class _Blocks:
 
     @property
     def label(self) -> Label:
-        """Of the first one."""
+        """The first block's label."""
         return self.rows[0].tobytes(), self.keys.of(self.first)
 
     def cut(self, begin: int, end: int) -> _Blocks:
-        """The blocks of these numbers, in memory of their own."""
+        """A copy of the blocks ``begin`` to ``end - 1``."""
         special = {b: keys for b, keys in self.keys.special.items() if begin <= b < end}
         rows = self.rows[begin - self.first : end - self.first].copy()
         return _Blocks(rows, begin, BlockKeys(self.keys.usual, special))
 
     def num_shared(self, prompt: _Blocks) -> int:
-        """How many of these a prompt has too, that has all before them and the first one."""
+        """How many of these blocks ``prompt`` has; it has the first one and all before."""
         theirs = prompt.rows[self.first : self.first + len(self.rows)]
         same = (self.rows[: len(theirs)] == theirs).all(axis=1)
         if self.keys.special or prompt.keys.special:
@@ -66,7 +66,7 @@ class _Blocks:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A node of the tree; ``digests`` are the full hashes of its blocks, one after the other."""
+    """A node of the tree; ``digests`` are its blocks' full hashes, joined."""
 
     blocks: _Blocks
     digests: bytes
@@ -75,24 +75,24 @@ class _Run:
 
 
 class Chains:
-    """A bounded tree of chains.  The prompts used least recently are forgotten first.
+    """A bounded tree of block hashes.  The least recently used prompts are dropped first.
 
     A remembered token costs 4 bytes, a block ``hash_nbytes``, a block that an item is in 0.2 KB
-    more, and a run 0.8 KB: of prompts of 8192 tokens with nothing in common, 6.1 bytes per token
-    at 16-token blocks and 4.3 at 256 (tracemalloc, ``sha256_cbor``).  A prompt of 131 072 tokens
-    that has grown by 512 takes 4 ms instead of 14.  Most of that makes a vector of its list: one
-    that comes as a vector and is known takes 0.5 ms.
+    more, and a run 0.8 KB: for prompts of 8192 tokens with nothing in common, 6.1 bytes per token
+    with blocks of 16 tokens and 4.3 with 256 (tracemalloc, ``sha256_cbor``).  A prompt of 131 072
+    tokens that has grown by 512 takes 4 ms instead of 14.  Most of that converts its list to a
+    vector: a known prompt that is a vector takes 0.5 ms.
 
     Attributes:
         scheme: how blocks are hashed.
-        max_tokens: remembered at most; what prompts share counts once.
-        num_tokens: remembered now.
+        max_tokens: bound of the tokens that are kept; what prompts share counts once.
+        num_tokens: kept now.
         blocks_reused, blocks_computed: of all prompts so far.
     """
 
     def __init__(self, scheme: HashScheme, *, max_tokens: int) -> None:
         if max_tokens < 0:
-            raise ValueError(f"max_tokens: expected at least 0, saw {max_tokens}")
+            raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
         self.scheme = scheme
         self.max_tokens = max_tokens
         self.num_tokens = 0
@@ -101,11 +101,11 @@ class Chains:
         self._nbytes = scheme.hash_nbytes
         nothing = _Blocks(np.empty((0, scheme.block_tokens), np.int32), 0, BlockKeys(None, {}))
         self._root = _Run(nothing, b"", None)
-        self._recent: OrderedDict[_Run, None] = OrderedDict()  # a parent is behind its children
+        self._recent: OrderedDict[_Run, None] = OrderedDict()  # a parent comes after its children
 
     @property
     def num_runs(self) -> int:
-        """Remembered stretches of blocks: one for each prompt, one for each place they part at."""
+        """Runs in the tree: one for each prompt, and one for each place where prompts part."""
         return len(self._recent)
 
     def of(self, tokens: Tokens, extras: Extras = NOTHING) -> list[int]:
@@ -127,16 +127,16 @@ class Chains:
         self.blocks_reused += num_known
         self.blocks_computed += num_blocks - num_known
         if fresh and prompt.rows.size <= self.max_tokens:
-            self._remember(path, prompt, num_known, fresh)
+            self._add(path, prompt, num_known, fresh)
         for run in reversed(path):
             self._recent.move_to_end(run)
-        self._forget()
+        self._evict()
         words = np.frombuffer(known + fresh, ">u8")
         hashes: list[int] = words[self._nbytes // 8 - 1 :: self._nbytes // 8].tolist()
         return hashes
 
     def _walk(self, prompt: _Blocks) -> tuple[list[_Run], bytes]:
-        """Runs that the prompt begins with, the last of them perhaps in part, and the hashes."""
+        """The runs that the prompt begins with (of the last perhaps a part), and their hashes."""
         path: list[_Run] = []
         known: list[bytes] = []
         run, done = self._root, 0
@@ -153,8 +153,8 @@ class Chains:
             run = child
         return path, b"".join(known)
 
-    def _remember(self, path: list[_Run], prompt: _Blocks, done: int, digests: bytes) -> None:
-        """Add the prompt's blocks from ``done`` on below its path, which is made to end there."""
+    def _add(self, path: list[_Run], prompt: _Blocks, done: int, digests: bytes) -> None:
+        """Add the prompt's blocks from ``done`` on, below its path; splits the path's last run."""
         last = path[-1] if path else self._root
         if done < last.blocks.first + len(last.blocks.rows):
             last = path[-1] = self._split(last, done)
@@ -170,7 +170,7 @@ class Chains:
         path.append(run)
 
     def _split(self, run: _Run, at: int) -> _Run:
-        """Cut a run in two before block ``at``, and return the upper one."""
+        """Split a run before block ``at``; returns the upper one."""
         blocks, parent = run.blocks, run.parent
         assert parent is not None, "the root has no block to be cut before"
         cut = (at - blocks.first) * self._nbytes
@@ -181,7 +181,7 @@ class Chains:
         self._recent[upper] = None
         return upper
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         while self.num_tokens > self.max_tokens:
             run, _ = self._recent.popitem(last=False)
             assert run.parent is not None, "only the root has no parent"

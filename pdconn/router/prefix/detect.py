@@ -1,8 +1,7 @@
-"""How an engine hashes its blocks, found out from the first blocks that it says it stored.  Pure.
+"""Detects how an engine hashes its blocks, from the first blocks that it stores.  Pure.
 
-An event carries the tokens and their hashes, so a scheme can be tried out.  Only blocks at the
-beginning of a prompt of plain text will do: of the others we do not know what came before, or
-what else went in.
+An event carries tokens and their hashes, so schemes can be tried.  Only blocks at the beginning
+of a prompt of plain text are usable: of others, the tokens before or the extra keys are not known.
 
 A group's blocks may be coarser than the hashed ones, as ``hash_block_size`` divides the blocks
 of every group; the hash of a coarse block is the last fine one in it (vLLM's
@@ -36,23 +35,23 @@ MOST_PARTS = 1024
 
 MOST_BLOCK_TOKENS = 8192
 MOST_NBYTES = 1 << 20
-"""Of a block, and of the tokens of an event that is tried: both take their time."""
+"""Bounds of a block, and of the tokens of an event that is tried: both cost time."""
 
 _TOKENS = msgspec.msgpack.Decoder(list[int])
 _NO_KEYS = msgspec.msgpack.Decoder(list[None] | None)
 
 
 def detect(stored: Stored, seed: str | None) -> HashScheme | None:
-    """The scheme that gives every block of an event the hash that the engine says.
+    """The scheme by which every block of an event has the hash that the event says.
 
     Args:
         stored: blocks at the beginning of a prompt, without adapter or extra keys.
-        seed: ``PYTHONHASHSEED`` of the engine; None where it has none, and then the algorithms
-            that are not cryptographic are not tried, since theirs was drawn at random.
+        seed: ``PYTHONHASHSEED`` of the engine; None where it has none: then the algorithms
+            that are not cryptographic are not tried, since their root is random.
 
     Returns:
-        None where no scheme agrees, and for events that cannot tell: of other blocks, masked
-        (with fewer hashes than blocks), or without tokens.
+        None where no scheme agrees, and for unusable events: of other blocks, masked (with
+        fewer hashes than blocks), or without tokens.
     """
     tokens = _plain_tokens(stored)
     if tokens is None:
@@ -62,12 +61,12 @@ def detect(stored: Stored, seed: str | None) -> HashScheme | None:
 
 
 def can_tell(stored: Stored) -> bool:
-    """Whether an event's hashes depend on nothing but the tokens that it carries."""
+    """Whether an event's hashes depend only on the tokens that it carries."""
     return _plain_tokens(stored) is not None
 
 
 def _plain_tokens(stored: Stored) -> NDArray[np.int32] | None:
-    """Tokens of an event that can tell, else None."""
+    """The tokens of a usable event, else None."""
     if stored.parent is not None or stored.lora is not None or stored.token_ids is None:
         return None
     if stored.block_tokens > MOST_BLOCK_TOKENS or len(memoryview(stored.token_ids)) > MOST_NBYTES:
@@ -82,14 +81,14 @@ def _plain_tokens(stored: Stored) -> NDArray[np.int32] | None:
 
 
 def _candidates(block_tokens: int, seed: str | None) -> Iterator[HashScheme]:
-    """Coarsest first: an engine of one group, or of equal ones, hashes whole blocks."""
+    """Coarsest first: an engine with one group, or equal ones, hashes whole blocks."""
     sizes = [block_tokens // n for n in range(1, MOST_PARTS + 1) if block_tokens % n == 0]
     names = [name for name, row in ALGORITHMS.items() if seed is not None or not row.secret_root]
     return (HashScheme(name, size, seed) for size in sizes for name in names)
 
 
 def _agrees(scheme: HashScheme, tokens: NDArray[np.int32], stored: Stored) -> bool:
-    """Whether all hashes are the scheme's.  The first block is tried alone: most fail there."""
+    """Whether all hashes are the scheme's.  The first block is tried first: most fail there."""
     per_block = stored.block_tokens // scheme.block_tokens
     begun = chain(scheme, tokens[: stored.block_tokens])
     if external(begun[-1]) != stored.hashes[0]:

@@ -1,15 +1,15 @@
-"""What an engine says about its prefix cache: events as they come, and as we use them.  Pure.
+"""KV events of an engine's prefix cache: as they arrive, and as the router uses them.  Pure.
 
 A payload is the msgpack array ``[ts, events, rank]``.  An event is a map, or from older
-vLLM an array of the same fields in the same order, as many as there were in its time::
+vLLM an array of the same fields in the same order, perhaps fewer::
 
     {"type": "BlockStored", "block_hashes": [...], ...}     ["BlockStored", [...], ...]
 
 ``decode_batch`` tries the whole payload as maps, then as arrays, both typed and in C.  Only
-what is neither is read event by event, so that one that nobody can read costs itself alone.
+what is neither is decoded event by event, so that a malformed event costs itself alone.
 
 ``Stored.token_ids`` and ``Stored.extra_keys`` are not decoded and not copied: each keeps the
-payload that it is a part of alive.  Whoever keeps one for long calls ``Raw.copy``.
+payload that it is a part of alive; ``Raw.copy`` avoids that.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from typing import Annotated
 from msgspec import Meta, MsgspecError, Raw, Struct, ValidationError
 from msgspec.msgpack import Decoder
 
+from transport.errors import FieldError
+
 UNNAMED = "unknown"
-"""The medium of an event that names none."""
+"""The medium of an event without one."""
 
 MAX_NBYTES = 64 << 20
-"""Of a payload.  A batch is one step of an engine, in fact some kilobytes."""
+"""Bound of a payload.  A batch is one step of an engine: usually some kilobytes."""
 
 MAX_EVENTS = 1_000_000
-"""Of a batch; blocks of an event are not more either."""
+"""Bound of the events of a batch, and of the blocks of an event."""
 
 MAX_GROUP = 127
-"""The highest index of a KV cache group that is believed."""
+"""The highest valid index of a KV cache group."""
 
 MAX_BLOCK_TOKENS = 1 << 24
-"""Tokens of the largest block that is believed."""
+"""Tokens of the largest valid block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks that an engine can serve from now on.
+    """Blocks that an engine has stored.
 
     Attributes:
         hashes: the low 64 bits of each block's hash, as unsigned integers.
-        group: index of the KV cache group; None where the engine does not speak of groups.
-        medium: lower case, as ``gpu``; ``UNNAMED`` where the event names none.
+        group: index of the KV cache group; None where the engine does not name groups.
+        medium: lower case, as ``gpu``; ``UNNAMED`` for an event without one.
         block_tokens: tokens of one block.
-        kind, window: of the group, where the event tells.
+        kind, window: of the group, where the event names them.
         parent: hash of the block before the first, or None.
         token_ids: msgpack of the tokens from the first block's beginning to the last
             block's end; of a masked store more than those of ``hashes``.
         lora: name of the adapter, or None.
-        extra_keys: msgpack of what else went into each hash (LoRA, images, salt), or None.
+        extra_keys: msgpack of the other inputs of each hash (LoRA, images, salt), or None.
     """
 
     hashes: list[int]
@@ -68,7 +70,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks that an engine has given up, each as often as it is listed."""
+    """Blocks that an engine has removed, each as often as it is listed."""
 
     hashes: list[int]
     group: int | None
@@ -85,13 +87,13 @@ Event = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step of an engine changed.
+    """The events of one step of an engine.
 
     Attributes:
         ts: seconds since the epoch, by the engine's clock.
         events: in order.
-        rank: data-parallel rank, None where the engine does not say.
-        num_undecodable: events that were skipped because they could not be read.
+        rank: data-parallel rank; None where the engine does not name it.
+        num_undecodable: events that were skipped because they could not be decoded.
     """
 
     ts: float
@@ -100,24 +102,21 @@ class Batch:
     num_undecodable: int = 0
 
 
-class BadBatch(ValueError):
-    """Nothing of a payload can be read: says what was expected, and what came."""
-
-    def __init__(self, expected: str, seen: object) -> None:
-        super().__init__(f"batch of KV events: expected {expected}, saw {seen}")
+class BadBatch(FieldError, ValueError):
+    """Nothing of a payload can be decoded."""
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes, max_nbytes: int = MAX_NBYTES) -> Batch:
     """The batch that a publisher sent.
 
-    Events that cannot be read, be it by type or by value, are left out and counted.  What is
-    not msgpack, or nested deeper than Python recurses, costs the whole batch.
+    Events that cannot be decoded, by type or by value, are skipped and counted.  What is not
+    msgpack, or nested deeper than Python recurses, costs the whole batch.
 
     Raises:
-        BadBatch: the payload is no batch at all, or larger than any engine's.
+        BadBatch: the payload is not a batch, or too long.
     """
-    if len(payload) > MAX_NBYTES:
-        raise BadBatch(f"at most {MAX_NBYTES} bytes", len(payload))
+    if len(payload) > max_nbytes:
+        raise BadBatch(_FIELD, f"at most {max_nbytes} bytes", len(payload))
     for typed in (_MAPS, _ROWS):
         try:
             sent = typed.decode(payload)
@@ -133,7 +132,7 @@ def _one_by_one(payload: bytes) -> Batch:
     try:
         sent = _ANY.decode(payload)
     except _UNREADABLE as error:
-        raise BadBatch("msgpack of [ts, events, rank]", error) from error
+        raise BadBatch(_FIELD, "msgpack of [ts, events, rank]", error) from error
     events = [event for raw in sent.events if (event := _event_of(raw)) is not None]
     return Batch(sent.ts, events, sent.rank, len(sent.events) - len(events))
 
@@ -147,11 +146,12 @@ def _event_of(raw: Raw) -> Event | None:
     return None
 
 
-# --- the wire's forms ---------------------------------------------------------------------
+# --- as encoded       ---------------------------------------------------------------------
 
 _Hash = int | Annotated[bytes, Meta(min_length=8)]
 _Hashes = Annotated[list[_Hash], Meta(max_length=MAX_EVENTS)]
 _Group = Annotated[int, Meta(ge=0, le=MAX_GROUP)] | None
+_FIELD = "batch of KV events"
 _ABSENT = Raw(b"\xc0")
 _LOW = (1 << 64) - 1
 _UNREADABLE = (MsgspecError, UnicodeDecodeError, RecursionError)
@@ -267,10 +267,10 @@ def _all_low(hashes: Sequence[int | bytes]) -> list[int]:
 
 
 def _array(raw: Raw, field: str) -> Raw | None:
-    """What is msgpack of an array; its elements are not looked at."""
+    """Msgpack of an array, whose elements are not decoded; None for nil."""
     first = memoryview(raw)[0]
     if first == 0xC0:
         return None
     if first & 0xF0 == 0x90 or first in (0xDC, 0xDD):
         return raw
-    raise ValidationError(f"{field}: expected an array, saw msgpack that begins {first:#x}")
+    raise ValidationError(f"{field}: expected an array, got msgpack that begins {first:#x}")

@@ -1,4 +1,4 @@
-"""Which group ends a pod's hit, and where.  For people; ``score`` decides without it."""
+"""The KV cache group that ends a pod's hit, and where: for people to read.  Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdconn.router.prefix.score import Hit, Prompt, groups_that_count
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Why a hit is no longer.
+    """Why a hit is not longer.
 
     Attributes:
         group: the group that cut it; None where its blocks are no multiple of the hash block.
@@ -32,20 +32,20 @@ class Cut:
 
 
 def explain(index: Index, prompt: Prompt, name: str, hit: Hit) -> Cut | None:
-    """What cut the ``hit`` of a pod, or None when it is as long as the prompt allows.
+    """What cut the ``hit`` of a pod, or None if it is as long as the prompt allows.
 
-    The longest prefix that full attention has is where a hit could end.  When it does not,
-    the group that lacks a block there has cut it; when it does, full attention has.
+    A hit could end at the longest prefix that full attention holds.  If the hit is shorter,
+    another group lacks a block there and cut it; otherwise full attention cut it.
     """
     pod = index.pods[name]
     unit = prompt.hash_block_tokens
     whole, tails = groups_that_count(pod, unit)
     for group, spec in whole + tails:
         if spec.block_tokens % unit:
-            why = f"its blocks of {spec.block_tokens} tokens are not made of {unit}"
+            why = f"its blocks of {spec.block_tokens} tokens are no multiple of {unit}"
             return Cut(group, spec.kind, 0, 0, why)
     if not whole and not tails:
-        return Cut(None, "unknown", 0, 0, "no group that it has described counts")
+        return Cut(None, "unknown", 0, 0, "none of its described groups counts")
     align = alignment((spec for _, spec in whole + tails), unit)
     total = len(prompt.hashes) * unit
     lengths = [_whole_blocks(index, prompt, pod, group, spec) for group, spec in whole]
@@ -71,8 +71,8 @@ def _whole_blocks(index: Index, prompt: Prompt, pod: Pod, group: int, spec: Grou
 
 def _whole_cut(group: int, spec: GroupSpec, missing: int) -> Cut:
     token = missing * spec.block_tokens
-    behind = "; EAGLE needs one block more than a hit takes" if spec.peeks else ""
-    why = f"full attention holds every block up to token {token}, and not the next{behind}"
+    behind = "; EAGLE needs one block more than the hit" if spec.peeks else ""
+    why = f"full attention lacks the block at token {token} and holds all before{behind}"
     return Cut(group, spec.kind, missing, token, why)
 
 
@@ -90,7 +90,7 @@ def _tail_cut(
     for block in range(behind - 1, first - 1, -1):
         if block >= len(held) or not held[block]:
             need = "its state" if spec.needs is Needs.STATE else f"blocks {first} to {behind - 1}"
-            why = f"a hit that ends at token {end} needs {need}, and block {block} is not there"
+            why = f"a hit that ends at token {end} needs {need}, and block {block} is missing"
             return Cut(group, spec.kind, block, block * spec.block_tokens, why)
     return None
 

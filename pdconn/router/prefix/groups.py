@@ -1,14 +1,14 @@
-"""What a KV cache group needs of a prefix before generation can go on behind it.
+"""Blocks of a prefix that a KV cache group needs to continue after it.  Pure.
 
     needs                       kinds of vLLM's ``kv_cache_spec_kind``
     WHOLE   every block         full_attention, mla_attention, sink_full_attention
     WINDOW  the last            sliding_window, sliding_window_mla
             ceil((window - 1) / block) blocks, or all from block 0
     CHUNK   the blocks of the   chunked_local_attention
-            chunk that is begun
+            current chunk
     STATE   the last block      mamba
     NOTHING                     encoder_only_attention, cross_attention, unknown, windows and
-                                chunks of unknown size, chunks that no whole blocks make up
+                                chunks of unknown size, chunks that are no multiple of the block
 
 Source: ``find_longest_cache_hit`` of vLLM's ``v1/core/single_type_kv_cache_manager.py``.
 """
@@ -20,7 +20,7 @@ from enum import Enum
 
 
 class Needs(Enum):
-    """Which blocks a group needs where a hit ends."""
+    """The blocks that a group needs at the end of a hit."""
 
     WHOLE = "whole"
     WINDOW = "window"
@@ -50,9 +50,9 @@ class GroupSpec:
     Attributes:
         kind: a key of ``KINDS``; any other counts as ``unknown``.
         window: tokens of a sliding window or of a chunk; None where it has none, or where
-            the engine does not say (vLLM does not for chunks).
+            the engine does not report it (vLLM does not for chunks).
         block_tokens: tokens of one of its blocks.
-        eagle: whether a hit needs one block more than it takes (EAGLE and MTP drafters
+        eagle: whether a hit needs one block more than it counts (EAGLE and MTP drafters
             recompute the last one).
     """
 
@@ -63,7 +63,7 @@ class GroupSpec:
 
     @property
     def needs(self) -> Needs:
-        """Which of its blocks a hit needs."""
+        """The blocks that a hit needs."""
         needs = KINDS.get(self.kind, Needs.NOTHING)
         if needs is Needs.WINDOW and not self.window:
             return Needs.NOTHING
@@ -73,12 +73,12 @@ class GroupSpec:
 
     @property
     def peeks(self) -> bool:
-        """Whether a hit needs a block behind it."""
+        """Whether a hit needs the block after it."""
         return self.eagle and self.needs in (Needs.WHOLE, Needs.WINDOW)
 
     @property
     def tail_blocks(self) -> int:
-        """Blocks that a hit needs at its end, with the one behind it; of windows and states."""
+        """Blocks of a window or state that a hit needs at its end, and after it with EAGLE."""
         if self.needs is Needs.STATE or self.window is None:
             return 1
         return -(-(self.window - 1) // self.block_tokens) + self.peeks

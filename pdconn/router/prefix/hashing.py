@@ -1,4 +1,4 @@
-"""The hashes that vLLM gives to the blocks of a prompt, computed from its tokens.  Pure.
+"""vLLM's hashes of a prompt's blocks, computed from its tokens.  Pure.
 
 ::
 
@@ -8,8 +8,8 @@
     tokens 16..31, keys 1  ───┘
 
 A hash stands for its block and all before it, so equal hashes mean equal prefixes.  Only full
-blocks have one.  What else makes a block's content goes in as extra keys: the adapter in every
-block, an image in each block that it touches, the salt in the first.
+blocks have one.  Other inputs of a block's KV cache are its extra keys: the adapter in every
+block, an image in each block that it overlaps, the salt in the first.
 
 Source: ``hash_block_tokens``, ``generate_block_hash_extra_keys`` and ``init_none_hash`` of
 vLLM's ``v1/core/kv_cache_utils.py``, and ``utils/hashing.py``; 0.32.
@@ -23,12 +23,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import cbor2
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from transport.errors import FieldError
 
 DEFAULT_SEED = "vllm-none-hash"
 """Seed of the cryptographic algorithms where the engines have no ``PYTHONHASHSEED``."""
@@ -37,20 +39,18 @@ Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32]"
 Keys: TypeAlias = tuple[tuple[str | int, ...], ...] | None
 
 
-class BadInput(ValueError):
-    """What was given cannot be hashed: names the field, what fits, what came."""
+class BadInput(FieldError, ValueError):
+    """The input cannot be hashed."""
 
-    def __init__(self, field: str, expected: str, seen: object) -> None:
-        super().__init__(f"{field}: expected {expected}, saw {seen!r}")
-        self.field, self.expected, self.seen = field, expected, seen
+    show: ClassVar[Callable[[object], str]] = repr
 
 
 class BadScheme(BadInput):
-    """No engine hashes like this, or we cannot know how it does."""
+    """No engine hashes like this, or its root is secret."""
 
 
 class BadPrompt(BadInput):
-    """A request that no engine would hash."""
+    """A prompt that no engine would hash."""
 
 
 def _sha256(message: bytes) -> bytes:
@@ -67,10 +67,10 @@ def _cbor(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A row of ``ALGORITHMS``: how a value becomes bytes, and those a digest.
+    """A row of ``ALGORITHMS``: how a value is encoded, and the bytes are hashed.
 
-    ``secret_root``: vLLM draws the root at random unless ``PYTHONHASHSEED`` is set, since
-    whoever knew it could make colliding prompts.
+    ``secret_root``: vLLM draws the root at random unless ``PYTHONHASHSEED`` is set, since with
+    a known root prompts can be made whose hashes collide.
     """
 
     encode: Callable[[object], bytes]
@@ -84,7 +84,7 @@ ALGORITHMS = {
     "xxhash": Algorithm(_pickled, xxhash.xxh3_128_digest, secret_root=True),
     "xxhash_cbor": Algorithm(_cbor, xxhash.xxh3_128_digest, secret_root=True),
 }
-"""By the names of vLLM's ``--prefix-caching-hash-algo``."""
+"""Algorithms by the names of vLLM's ``--prefix-caching-hash-algo``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ class HashScheme:
         seed: ``PYTHONHASHSEED`` of the engine; None where it has none.
 
     Raises:
-        BadScheme: at once, when a field makes no sense; a seed must be known for an algorithm
-            that is not cryptographic.
+        BadScheme: a field makes no sense; an algorithm that is not cryptographic needs a seed.
     """
 
     algorithm: str
@@ -111,19 +110,19 @@ class HashScheme:
         if type(self.block_tokens) is not int or self.block_tokens < 1:
             raise BadScheme("block_tokens", "an integer of at least 1", self.block_tokens)
         if self.seed is None and self.steps.secret_root:
-            why = f"without it {self.algorithm} starts from a root that only the engine knows"
+            why = f"without it {self.algorithm} starts from a root that only the engine has"
             raise BadScheme("seed", f"PYTHONHASHSEED of the engines ({why})", self.seed)
         if self.seed is not None and not isinstance(self.seed, str):
             raise BadScheme("seed", "a string or None", self.seed)
 
     @property
     def steps(self) -> Algorithm:
-        """Its row of the table."""
+        """The algorithm's row of the table."""
         return ALGORITHMS[self.algorithm]
 
     @property
     def root(self) -> bytes:
-        """What stands for the hash before the first block (vLLM's ``NONE_HASH``)."""
+        """The parent hash of the first block (vLLM's ``NONE_HASH``)."""
         seed = DEFAULT_SEED if self.seed is None else self.seed
         return self.steps.digest(self.steps.encode(seed))
 
@@ -134,8 +133,11 @@ class HashScheme:
 
 
 def _own(text: str) -> str:
-    """An equal string that is another object: pickle writes one it has seen as a reference,
-    and the strings of a request that reaches an engine have been decoded one by one."""
+    """An equal string that is another object.
+
+    Pickle writes an object that it has seen as a reference, and an engine decodes the strings
+    of a request one by one.
+    """
     try:
         return text.encode().decode()
     except UnicodeEncodeError as error:
@@ -144,7 +146,7 @@ def _own(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, sound or film: vLLM's identifier of it, and its tokens' offset and number."""
+    """An image, sound or video: vLLM's identifier, and the offset and number of its tokens."""
 
     identifier: str
     offset: int
@@ -152,21 +154,21 @@ class MultimodalItem:
 
     @property
     def end(self) -> int:
-        """Offset of the first token behind it."""
+        """Offset of the first token after it."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What is hashed beside the tokens of a request.
+    """The inputs of a request's block hashes beside its tokens.
 
     Attributes:
         lora: name and path of the adapter; the path as the engine was given it.
-        cache_salt: the request's ``cache_salt``; an empty one is none, as in vLLM.
-        items: by offset.  They may overlap, as sound in a film does.
+        cache_salt: the request's ``cache_salt``; an empty one counts as none, as in vLLM.
+        items: by offset.  They may overlap, as sound in a video does.
 
     Raises:
-        BadPrompt: at once, for items out of order or text that is not Unicode.
+        BadPrompt: items are out of order, or text is not Unicode.
     """
 
     lora: tuple[str, str] | None = None
@@ -203,11 +205,11 @@ class BlockKeys:
 
 
 def block_keys(extras: Extras, block_tokens: int, num_blocks: int) -> BlockKeys:
-    """Extra keys of the first ``num_blocks`` blocks, as vLLM tags them: LoRA, items, salt."""
+    """Extra keys of the first ``num_blocks`` blocks, as vLLM orders them: LoRA, items, salt."""
     usual = () if extras.lora is None else (("lora", *map(_own, extras.lora)),)
     special: dict[int, tuple[tuple[str | int, ...], ...]] = {}
-    # vLLM walks blocks and items together.  An item that ends in a later block hides those behind
-    # it until then, and no item is looked at behind the last one's end.
+    # vLLM walks blocks and items together.  An item that ends in a later block hides those after
+    # it until then, and blocks after the last item's end get none.
     reach = max((item.end for item in extras.items[-1:]), default=0)
     reached = min(-(-reach // block_tokens), num_blocks)
     at = 0
@@ -224,7 +226,7 @@ def block_keys(extras: Extras, block_tokens: int, num_blocks: int) -> BlockKeys:
 
 
 def as_array(tokens: Tokens) -> NDArray[np.int32]:
-    """Tokens as a vector; the very same if it is one.
+    """Tokens as a vector; the same object if it is one.
 
     Raises:
         BadPrompt: for anything but integers of 0 to 2**31 - 1.
@@ -247,7 +249,7 @@ def chain(
     """Full hashes of every full block of a prompt.
 
     Args:
-        scheme: how.
+        scheme: how to hash.
         tokens: the whole prompt.
         extras: of the whole prompt.
         known: hashes of its first blocks, which are not computed again.
@@ -267,7 +269,7 @@ def chain(
 def extend(
     scheme: HashScheme, parent: bytes, tokens: NDArray[np.int32], keys: BlockKeys, first: int
 ) -> list[bytes]:
-    """Hashes of the full blocks from ``first`` on, behind one whose hash is ``parent``."""
+    """Hashes of the full blocks from ``first`` on; ``parent`` is the hash of the one before."""
     tail = tokens[first * scheme.block_tokens :]
     tail = tail[: tail.size - tail.size % scheme.block_tokens]
     follow = _extend_cbor if scheme.steps.encode is _cbor else _extend_pickled
@@ -275,7 +277,7 @@ def extend(
 
 
 def external(full: bytes) -> int:
-    """What events carry of a full hash: its last 64 bits, as an unsigned integer."""
+    """The part of a full hash that events carry: its last 64 bits, as an unsigned integer."""
     return int.from_bytes(full[-8:], "big")
 
 
@@ -294,9 +296,9 @@ def _extend_pickled(
 def _extend_cbor(
     scheme: HashScheme, parent: bytes, tail: NDArray[np.int32], keys: BlockKeys, first: int
 ) -> list[bytes]:
-    """The same bytes as of ``_cbor((parent, block, keys))``, from tokens encoded all at once.
+    """Hashes ``_cbor((parent, block, keys))``, with all tokens encoded at once.
 
-    A call of cbor2 per block would take three times as long as all the rest.
+    One call of cbor2 per block would take three times as long as all the rest.
     """
     size, digest, hashes = scheme.block_tokens, scheme.steps.digest, []
     before = b"\x83" + _cbor(parent)[: -len(parent)]
@@ -311,7 +313,7 @@ def _extend_cbor(
 
 
 def _cbor_tokens(tokens: NDArray[np.int32]) -> tuple[bytes, NDArray[np.int64]]:
-    """CBOR of each token one after the other, and where each one ends.
+    """CBOR of each token, joined, and where each one ends.
 
     An integer below 24 is one byte; else a head byte says that 1, 2 or 4 bytes follow.
     """

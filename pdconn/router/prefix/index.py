@@ -1,21 +1,21 @@
-"""Which pod holds which block, by the engine's own block hashes.
+"""The blocks that each pod holds, by the engines' own block hashes.  Pure.
 
 A block hash names a whole prefix and is the same in every group and engine, so it gets one
 *slot*, and each pod one *bit*.  What is held is then one machine word per slot for each
 *plane*, a pair of group and medium::
 
-                       slot 0  slot 1  slot 2  …      slot 0 is the hash that nobody holds
+                       slot 0  slot 1  slot 2  …      slot 0 is for hashes that no pod holds
     (0, "gpu")  word 0   0     0b011   0b001          bit p: pod p holds this block
     (1, "gpu")  word 0   0     0b010   0b000
-    (None, "cpu")  …                                  an engine that speaks of no groups
+    (None, "cpu")  …                                  an engine that does not name groups
 
 64 pods share a word, so a look-up of a request's chain costs one dictionary access per
 block and one gather per plane, whatever the number of pods.
 
-Bounded: a pod holds at most ``max_blocks`` blocks, and all pods together speak of at most
-``MAX_PLANES`` planes; what is said beyond that is counted and not believed, which can only
-make a hit look shorter.  A plane that nobody holds a block of is gone.  Cost: about 160 bytes
-for a hash, whoever holds it, of which 8 are for each plane and 64 pods
+Bounded: a pod has at most ``max_blocks`` blocks, and all pods together have at most
+``MAX_PLANES`` planes; blocks beyond that are counted and ignored, which can only make a hit
+look shorter.  A plane without blocks is dropped.  Cost: about 160 bytes for a hash, however many
+pods hold it, of which 8 are for each plane and 64 pods
 (``tests/throughput/routing.py`` measures it).  A block that an engine holds twice is stored
 twice and removed twice; the second is counted, so that the first removal does not hide it.
 """
@@ -42,23 +42,23 @@ POD_BITS = 64
 """Pods that share a machine word."""
 _FIRST_SLOTS = 1024
 MAX_PLANES = 256
-"""Pairs of group and medium, of all pods together."""
-NOBODY = 0
+"""Bound of the pairs of group and medium, of all pods together."""
+NO_SLOT = 0
 """The slot of a hash that no pod holds."""
 
 
 @dataclass(slots=True)
 class Pod:
-    """What is known of one pod, that is of one rank of one engine.
+    """One pod: a data-parallel rank of an engine.
 
     Attributes:
         name: as it was added.
         place: its number; bit ``place % 64`` of word ``place // 64``.
-        groups: the groups that it has described.
-        seen: groups that it has spoken of, described or not.
+        groups: the groups that its events have described.
+        seen: groups that its events have named, described or not.
         num_blocks: blocks held, each once per plane.
         again: plane and slot -> how often it is held beyond once.
-        unknown_removals: removals of what it did not hold, as far as we knew.
+        unknown_removals: removals of blocks that it was not known to hold.
         refused: blocks beyond ``max_blocks``.
     """
 
@@ -76,8 +76,8 @@ class Index:
     """Blocks by hash, plane and pod.
 
     Args:
-        max_blocks: the most that one pod is believed to hold, counted per plane.
-        eagle_groups: groups that EAGLE or MTP drafters read, which no event tells.
+        max_blocks: bound of one pod's blocks, counted per plane.
+        eagle_groups: groups that EAGLE or MTP drafters read; events do not tell.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Index:
 
     @property
     def pods(self) -> dict[str, Pod]:
-        """Every pod by name; not to be changed."""
+        """Every pod by name; do not change it."""
         return self._pods
 
     @property
@@ -111,7 +111,7 @@ class Index:
 
     @property
     def num_words(self) -> int:
-        """Words that it takes to hold a bit of each pod."""
+        """Words that hold one bit for each pod."""
         return -(-len(self._places) // POD_BITS)
 
     def name_at(self, place: int) -> str | None:
@@ -119,7 +119,7 @@ class Index:
         return self._places[place] if place < len(self._places) else None
 
     def add(self, name: str) -> Pod:
-        """A pod that holds nothing yet, or the one that is known by this name."""
+        """The pod of this name; a new one holds nothing."""
         known = self._pods.get(name)
         if known is not None:
             return known
@@ -135,14 +135,14 @@ class Index:
         return self._pods[name]
 
     def drop(self, name: str) -> None:
-        """Forget a pod and all that it holds; unknown ones are ignored."""
+        """Drop a pod and its blocks; unknown pods are ignored."""
         if name in self._pods:
             self.clear(name)
             self._places[self._pods.pop(name).place] = None
             self.version += 1
 
     def learn(self, name: str, group: int, spec: GroupSpec) -> None:
-        """A pod has described one of its groups."""
+        """Set the description of a pod's group."""
         pod = self.add(name)
         if pod.groups.get(group) != spec:
             pod.groups[group] = spec
@@ -152,7 +152,7 @@ class Index:
     # Blocks
 
     def apply(self, name: str, event: Event) -> None:
-        """Believe an event of a pod."""
+        """Apply an event of a pod."""
         if isinstance(event, Cleared):
             self.clear(name)
         elif isinstance(event, Removed):
@@ -162,7 +162,7 @@ class Index:
             self.store(name, event.group, event.medium, event.hashes)
 
     def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """A pod holds these blocks from now on, each once more than before."""
+        """Add blocks to a pod, each once more than before."""
         pod = self.add(name)
         if group is not None and group not in pod.seen:
             pod.seen.add(group)
@@ -201,7 +201,7 @@ class Index:
         self._count(plane, stored)
 
     def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """A pod has given up these blocks, each once."""
+        """Remove blocks from a pod, each once."""
         pod = self.add(name)
         plane = (group, medium)
         words = self._planes.get(plane)
@@ -212,7 +212,7 @@ class Index:
         bit = 1 << pod.place % POD_BITS
         before = pod.num_blocks
         for block in hashes:
-            slot = self._slots.get(block, NOBODY)
+            slot = self._slots.get(block, NO_SLOT)
             held = word[slot]
             if not held & bit:
                 pod.unknown_removals += 1
@@ -222,12 +222,12 @@ class Index:
                 continue
             word[slot] = held ^ bit
             pod.num_blocks -= 1
-            self._let_go(slot)
-        del word  # a view keeps its plane
+            self._release_slot(slot)
+        del word  # a view would keep the plane alive
         self._count(plane, pod.num_blocks - before)
 
     def clear(self, name: str) -> None:
-        """A pod holds nothing any more; what it said of its groups stays true."""
+        """Remove all blocks of a pod; its group descriptions stay."""
         pod = self.add(name)
         if not pod.num_blocks:
             return
@@ -236,7 +236,7 @@ class Index:
             word = words[number]
             held = np.flatnonzero(word & bit).tolist()
             for slot in held:
-                self._let_go(slot)
+                self._release_slot(slot)
             word &= ~bit
             self._count(plane, -len(held))
         pod.again.clear()
@@ -245,20 +245,20 @@ class Index:
     # Look-ups
 
     def slots_of(self, hashes: Sequence[int]) -> NDArray[np.intp]:
-        """The slot of each hash, ``NOBODY`` for those that no pod holds."""
-        found = map(self._slots.get, hashes, repeat(NOBODY))
+        """The slot of each hash, ``NO_SLOT`` for those that no pod holds."""
+        found = map(self._slots.get, hashes, repeat(NO_SLOT))
         return np.fromiter(found, np.intp, len(hashes))
 
     def planes(self) -> Iterator[Plane]:
-        """Every pair of group and medium that some pod has spoken of."""
+        """Every pair of group and medium of which a pod holds blocks."""
         return iter(self._planes)
 
     def held(self, plane: Plane, word: int, slots: NDArray[np.intp]) -> Words:
-        """Of each slot the pods of one word that hold it, as bits."""
+        """For each slot the pods of one word that hold it, as bits."""
         return self._planes[plane][word][slots]
 
     def held_by(self, name: str, hashes: Sequence[int]) -> dict[Plane, list[int]]:
-        """Which of these blocks a pod holds, by plane."""
+        """The blocks among these that a pod holds, by plane."""
         pod = self._pods[name]
         word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
         slots = self.slots_of(hashes)
@@ -278,7 +278,7 @@ class Index:
         known = self.add(name).groups.get(group)
         block_tokens = event.block_tokens
         if known is not None:
-            # Part of a block is stored under a size of its own, which is not the group's.
+            # A partial block is stored with its own size, which is not the group's.
             block_tokens = max(block_tokens, known.block_tokens)
             if (kind, event.window, block_tokens) == (known.kind, known.window, known.block_tokens):
                 return
@@ -286,7 +286,7 @@ class Index:
         self.learn(name, group, GroupSpec(kind, event.window, block_tokens, eagle))
 
     def _words_of(self, plane: Plane) -> list[Words] | None:
-        """The words of a plane, new where it is; None where there are too many planes."""
+        """The words of a plane, made if it is new; None if there are too many planes."""
         words = self._planes.get(plane)
         if words is None and len(self._planes) < MAX_PLANES:
             words = [np.zeros(self._capacity, np.uint64) for _ in range(self.num_words)]
@@ -294,7 +294,7 @@ class Index:
         return words
 
     def _count(self, plane: Plane, more: int) -> None:
-        """So many more blocks are held in a plane; one without any is given up."""
+        """Count ``more`` blocks in a plane; a plane without any is dropped."""
         self._in_plane[plane] += more
         if not self._in_plane[plane]:
             del self._in_plane[plane], self._planes[plane]
@@ -310,7 +310,7 @@ class Index:
         self._slots[block] = slot
         return slot
 
-    def _let_go(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
             block = self._hashes[slot]

@@ -1,9 +1,9 @@
-"""How far each pod could serve a request's prefix without computing anything.
+"""The hit of each pod: how much of a request's prefix it could serve without computing.  Pure.
 
-A hit may end behind L tokens if every group that counts has what it needs there: full
-attention all its blocks from 0, a sliding window those that its last ``window - 1`` tokens
-meet (or all from 0), a chunk the blocks since it began, a state its last block.  L is a
-multiple of every group's block, and the largest such L is the hit::
+A hit may end after L tokens if every group that counts has what it needs there: full attention
+all its blocks from 0, a sliding window the blocks of its last ``window - 1`` tokens (or all from
+0), a chunk the blocks since it began, a state its last block.  L is a multiple of every group's
+block, and the largest such L is the hit::
 
     blocks      0 1 2 3 4 5 6 7
     full        x x x x x x x .      main prefix: 7
@@ -14,9 +14,9 @@ is a running AND over it, a window of n blocks about log2(n) shifted ANDs, and t
 of all 64 pods the places where the running OR from behind changes.  Everything is linear in
 the blocks of the request.
 
-What is unknown: group 0 counts as full attention until it is described, and so does an entry
-that names no group; other groups do not count.  A pod that has described group 0 and has no
-full attention is judged by its windows alone.
+Groups without a description: group 0 counts as full attention, and so does a block without a
+group; other groups do not count.  If group 0 is described and no group is full attention, the
+windows alone decide.
 
 Sources: llm-d-kv-cache PR 650 for the scan and the fallbacks, vLLM's
 ``HybridKVCacheCoordinator.find_longest_cache_hit`` for alignment, cap and EAGLE.
@@ -35,14 +35,14 @@ from pdconn.router.prefix.index import POD_BITS, Index, Plane, Pod, Words, align
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8}
 UNKNOWN_WEIGHT = 1.0
-"""Of a block on a medium without a weight, and of one that a hit does not need."""
+"""Weight of a block on a medium without one, and of a block that a hit does not need."""
 
 _ALL = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request as its block hashes say it.
+    """A request as block hashes.
 
     Attributes:
         hashes: of its full blocks of ``hash_block_tokens`` tokens, in order.
@@ -57,13 +57,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What one pod could serve of a prompt.
+    """How much of a prompt one pod could serve.
 
     Attributes:
         blocks: leading blocks of ``hash_block_tokens`` tokens.
         tokens: what the engine would report as cached: it computes the last token of a
             prompt anyway, so a hit ends before it.
-        score: ``blocks``, each weighed by the best medium that holds it.
+        score: ``blocks``, each weighted by the best medium that holds it.
     """
 
     blocks: int
@@ -76,13 +76,13 @@ NO_HIT = Hit(0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Pods that have described the same groups, so that one pass judges them all.
+    """Pods with equal group descriptions, which one pass scores together.
 
     Attributes:
         whole, tails: group index and spec of those that count: full attention, and others.
         masks: for each word the bits of its pods.
         align: hash blocks that every hit is a multiple of; None where some group's blocks
-            are not made of hash blocks, so that nothing can be said.
+            are no multiple of hash blocks, so that there is no hit.
         alone: whether the engine has one group, which EAGLE looks up within the cap.
     """
 
@@ -103,7 +103,7 @@ class Scorer:
 
     Args:
         index: what pods hold.
-        weights: by medium; media that it does not name weigh ``UNKNOWN_WEIGHT``.
+        weights: by medium; other media weigh ``UNKNOWN_WEIGHT``.
     """
 
     def __init__(self, index: Index, weights: Mapping[str, float] = DEFAULT_WEIGHTS) -> None:
@@ -125,7 +125,7 @@ class Scorer:
         return hits
 
     def families(self, hash_block_tokens: int) -> tuple[Family, ...]:
-        """The pods of the index by what they have described of themselves."""
+        """The pods of the index by their group descriptions."""
         known = (self._index.version, hash_block_tokens)
         if self._known != known:
             self._families = tuple(_families(self._index, hash_block_tokens))
@@ -193,19 +193,21 @@ class _Pass:
         if not places:
             return
         num_blocks = [end * self._align for end in ends]
-        num_tokens = self._believed(valid, places, ends)
+        num_tokens = self._reported_tokens(valid, places, ends)
         scores = self._scores(places, num_blocks)
         for i, place in enumerate(places):
             name = self._index.name_at(self._word * POD_BITS + place)
             assert name is not None
             yield name, Hit(num_blocks[i], num_tokens[i], scores[i])
 
-    def _believed(self, valid: Words, places: list[int], ends: list[int]) -> list[int]:
-        """Tokens that the engine takes: it computes the last one anyway."""
+    def _reported_tokens(self, valid: Words, places: list[int], ends: list[int]) -> list[int]:
+        """Tokens that the engine would report as cached: it computes the last one anyway."""
         tokens = self._align * self._hash_block_tokens
         cap = max(0, self._num_tokens - 1) // tokens
         if self._family.alone and self._family.counted[0][1].peeks:
-            cap = max(0, cap - 1)  # a lone group looks for the block behind below the cap too
+            cap = max(
+                0, cap - 1
+            )  # a single group looks up the block after the hit below the cap too
         if cap < len(valid):
             capped = dict(zip(*_last_ends(valid[:cap]), strict=True))
             ends = [capped.get(place, 0) for place in places]
@@ -214,7 +216,7 @@ class _Pass:
     # Ends
 
     def _valid_ends(self) -> Words:
-        """Bit p of row j: for pod p a hit may end behind (j + 1) * align hash blocks."""
+        """Bit p of row j: for pod p a hit may end after (j + 1) * align hash blocks."""
         mask = self._family.masks[self._word] if self._family.counted else 0
         valid = np.full(len(self._slots) // self._align, mask, np.uint64)
         for group, spec in self._family.counted:
@@ -270,7 +272,7 @@ class _Pass:
         return scores
 
     def _levels(self, num_blocks: int) -> Iterator[tuple[float, Words]]:
-        """The blocks held at each weight, heaviest first; what nobody needs to hold is last."""
+        """The blocks held at each weight, heaviest first; blocks that no hit needs are last."""
         at: dict[float, list[Plane]] = {}
         whole = [group for group, _ in self._family.whole]
         for plane in self._index.planes():
@@ -304,7 +306,7 @@ def _tail_ends(held: Words, need: int) -> Words:
     """Where the last ``need`` blocks are held, or all from block 0.
 
     A run of n blocks is one of a and, before it, one of b = n - a, so n is reached by
-    doubling.  What lies before block 0 counts as held.
+    doubling.  Blocks before block 0 count as held.
     """
     if need == 0:
         return np.full(len(held), _ALL)
@@ -317,7 +319,7 @@ def _tail_ends(held: Words, need: int) -> Words:
 
 
 def _chunk_ends(held: Words, spec: GroupSpec) -> Words:
-    """Where the blocks of the chunk that is begun are held; behind a whole chunk none is."""
+    """Where the blocks of the current chunk are held; after a whole chunk none is needed."""
     assert spec.window is not None
     size = spec.window // spec.block_tokens
     if size > len(held):
@@ -347,6 +349,6 @@ def _bits(words: Words) -> NDArray[np.uint8]:
 
 
 def _count(held: Words, places: list[int], inside: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Of each pod at ``places`` the blocks held among its first ones."""
+    """For each pod at ``places`` the blocks that it holds within its hit."""
     counted: NDArray[np.float64] = (_bits(held)[:, places] & inside).sum(axis=0, dtype=np.float64)
     return counted

@@ -1,20 +1,20 @@
-"""A routing decision in a file: what pods hold, and a request.  Version 1, JSON.
+"""A snapshot for ``pdconn score``: the blocks that pods hold, and a request.  Version 1, JSON.
 
 ::
 
     {"version": 1,
      "hash_block_tokens": 16,                    tokens that one hash of the request covers
-     "weights": {"gpu": 1.0, "cpu": 0.8},        by medium; others weigh 1.0; may be left out
+     "weights": {"gpu": 1.0, "cpu": 0.8},        by medium; others weigh 1.0; optional
      "pods": {"a": {
         "groups": {"0": {"kind": "full_attention", "window": null, "block_tokens": 16},
                    "1": {"kind": "sliding_window", "window": 128, "block_tokens": 16,
-                         "eagle": false}},       "eagle" may be left out; a group too
+                         "eagle": false}},       "eagle" is optional; groups too
         "blocks": [{"group": 0, "medium": "gpu", "hashes": [1, 2, 3]},
                    {"group": null, "medium": "cpu", "hashes": [1]}]}},
      "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
 
 ``kind`` is vLLM's ``kv_cache_spec_kind``.  A block of several hash blocks is stored under the
-hash of its last one, as vLLM does.  A hash that is listed twice is held twice.
+hash of its last one, as in vLLM.  A hash that is listed twice is held twice.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pdconn.router.prefix.explain import Cut, explain
 from pdconn.router.prefix.groups import KINDS, GroupSpec
 from pdconn.router.prefix.index import Index, Plane
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
+from transport.errors import FieldError
 
 VERSION = 1
 
@@ -38,16 +39,12 @@ Weight = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 GroupIndex = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
-class BadSnapshot(ValueError):
-    """A snapshot makes no sense: names the field, what fits, what came."""
-
-    def __init__(self, field: str, expected: str, seen: object) -> None:
-        super().__init__(f"{field}: expected {expected}, saw {seen}")
-        self.field = field
+class BadSnapshot(FieldError, ValueError):
+    """A snapshot makes no sense."""
 
 
 class SnapshotGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A group as its pod has described it."""
+    """The description of a pod's group."""
 
     kind: str
     block_tokens: Count
@@ -64,7 +61,7 @@ class Blocks(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class PodState(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What one pod holds."""
+    """The groups and blocks of one pod."""
 
     groups: dict[str, SnapshotGroup] = {}
     blocks: list[Blocks] = []
@@ -78,7 +75,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Everything that a decision depends on."""
+    """The input of a score."""
 
     version: int
     hash_block_tokens: Count
@@ -104,7 +101,7 @@ class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """What a pod could serve, and what ended that."""
+    """A pod's hit, and what cut it."""
 
     hit_blocks: int
     hit_tokens: int
@@ -116,7 +113,7 @@ def read_snapshot(raw: bytes) -> Snapshot:
     """A snapshot from JSON.
 
     Raises:
-        BadSnapshot: it is not JSON, of another version, or a field makes no sense.
+        BadSnapshot: it is not JSON, has another version, or a field makes no sense.
     """
     try:
         version = msgspec.json.decode(raw, type=_Versioned).version
@@ -171,14 +168,14 @@ def explain_all(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> d
 
 
 def explained(index: Index, prompt: Prompt, name: str, hit: Hit) -> Explained:
-    """A hit for people."""
+    """A hit, with what cut it."""
     return Explained(hit.blocks, hit.tokens, hit.score, explain(index, prompt, name, hit))
 
 
 def take_snapshot(
     index: Index, prompt: Prompt, weights: Mapping[str, float], names: Collection[str]
 ) -> Snapshot:
-    """What these pods hold of a prompt, as a snapshot that scores alike."""
+    """The blocks of a prompt that these pods hold, as a snapshot with equal scores."""
     hashes = list(prompt.hashes)
     pods = {}
     for name in names:
@@ -204,5 +201,5 @@ def take_snapshot(
 
 
 def _kind(spec: GroupSpec) -> str:
-    """A kind of the format; what a newer engine may have counts for nothing here."""
+    """A kind of the format; kinds of newer engines become ``unknown``."""
     return spec.kind if spec.kind in KINDS else "unknown"

@@ -1,62 +1,58 @@
-"""Deciding for one request: its tokens, where its prefix is, how busy everybody is.
+"""The decision for one request: tokens of its prompt, prefix hits, loads, then the policy.
 
     request ──► tokens ──► hashes ──► hits ──┐
-                engines' metrics ──► loads ──┼──► policy ──► who to try
-                  what we sent ──► flights ──┘
+                engines' metrics ──► loads ──┼──► policy ──► engines to try
+              requests in flight ────────────┘
 
-A policy that does not look at prompts is given names and loads at once.  Nothing here
-refuses a request: what cannot be found out about its prompt is routed without it.
+A policy that ignores prompts gets engines and loads only.  Nothing here refuses a request: if
+its prompt cannot be tokenized or looked up, it is routed without that.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
-from pdconn.router.fleet.loads import Load, LoadPoller
+from pdconn.router.fleet.loads import KvUsage, LoadPoller
+from pdconn.router.fleet.metrics import Load
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.requests import Exchange
+from pdconn.router.metrics import RouterMetrics
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
-from pdconn.router.routing.decision_log import DecisionLog, RouteRecord
 from pdconn.router.routing.inflight import InflightTracker
-from pdconn.router.routing.kv_usage import KvUsage
-from pdconn.router.routing.metrics import RoutingMetrics
 from pdconn.router.routing.policy import TIE, TURN, Candidate, Policy, Role, RouteQuery
+from pdconn.router.routing.routed_request import Decision, DecisionLog, RoutedRequest
 from pdconn.router.routing.tokenize import CannotTokenise, Tokenised, Tokeniser
 
-log = logging.getLogger(__name__)
-
 BYTES_A_TOKEN = 4
-"""Of a body whose tokens nobody has counted."""
+"""Estimate for a body that was not tokenized."""
 MOST_GUESSED = 32_768
-"""Tokens that a body is taken for at most: one with pictures is long and its prompt is not."""
+"""Bound of that estimate, in tokens: a body with pictures is long, its prompt is not."""
 MAX_REASON = 200
-"""Characters of why a prompt is not known: what clients send may be in it."""
+"""Bound in characters of why there was no lookup: what clients send may be in it."""
 BEGINNING_TOKENS = 256
 """Prompts that agree in these go to the same engine, all else being equal."""
 LOAD_FOR_S = 5.0
-"""How long an engine's word about its load is believed."""
+"""How long an engine's reported load counts."""
 TRUSTED_FROM = 0.9
-"""An engine whose cache holds this share of what it said is believed as if it were all."""
+"""An engine whose cache holds this share of what its events said is fully trusted."""
 TRUST_STEP = 0.2
 """How much one request changes the trust in its engine."""
 JUDGED_FROM = 64
-"""Predicted tokens below which a difference says nothing of an engine."""
+"""Predicted tokens below which a difference does not change trust."""
 
 
 @dataclass(slots=True)
 class RequestRouter:
-    """Decides, and remembers what it decided.
+    """Decides, and keeps the last decisions.
 
     Attributes:
-        trust: by engine the share of its predicted hits that it reported as found, lately;
-            an engine whose events promise what it does not hold is believed that much less.
-        since: by engine when it came, in seconds since the epoch: what was decided before
-            says nothing of it.
+        trust: by engine the share of its predicted hits that it reported as cached, lately;
+            predicted hits of an engine with less trust count less.
+        since: by engine when it joined the fleet, in seconds since the epoch: older decisions
+            say nothing about it.
     """
 
     engines: EngineRegistry
@@ -64,112 +60,118 @@ class RequestRouter:
     caches: PrefixCaches
     tokeniser: Tokeniser
     loads: LoadPoller
-    metrics: RoutingMetrics
-    flights: InflightTracker = field(default_factory=InflightTracker)
+    metrics: RouterMetrics
+    inflight: InflightTracker = field(default_factory=InflightTracker)
     decisions: DecisionLog = field(default_factory=DecisionLog)
     trust: dict[str, float] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
     usage: KvUsage = field(default_factory=KvUsage)
 
-    async def decide(self, exchange: Exchange) -> RouteRecord:
-        """Who is to be tried for a request."""
+    async def decide(self, request: RoutedRequest) -> Decision:
+        """The engines to try for a request."""
         began = time.perf_counter()
-        tokenised, looked, unknown = None, None, None
-        if not self.policy.looks_at_prompts:
-            unknown = f"{self.policy.name} does not look at prompts"
-        elif not self.caches.feeds:
-            unknown = "no engine tells what its prefix cache holds"
-        else:
-            try:
-                tokenised = await self.tokeniser.tokenise(exchange)
-                looked = self.caches.look_for(tokenised.tokens, tokenised.extras)
-            except (CannotTokenise, BadInput) as error:
-                unknown = str(error)[:MAX_REASON]
-        question = _question(exchange, tokenised)
+        tokenised, lookup, unknown = await self._look_up(request)
+        query = _query(request, tokenised)
+        prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
         loads = self.loads.fresh(LOAD_FOR_S)
-        decision = self.policy.decide(
-            question,
-            [self._candidate(name, looked, loads) for name in self.engines.live(Role.PREFILL)],
-            [self._candidate(name, looked, loads) for name in self.engines.live(Role.DECODE)],
+        ranking = self.policy.decide(
+            query,
+            [self._candidate(name, lookup, loads) for name in prefill],
+            [self._candidate(name, lookup, loads) for name in decode],
         )
-        course = RouteRecord(
-            exchange.request_id,
+        decision = Decision(
+            request.request_id,
             time.time(),
             self.policy.name,
-            question.num_tokens,
-            decision,
-            looked,
+            query.num_tokens,
+            ranking,
+            lookup,
             unknown,
             time.perf_counter() - began,
         )
-        self.decisions.add(course)
-        self.metrics.decided(course)
-        return course
+        self.decisions.add(decision)
+        self.metrics.decided(decision)
+        return decision
+
+    async def _look_up(
+        self, request: RoutedRequest
+    ) -> tuple[Tokenised | None, PrefixLookup | None, str | None]:
+        """The prompt's tokens and hits, or why there are none."""
+        if not self.policy.looks_at_prompts:
+            return None, None, f"{self.policy.name} does not look at prompts"
+        if not self.caches.feeds:
+            return None, None, "no engine publishes KV events"
+        tokenised = None
+        try:
+            tokenised = await self.tokeniser.tokenise(request)
+            return tokenised, self.caches.lookup(tokenised.tokens, tokenised.extras), None
+        except (CannotTokenise, BadInput) as error:
+            return tokenised, None, str(error)[:MAX_REASON]
 
     def fleet_changed(self) -> None:
-        """Forget engines that are gone."""
+        """Drop engines that left the fleet."""
         now = time.time()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
         self.usage.keep(self.engines.names)
         for engine in [engine for engine in self.trust if engine not in self.engines]:
             del self.trust[engine]
 
-    def reported(self, course: RouteRecord) -> None:
-        """Prefill has said what its cache held of a prompt."""
-        self.metrics.reported(course)
-        engine, promised = course.prefill, course.promised_tokens()
-        if engine is None or course.cached_tokens is None or promised < JUDGED_FROM:
-            return
-        kept = min(1.0, course.cached_tokens / promised)
-        before = self.trust.get(engine, 1.0)
-        self.trust[engine] = before + TRUST_STEP * (kept - before)
+    def prefill_reported(self, decision: Decision, prefill: str, cached_tokens: int) -> None:
+        """Prefill has reported how many prompt tokens its cache held."""
+        self.metrics.reported(decision, prefill, cached_tokens)
+        promised = decision.promised_tokens(prefill)
+        if promised >= JUDGED_FROM:
+            kept = min(1.0, cached_tokens / promised)
+            before = self.trust.get(prefill, 1.0)
+            self.trust[prefill] = before + TRUST_STEP * (kept - before)
 
-    def _believed(self, engine: str, hit: Hit) -> Hit:
+    def _trusted(self, engine: str, hit: Hit) -> Hit:
         trust = self.trust.get(engine, 1.0)
         if trust >= TRUSTED_FROM:
             return hit
         return Hit(int(hit.blocks * trust), int(hit.tokens * trust), hit.score * trust)
 
     def _candidate(
-        self, engine: str, looked: PrefixLookup | None, loads: Mapping[str, Load]
+        self, engine: str, lookup: PrefixLookup | None, loads: Mapping[str, Load]
     ) -> Candidate:
-        ranks = () if looked is None else looked.ranks.get(engine, ())
+        ranks = () if lookup is None else lookup.ranks.get(engine, ())
         hit, rank = self._best_rank(engine, ranks)
+        hit = self._trusted(engine, hit)
         load = loads.get(engine) or Load()
         busy = (load.running or 0) + (load.waiting or 0)
-        ours = self.flights.num_requests(engine)
-        usage = load.kv_usage or 0.0
+        ours, our_tokens = self.inflight.at(engine)
+        usage, idle = load.kv_usage or 0.0, max(busy, ours) == 0
         return Candidate(
             engine,
-            self._believed(engine, hit),
+            hit,
             rank,
-            self.flights.num_tokens(engine),
+            our_tokens,
             max(busy, ours),
             max(0, busy - ours),
-            self.usage.hear(engine, usage, idle=max(busy, ours) == 0, now=time.monotonic()),
+            self.usage.observe(engine, usage, idle=idle, now=time.monotonic()),
         )
 
     def _best_rank(self, engine: str, ranks: tuple[RankHit, ...]) -> tuple[Hit, int | None]:
-        """A hit of an engine, and the rank to name for it.
+        """The hit of an engine's best rank, and the rank that the request should name.
 
-        A rank is named only where that gains something: the engine knows better than we do
-        which of its ranks has time.
+        A rank is named only where its hit is longer than the worst one's: otherwise the engine
+        knows better which of its ranks is free.
         """
         if not ranks:
             return NO_HIT, None
         best = max(
             ranks,
-            key=lambda one: one.hit.tokens - TURN * self.flights.at_rank(engine, one.rank),
+            key=lambda one: one.hit.tokens - TURN * self.inflight.at_rank(engine, one.rank),
         )
         gained = best.hit.tokens - ranks[-1].hit.tokens
         return best.hit, best.rank if len(ranks) > 1 and gained >= TIE else None
 
 
-def _question(exchange: Exchange, tokenised: Tokenised | None) -> RouteQuery:
-    request = exchange.request
-    can_hand_over = request.direct is None
+def _query(request: RoutedRequest, tokenised: Tokenised | None) -> RouteQuery:
+    body = request.body
+    can_hand_over = body.direct is None
     if tokenised is None:
-        prompt = memoryview(request.fields.get(request.route.prompt) or b"")
+        prompt = memoryview(body.fields.get(body.route.prompt) or b"")
         guess = min(len(prompt) // BYTES_A_TOKEN, MOST_GUESSED)
         return RouteQuery(guess, bytes(prompt[:BEGINNING_TOKENS]), can_hand_over)
     beginning = repr((tokenised.tokens[:BEGINNING_TOKENS], tokenised.extras)).encode()

@@ -1,71 +1,61 @@
-"""What this router has asked engines for and not had back.  Pure.
+"""Requests that this router has sent to engines and that are not finished.  Pure.
 
-Engines tell their load once a second; what was given to one since then only its router
-knows.  So both count: an engine is as busy as it says, or as we made it, whichever is more.
+Engines report their load once a second; what was sent since then only the router knows.  So
+the larger of both counts: what an engine reports, or what this router has sent.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-
-
-class InflightEntry:
-    """One request at one engine; landing twice does no harm."""
-
-    def __init__(
-        self, flights: InflightTracker, engine: str, num_tokens: int, rank: int | None
-    ) -> None:
-        self._flights: InflightTracker | None = flights
-        self._what = engine, num_tokens, rank
-
-    def land(self) -> None:
-        """The engine is done with it."""
-        flights, self._flights = self._flights, None
-        if flights is not None:
-            flights.end(*self._what)
+from collections.abc import Callable
 
 
 class InflightTracker:
-    """Requests and prompt tokens that are with each engine."""
+    """Requests and prompt tokens in flight at each engine."""
 
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._ranks: Counter[tuple[str, int]] = Counter()
 
-    def take_off(self, engine: str, num_tokens: int, rank: int | None = None) -> InflightEntry:
-        """A request goes to ``engine``, which has ``num_tokens`` of its prompt to compute.
+    def start(self, engine: str, num_tokens: int, rank: int | None = None) -> Callable[[], None]:
+        """A request is sent to ``engine``; call what this returns when it is finished.
 
-        ``rank``: the data-parallel rank that it names, if it names one.
+        A second call of the returned function has no effect.
+
+        Args:
+            engine: base URL.
+            num_tokens: prompt tokens that the engine has to compute.
+            rank: the data-parallel rank that the request names, if any.
         """
-        self._requests[engine] += 1
-        self._tokens[engine] += num_tokens
-        if rank is not None:
-            self._ranks[engine, rank] += 1
-        return InflightEntry(self, engine, num_tokens, rank)
+        self._add(engine, num_tokens, rank, 1)
+        finished = False
 
-    def end(self, engine: str, num_tokens: int, rank: int | None = None) -> None:
-        """What took off has landed."""
-        self._requests[engine] -= 1
-        self._tokens[engine] -= num_tokens
+        def finish() -> None:
+            nonlocal finished
+            if not finished:
+                finished = True
+                self._add(engine, num_tokens, rank, -1)
+
+        return finish
+
+    def _add(self, engine: str, num_tokens: int, rank: int | None, step: int) -> None:
+        self._requests[engine] += step
+        self._tokens[engine] += step * num_tokens
         if not self._requests[engine]:
             del self._requests[engine], self._tokens[engine]
         if rank is not None:
-            self._ranks[engine, rank] -= 1
+            self._ranks[engine, rank] += step
             if not self._ranks[engine, rank]:
                 del self._ranks[engine, rank]
 
     def at_rank(self, engine: str, rank: int) -> int:
-        """Requests that name a rank of an engine and are with it."""
+        """Requests in flight that name a rank of an engine."""
         return self._ranks[engine, rank]
 
-    def num_requests(self, engine: str) -> int:
-        """Requests that are with an engine."""
-        return self._requests[engine]
-
-    def num_tokens(self, engine: str) -> int:
-        """Prompt tokens that it has to compute for them."""
-        return self._tokens[engine]
+    def at(self, engine: str) -> tuple[int, int]:
+        """Requests in flight at an engine, and prompt tokens that it has to compute for them."""
+        return self._requests[engine], self._tokens[engine]
 
     def __len__(self) -> int:
         return self._requests.total()

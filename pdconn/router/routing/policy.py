@@ -1,26 +1,26 @@
-"""Which engines serve a request.  Pure: it is given what is known and returns an order.
+"""Which engines serve a request.  Pure: what is known goes in, an order of engines comes out.
 
-The router decides once per request, tries the engines of each role in the order given,
-and asks nobody twice.  An engine that is down or draining is not offered.
+The router decides once per request and tries the engines of each role in that order, each
+once.  Engines that are down or draining are no candidates.
 
 ``PrefixAware`` counts what each choice costs, in tokens that some engine has to compute
 before this request is done, and takes the cheapest::
 
     prefill p            left(p) + queue(p) + OTHERS * others(p) + pressure(p)
-    decode d, handed     the cheapest prefill + PULL * left(d) + TURN * requests(d) + pressure(d)
+    decode d, hand-over  the cheapest prefill + PULL * left(d) + TURN * requests(d) + pressure(d)
     decode d, alone                                    left(d) + TURN * requests(d) + pressure(d)
 
-    left      what is left of the prompt behind the engine's hit, which counts less on a slower
-              medium (the hit's score beside its blocks)
-    queue     tokens that this router gave it to compute and that are not done
+    left      tokens of the prompt that the engine's hit does not cover; a hit on a slower medium
+              covers less (the hit's score per block)
+    queue     tokens that this router sent there and that are not computed yet
     others    requests there that this router did not send
-    requests  running and waiting: a request in a batch slows the others
-    pressure  blocks run short, lent ones among them: up to PRESSURE prompts
+    requests  running and waiting: each request in a batch slows the others
+    pressure  the engine runs out of blocks, lent blocks included: up to PRESSURE prompts
 
-Decode may serve alone where it holds a prefix and lacks no more than ``alone_below`` tokens.
-Costs that differ by less than ``TIE`` tokens are equal; among those, a prompt goes where its
-beginning always goes (rendezvous hashing), so prompts that begin alike meet before any event
-tells where they lie, and routers that know of no other agree.
+Decode may serve a request alone if it holds a prefix and lacks at most ``alone_below`` tokens.
+Costs that differ by less than ``TIE`` tokens count as equal.  Among equals, rendezvous hashing of
+the prompt's beginning decides: prompts that begin alike reach the same engine before any event
+reports where they are cached, and routers agree without knowing of each other.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from pdconn.router.prefix.score import NO_HIT, Hit
 TURN = 64.0
 """Tokens that a request in decode's batch or queue costs the next one."""
 PULL = 0.125
-"""What pulling a token costs beside computing it."""
+"""Cost of pulling a token; computing one costs 1."""
 OTHERS = 512.0
-"""Tokens of a prompt that somebody else gave to prefill."""
+"""Tokens that a request counts for that another client sent to prefill."""
 TIE = 64.0
-"""Tokens that are not worth another engine."""
+"""A difference in tokens below which costs count as equal."""
 PRESSURE_FROM = 0.8
-"""Share of an engine's blocks in use from which it is avoided."""
+"""Share of an engine's blocks in use from which pressure counts."""
 PRESSURE = 4.0
-"""How often a prompt's tokens are added at a share of 1."""
+"""Prompts that are added to the cost at a share of 1."""
 
 
 class Role(Enum):
-    """What an engine is asked to do."""
+    """What an engine does for a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -62,9 +62,9 @@ class Candidate:
     Attributes:
         engine: base URL.
         hit: what its prefix cache could serve, of its best data-parallel rank.
-        rank: that rank; None where the engine has one only.
-        queued_tokens: prompt tokens that this router gave it to compute and that are not done.
-        num_requests: running and waiting there, as it says or as this router knows, if more.
+        rank: that rank, where the request should name it; None leaves it to the engine.
+        queued_tokens: prompt tokens that this router sent there and that are not computed yet.
+        num_requests: running and waiting, as the engine reports or as this router sent, if more.
         num_others: of those, requests that this router did not send.
         kv_usage: share of its blocks in use, 0 to 1; lent blocks are in use.
     """
@@ -83,7 +83,7 @@ class RouteQuery:
     """A request as a policy sees it.
 
     Attributes:
-        num_tokens: of its prompt; an estimate where nobody has counted them.
+        num_tokens: of its prompt; an estimate where the prompt was not tokenized.
         beginning: what prompts that begin alike have in common.
         can_hand_over: False for requests that decode has to serve alone anyway.
     """
@@ -103,10 +103,10 @@ class ScoredCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Who is to be tried, best first, and why.
+class Ranking:
+    """The engines to try, best first, and why.
 
-    ``alone``: decode computes what it lacks itself; prefill is not asked.
+    ``alone``: decode computes the rest of the prompt itself; prefill is skipped.
     """
 
     prefill: tuple[ScoredCandidate, ...]
@@ -120,67 +120,69 @@ class Policy(Protocol):
 
     name: ClassVar[str]
     looks_at_prompts: ClassVar[bool]
-    """Whether it wants to know what each engine holds of the prompt."""
+    """Whether prompts are tokenized and looked up in the engines' prefix caches."""
 
     def decide(
-        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> Decision:
+        self, query: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Ranking:
         """Every candidate of both roles, best first."""
         ...
 
 
-def _as_they_come(candidates: Sequence[Candidate], why: str) -> tuple[ScoredCandidate, ...]:
+def _unscored(candidates: Sequence[Candidate], why: str) -> tuple[ScoredCandidate, ...]:
     return tuple(ScoredCandidate(candidate, 0.0, why) for candidate in candidates)
 
 
 @dataclass(slots=True)
 class RoundRobin:
-    """Each engine in turn, whatever the request is."""
+    """Engines take turns."""
 
     name: ClassVar[str] = "round-robin"
     looks_at_prompts: ClassVar[bool] = False
-    _turns: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    _next: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
 
     def decide(
-        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> Decision:
+        self, query: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Ranking:
         """The candidates of each role, rotated by one more than last time."""
-        given = prefill if question.can_hand_over else ()
-        turns = self._turn(Role.PREFILL, given), self._turn(Role.DECODE, decode)
-        return Decision(*turns, alone=not question.can_hand_over)
+        offered = prefill if query.can_hand_over else ()
+        rotated = self._rotated(Role.PREFILL, offered), self._rotated(Role.DECODE, decode)
+        return Ranking(*rotated, alone=not query.can_hand_over)
 
-    def _turn(self, role: Role, candidates: Sequence[Candidate]) -> tuple[ScoredCandidate, ...]:
+    def _rotated(self, role: Role, candidates: Sequence[Candidate]) -> tuple[ScoredCandidate, ...]:
         if not candidates:
             return ()
-        first = self._turns[role] % len(candidates)
-        self._turns[role] += 1
-        return _as_they_come((*candidates[first:], *candidates[:first]), "its turn")
+        first = self._next[role] % len(candidates)
+        self._next[role] += 1
+        return _unscored((*candidates[first:], *candidates[:first]), "round-robin")
 
 
 @dataclass(slots=True)
 class Random:
-    """Any engine; what a router that knows nothing is compared with."""
+    """Any engine: the baseline."""
 
     rng: random.Random = field(default_factory=random.Random)
     name: ClassVar[str] = "random"
     looks_at_prompts: ClassVar[bool] = False
 
     def decide(
-        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> Decision:
+        self, query: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Ranking:
         """The candidates of each role, shuffled."""
-        given = prefill if question.can_hand_over else ()
-        return Decision(self._draw(given), self._draw(decode), alone=not question.can_hand_over)
+        offered = prefill if query.can_hand_over else ()
+        return Ranking(
+            self._shuffled(offered), self._shuffled(decode), alone=not query.can_hand_over
+        )
 
-    def _draw(self, candidates: Sequence[Candidate]) -> tuple[ScoredCandidate, ...]:
-        return _as_they_come(self.rng.sample(candidates, len(candidates)), "drawn")
+    def _shuffled(self, candidates: Sequence[Candidate]) -> tuple[ScoredCandidate, ...]:
+        return _unscored(self.rng.sample(candidates, len(candidates)), "random")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixAware:
-    """Where the prompt's prefix is, unless that costs more than it saves.
+    """The engine that holds the prompt's prefix, unless that costs more than it saves.
 
-    ``alone_below``: uncached tokens up to which decode that holds the others computes them.
+    ``alone_below``: a decode engine that lacks at most this many tokens serves alone.
     """
 
     alone_below: int = 256
@@ -188,61 +190,61 @@ class PrefixAware:
     looks_at_prompts: ClassVar[bool] = True
 
     def decide(
-        self, question: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> Decision:
+        self, query: RouteQuery, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> Ranking:
         """The candidates of each role, cheapest first."""
-        if not question.can_hand_over:
-            decoding = self._order(question, [_alone_cost(question, one) for one in decode])
-            return Decision((), decoding, alone=True, why="decode has to serve it alone")
-        filling = self._order(question, [_prefill_cost(question, one) for one in prefill])
-        before = filling[0].cost if filling else 0.0
-        decoding = self._order(
-            question,
+        if not query.can_hand_over:
+            decode_order = self._order(query, [_alone_cost(query, one) for one in decode])
+            return Ranking((), decode_order, alone=True, why="decode has to serve it alone")
+        prefill_order = self._order(query, [_prefill_cost(query, one) for one in prefill])
+        prefill_cost = prefill_order[0].cost if prefill_order else 0.0
+        decode_order = self._order(
+            query,
             [
-                _alone_cost(question, one)
-                if self._may_serve_alone(question, one)
-                else _handed_cost(question, one, before)
+                _alone_cost(query, one)
+                if self._may_serve_alone(query, one)
+                else _hand_over_cost(query, one, prefill_cost)
                 for one in decode
             ],
         )
-        if decoding and self._may_serve_alone(question, decoding[0].candidate):
-            best = decoding[0].candidate
-            left = question.num_tokens - best.hit.tokens
+        if decode_order and self._may_serve_alone(query, decode_order[0].candidate):
+            best = decode_order[0].candidate
+            left = query.num_tokens - best.hit.tokens
             why = f"{best.engine} holds {best.hit.tokens} tokens and lacks {left}"
-            return Decision(filling, decoding, alone=True, why=why)
-        return Decision(filling, decoding, why="handed over")
+            return Ranking(prefill_order, decode_order, alone=True, why=why)
+        return Ranking(prefill_order, decode_order, why="handed over")
 
-    def _may_serve_alone(self, question: RouteQuery, candidate: Candidate) -> bool:
+    def _may_serve_alone(self, query: RouteQuery, candidate: Candidate) -> bool:
         held = candidate.hit.tokens
-        return held > 0 and question.num_tokens - held <= self.alone_below
+        return held > 0 and query.num_tokens - held <= self.alone_below
 
     def _order(
-        self, question: RouteQuery, weighed: list[ScoredCandidate]
+        self, query: RouteQuery, scored: list[ScoredCandidate]
     ) -> tuple[ScoredCandidate, ...]:
-        """Cheapest first; of those within a tie the one where such prompts always go.
+        """Cheapest first; rendezvous hashing decides between equals.
 
-        The tie is with the cheapest that is left, so it does not add up along the list.
+        Equal means within ``TIE`` of the cheapest that is left, so ties do not add up.
         """
-        left = sorted(weighed, key=lambda one: one.cost)
+        left = sorted(scored, key=lambda one: one.cost)
         ordered: list[ScoredCandidate] = []
         while left:
             ties = [one for one in left if one.cost < left[0].cost + TIE]
-            chosen = max(ties, key=lambda one: _affinity(question.beginning, one.candidate.engine))
+            chosen = max(ties, key=lambda one: _affinity(query.beginning, one.candidate.engine))
             ordered.append(chosen)
             left.remove(chosen)
         return tuple(ordered)
 
 
-def _left(question: RouteQuery, candidate: Candidate) -> float:
-    """Tokens of the prompt that are left, those on a slower medium in part."""
+def _uncached(query: RouteQuery, candidate: Candidate) -> float:
+    """Tokens of the prompt that the hit does not cover; those on a slower medium count in part."""
     hit = candidate.hit
     worth = hit.score / hit.blocks if hit.blocks else 1.0
-    return max(0.0, question.num_tokens - worth * hit.tokens)
+    return max(0.0, query.num_tokens - worth * hit.tokens)
 
 
-def _pressure(question: RouteQuery, candidate: Candidate) -> float:
+def _pressure(query: RouteQuery, candidate: Candidate) -> float:
     over = max(0.0, candidate.kv_usage - PRESSURE_FROM) / (1 - PRESSURE_FROM)
-    return PRESSURE * over * question.num_tokens
+    return PRESSURE * over * query.num_tokens
 
 
 def _sum(candidate: Candidate, parts: dict[str, float]) -> ScoredCandidate:
@@ -250,39 +252,41 @@ def _sum(candidate: Candidate, parts: dict[str, float]) -> ScoredCandidate:
     return ScoredCandidate(candidate, sum(parts.values()), why)
 
 
-def _prefill_cost(question: RouteQuery, candidate: Candidate) -> ScoredCandidate:
+def _prefill_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
-        "uncached": _left(question, candidate),
+        "uncached": _uncached(query, candidate),
         "queued": candidate.queued_tokens,
         "of others": OTHERS * candidate.num_others,
-        "pressure": _pressure(question, candidate),
+        "pressure": _pressure(query, candidate),
     }
     return _sum(candidate, parts)
 
 
-def _handed_cost(question: RouteQuery, candidate: Candidate, before: float) -> ScoredCandidate:
+def _hand_over_cost(
+    query: RouteQuery, candidate: Candidate, prefill_cost: float
+) -> ScoredCandidate:
     parts = {
-        "at prefill": before,
-        "pulled": PULL * _left(question, candidate),
+        "at prefill": prefill_cost,
+        "pulled": PULL * _uncached(query, candidate),
         "in the batch": TURN * candidate.num_requests,
-        "pressure": _pressure(question, candidate),
+        "pressure": _pressure(query, candidate),
     }
     return _sum(candidate, parts)
 
 
-def _alone_cost(question: RouteQuery, candidate: Candidate) -> ScoredCandidate:
+def _alone_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
-        "uncached": _left(question, candidate),
+        "uncached": _uncached(query, candidate),
         "in the batch": TURN * candidate.num_requests,
-        "pressure": _pressure(question, candidate),
+        "pressure": _pressure(query, candidate),
     }
     return _sum(candidate, parts)
 
 
 def _affinity(beginning: bytes, engine: str) -> bytes:
-    # A key takes 64 bytes, and those are the same for all who share a chat template.
+    # A key takes 64 bytes, and prompts of one chat template agree in those: hash them first.
     return blake2b(engine.encode(), key=blake2b(beginning).digest(), digest_size=8).digest()
 
 
 POLICIES = {kind.name: kind for kind in (PrefixAware, RoundRobin, Random)}
-"""By the names of ``--policy``."""
+"""Policies by the names of ``--policy``."""

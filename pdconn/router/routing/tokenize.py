@@ -1,12 +1,11 @@
-"""The tokens of a request's prompt, which its block hashes are made of.
+"""The tokens of a request's prompt, from which its block hashes are computed.
 
-A prompt of token ids brings them.  Text and chats are put into tokens by an engine
-(``POST /tokenize``), since only it knows its model's tokenizer and chat template.  What
-cannot be put into tokens here is routed without its prefix: images and the like (where an
-engine puts them is known to the engine alone), several prompts in one body, and whatever an
-engine refuses; the engine that serves the request will say why.
+A prompt of token ids holds them.  Text and chats are tokenized by an engine
+(``POST /tokenize``), since only it knows its model's tokenizer and chat template.  These are
+routed without a prefix lookup: images and the like (only the engine knows where their tokens
+go), several prompts in one body, and what an engine refuses to tokenize.
 
-What else goes into block hashes: the request's ``cache_salt``, and the adapter that its
+Two more inputs of block hashes: the request's ``cache_salt``, and the adapter that its
 ``model`` names, by the path under which ``GET /v1/models`` lists it.
 """
 
@@ -21,20 +20,21 @@ from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.requests import Exchange, GenerateRequest, Route, kind_of
+from pdconn.router.openai.requests import ParsedBody, Route, kind_of
 from pdconn.router.prefix.hashing import BadInput, Extras
 from pdconn.router.routing.policy import Role
+from pdconn.router.routing.routed_request import RoutedRequest
 
 MOST_TOKENS = 1 << 20
-"""Of a prompt that is looked for: hashing more holds up everybody."""
+"""Bound of a prompt that is looked up: hashing blocks the event loop."""
 MAX_NBYTES = 8 * MOST_TOKENS
-"""Of a list of token ids that is read."""
+"""Bound of an encoded list of token ids."""
 TIMEOUT_S = 2.0
-"""An engine that takes longer to tokenize than this is better asked to generate at once."""
+"""After this long a request is routed without its tokens."""
 MAX_SALT = 1024
-"""Of a ``cache_salt`` that is hashed: remembered chains keep it."""
+"""Bound of a ``cache_salt`` that is hashed, in characters: remembered chains keep it."""
 MODELS_FOR_S = 30.0
-"""How long a list of adapters is believed."""
+"""How long a list of adapters is used."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -51,12 +51,12 @@ _SHAPES_PROMPT = {
         "tools",
     ),
 }
-"""Fields of a request that ``/tokenize`` knows too."""
+"""Fields of a request that ``/tokenize`` takes too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A prompt's tokens, and what else its blocks' hashes are made of."""
+    """A prompt's tokens, and the other inputs of its block hashes."""
 
     tokens: list[int]
     extras: Extras
@@ -66,18 +66,18 @@ class _Answer(msgspec.Struct):
     tokens: list[int]
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ListedModels(msgspec.Struct):
+    data: list[_ListedModel]
 
 
 class _Part(msgspec.Struct):
-    type: str = "a part of unnamed type"
+    type: str = "a part without a type"
 
 
 class _Message(msgspec.Struct):
@@ -85,51 +85,69 @@ class _Message(msgspec.Struct):
 
 
 class CannotTokenise(Exception):
-    """The prompt's tokens are not known: says why."""
+    """The prompt cannot be tokenized here; the text says why."""
 
 
 class Tokeniser:
-    """Finds out the tokens of prompts."""
+    """Tokenizes prompts, with the help of an engine.
 
-    def __init__(self, engines: EngineRegistry, upstream: EngineClient) -> None:
+    Args:
+        engines: those to ask.
+        client: how to ask them.
+        timeout_s, most_tokens, max_nbytes: bounds; see the constants.
+    """
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        client: EngineClient,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        most_tokens: int = MOST_TOKENS,
+        max_nbytes: int = MAX_NBYTES,
+    ) -> None:
         self._engines = engines
-        self._upstream = upstream
+        self._client = client
+        self._timeout_s = timeout_s
+        self._most_tokens = most_tokens
+        self._max_nbytes = max_nbytes
         self._turn = 0
         self._adapters: dict[str, str] = {}
         self._adapters_until = 0.0
 
-    async def tokenise(self, exchange: Exchange) -> Tokenised:
+    async def tokenise(self, request: RoutedRequest) -> Tokenised:
         """The tokens of a request's prompt.
 
         Raises:
             CannotTokenise: they cannot be known here, or not in time.
         """
-        request = exchange.request
-        if kind_of(request.fields.get(request.route.prompt) or Raw(b"null")) == "null":
-            raise CannotTokenise(f"it brings no {request.route.prompt}")
+        body = request.body
+        if kind_of(body.fields.get(body.route.prompt) or Raw(b"null")) == "null":
+            raise CannotTokenise(f"the request has no {body.route.prompt}")
         headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
-        if "Authorization" in exchange.headers:
-            headers["Authorization"] = exchange.headers["Authorization"]
+        if "Authorization" in request.headers:
+            headers["Authorization"] = request.headers["Authorization"]
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                tokens = self._given(request) or await self._asked(request, headers)
-                if len(tokens) > MOST_TOKENS:
-                    raise CannotTokenise(f"more than {MOST_TOKENS} tokens: {len(tokens)}")
-                return Tokenised(tokens, await self._extras(request, headers))
+            async with asyncio.timeout(self._timeout_s):
+                tokens = self._token_ids(body) or await self._tokens_of(body, headers)
+                if len(tokens) > self._most_tokens:
+                    raise CannotTokenise(f"more than {self._most_tokens} tokens: {len(tokens)}")
+                return Tokenised(tokens, await self._extras(body, headers))
         except TimeoutError as error:
-            raise CannotTokenise(f"no engine tokenized it within {TIMEOUT_S:g} s") from error
+            why = f"no engine tokenized it within {self._timeout_s:g} s"
+            raise CannotTokenise(why) from error
         except (ConnectFailed, ConnectionLost, BadInput) as error:
             raise CannotTokenise(str(error)) from error
 
-    def _given(self, request: GenerateRequest) -> list[int] | None:
-        """Token ids that the body holds itself; an empty list is no prompt."""
-        if request.route is not Route.COMPLETIONS:
+    def _token_ids(self, body: ParsedBody) -> list[int] | None:
+        """The token ids in the body, if it holds any; an empty list is no prompt."""
+        if body.route is not Route.COMPLETIONS:
             return None
-        prompt = request.fields["prompt"]
+        prompt = body.fields["prompt"]
         if kind_of(prompt) != "a list":
             return None
-        if len(memoryview(prompt)) > MAX_NBYTES:
-            raise CannotTokenise(f"the prompt is a list of more than {MAX_NBYTES} bytes")
+        if len(memoryview(prompt)) > self._max_nbytes:
+            raise CannotTokenise(f"the prompt is a list of more than {self._max_nbytes} bytes")
         try:
             return msgspec.json.decode(prompt, type=list[int])
         except msgspec.DecodeError:
@@ -137,25 +155,23 @@ class Tokeniser:
         try:
             (only,) = msgspec.json.decode(prompt, type=list[list[int]])
         except (msgspec.DecodeError, ValueError) as error:
-            raise CannotTokenise("the prompt is no single list of token ids") from error
+            raise CannotTokenise("the prompt is not a single list of token ids") from error
         return only
 
-    async def _asked(self, request: GenerateRequest, headers: CIMultiDict[str]) -> list[int]:
-        if request.route is Route.CHAT:
-            _refuse_media(request.fields["messages"])
+    async def _tokens_of(self, body: ParsedBody, headers: CIMultiDict[str]) -> list[int]:
+        if body.route is Route.CHAT:
+            _refuse_media(body.fields["messages"])
         fields = {
-            name: request.fields[name]
-            for name in _SHAPES_PROMPT[request.route]
-            if name in request.fields
+            name: body.fields[name] for name in _SHAPES_PROMPT[body.route] if name in body.fields
         }
         raw = await self._ask("/tokenize", headers, msgspec.json.encode(fields))
         try:
             return msgspec.json.decode(raw, type=_Answer).tokens
         except _UNREADABLE as error:
-            raise CannotTokenise(f"/tokenize answers no tokens: {error}") from error
+            raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
 
-    async def _extras(self, request: GenerateRequest, headers: CIMultiDict[str]) -> Extras:
-        salt, model = _text(request.fields.get("cache_salt")), _text(request.fields.get("model"))
+    async def _extras(self, body: ParsedBody, headers: CIMultiDict[str]) -> Extras:
+        salt, model = _text(body.fields.get("cache_salt")), _text(body.fields.get("model"))
         if salt is not None and len(salt) > MAX_SALT:
             raise CannotTokenise(f"its cache_salt is longer than {MAX_SALT} characters")
         path = None if model is None else (await self._known_adapters(headers)).get(model)
@@ -163,13 +179,13 @@ class Tokeniser:
         return Extras(lora=lora, cache_salt=salt)
 
     async def _known_adapters(self, headers: CIMultiDict[str]) -> dict[str, str]:
-        """Paths of adapters by name; asked for anew now and then."""
+        """Paths of adapters by name; requested again after ``MODELS_FOR_S``."""
         now = asyncio.get_running_loop().time()
         if now >= self._adapters_until:
-            self._adapters_until = now + TIMEOUT_S  # until the answer is here, or again if none is
+            self._adapters_until = now + self._timeout_s  # no second request meanwhile
             try:
                 listed = await self._ask("/v1/models", headers)
-                models = msgspec.json.decode(listed, type=_Models)
+                models = msgspec.json.decode(listed, type=_ListedModels)
             except (*_UNREADABLE, CannotTokenise, ConnectFailed, ConnectionLost):
                 return self._adapters
             self._adapters_until = now + MODELS_FOR_S
@@ -185,22 +201,24 @@ class Tokeniser:
         self._turn += 1
         engine = live[self._turn % len(live)]
         if body is None:
-            answer = await self._upstream.get(engine, path, headers)
+            answer = await self._client.get(engine, path, headers)
         else:
-            answer = await self._upstream.post(engine, path, body, headers)
+            answer = await self._client.post(engine, path, body, headers)
         async with answer:
             raw = bytearray()
             while piece := await answer.next():
                 raw += piece
-                if len(raw) > MAX_NBYTES:
-                    raise CannotTokenise(f"{engine}{path} says more than {MAX_NBYTES} bytes")
+                if len(raw) > self._max_nbytes:
+                    raise CannotTokenise(
+                        f"{engine}{path} answered more than {self._max_nbytes} bytes"
+                    )
         if answer.status != 200:
-            raise CannotTokenise(f"{engine}{path} says {answer.status}")
+            raise CannotTokenise(f"{engine}{path} answered {answer.status}")
         return bytes(raw)
 
 
 def _refuse_media(messages: Raw) -> None:
-    """Nobody but the engine knows where an image is put, and by what name it is hashed."""
+    """Only the engine knows where an image's tokens go, and by which name it is hashed."""
     try:
         parsed = msgspec.json.decode(messages, type=list[_Message])
     except _UNREADABLE as error:
@@ -209,7 +227,7 @@ def _refuse_media(messages: Raw) -> None:
         parts = message.content if isinstance(message.content, list) else []
         other = next((p.type for p in parts if isinstance(p, _Part) and p.type != "text"), None)
         if other is not None:
-            raise CannotTokenise(f"it holds more than text: {other[:40]}")
+            raise CannotTokenise(f"it contains more than text: {other[:40]}")
 
 
 def _text(value: Raw | None) -> str | None:

@@ -16,7 +16,7 @@ import zmq.asyncio
 from pdconn.lab.ports import free_ports
 from pdconn.router.errors import BadSetting
 from pdconn.router.events.subscriber import EventSource, Status, Subscriber
-from pdconn.router.events.tracker import State, Why
+from pdconn.router.events.tracker import ResetReason, State
 from pdconn.router.prefix.events import Batch, Cleared, Removed, Stored
 
 encode = msgspec.msgpack.encode
@@ -67,7 +67,7 @@ class Recorder:
         self.resets.append(why)
         self._changed.set()
 
-    def state(self, source: EventSource, status: Status) -> None:
+    def status_changed(self, source: EventSource, status: Status) -> None:
         self.statuses.append(status)
         self._changed.set()
 
@@ -212,7 +212,7 @@ def test_a_gap_that_nobody_fills_costs_all_and_is_called_incomplete() -> None:
             await made.publisher.store(3)
             await made.sink.state_is(State.STALE)
             await made.sink.state_is(State.INCOMPLETE)
-            assert (made.sink.blocks, made.sink.resets) == ({3}, [Why.GAP.value])
+            assert (made.sink.blocks, made.sink.resets) == ({3}, [ResetReason.GAP.value])
             await made.publisher.publish({"type": "AllBlocksCleared"})
             await made.sink.state_is(State.LIVE)
 
@@ -231,7 +231,7 @@ def test_an_engine_that_comes_back_on_its_port_begins_anew() -> None:
                 await made.publisher.store(block, lost=True)
             await made.sink.blocks_are(*range(10, 15))
             await made.sink.state_is(State.LIVE)
-            assert made.sink.resets == [Why.RESTARTED.value]
+            assert made.sink.resets == [ResetReason.RESTARTED.value]
             assert made.subscriber.status.restarts == 1
             await made.publisher.subscribed.wait()
             await made.publisher.remove(10)
@@ -289,7 +289,7 @@ def test_a_payload_that_cannot_be_read_costs_all_that_was_known() -> None:
             await made.sink.state_is(State.INCOMPLETE)
             await made.publisher.store(3)
             await made.sink.blocks_are(3)
-            assert made.sink.resets == [Why.UNREADABLE.value]
+            assert made.sink.resets == [ResetReason.UNREADABLE.value]
             assert made.subscriber.status.malformed == 2
 
     run(test())
@@ -340,13 +340,13 @@ def test_a_sink_that_fails_is_logged_and_nothing_stays_open(
                 raise RuntimeError("the index is broken")
 
             monkeypatch.setattr(made.sink, "apply", fail)
-            (task,) = (one for one in asyncio.all_tasks() if "kv events" in one.get_name())
+            (task,) = (one for one in asyncio.all_tasks() if "KV events" in one.get_name())
             await made.publisher.store(3)
             await asyncio.wait([task])
             assert made.subscriber.status.state is State.AWAY
 
     run(test())
-    assert "kv events of a rank 0 failed" in caplog.text
+    assert "background task failed task='KV events of a rank 0'" in caplog.text
 
 
 def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:
@@ -435,7 +435,7 @@ def test_vllms_publisher_is_followed_from_the_start_and_across_a_gap(vllm: Any) 
             await sink.state_is(State.INCOMPLETE)
             publish(known)
             await sink.until(lambda: known in sink.blocks)
-            assert sink.resets == [Why.GAP.value]
+            assert sink.resets == [ResetReason.GAP.value]
         finally:
             await subscriber.close()
 

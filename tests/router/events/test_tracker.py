@@ -18,9 +18,9 @@ from pdconn.router.events.tracker import (
     NeedReplay,
     Numbered,
     Reset,
+    ResetReason,
     State,
     Tracker,
-    Why,
 )
 from pdconn.router.prefix.events import Batch, Cleared, Event, Removed, Stored
 
@@ -205,8 +205,8 @@ class Gullible(Tracker):
 class Unanchored(Tracker):
     """Believes that the engine is the one from before."""
 
-    def _ask(self) -> Effects:
-        super()._ask()
+    def _request_replay(self) -> Effects:
+        super()._request_replay()
         assert self._replay is not None
         self._replay.anchored = True
         return (NeedReplay(self._next),)
@@ -286,7 +286,7 @@ def test_a_gap_is_filled_from_one_batch_before_it() -> None:
 def test_a_gap_that_the_engine_forgot_costs_all_and_leaves_incomplete() -> None:
     tracker = synced(3)
     tracker.live(item(9))
-    assert tracker.replayed(item(7)) == (Reset(Why.GAP), APPLIED)
+    assert tracker.replayed(item(7)) == (Reset(ResetReason.GAP), APPLIED)
     tracker.replayed(item(8))
     tracker.replayed(item(9))
     tracker.replay_ended()
@@ -296,7 +296,7 @@ def test_a_gap_that_the_engine_forgot_costs_all_and_leaves_incomplete() -> None:
 def test_a_gap_without_replay_costs_all_and_goes_on_from_the_live_batch() -> None:
     tracker = synced(3)
     tracker.live(item(9))
-    assert tracker.replay_failed() == (Reset(Why.GAP), NeedReplay(0))
+    assert tracker.replay_failed() == (Reset(ResetReason.GAP), NeedReplay(0))
     assert tracker.replay_failed() == (APPLIED,)
     assert tracker.state is State.INCOMPLETE
 
@@ -309,23 +309,23 @@ def test_a_hole_in_an_answer_is_asked_for_again_after_progress() -> None:
     assert tracker.replayed(item(3)) == ()
     assert tracker.replay_ended() == (NeedReplay(1),)
     tracker.replayed(item(1))
-    assert tracker.replayed(item(3)) == (Reset(Why.GAP), APPLIED)
+    assert tracker.replayed(item(3)) == (Reset(ResetReason.GAP), APPLIED)
 
 
 def test_numbers_that_go_back_are_an_engine_that_started_anew() -> None:
     tracker = synced(3)
     tracker.live(item(3))
-    assert tracker.live(item(0, life=1)) == (Reset(Why.RESTARTED), APPLIED)
+    assert tracker.live(item(0, life=1)) == (Reset(ResetReason.RESTARTED), APPLIED)
     assert (tracker.state, tracker.restarts) == (State.LIVE, 1)
     tracker.live(item(1, life=1))
-    assert tracker.live(item(1, life=2)) == (Reset(Why.RESTARTED), NeedReplay(0))
+    assert tracker.live(item(1, life=2)) == (Reset(ResetReason.RESTARTED), NeedReplay(0))
     assert tracker.state is State.SYNCING
 
 
 def test_an_engine_that_starts_anew_during_a_replay_is_asked_from_the_start() -> None:
     tracker = synced(3)
     tracker.live(item(9))
-    assert tracker.live(item(2, life=1)) == (Reset(Why.RESTARTED), NeedReplay(0))
+    assert tracker.live(item(2, life=1)) == (Reset(ResetReason.RESTARTED), NeedReplay(0))
     assert [tracker.replayed(item(seq, life=1)) for seq in range(3)] == [(APPLIED,)] * 3
     assert tracker.replay_ended() == ()
     assert tracker.state is State.LIVE
@@ -342,14 +342,14 @@ def test_a_replay_of_another_engine_is_told_by_its_first_batch(answer: list[Numb
         effects += tracker.replayed(one)
     if not answer:
         effects += tracker.replay_ended()
-    assert effects == (Reset(Why.RESTARTED), NeedReplay(0))
+    assert effects == (Reset(ResetReason.RESTARTED), NeedReplay(0))
 
 
 def test_an_unreadable_batch_is_replayed_once_and_then_costs_all() -> None:
     tracker = synced(3)
     assert tracker.live(item(3, bad=True)) == (NeedReplay(2),)
     tracker.replayed(item(2))
-    assert tracker.replayed(item(3, bad=True)) == (Reset(Why.UNREADABLE),)
+    assert tracker.replayed(item(3, bad=True)) == (Reset(ResetReason.UNREADABLE),)
     tracker.replay_ended()
     assert tracker.state is State.INCOMPLETE
     assert tracker.live(item(4)) == (APPLIED,)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from pdconn.router.fleet import loads
 from pdconn.router.fleet.client import EngineClient
-from pdconn.router.fleet.loads import Load, LoadPoller, parse_metrics
+from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.member import Member
+from pdconn.router.fleet.metrics import MAX_LINE, MAX_PARSED, NAMES, Load, parse_metrics
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Role
 from tests.fakes.fake_engine import FakeEngine, Leases, in_loop, until
@@ -85,21 +85,18 @@ def test_usage_is_a_share_of_one():
     assert parse_metrics("vllm:kv_cache_usage_perc 50") == Load(num_ignored=1)
 
 
-def test_a_page_that_is_too_long_is_read_up_to_a_whole_line(monkeypatch):
+def test_a_page_that_is_too_long_is_read_up_to_a_whole_line():
     text = "vllm:num_requests_running 1\n" * 3 + "vllm:num_requests_waiting 123\n"
-    monkeypatch.setattr(loads, "MAX_PAGE_NBYTES", len(text) - 2)
-    assert parse_metrics(text) == Load(running=3)
-    monkeypatch.setattr(loads, "MAX_PAGE_NBYTES", len(text))
-    assert parse_metrics(text) == Load(running=3, waiting=123)
-    monkeypatch.setattr(loads, "MAX_PAGE_NBYTES", 5)
-    assert parse_metrics(text) == Load()
+    assert parse_metrics(text, len(text) - 2) == Load(running=3)
+    assert parse_metrics(text, len(text)) == Load(running=3, waiting=123)
+    assert parse_metrics(text, 5) == Load()
 
 
 @given(
     st.lists(
         st.builds(
             str.__add__,
-            st.sampled_from(["", *loads._NAMES]),
+            st.sampled_from(["", *NAMES]),
             st.text(alphabet=st.sampled_from('{}" \t\n\\0123.eE+-_NaIinf#٣') | st.characters()),
         )
     ).map("\n".join)
@@ -116,7 +113,19 @@ def test_hostile_lines_take_no_time():
     started_s = time.thread_time()
     for junk in ("{}" * 500_000, "} " * 500_000, " " * 1_000_000, '{"' * 500_000):
         parse_metrics("vllm:num_requests_running" + junk)
+    # As long as a line may be, and as many as a page holds.
+    for junk in ("{" + 'a="b",' * 650 + "} 1", '{="' * 1300, "{" + "," * 4000, " 1" * 2000):
+        line = ("vllm:num_requests_running" + junk)[:MAX_LINE] + "\n"
+        parse_metrics(line * ((4 << 20) // len(line)))
     assert time.thread_time() - started_s < 5
+
+
+def test_the_parser_gets_so_many_lines_and_no_more():
+    line = 'vllm:num_requests_running{engine="0"} 1\n'
+    most = MAX_PARSED // (len(line) - 1)
+    assert parse_metrics(line * 2 * most).running == most
+    assert parse_metrics(line * 500).running == 500  # the control: more ranks than an engine has
+    assert parse_metrics(line[:-2] + "0" * MAX_LINE + "1\n") == Load(num_ignored=1)
 
 
 # Polling
@@ -217,9 +226,8 @@ async def test_an_engine_that_stops_answering_keeps_its_load_with_its_age(caplog
 
 @pytest.mark.parametrize("page", [b"x" * 4096, b"\xff\xfe\x00", b""])
 @in_loop
-async def test_a_page_of_junk_is_nobody_s_end(page, monkeypatch):
-    monkeypatch.setattr(loads, "MAX_PAGE_NBYTES", 1024)
-    async with polled(2) as (fakes, _, poller):
+async def test_a_page_of_junk_is_nobody_s_end(page):
+    async with polled(2, max_page_nbytes=1024) as (fakes, _, poller):
         fakes[0].metrics_page = page
         await poller.poll_now()
         assert poller.latest[fakes[1].url].load == Load(running=1)

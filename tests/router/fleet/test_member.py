@@ -135,7 +135,7 @@ def test_a_file_holds_the_fleet_in_its_order(fleet):
     ("old", "new", "field", "words"),
     [
         ("draining =", "drain =", "engine 1: drain", "did you mean 'draining'"),
-        ("ranks = 2", "ranks = true", "engine 1: ranks", "a whole number, saw True"),
+        ("ranks = 2", "ranks = true", "engine 1: ranks", "a whole number, got True"),
         ("ranks = 2", 'ranks = "2"', "engine 1: ranks", "a whole number"),
         ("ranks = 2", "ranks = 200", "engine 1: replay", r"200 \(ranks\) away"),
         ("draining = true", "draining = 1", "engine 1: draining", "true or false"),

@@ -3,8 +3,9 @@
 import pytest
 
 from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting, Miss
-from pdconn.router.fleet.registry import EngineRegistry, engine_name
+from pdconn.router.errors import BadSetting, EngineFailure
+from pdconn.router.fleet.member import engine_name
+from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Candidate, Role, RoundRobin, RouteQuery
 
 QUESTION = RouteQuery(num_tokens=1)
@@ -54,8 +55,11 @@ def test_misses_name_each_engine_once_the_tried_ones_first():
     engines = EngineRegistry(["a", "b", "c"], ["d"])
     engines.mark_down("a", "was down")
     engines.mark_down("b", "newer")
-    tried = [Miss("b", "just tried")]
-    assert engines.misses(Role.PREFILL, tried) == (Miss("b", "just tried"), Miss("a", "was down"))
+    tried = [EngineFailure("b", "just tried")]
+    assert engines.failures(Role.PREFILL, tried) == (
+        EngineFailure("b", "just tried"),
+        EngineFailure("a", "was down"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdconn.router.errors import Miss
-from pdconn.router.fleet import registry as engines_module
+from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.member import Member
 from pdconn.router.fleet.registry import Changes, EngineRegistry
-from pdconn.router.metrics import ProxyMetrics
+from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Role
 from tests.fakes.fake_engine import CHUNKS, FakeEngine, Leases, deployment, in_loop, until
 
@@ -28,10 +27,10 @@ def test_an_update_says_what_it_changed():
     engines = EngineRegistry.from_members(fleet(B, C))
     assert not engines.update(fleet(B, C))
     assert engines.update(fleet(B, draining=(B,))) == Changes(removed=(C,), drained=(B,))
-    assert engines.update(fleet(B, C)) == Changes(added=(C,), revived=(B,))
+    assert engines.update(fleet(B, C)) == Changes(added=(C,), resumed=(B,))
     changes = engines.update([Member(A, P | D), Member(B, D), Member(C, D)])
-    assert changes == Changes(recast=(A,))
-    assert str(changes) == f"recast={A}"
+    assert changes == Changes(roles_changed=(A,))
+    assert str(changes) == f"roles_changed={A}"
     assert engines.names == (A, B, C)
 
 
@@ -54,10 +53,13 @@ def test_an_engine_that_drains_is_a_member_but_not_offered():
     engines = EngineRegistry.from_members(fleet(B, C, draining=(B,)))
     assert engines.of(Role.DECODE) == (B, C)
     assert engines.live(Role.DECODE) == (C,)
-    assert engines.misses(Role.DECODE) == (Miss(B, "draining"),)
+    assert engines.failures(Role.DECODE) == (EngineFailure(B, "draining"),)
     engines.mark_down(B, "refused")
     engines.mark_down(C, "refused")
-    assert engines.misses(Role.DECODE) == (Miss(B, "draining"), Miss(C, "refused"))
+    assert engines.failures(Role.DECODE) == (
+        EngineFailure(B, "draining"),
+        EngineFailure(C, "refused"),
+    )
 
 
 def test_the_outage_of_an_engine_that_went_is_forgotten_and_of_one_that_stays_is_not():
@@ -85,7 +87,7 @@ def test_a_stranger_cannot_be_down():
 
 @asynccontextmanager
 async def health_of(engines: EngineRegistry):
-    upstream, metrics = EngineClient(20.0), ProxyMetrics(engines)
+    upstream, metrics = EngineClient(20.0), RouterMetrics(engines)
     health = Health(engines, upstream, metrics)
     try:
         yield health, metrics
@@ -95,7 +97,7 @@ async def health_of(engines: EngineRegistry):
 
 
 def probing() -> list[str]:
-    return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("revive")]
+    return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("probe http")]
 
 
 @asynccontextmanager
@@ -112,11 +114,11 @@ async def fake_engines(number: int):
 
 @pytest.mark.parametrize("told", [True, False])
 @in_loop
-async def test_an_engine_that_went_is_not_probed(told, monkeypatch):
-    monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.01 if told else 0.1)
+async def test_an_engine_that_went_is_not_probed(told):
+    first_backoff_s = 0.01 if told else 0.1
     async with fake_engines(1) as (fake,):
         fake.health_status = 503
-        engines = EngineRegistry.from_members(fleet(fake.url))
+        engines = EngineRegistry.from_members(fleet(fake.url), first_backoff_s=first_backoff_s)
         async with health_of(engines) as (health, _):
             health.report_down(fake.url, "refused", "r")
             if told:
@@ -135,11 +137,11 @@ async def test_an_engine_that_went_is_not_probed(told, monkeypatch):
 
 
 @in_loop
-async def test_an_engine_that_came_back_is_probed_by_one_task(monkeypatch):
-    monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.05)
+async def test_an_engine_that_came_back_is_probed_by_one_task():
+    first_backoff_s = 0.05
     async with fake_engines(1) as (fake,):
         fake.health_status = 503
-        engines = EngineRegistry.from_members(fleet(fake.url))
+        engines = EngineRegistry.from_members(fleet(fake.url), first_backoff_s=first_backoff_s)
         async with health_of(engines) as (health, _):
             for _ in range(5):
                 health.report_down(fake.url, "refused", "r")
@@ -154,10 +156,10 @@ async def test_an_engine_that_came_back_is_probed_by_one_task(monkeypatch):
 
 
 @in_loop
-async def test_more_engines_than_at_the_start_are_probed(monkeypatch):
-    monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.01)
+async def test_more_engines_than_at_the_start_are_probed():
+    first_backoff_s = 0.01
     async with fake_engines(4) as fakes:
-        engines = EngineRegistry.from_members(fleet(B))
+        engines = EngineRegistry.from_members(fleet(B), first_backoff_s=first_backoff_s)
         async with health_of(engines) as (health, _):
             engines.update(fleet(*(fake.url for fake in fakes)))
             for fake in fakes:
@@ -194,19 +196,19 @@ async def test_health_of_an_engine_that_comes_or_goes_meanwhile():
             for _ in range(3):  # the round has begun, and no answer can be here
                 await asyncio.sleep(0)
             engines.update([Member(p.url, P), Member(new.url, D)])
-            assert await asking == {p.url: None, new.url: "not asked yet"}
+            assert await asking == {p.url: None, new.url: "not probed yet"}
             assert await health.probe_all() == {p.url: None, new.url: None}
 
 
 def test_metrics_show_the_engines_of_now():
     engines = EngineRegistry.from_members(fleet(B))
-    metrics = ProxyMetrics(engines)
+    metrics = RouterMetrics(engines)
 
     def shown(family: str, engine: str) -> float | None:
         labels = {"role": "decode", "engine": engine}
-        return metrics.registry.get_sample_value(f"pdconn_proxy_{family}", labels)
+        return metrics.registry.get_sample_value(f"pdconn_router_{family}", labels)
 
-    metrics.asked_in_vain(Role.DECODE, B)
+    metrics.retried(Role.DECODE, B)
     engines.mark_down(B, "refused")
     engines.update(fleet(B, C, draining=(C,)))
     metrics.fleet_changed()
@@ -215,7 +217,7 @@ def test_metrics_show_the_engines_of_now():
     assert [shown("retries_total", x) for x in (B, C)] == [1.0, 0.0]
     engines.update(fleet(C))
     metrics.fleet_changed()
-    metrics.asked_in_vain(Role.DECODE, B)  # by a request that was under way
+    metrics.retried(Role.DECODE, B)  # by a request that was under way
     metrics.engine_up(B, up=False)
     assert B.encode() not in metrics.render()
     assert C.encode() in metrics.render()
@@ -231,7 +233,7 @@ async def test_a_fleet_that_changes_for_ever_leaves_nothing_behind():
             urls = [f"http://d{i}:{port}" for port in (1, 2)]
             engines.update(fleet(*urls))
             for url in urls:
-                metrics.asked_in_vain(Role.DECODE, url)
+                metrics.retried(Role.DECODE, url)
                 health.report_down(url, "refused", "r")
             health.fleet_changed()
             metrics.fleet_changed()

@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Member, parse_member
-from pdconn.router.fleet.sources import DnsName, Static, Watch, WatchedFile, parse_source
+from pdconn.router.fleet.sources import DnsName, FleetWatch, Static, WatchedFile, parse_source
 from pdconn.router.routing.policy import Role
 from tests.fakes.fake_engine import in_loop, until
 
@@ -74,16 +75,21 @@ async def test_a_file_is_read_again_when_it_is_another_one(tmp_path):
 
 
 @in_loop
-async def test_a_file_that_did_not_change_is_not_read(tmp_path, monkeypatch):
-    path = tmp_path / "fleet.toml"
+async def test_a_file_that_did_not_change_is_not_read(tmp_path):
+    path, read = tmp_path / "fleet.toml", []
     write(path, entry("a"))
-    source = WatchedFile(path)
+
+    def reading(path):
+        read.append(path)
+        return read_fleet(path)
+
+    source = WatchedFile(path, reading)
     first = await source.members()
-    monkeypatch.setattr("pdconn.router.fleet.sources.read_fleet", None)  # a call would fail
     assert await source.members() is first
+    assert len(read) == 1
     os.utime(path)
-    with pytest.raises(TypeError):  # the control: it is called for another version
-        await source.members()
+    await source.members()
+    assert len(read) == 2  # the control: another version is read
 
 
 @pytest.mark.parametrize("broken", ["", "[[engine", None])
@@ -110,7 +116,7 @@ async def test_a_file_that_is_broken_from_the_start_is_refused(tmp_path):
     path = tmp_path / "fleet.toml"
     path.write_text("[[engine")
     with pytest.raises(BadSetting, match=r"fleet\.toml"):
-        async with Watch([WatchedFile(path)], lambda members: None):
+        async with FleetWatch([WatchedFile(path)], lambda members: None):
             pass
 
 
@@ -144,11 +150,11 @@ async def test_a_name_that_fails_keeps_its_engines_for_a_while(error, caplog):
     for passed_s in (0.0, 30.0, 29.9):
         clock.now_s += passed_s
         assert await source.members() == good
-    assert said(caplog, "dns fails") == 1
+    assert said(caplog, "DNS fails") == 1
     for passed_s in (0.1, 0.0):
         clock.now_s += passed_s
         assert await source.members() == ()
-    assert said(caplog, "given up") == 1
+    assert said(caplog, "removing its engines") == 1
     names.addresses, names.error = ["10.0.0.2"], None
     assert urls(await source.members()) == ["http://10.0.0.2:1"]
 
@@ -195,7 +201,7 @@ async def test_localhost_is_a_name_like_any_other():
 async def test_a_name_that_nobody_has_holds_no_engines(caplog):
     source = parse_source("--prefill", "dns+http://nobody.invalid:8000", [Role.PREFILL])
     assert await source.members() == ()
-    assert said(caplog, "dns fails") == 1
+    assert said(caplog, "DNS fails") == 1
 
 
 @pytest.mark.parametrize("word", ["dns+https://pods:1", "dns+pods", "dns+http://pods:1,rank=2"])
@@ -226,7 +232,7 @@ class Told:
 @in_loop
 async def test_the_watch_tells_of_changes_only_and_of_the_first_fleet_at_once():
     source, seen = Told(A), []
-    async with Watch([Static((B,)), source], seen.append, interval_s=60.0) as watch:
+    async with FleetWatch([Static((B,)), source], seen.append, interval_s=60.0) as watch:
         assert seen == [(B, A)]
         await watch.refresh_now()
         assert len(seen) == 1
@@ -240,7 +246,7 @@ async def test_the_watch_tells_of_changes_only_and_of_the_first_fleet_at_once():
 async def test_the_watch_asks_by_itself(tmp_path):
     path, seen = tmp_path / "fleet.toml", []
     write(path, entry("a"))
-    async with Watch([WatchedFile(path)], seen.append, interval_s=0.01):
+    async with FleetWatch([WatchedFile(path)], seen.append, interval_s=0.01):
         write(path, entry("a") + entry("b"))
         await until(lambda: len(seen) == 2)
     assert urls(seen[1]) == ["http://a:1", "http://b:1"]
@@ -250,7 +256,7 @@ async def test_the_watch_asks_by_itself(tmp_path):
 async def test_one_engine_told_of_twice_is_one_with_both_roles():
     seen = []
     twin = Member("http://a:1", D)
-    async with Watch([Static((A,)), Static((twin,))], seen.append):
+    async with FleetWatch([Static((A,)), Static((twin,))], seen.append):
         assert seen == [(Member("http://a:1", P | D),)]
 
 
@@ -264,12 +270,12 @@ async def test_the_watch_survives_who_listens_and_tells_again(caplog):
             raise ArithmeticError("once")
 
     source = Told(A)
-    async with Watch([source], fail_once, interval_s=0.01):
+    async with FleetWatch([source], fail_once, interval_s=0.01):
         source.now = (A, B)
         await until(lambda: len(calls) == 3)
         await asyncio.sleep(0.05)
     assert calls == [(A,), (A, B), (A, B)]
-    assert said(caplog, "watching the fleet failed") == 1
+    assert said(caplog, "polling the fleet failed") == 1
 
 
 @in_loop
@@ -281,7 +287,7 @@ async def test_an_old_answer_that_comes_late_is_not_the_last_word():
             return answer
 
     source, seen = Slow(A), []
-    watch = Watch([source], seen.append)
+    watch = FleetWatch([source], seen.append)
     first = asyncio.create_task(watch.refresh_now())
     await asyncio.sleep(0.01)
     source.now = (B,)
@@ -293,7 +299,7 @@ async def test_an_old_answer_that_comes_late_is_not_the_last_word():
 @in_loop
 async def test_refreshes_at_the_same_time_tell_once():
     seen = []
-    watch = Watch([Told(A)], seen.append)
+    watch = FleetWatch([Told(A)], seen.append)
     await asyncio.gather(*(watch.refresh_now() for _ in range(5)))
     await watch.close()
     await watch.close()

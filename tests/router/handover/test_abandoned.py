@@ -5,15 +5,14 @@ import asyncio
 import pytest
 
 from pdconn.router.fleet.client import EngineClient
-from pdconn.router.handover import abandoned as farewell
 from pdconn.router.openai.bodies import RETURN_MODEL
+from pdconn.router.server import Limits
 from tests.fakes.fake_engine import CHUNKS, deployment, hang, in_loop, leave, until
 
 
 @in_loop
-async def test_leaving_while_prefill_computes_for_long_aborts_it(monkeypatch):
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.1)
-    async with deployment() as d:
+async def test_leaving_while_prefill_computes_for_long_aborts_it():
+    async with deployment(limits=Limits(patience_s=0.1)) as d:
         d.prefill[0].script = hang
         client = await d.open()
         await until(lambda: d.prefill[0].seen)
@@ -21,19 +20,18 @@ async def test_leaving_while_prefill_computes_for_long_aborts_it(monkeypatch):
         await until(lambda: d.prefill[0].aborted)
         assert not d.decode[0].seen
         await until(lambda: d.outcome("client_left") == 1)
-        assert d.metric("inflight") == 0
+        assert d.metric("inflight_requests") == 0
 
 
 @in_loop
-async def test_leaving_while_the_ticket_is_on_its_way_gives_it_back(monkeypatch):
+async def test_leaving_while_the_ticket_is_on_its_way_gives_it_back():
     async def lend_and_dawdle(engine, seen, http):
         answer = engine.prefill_answer()  # the blocks are lent from here on
         await go_on.wait()
         return answer
 
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
     go_on = asyncio.Event()
-    async with deployment() as d:
+    async with deployment(limits=Limits(patience_s=60.0)) as d:
         d.prefill[0].script = lend_and_dawdle
         client = await d.open()
         await until(lambda: d.leases.granted)
@@ -41,21 +39,20 @@ async def test_leaving_while_the_ticket_is_on_its_way_gives_it_back(monkeypatch)
         await until(lambda: d.outcome("client_left") == 1)
         assert not d.prefill[0].aborted
         go_on.set()
-        await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
+        await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
         assert not d.leases.held
         assert d.decode[0].seen[0].body["model"] == RETURN_MODEL
 
 
 @in_loop
-async def test_closing_prefill_at_once_would_lose_the_ticket(monkeypatch):
+async def test_closing_prefill_at_once_would_lose_the_ticket():
     """The control for the test above."""
 
     async def lend_and_dawdle(engine, seen, http):
         engine.prefill_answer()
         return await hang(engine, seen, http)
 
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.0)
-    async with deployment() as d:
+    async with deployment(limits=Limits(patience_s=0.0)) as d:
         d.prefill[0].script = lend_and_dawdle
         client = await d.open()
         await until(lambda: d.leases.granted)
@@ -79,8 +76,7 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
         return await post(self, engine, *rest)
 
     monkeypatch.setattr(EngineClient, "post", slow)
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
-    async with deployment(num_decode=2) as d:
+    async with deployment(num_decode=2, limits=Limits(patience_s=60.0)) as d:
         gone, alive = d.decode
         alive.checks_names = checks_names
         await gone.stop()
@@ -89,7 +85,7 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
         await leave(client)
         await until(lambda: d.outcome("client_left") == 1)
         go_on.set()
-        await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
+        await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
         assert not d.leases.held
         (asked,) = alive.seen  # only to give back: never the client's own request
         assert asked.body["model"] == RETURN_MODEL
@@ -97,9 +93,8 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
 
 
 @in_loop
-async def test_leaving_before_decode_looked_at_the_request_waits_until_it_has(monkeypatch):
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
-    async with deployment() as d:
+async def test_leaving_before_decode_looked_at_the_request_waits_until_it_has():
+    async with deployment(limits=Limits(patience_s=60.0)) as d:
         d.decode[0].door.clear()
         d.decode[0].num_chunks = 100_000
         d.decode[0].chunk_pause_s = 0.01
@@ -114,10 +109,9 @@ async def test_leaving_before_decode_looked_at_the_request_waits_until_it_has(mo
 
 
 @in_loop
-async def test_closing_at_once_would_strand_the_blocks(monkeypatch):
+async def test_closing_at_once_would_strand_the_blocks():
     """The control: without the wait the fake engine, like vLLM, tells nobody."""
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.0)
-    async with deployment() as d:
+    async with deployment(limits=Limits(patience_s=0.0)) as d:
         d.decode[0].door.clear()
         client = await d.open()
         await until(lambda: d.decode[0].seen)
@@ -128,9 +122,8 @@ async def test_closing_at_once_would_strand_the_blocks(monkeypatch):
 
 
 @in_loop
-async def test_a_client_that_leaves_is_not_served_to_the_end(monkeypatch):
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 0.1)
-    async with deployment() as d:
+async def test_a_client_that_leaves_is_not_served_to_the_end():
+    async with deployment(limits=Limits(patience_s=0.1)) as d:
         d.decode[0].script = hang
         client = await d.open()
         await until(lambda: d.decode[0].seen)
@@ -169,16 +162,15 @@ async def test_leaving_in_the_middle_of_ones_own_body_asks_nobody():
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
         await writer.drain()
-        await until(lambda: d.metric("inflight") == 1)
+        await until(lambda: d.metric("inflight_requests") == 1)
         await leave(writer)
-        await until(lambda: d.metric("inflight") == 0)
+        await until(lambda: d.metric("inflight_requests") == 0)
         assert not d.prefill[0].seen
 
 
 @in_loop
-async def test_crowds_that_come_and_go_leave_nothing_lent(monkeypatch):
-    monkeypatch.setattr(farewell, "_PATIENCE_S", 60.0)
-    async with deployment(num_prefill=2, num_decode=2) as d:
+async def test_crowds_that_come_and_go_leave_nothing_lent():
+    async with deployment(num_prefill=2, num_decode=2, limits=Limits(patience_s=60.0)) as d:
         for engine in d.decode:
             engine.chunk_pause_s = 0.005
             engine.num_chunks = len(CHUNKS) * 10
@@ -188,6 +180,6 @@ async def test_crowds_that_come_and_go_leave_nothing_lent(monkeypatch):
         for i, client in enumerate(clients):
             await asyncio.sleep(0.002 if i % 3 else 0)
             await leave(client)
-        await until(lambda: d.metric("inflight") == 0)
+        await until(lambda: d.metric("inflight_requests") == 0)
         await until(lambda: not d.leases.held)
         assert (await d.complete()).status == 200

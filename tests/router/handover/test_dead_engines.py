@@ -3,29 +3,25 @@
 import asyncio
 import contextlib
 import json
+from functools import partial
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from pdconn.router.config import ProxyConfig
-from pdconn.router.fleet import registry as engines_module
-from pdconn.router.handover import ticket_return as returns
-from pdconn.router.server import running_proxy
+from pdconn.router.server import Limits, running_proxy
+from tests.fakes import fake_engine
 from tests.fakes.fake_engine import (
     ANSWER,
     CHUNKS,
-    deployment,
     error,
     in_loop,
     reset,
     until,
 )
 
-
-@pytest.fixture(autouse=True)
-def _short_backoff(monkeypatch):
-    monkeypatch.setattr(engines_module, "FIRST_BACKOFF_S", 0.05)
+deployment = partial(fake_engine.deployment, limits=Limits(first_backoff_s=0.05))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -63,7 +59,7 @@ async def test_a_ticket_that_died_with_its_engine_is_not_presented_again():
         assert (await d.complete()).body == ANSWER
         assert "kv_transfer_params" in dying.seen[0].body
         assert "kv_transfer_params" not in alive.seen[0].body
-        assert d.metric("direct_total", reason="ticket_spent") == 1
+        assert d.metric("direct_requests_total", reason="ticket_spent") == 1
 
 
 @in_loop
@@ -122,33 +118,30 @@ async def test_the_ticket_of_a_request_that_decode_could_not_take_is_given_back_
         assert (await d.complete()).status == 503
         assert d.leases.held
         await d.decode[0].start()
-        await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
+        await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
         assert not d.leases.held
 
 
 @in_loop
-async def test_a_ticket_that_nobody_takes_back_is_counted_and_left_to_its_lease(
-    monkeypatch, caplog
-):
-    monkeypatch.setattr(returns, "_GIVE_UP_S", 0.2)
-    async with deployment() as d:
+async def test_a_ticket_that_nobody_takes_back_is_counted_and_left_to_its_lease(caplog):
+    async with deployment(limits=Limits(first_backoff_s=0.05, ticket_return_s=0.2)) as d:
         await d.decode[0].stop()
         assert (await d.complete()).status == 503
-        await until(lambda: d.metric("unused_tickets_total", fate="no_engine") == 1)
-        assert any("left to its lease" in r.getMessage() for r in caplog.records)
+        await until(lambda: d.metric("unused_tickets_total", outcome="no_engine") == 1)
+        assert any("ticket not returned" in r.getMessage() for r in caplog.records)
 
 
 @in_loop
-async def test_tickets_on_their_way_back_are_bounded_in_number(monkeypatch):
-    monkeypatch.setattr(returns, "_LIMIT", 2)
-    async with deployment() as d:
+async def test_tickets_on_their_way_back_are_bounded_in_number():
+    limits = Limits(first_backoff_s=0.05, most_ticket_returns=2)
+    async with deployment(limits=limits) as d:
         await d.decode[0].stop()
         d.prefill[0].door.clear()  # all five hold a ticket before one sees decode gone
         asking = asyncio.gather(*(d.complete() for _ in range(5)))
         await until(lambda: len(d.prefill[0].seen) == 5)
         d.prefill[0].door.set()
         await asking
-        assert d.metric("unused_tickets_total", fate="too_many") == 3
+        assert d.metric("unused_tickets_total", outcome="too_many") == 3
 
 
 @in_loop
@@ -210,7 +203,7 @@ async def test_health_asks_every_engine_and_needs_one_of_each_role():
         reply = await d.send("/health", method="GET")
         page = json.loads(reply.body)
         assert (reply.status, page["status"]) == (503, "unavailable")
-        assert page["prefill"][1]["why"] == "/health says 503"
+        assert page["prefill"][1]["why"] == "/health answered 503"
 
 
 @in_loop

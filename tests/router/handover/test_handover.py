@@ -121,7 +121,7 @@ async def test_another_policy_chooses_instead_and_sees_the_request():
             asked.append((question.num_tokens, [one.engine for one in decode]))
             return super().decide(question, prefill, decode[::-1])
 
-        def _turn(self, role, candidates):
+        def _rotated(self, role, candidates):
             return tuple(ScoredCandidate(one, 0.0, "last first") for one in candidates)
 
     asked = []
@@ -150,7 +150,7 @@ async def test_what_a_ticket_cannot_serve_is_decodes_alone_and_counted(body, rea
         assert (
             d.decode[0].seen[0].raw == json.dumps({"model": "m", "prompt": "hi", **body}).encode()
         )
-        assert d.metric("direct_total", reason=reason) == 1
+        assert d.metric("direct_requests_total", reason=reason) == 1
         assert d.leases.granted == 0
 
 
@@ -161,7 +161,7 @@ async def test_prefill_without_a_connector_is_said_once_and_decode_computes(capl
         for _ in range(3):
             assert (await d.complete()).body == ANSWER
         assert "kv_transfer_params" not in d.decode[0].seen[0].body
-        assert d.metric("direct_total", reason="no_ticket") == 3
+        assert d.metric("direct_requests_total", reason="no_ticket") == 3
         said = [r for r in caplog.records if "without kv_transfer_params" in r.getMessage()]
         assert len(said) == 1
         assert d.prefill[0].url in said[0].getMessage()
@@ -200,7 +200,7 @@ async def test_a_ticket_that_decode_refused_is_given_back():
     async with deployment() as d:
         d.decode[0].script = unreadable
         assert (await d.complete()).status == 400
-        await until(lambda: d.metric("unused_tickets_total", fate="returned") == 1)
+        await until(lambda: d.metric("unused_tickets_total", outcome="returned") == 1)
         assert not d.leases.held
 
 
@@ -210,7 +210,7 @@ async def test_many_requests_at_once_each_get_their_own_ticket():
         await asyncio.gather(*(d.complete(prompt=f"p{i}", stream=True) for i in range(64)))
         leases = [seen.body["kv_transfer_params"]["lease"] for e in d.decode for seen in e.seen]
         assert len(set(leases)) == 64
-        assert d.metric("inflight") == 0
+        assert d.metric("inflight_requests") == 0
         assert not d.leases.held
 
 

@@ -12,7 +12,7 @@ from pdconn.router.openai.bodies import (
     prefill_body,
     return_body,
 )
-from pdconn.router.openai.requests import Direct, Route, parse_request
+from pdconn.router.openai.requests import Direct, Route, parse_body
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 LEND = {
@@ -26,11 +26,11 @@ LEND = {
 
 
 def completion(**body):
-    return parse_request(Route.COMPLETIONS, json.dumps({"prompt": "hi", **body}).encode())
+    return parse_body(Route.COMPLETIONS, json.dumps({"prompt": "hi", **body}).encode())
 
 
 def chat(**body):
-    return parse_request(Route.CHAT, json.dumps({**CHAT, **body}).encode())
+    return parse_body(Route.CHAT, json.dumps({**CHAT, **body}).encode())
 
 
 def test_prefill_gets_the_same_prompt_and_one_token():
@@ -95,7 +95,7 @@ def test_a_chat_is_limited_by_the_name_that_counts():
 def test_decode_gets_the_clients_values_and_the_ticket_unchanged():
     raw = b'{ "prompt" : "\\u00e9\xc3\xa9", "temperature": 1.50, "seed": 123456789012345678901 }'
     ticket = find_ticket(b'{"id": 1, "kv_transfer_params": {"x": [1, 2.50], "new": {"y": null}}}')
-    request = parse_request(Route.COMPLETIONS, raw)
+    request = parse_body(Route.COMPLETIONS, raw)
     assert decode_body(request, ticket) == (
         b'{"prompt":"\\u00e9\xc3\xa9","temperature":1.50,"seed":123456789012345678901,'
         b'"kv_transfer_params":{"x": [1, 2.50], "new": {"y": null}}}'
@@ -175,8 +175,8 @@ def test_one_prompt_with_one_answer_takes_a_ticket(body):
 
 
 def test_token_ids_written_with_spaces_are_one_prompt():
-    assert parse_request(Route.COMPLETIONS, b'{"prompt": [ \n\t1 , 2 ]}').direct is None
-    several = parse_request(Route.COMPLETIONS, b'{"prompt": [ \n\t[1] , [2] ]}')
+    assert parse_body(Route.COMPLETIONS, b'{"prompt": [ \n\t1 , 2 ]}').direct is None
+    several = parse_body(Route.COMPLETIONS, b'{"prompt": [ \n\t[1] , [2] ]}')
     assert several.direct is Direct.SEVERAL_PROMPTS
 
 
@@ -205,7 +205,7 @@ def test_a_chats_messages_are_one_prompt():
 )
 def test_a_body_without_sense_is_refused_by_field_and_value(route, raw, field, seen):
     with pytest.raises(BadBody) as caught:
-        parse_request(route, raw)
+        parse_body(route, raw)
     assert caught.value.param == field
     assert seen in str(caught.value)
     assert "expected" in str(caught.value)
@@ -230,7 +230,7 @@ def test_a_client_cannot_name_blocks(body, field):
 
 def test_a_field_name_in_disguise_is_seen():
     with pytest.raises(BadBody, match="clients may not"):
-        parse_request(Route.COMPLETIONS, b'{"prompt": "x", "kv_transfer\\u005fparams": {"a": 1}}')
+        parse_body(Route.COMPLETIONS, b'{"prompt": "x", "kv_transfer\\u005fparams": {"a": 1}}')
 
 
 def test_an_empty_ticket_from_the_client_is_replaced_not_doubled():

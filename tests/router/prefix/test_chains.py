@@ -210,5 +210,5 @@ def test_what_cannot_be_hashed_is_refused_and_nothing_is_remembered() -> None:
     with pytest.raises(BadPrompt, match="tokens: expected integers"):
         chains.of([1] * 39 + [2**31])
     assert work(chains, [1] * 40) == (0, 10)
-    with pytest.raises(ValueError, match="max_tokens: expected at least 0, saw -1"):
+    with pytest.raises(ValueError, match="max_tokens: expected at least 0, got -1"):
         Chains(SCHEME, max_tokens=-1)

@@ -293,13 +293,13 @@ def test_a_vector_of_tokens_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "shown"),
     [
-        (("md5", 16, None), "algorithm", r"one of sha256, .*, saw 'md5'"),
-        (("sha256", 0, None), "block_tokens", "at least 1, saw 0"),
-        (("sha256", 16.0, None), "block_tokens", "an integer of at least 1, saw 16.0"),
-        (("sha256", True, None), "block_tokens", "an integer of at least 1, saw True"),
-        (("sha256", 16, 5), "seed", "a string or None, saw 5"),
-        (("xxhash", 16, None), "seed", "PYTHONHASHSEED of the engines .* xxhash .* saw None"),
-        (("xxhash_cbor", 16, None), "seed", "PYTHONHASHSEED .* xxhash_cbor .* saw None"),
+        (("md5", 16, None), "algorithm", r"one of sha256, .*, got 'md5'"),
+        (("sha256", 0, None), "block_tokens", "at least 1, got 0"),
+        (("sha256", 16.0, None), "block_tokens", "an integer of at least 1, got 16.0"),
+        (("sha256", True, None), "block_tokens", "an integer of at least 1, got True"),
+        (("sha256", 16, 5), "seed", "a string or None, got 5"),
+        (("xxhash", 16, None), "seed", "PYTHONHASHSEED of the engines .* xxhash .* got None"),
+        (("xxhash_cbor", 16, None), "seed", "PYTHONHASHSEED .* xxhash_cbor .* got None"),
     ],
 )
 def test_a_scheme_that_no_engine_has_is_refused(
@@ -314,17 +314,17 @@ def test_a_scheme_that_no_engine_has_is_refused(
     ("make", "shown"),
     [
         (lambda: Extras(items=(MultimodalItem("a", 5, 1), MultimodalItem("b", 4, 1))),
-         r"items: expected an order by offset, saw \[5, 4\]"),
+         r"items: expected an order by offset, got \[5, 4\]"),
         (lambda: Extras(items=(MultimodalItem("a", -1, 1),)), "items: expected offsets"),
         (lambda: Extras(items=(MultimodalItem("a", 1, -1),)), "items: expected offsets"),
         (lambda: Extras(cache_salt="\ud800"), "extras: expected text .* UTF-8"),
         (lambda: Extras(items=(MultimodalItem("\ud800", 1, 1),)), "extras: expected text"),
         (lambda: Extras(lora=("a", "\ud800")), "extras: expected text"),
         (lambda: chain(scheme_of("sha256"), [2**31]), r"tokens: expected integers of 0 to 2\*\*31"),
-        (lambda: chain(scheme_of("sha256"), [3, -1]), "tokens: .*, saw -1"),
+        (lambda: chain(scheme_of("sha256"), [3, -1]), "tokens: .*, got -1"),
         (lambda: chain(scheme_of("sha256"), [1.5]), "tokens: expected integers"),
         (lambda: chain(scheme_of("sha256"), PROMPT, known=[b""] * 9),
-         "known: expected at most 8 hashes.* saw 9"),
+         "known: expected at most 8 hashes.* got 9"),
     ],
 )  # fmt: skip
 def test_a_prompt_that_no_engine_hashes_is_refused(make: Callable[[], object], shown: str) -> None:

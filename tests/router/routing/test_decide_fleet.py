@@ -6,20 +6,17 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 
 from pdconn.lab.ports import free_ports
-from pdconn.router import server
-from pdconn.router.events import feeds as feeding_module
+from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member
-from pdconn.router.fleet.sources import Watch
-from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Role
+from pdconn.router.server import Limits, running_proxy
 from tests.fakes.fake_engine import (
     FakeEngine,
     in_loop,
@@ -31,7 +28,6 @@ from tests.fakes.routed import (
     Pod,
     fleet,
     other_prompt,
-    spied,
 )
 from tests.router.events.test_subscriber import Publisher
 
@@ -68,11 +64,11 @@ async def test_events_that_cannot_be_read_are_counted_and_the_router_goes_on():
         await until(lambda: f.of_pod("blocks", pod) == 21)
         page = (await f.send("/metrics", method="GET")).body.decode()
         label = f'{{pod="{engine.url}"}}'
-        assert f"pdconn_router_pod_malformed_total{label} 4.0" in page
-        assert f"pdconn_router_pod_undecodable_total{label} 1.0" in page
+        assert f"pdconn_router_pod_malformed_messages_total{label} 4.0" in page
+        assert f"pdconn_router_pod_undecodable_events_total{label} 1.0" in page
         assert f"pdconn_router_pod_complete{label} 0.0" in page
         other = f'{{pod="{f.prefill[0].url}"}}'
-        assert f"pdconn_router_pod_malformed_total{other} 0.0" in page
+        assert f"pdconn_router_pod_malformed_messages_total{other} 0.0" in page
         assert f"pdconn_router_pod_complete{other} 1.0" in page
         assert (await f.ask()).prefill == engine.url
 
@@ -89,10 +85,8 @@ def fleet_file(engines: dict[FakeEngine, str], pods: dict[FakeEngine, Pod]) -> s
 
 
 @asynccontextmanager
-async def router_by_file(tmp_path: Any, monkeypatch: Any, num_prefill: int = 2) -> AsyncIterator:
+async def router_by_file(tmp_path: Any, num_prefill: int = 2) -> AsyncIterator:
     """A fleet, and a second router over the same engines, told of them by a file."""
-    made: list[RequestRouter] = []
-    monkeypatch.setattr(server, "Watch", partial(Watch, interval_s=0.02))
     path = tmp_path / "fleet.toml"
     async with fleet(num_prefill) as f:
         all_of_them = {**dict.fromkeys(f.prefill, "prefill"), f.decode[0]: "decode"}
@@ -103,16 +97,15 @@ async def router_by_file(tmp_path: Any, monkeypatch: Any, num_prefill: int = 2) 
             (tmp_path / "new").rename(path)
 
         write(all_of_them)
-        monkeypatch.setattr(server, "RequestRouter", spied(made))
-        config = server.ProxyConfig.of([], [], fleet=str(path), port=0)
-        async with server.running_proxy(config) as proxy:
+        config = ProxyConfig.of([], [], fleet=str(path), port=0)
+        async with running_proxy(config, limits=Limits(fleet_interval_s=0.02)) as proxy:
             parts = (f.prefill, f.decode, f.leases, proxy, f.client)
-            yield Fleet(*parts, made[0], {pod.name: pod for pod in pods.values()}), write
+            yield Fleet(*parts, {pod.name: pod for pod in pods.values()}), write
 
 
 @in_loop
-async def test_an_engine_that_leaves_the_fleet_leaves_every_table(tmp_path, monkeypatch):
-    async with router_by_file(tmp_path, monkeypatch) as (f, write):
+async def test_an_engine_that_leaves_the_fleet_leaves_every_table(tmp_path):
+    async with router_by_file(tmp_path) as (f, write):
         gone, stays = f.prefill
         for engine in f.prefill:
             await f.pod(engine).store(PROMPT)
@@ -120,11 +113,11 @@ async def test_an_engine_that_leaves_the_fleet_leaves_every_table(tmp_path, monk
         gone.cached_tokens = stays.cached_tokens = 0
         for _ in range(8):
             await f.ask()
-        assert set(f.steering.trust) == {gone.url, stays.url}
+        assert set(f.router.trust) == {gone.url, stays.url}
         write({stays: "prefill", f.decode[0]: "decode"})
-        caches = f.steering.caches
+        caches = f.router.caches
         await until(lambda: gone.url not in caches.index.pods)
-        assert (set(caches.feeds), set(f.steering.trust)) == ({stays.url}, {stays.url})
+        assert (set(caches.feeds), set(f.router.trust)) == ({stays.url}, {stays.url})
         page = (await f.send("/metrics", method="GET")).body.decode()
         assert (gone.url in page, stays.url in page) == (False, True)
         assert caches.index.num_hashes == 20
@@ -132,20 +125,18 @@ async def test_an_engine_that_leaves_the_fleet_leaves_every_table(tmp_path, monk
         write({stays: "prefill", f.decode[0]: "decode"}, {})  # it publishes no more
         await until(lambda: not caches.feeds)
         assert caches.index.num_hashes == 0
-        assert "no engine tells" in ((await f.ask()).unknown or "")
+        assert "no engine publishes" in ((await f.ask()).unknown or "")
 
 
 @in_loop
-async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_only(
-    tmp_path, monkeypatch
-):
+async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_only(tmp_path):
     """Else blocks of the old address stay for ever, or count twice and outlive a removal."""
-    async with router_by_file(tmp_path, monkeypatch, num_prefill=1) as (f, write):
+    async with router_by_file(tmp_path, num_prefill=1) as (f, write):
         (engine,) = f.prefill
         await f.pod(engine).store(PROMPT)
         await f.pod(engine).store(other_prompt(2))
         await f.heard()
-        index = f.steering.caches.index
+        index = f.router.caches.index
         assert index.num_hashes == 40
         ports = tuple(free_ports(2))
         moved = Pod(engine.url, ports, Publisher(ports))
@@ -157,13 +148,13 @@ async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_onl
             await moved.remove(PROMPT)
             await until(lambda: index.num_hashes == 0)
             assert (await f.ask()).hit_tokens(engine.url) == 0
-            assert f.steering.caches.feeds[engine.url].source.events.endswith(str(ports[0]))
+            assert f.router.caches.feeds[engine.url].source.events.endswith(str(ports[0]))
         finally:
             await moved.publisher.die()
 
 
 @in_loop
-async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten(monkeypatch):
+async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten():
     class Slow:
         def __init__(self, source, sink, context):
             self.port = source.events[-1]
@@ -181,11 +172,10 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten(monkey
 
     said: list[str] = []
     may_close = asyncio.Event()
-    monkeypatch.setattr(feeding_module, "Subscriber", Slow)
-    feeding = EventFeeds(Forgetful())
+    feeds = EventFeeds(Forgetful(), Slow)
     other = Member("http://q:1", frozenset({Role.PREFILL}), "tcp://h:9")
     for port in (1, 2, 1, 3):
-        feeding.fleet_changed(
+        feeds.fleet_changed(
             [Member("http://p:1", frozenset({Role.PREFILL}), f"tcp://h:{port}"), other]
         )
     assert said == ["start 1", "start 9"]
@@ -193,7 +183,7 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten(monkey
     await until(lambda: "start 3" in said)
     assert said[2:].index("start 3") > max(i for i, one in enumerate(said[2:]) if "forgot" in one)
     assert [one for one in said if "start" in one] == ["start 1", "start 9", "start 3"]
-    await feeding.close()
+    await feeds.close()
 
 
 @in_loop
@@ -203,11 +193,11 @@ async def test_hundreds_of_ranks_are_listened_to(caplog):
     if soft < 4096:
         pytest.skip(f"needs 4096 open files, has {soft}")
     caches, engine = PrefixCaches(), frozenset({Role.PREFILL})
-    feeding = EventFeeds(caches)
+    feeds = EventFeeds(caches)
     address = f"tcp://127.0.0.1:{free_ports(1)[0]}"  # nobody is there
-    feeding.fleet_changed(Member(f"http://p{number}:1", engine, address) for number in range(400))
+    feeds.fleet_changed(Member(f"http://p{number}:1", engine, address) for number in range(400))
     await asyncio.sleep(0.05)  # whoever cannot listen says so at once
     assert "failed" not in caplog.text
-    assert len(feeding.statuses()) == 400
-    await feeding.close()
-    assert (feeding.statuses(), caches.feeds) == ({}, {})
+    assert len(feeds.statuses()) == 400
+    await feeds.close()
+    assert (feeds.statuses(), caches.feeds) == ({}, {})

@@ -19,10 +19,10 @@ from pdconn.router.routing.policy import (
     TIE,
     TURN,
     Candidate,
-    Decision,
     Policy,
     PrefixAware,
     Random,
+    Ranking,
     RoundRobin,
     RouteQuery,
 )
@@ -35,7 +35,7 @@ def hit(tokens: int) -> Hit:
     return Hit(tokens // 16, tokens, tokens / 16)
 
 
-def names(decision: Decision) -> tuple[list[str], list[str]]:
+def names(decision: Ranking) -> tuple[list[str], list[str]]:
     prefill, decode = decision.prefill, decision.decode
     return [one.candidate.engine for one in prefill], [one.candidate.engine for one in decode]
 
@@ -187,7 +187,7 @@ def test_an_engine_short_of_blocks_is_avoided(decode: bool) -> None:
 def test_all_pressed_or_all_empty_is_no_reason_to_refuse() -> None:
     full = [Candidate(name, kv_usage=1.0) for name in NAMES]
     assert len(PrefixAware().decide(LONG, full, full).prefill) == len(NAMES)
-    assert PrefixAware().decide(LONG, [], []) == Decision((), (), why="handed over")
+    assert PrefixAware().decide(LONG, [], []) == Ranking((), (), why="handed over")
 
 
 # --- Ties ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.router.routing import tokenize as tokens
+from pdconn.router.server import Limits
 from tests.fakes.fake_engine import (
     ANSWER,
     in_loop,
@@ -34,8 +34,8 @@ async def test_text_is_put_into_tokens_by_an_engine_with_the_clients_key():
             key = {"Authorization": "Bearer k", "X-Other": "1"}
             async with f.client.post(f.url("/v1/completions"), json=body, headers=key) as response:
                 assert response.status == 200
-            assert f.course.prefill == engine.url
-            assert f.course.hit_tokens(engine.url) == 352
+            assert f.routed.prefill == engine.url
+            assert f.routed.hit_tokens(engine.url) == 352
             asked = f.decode[0].tokenized[-1]
             assert asked.body == {"model": "m", "prompt": text}
             assert asked.headers["Authorization"] == "Bearer k"
@@ -71,9 +71,9 @@ async def test_a_chat_is_put_into_tokens_with_the_fields_that_tokenize_knows():
         assert reply.status == 200
         (asked,) = f.decode[0].tokenized
         assert asked.body == known
-        assert f.course.prefill == f.prefill[1].url
-        assert f.course.unknown is None
-        assert f.course.hit_tokens(f.prefill[1].url) > 400
+        assert f.routed.prefill == f.prefill[1].url
+        assert f.routed.unknown is None
+        assert f.routed.hit_tokens(f.prefill[1].url) > 400
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -83,7 +83,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
     ("part", "why"),
     [
         (IMAGE, "more than text: image_url"),
-        ({"image_url": IMAGE["image_url"]}, "more than text: a part of unnamed type"),
+        ({"image_url": IMAGE["image_url"]}, "more than text: a part without a type"),
         ({"type": "input_audio", "input_audio": {}}, "more than text: input_audio"),
         (7, "messages: "),
     ],
@@ -92,12 +92,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 async def test_what_is_more_than_text_is_routed_without_its_prefix(part, why):
     async with fleet() as f:
         f.decode[0].tokenize = letters
-        course = await f.chat([{"type": "text", "text": "what is it"}, part])
-        assert (course.looked, f.decode[0].tokenized) == (None, [])
-        assert why in (course.unknown or "")
-        assert f.of_router("unknown_prompts_total") == 1
-        course = await f.chat([{"type": "text", "text": "what is it"}])
-        assert (course.unknown, len(f.decode[0].tokenized)) == (None, 1)
+        routed = await f.chat([{"type": "text", "text": "what is it"}, part])
+        assert (routed.decision.lookup, f.decode[0].tokenized) == (None, [])
+        assert why in (routed.unknown or "")
+        assert f.of_router("decisions_without_lookup_total") == 1
+        routed = await f.chat([{"type": "text", "text": "what is it"}])
+        assert (routed.unknown, len(f.decode[0].tokenized)) == (None, 1)
 
 
 def answers(body: bytes | str, status: int = 200) -> Any:
@@ -126,31 +126,28 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 @in_loop
-async def test_a_tokenize_that_fails_or_lies_costs_the_prefix_and_not_the_request(lie, monkeypatch):
-    monkeypatch.setattr(tokens, "MOST_TOKENS", 1000)
-    monkeypatch.setattr(tokens, "MAX_NBYTES", 8000)
-    async with fleet() as f:
+async def test_a_tokenize_that_fails_or_lies_costs_the_prefix_and_not_the_request(lie):
+    limits = Limits(most_tokens=1000, most_token_nbytes=8000)
+    async with fleet(limits=limits) as f:
         await f.pod(f.prefill[0]).store(PROMPT)
         await f.heard()
         f.decode[0].tokenize = LIES[lie]
-        for course in (await f.ask("some text"), await f.chat("some text")):
-            assert course.looked is None
-            assert course.unknown
+        for routed in (await f.ask("some text"), await f.chat("some text")):
+            assert routed.decision.lookup is None
+            assert routed.unknown
         assert f.leases.granted == 2
-        assert f.of_router("unknown_prompts_total") == 2
+        assert f.of_router("decisions_without_lookup_total") == 2
         f.decode[0].tokenize = letters  # the control
         assert (await f.ask("some text")).unknown is None
 
 
 @in_loop
-async def test_a_tokenize_that_is_slow_or_dies_costs_the_prefix_and_not_the_request(monkeypatch):
-    async with fleet(num_decode=2) as f:
+async def test_a_tokenize_that_is_slow_or_dies_costs_the_prefix_and_not_the_request():
+    async with fleet(num_decode=2, limits=Limits(tokenize_s=0.5)) as f:
         for engine in f.decode:
             engine.tokenize = letters
             engine.tokenizes.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(tokens, "TIMEOUT_S", 0.1)
-            assert "within 0.1 s" in ((await f.ask("some text")).unknown or "")
+        assert "within 0.5 s" in ((await f.ask("some text")).unknown or "")
         for engine in f.decode:
             engine.tokenizes.set()
         assert (await f.ask("some text")).unknown is None
@@ -165,10 +162,10 @@ async def test_where_nobody_publishes_or_nobody_looks_nothing_is_tokenized(polic
     async with fleet(publish=policy != "prefix", policy=policy) as f:
         for engine in (*f.prefill, *f.decode):
             engine.tokenize = letters
-        course = await f.ask("some text")
+        routed = await f.ask("some text")
         await f.chat("some text")
-        assert course.unknown in (
-            "no engine tells what its prefix cache holds",
+        assert routed.unknown in (
+            "no engine publishes KV events",
             "round-robin does not look at prompts",
         )
         assert not any(engine.tokenized for engine in (*f.prefill, *f.decode))
@@ -193,8 +190,8 @@ async def test_a_prompt_of_odd_tokens_is_the_engines_to_judge(prompt):
         await f.pod(f.prefill[0]).store(PROMPT)
         await f.heard()
         assert (await f.complete(prompt=prompt)).body == ANSWER
-        assert f.course.looked is None
-        assert f.course.unknown
+        assert f.routed.decision.lookup is None
+        assert f.routed.unknown
 
 
 @pytest.mark.parametrize(
@@ -210,7 +207,7 @@ async def test_a_body_that_brings_no_prompt_in_words_is_routed_without(path, bod
     async with fleet() as f:
         f.decode[0].tokenize = letters
         assert (await f.send(path, json.dumps(body))).body == ANSWER
-        assert "brings no" in (f.course.unknown or "")
+        assert "has no" in (f.routed.unknown or "")
         assert not f.decode[0].tokenized
 
 
@@ -233,18 +230,19 @@ async def test_text_that_is_not_unicode_is_the_engines_to_judge(raw):
 
 
 @in_loop
-async def test_a_prompt_longer_than_any_model_takes_is_refused_by_the_engine_as_it_is(monkeypatch):
-    monkeypatch.setattr(tokens, "MOST_TOKENS", 1000)
-    async with fleet() as f:
+async def test_a_prompt_longer_than_any_model_takes_is_refused_by_the_engine_as_it_is():
+    async with fleet(limits=Limits(most_tokens=1000)) as f:
         for engine in f.prefill:
             engine.script = refuse
         for num_tokens, unknown in ((1000, False), (1001, True)):
             reply = await f.complete(prompt=[5] * num_tokens)
             assert (reply.status, reply.error["message"]) == (400, "the engine's own words")
-            assert bool(f.course.unknown) == unknown
-        monkeypatch.setattr(tokens, "MAX_NBYTES", 100)
+            assert bool(f.routed.unknown) == unknown
+    async with fleet(limits=Limits(most_token_nbytes=100)) as f:
+        for engine in f.prefill:
+            engine.script = refuse
         assert (await f.complete(prompt=[5] * 100)).status == 400
-        assert "more than 100 bytes" in (f.course.unknown or "")
+        assert "more than 100 bytes" in (f.routed.unknown or "")
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"prompt": [1, 2'])
@@ -252,5 +250,5 @@ async def test_a_prompt_longer_than_any_model_takes_is_refused_by_the_engine_as_
 async def test_a_body_that_is_not_json_is_refused_and_decided_about_by_nobody(raw):
     async with fleet() as f:
         assert (await f.send("/v1/completions", raw)).status == 400
-        assert not len(f.steering.decisions)
+        assert not len(f.router.decisions)
         assert num_asked(f.prefill) == [0, 0]

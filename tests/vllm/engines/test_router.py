@@ -151,7 +151,7 @@ async def ask_all(told: list[Told]) -> Answers:
         for _ in range(NUM_REQUESTS):
             one = rng.choice(told)
             tokens, salt = talking.next()
-            looked = caches.look_for(tokens, Extras(cache_salt=salt))
+            looked = caches.lookup(tokens, Extras(cache_salt=salt))
             length = rng.randint(1, 40)
             cached = await asyncio.to_thread(_complete, one.engine, tokens, salt, length)
             asked.append(

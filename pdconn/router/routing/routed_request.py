@@ -1,0 +1,204 @@
+"""One request on its way through the router: what travels, what was decided, how it ended.
+
+::
+
+    client ──► app ──► decide ──► handover ──► stream ──► client
+               RoutedRequest ───────────────────────►
+                       Decision ────►      Outcome
+
+- A ``RoutedRequest`` travels.  It is the only one of the three that changes, and the hand-over
+  changes it.
+- A ``Decision`` says which engines to try, and why.
+- An ``Outcome`` says which engines served the request and how long they took.  It is written
+  once, when the answer begins or no engine is left.
+
+``DecisionLog`` keeps the last decisions with their outcomes, and no request: those hold bodies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from msgspec import Raw
+from multidict import CIMultiDict
+
+from pdconn.router.events.caches import PrefixLookup
+from pdconn.router.fleet.client import Delivery
+from pdconn.router.openai.requests import ParsedBody
+from pdconn.router.routing.policy import Ranking
+
+MOST_DECISIONS = 512
+MOST_HASHES = 1_000_000
+
+
+class Stage(Enum):
+    """The kind of engine that has the request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """A client's request, until the first byte of its answer.
+
+    Attributes:
+        request_id, headers: as engines get them.
+        body: what the client sent.
+        stage: the kind of engine that is being asked.
+        asked_at_s: when the engine was asked, by ``time.perf_counter``.
+        delivery: whether that engine can have seen the request.
+        client_left: no other engine is asked.
+        ticket: from prefill, while it may still be used.
+        prefill, decode: the engines that answered, so far.
+        cached_tokens: prompt tokens that prefill reported as cached, if it does.
+        ticket_s, first_byte_s: see ``Outcome``.
+    """
+
+    request_id: str
+    headers: CIMultiDict[str]
+    body: ParsedBody
+    stage: Stage = Stage.PREFILL
+    asked_at_s: float = field(default_factory=time.perf_counter)
+    delivery: Delivery = field(default_factory=Delivery)
+    client_left: bool = False
+    ticket: Raw | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    cached_tokens: int | None = None
+    ticket_s: float | None = None
+    first_byte_s: float | None = None
+
+    def enter(self, stage: Stage) -> None:
+        """The next engine is about to be asked."""
+        self.stage = stage
+        self.delivery = Delivery()
+        self.asked_at_s = time.perf_counter()
+
+    def waited_s(self) -> float:
+        """Seconds since the engine was asked."""
+        return time.perf_counter() - self.asked_at_s
+
+    def outcome(self, status: int | None) -> Outcome:
+        """How the request ended; ``status`` is the answer's, None without an answer."""
+        return Outcome(
+            status,
+            self.prefill,
+            self.decode,
+            self.cached_tokens,
+            self.ticket_s,
+            self.first_byte_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the policy decided for a request, and what it knew.
+
+    Attributes:
+        at: seconds since the epoch.
+        policy: its name.
+        num_tokens: of the prompt; an estimate where ``unknown`` says why it was not tokenized.
+        ranking: the engines to try.
+        lookup: the hits of its prefix; None without a lookup.
+        unknown: why there was no lookup.
+        took_s: time that the decision took, tokenizing included.
+    """
+
+    request_id: str
+    at: float
+    policy: str
+    num_tokens: int
+    ranking: Ranking
+    lookup: PrefixLookup | None = None
+    unknown: str | None = None
+    took_s: float = 0.0
+
+    @property
+    def num_hashes(self) -> int:
+        """Block hashes that the lookup keeps."""
+        prompts = () if self.lookup is None else self.lookup.prompts.values()
+        return sum(len(prompt.hashes) for prompt in prompts)
+
+    def hit_tokens(self, engine: str | None) -> int:
+        """Predicted hit in an engine's prefix cache."""
+        best = None if self.lookup is None else self.lookup.best(engine)
+        return 0 if best is None else best.hit.tokens
+
+    def promised_tokens(self, prefill: str) -> int:
+        """What ``prefill`` should report as cached; 0 where it chose among unequal ranks."""
+        ranks = () if self.lookup is None else self.lookup.ranks.get(prefill, ())
+        named = [
+            one.candidate.rank for one in self.ranking.prefill if one.candidate.engine == prefill
+        ]
+        asked = [rank for rank in ranks if len(ranks) == 1 or rank.rank in named]
+        return asked[0].hit.tokens if asked else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a routed request ended.
+
+    Attributes:
+        status: HTTP status of the answer; None while there is none.
+        prefill, decode: the engines that answered.
+        cached_tokens: prompt tokens that prefill reported as cached.
+        ticket_s: from asking prefill until its ticket arrived; None where decode had none.
+        first_byte_s: from asking decode until the first byte of its answer.
+    """
+
+    status: int | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    cached_tokens: int | None = None
+    ticket_s: float | None = None
+    first_byte_s: float | None = None
+
+
+PENDING = Outcome()
+"""Of a request that has not ended."""
+
+Logged = tuple[Decision, Outcome]
+
+
+class DecisionLog:
+    """The last decisions by request id, bounded by number and by the hashes that they keep."""
+
+    def __init__(self, most: int = MOST_DECISIONS, most_hashes: int = MOST_HASHES) -> None:
+        self._most = most
+        self._most_hashes = most_hashes
+        self._entries: dict[str, Logged] = {}
+        self._num_hashes = 0
+
+    def add(self, decision: Decision) -> None:
+        """Keep a decision; the oldest go where there are too many."""
+        self._drop(decision.request_id)
+        self._entries[decision.request_id] = decision, PENDING
+        self._num_hashes += decision.num_hashes
+        while len(self._entries) > self._most or self._num_hashes > self._most_hashes:
+            self._drop(next(iter(self._entries)))
+
+    def end(self, decision: Decision, outcome: Outcome) -> None:
+        """Keep the outcome beside its decision, if that is still kept."""
+        entry = self._entries.get(decision.request_id)
+        if entry is not None and entry[0] is decision:
+            self._entries[decision.request_id] = decision, outcome
+
+    def get(self, request_id: str) -> Logged | None:
+        """The decision for a request, if it is kept."""
+        return self._entries.get(request_id)
+
+    def newest(self) -> Iterator[Logged]:
+        """Newest first."""
+        return reversed(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _drop(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._num_hashes -= entry[0].num_hashes

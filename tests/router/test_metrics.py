@@ -1,0 +1,37 @@
+"""The table of metrics is what ``GET /metrics`` shows."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdconn.router.metrics import METRICS, RouterMetric
+from tests.fakes.fake_engine import in_loop
+from tests.fakes.routed import fleet, other_prompt
+
+
+@in_loop
+async def test_every_metric_of_the_page_is_in_the_table_and_the_other_way_round():
+    async with fleet(num_prefill=1) as f:
+        for pod in f.pods.values():  # only then is their lag known
+            await pod.store(other_prompt(1))
+        await f.heard()
+        await f.ask()
+        page = (await f.send("/metrics", method="GET")).body.decode()
+    shown = {}
+    for family in text_string_to_metric_families(page):
+        samples = [one for one in family.samples if not one.name.endswith("_created")]
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for one in samples for label in one.labels} - {"le"}
+        if samples:
+            shown[name] = (family.type, labels, family.documentation)
+    assert shown == {row.name: (row.kind, set(row.labels), row.help) for row in METRICS}
+
+
+@pytest.mark.parametrize("row", METRICS, ids=lambda row: row.name)
+def test_names_follow_prometheus(row: RouterMetric) -> None:
+    assert row.name.startswith("pdconn_router_")
+    assert row.name.endswith("_total") == (row.kind == "counter")
+    assert bool(row.buckets) == (row.kind == "histogram")
+    assert row.help
+    assert row.help[0].isupper() or row.help[0] == "1"
