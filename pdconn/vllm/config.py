@@ -1,5 +1,53 @@
 """``kv_connector_extra_config``, read once and strictly.
 
+``side_channel_host``      address prefill listens at and tickets name; default
+                           ``VLLM_NIXL_SIDE_CHANNEL_HOST``, then ``localhost``
+``side_channel_port``      its port, plus the data-parallel index; default
+                           ``VLLM_NIXL_SIDE_CHANNEL_PORT``, then 5600
+``kv_lease_duration``      seconds that prefill keeps lent blocks without hearing
+                           from decode; default 30
+``claim_timeout``          seconds that decode waits for each answer of prefill:
+                           greeting, claim, checksums; default 10
+``transport``              ``nixl``, ``ucx`` (UCX without NIXL, host memory only), or
+                           ``auto``: nixl, and ucx where nixl does not load; the same on
+                           both sides; default nixl
+``backends``               NIXL backends; default ``["UCX"]``
+``backend_options``        options per backend, as NIXL takes them; default none
+``huge_pages``             ask for huge pages under host KV memory; default true
+``enforce_handshake_compat``  refuse peers whose model or block content differs by
+                           name; default true
+``description_file``       where to write what this engine's KV looks like, for
+                           ``pdconn diff``; default nowhere
+``secret_file``            file with the secret that all engines share, 16 bytes or more,
+                           not readable by everybody; default the file that
+                           ``PDCONN_SECRET_FILE`` names, or the secret in
+                           ``PDCONN_SECRET``.  No key takes the secret: configs are
+                           logged
+``tls_cert``               PEM file with our certificate, good for server and client;
+                           with ``tls_key`` and ``tls_ca`` it turns on TLS 1.3
+``tls_key``                its key, without passphrase, not readable by everybody
+``tls_ca``                 PEM file with the CA that signs our peers' certificates
+``tls_check_hostname``     a lender's certificate must name the host that tickets
+                           name; default true
+``insecure``               serve and dial addresses other than loopback without secret
+                           or TLS; default false
+``read_timeout``           seconds that decode waits for its own transport to connect,
+                           for the reads of a pull, and for its own checksums;
+                           default 120
+``drain_timeout``          seconds that a failed pull waits for reads still in flight,
+                           before it is reported and its blocks are quarantined until
+                           they end; default 5
+``verify``                 ``off``, ``sample`` (a sixteenth of the blocks) or ``always``:
+                           compare checksums of what was lent with what arrived; set it
+                           on both sides; default off
+``warm_peers``             decode only: side channels of prefill engines, a list of
+                           ``host:port`` as their tickets name them, to greet, connect to
+                           and read a page from before the first request, and again when
+                           they restart; default none
+``debug_faults``           faults on demand on decode, seeded, see
+                           :mod:`pdconn.faults.config`; default none
+=========================  =========================================================
+=======
 ``KEYS`` at the end is the one table of all keys: what each takes, its default, what it means,
 and the key of vLLM's in-tree NixlConnector that it stands for.  The checks and the table in
 ``docs/configuration.md`` are made from it.
@@ -14,16 +62,16 @@ from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
 from pdconn.lifecycle.lease import MIN_TTL_S
-from pdconn.puller.proving import Verify
-from pdconn.puller.warmup import Place, parse_places
+from pdconn.puller.verification import Verify
+from pdconn.puller.warmup_state import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
 from transport.choose import WANTED, Wanted
-from transport.errors import did_you_mean
+from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
 
 
-class ConfigError(ValueError):
-    """A key of ``kv_connector_extra_config`` that is unknown or has a wrong value."""
+class ConfigError(FieldError, ValueError):
+    """A setting that is unknown, has a wrong value, or is not supported."""
 
 
 Check = Callable[[Any], Any]
@@ -79,8 +127,10 @@ def read_settings(
     )  # fmt: skip
     if settings.side_channel_host in ("0.0.0.0", "::"):
         raise ConfigError(
-            "side_channel_host: expected an address that decode engines can reach, since "
-            f"tickets name it; got {settings.side_channel_host!r}"
+            "side_channel_host",
+            "an address that decode engines can reach",
+            repr(settings.side_channel_host),
+            "tickets name it",
         )
     return settings
 
@@ -88,12 +138,11 @@ def read_settings(
 def _refuse_unknown(extra: Mapping[str, Any]) -> None:
     known = [key.name for key in KEYS]
     for key in extra:
-        if key == "secret":
-            hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
-            raise ConfigError(f"kv_connector_extra_config: unknown key 'secret'; {hint}")
         if key not in known:
             hint = did_you_mean(key, known)
-            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
+            if key == "secret":
+                hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
+            raise ConfigError("kv_connector_extra_config", "a known key", repr(key), hint)
 
 
 def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
@@ -105,7 +154,7 @@ def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str,
         try:
             values[key] = check(extra[key])
         except ValueError as error:
-            raise ConfigError(f"{key}: expected {error}, got {extra[key]!r}") from None
+            raise ConfigError(key, error, repr(extra[key])) from None
     return values
 
 
@@ -113,14 +162,14 @@ def _security(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Security:
     try:
         return Security.load(**_checked(extra, _SECURITY_CHECKS), environ=environ)
     except SecurityError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
 
 
 def _faults(extra: Mapping[str, Any]) -> Faults:
     try:
         return read_faults(extra.get("debug_faults", {}))
     except FaultError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error.field, error.expected, repr(error.seen), error.hint) from None
 
 
 def _verify(value: Any) -> Verify:
