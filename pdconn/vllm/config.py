@@ -1,53 +1,5 @@
 """``kv_connector_extra_config``, read once and strictly.
 
-``side_channel_host``      address prefill listens at and tickets name; default
-                           ``VLLM_NIXL_SIDE_CHANNEL_HOST``, then ``localhost``
-``side_channel_port``      its port, plus the data-parallel index; default
-                           ``VLLM_NIXL_SIDE_CHANNEL_PORT``, then 5600
-``kv_lease_duration``      seconds that prefill keeps lent blocks without hearing
-                           from decode; default 30
-``claim_timeout``          seconds that decode waits for each answer of prefill:
-                           greeting, claim, checksums; default 10
-``transport``              ``nixl``, ``ucx`` (UCX without NIXL, host memory only), or
-                           ``auto``: nixl, and ucx where nixl does not load; the same on
-                           both sides; default nixl
-``backends``               NIXL backends; default ``["UCX"]``
-``backend_options``        options per backend, as NIXL takes them; default none
-``huge_pages``             ask for huge pages under host KV memory; default true
-``enforce_handshake_compat``  refuse peers whose model or block content differs by
-                           name; default true
-``description_file``       where to write what this engine's KV looks like, for
-                           ``pdconn diff``; default nowhere
-``secret_file``            file with the secret that all engines share, 16 bytes or more,
-                           not readable by everybody; default the file that
-                           ``PDCONN_SECRET_FILE`` names, or the secret in
-                           ``PDCONN_SECRET``.  No key takes the secret: configs are
-                           logged
-``tls_cert``               PEM file with our certificate, good for server and client;
-                           with ``tls_key`` and ``tls_ca`` it turns on TLS 1.3
-``tls_key``                its key, without passphrase, not readable by everybody
-``tls_ca``                 PEM file with the CA that signs our peers' certificates
-``tls_check_hostname``     a lender's certificate must name the host that tickets
-                           name; default true
-``insecure``               serve and dial addresses other than loopback without secret
-                           or TLS; default false
-``read_timeout``           seconds that decode waits for its own transport to connect,
-                           for the reads of a pull, and for its own checksums;
-                           default 120
-``drain_timeout``          seconds that a failed pull waits for reads still in flight,
-                           before it is reported and its blocks are quarantined until
-                           they end; default 5
-``verify``                 ``off``, ``sample`` (a sixteenth of the blocks) or ``always``:
-                           compare checksums of what was lent with what arrived; set it
-                           on both sides; default off
-``warm_peers``             decode only: side channels of prefill engines, a list of
-                           ``host:port`` as their tickets name them, to greet, connect to
-                           and read a page from before the first request, and again when
-                           they restart; default none
-``debug_faults``           faults on demand on decode, seeded, see
-                           :mod:`pdconn.faults.config`; default none
-=========================  =========================================================
-=======
 ``KEYS`` at the end is the one table of all keys: what each takes, its default, what it means,
 and the key of vLLM's in-tree NixlConnector that it stands for.  The checks and the table in
 ``docs/configuration.md`` are made from it.

@@ -22,8 +22,8 @@ from pdconn.protocol.auth import Secret
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import FromReader, decode_from_reader
 from pdconn.sidechannel.security import Security
+from tests.fakes.model_free_engines import Prefill
 from tests.faults.child import serve
-from tests.faults.engines import Prefill
 from tests.faults.footprint import Footprint, peak_nbytes
 from transport.inprocess.network import InProcessNetwork
 from transport.inprocess.transport import InProcessTransport

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from pdconn.protocol.ticket import Ticket, parse_ticket
+from tests.fakes.model_free_engines import Prefill
 from tests.faults.child import Child, serve
-from tests.faults.engines import Prefill
 
 
 class PrefillProcess:
-    """As :class:`tests.faults.engines.Prefill`, from outside; importing nixl takes a while."""
+    """:class:`tests.fakes.model_free_engines.Prefill` in a process; importing nixl takes a while."""
 
     def __init__(self) -> None:
         self._child = Child("tests.faults.prefill_process")

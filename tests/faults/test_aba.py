@@ -23,8 +23,8 @@ import pytest
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
+from tests.fakes.model_free_engines import Decode, Prefill
 from tests.fakes.no_deadline import without_deadline
-from tests.faults.engines import Decode, Prefill
 from tests.faults.prefill_process import PrefillProcess
 from tests.faults.relays import RelayWithoutRenewals
 from tests.transport.contract.rigs import nixl_options

@@ -33,9 +33,9 @@ from pdconn.sidechannel.connection import Unauthenticated
 from pdconn.sidechannel.dial import Address, resolve
 from pdconn.sidechannel.security import Security
 from tests.fakes.credentials import FOREIGN, SHARED
+from tests.fakes.model_free_engines import until
 from tests.fakes.pair import Pair
 from tests.faults.child import Child
-from tests.faults.engines import until
 from tests.faults.raw_clients import RawReader
 from transport.inprocess.faults import Held
 

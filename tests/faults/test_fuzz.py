@@ -33,8 +33,8 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.proof import ChecksumQuery, PieceRange
 from pdconn.sidechannel.security import Security
+from tests.fakes.model_free_engines import until
 from tests.faults.child import Child
-from tests.faults.engines import until
 from tests.faults.footprint import MIB, Footprint
 from tests.faults.garbage import BODY, KINDS
 from tests.faults.raw_clients import RawReader, crowd

@@ -33,7 +33,7 @@ from pdconn.protocol.errors import MessageError
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import decode_from_lender
 from pdconn.puller import peers
-from tests.faults.engines import PER_REQUEST, Decode, Prefill
+from tests.fakes.model_free_engines import PER_REQUEST, Decode, Prefill
 from tests.faults.garbage import BODY, STREAM, alter, flipped, repeated, truncated
 from transport.inprocess.network import InProcessNetwork
 from transport.inprocess.transport import InProcessTransport

@@ -32,7 +32,7 @@ from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import CancelPull
 from pdconn.puller.peers import PeerTable
 from pdconn.puller.pulls import Pulls
-from tests.faults.engines import Decode, Prefill, until
+from tests.fakes.model_free_engines import Decode, Prefill, until
 from tests.faults.footprint import MIB, Footprint
 from tests.transport.contract.rigs import nixl_options
 from transport import PeerLost

@@ -42,12 +42,12 @@ class _RouteTimes(msgspec.Struct):
     first_byte_ms: float | None = None
 
 
-class _ListedModel(msgspec.Struct):
+class _ServedModel(msgspec.Struct):
     id: str
 
 
 class _ModelList(msgspec.Struct):
-    data: list[_ListedModel] = []
+    data: list[_ServedModel] = []
 
 
 class Service:

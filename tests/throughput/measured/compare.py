@@ -1,6 +1,6 @@
 """Two checkouts, one benchmark after the other in turns: is the new one as fast as the old?
 
-    python -m tests.throughput.compare --old DIR planning waterfall lender_load --rounds 3
+    python -m tests.throughput.measured.compare --old DIR planning waterfall lender_load --rounds 3
 
 Each benchmark runs as a process of its own in either checkout, old and new alternating, so
 that a machine which slows down slows both.  A figure is the median over the rounds; its
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("benchmarks", nargs="+", choices=list(BENCHMARKS), help="what to run")
     add("--old", type=Path, required=True, help="the checkout to compare with")
-    add("--new", type=Path, default=Path(__file__).parents[2], help="this one by default")
+    add("--new", type=Path, default=Path(__file__).parents[3], help="this one by default")
     add("--rounds", type=int, default=3, help="runs in each checkout (%(default)s)")
     add("--json", type=Path, help="where to write every round's figures")
     options = parser.parse_args(arguments)
