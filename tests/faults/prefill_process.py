@@ -10,7 +10,7 @@ from tests.faults.child import Child, serve
 
 
 class PrefillProcess:
-    """:class:`tests.fakes.model_free_engines.Prefill` in a process; importing nixl takes a while."""
+    """A :class:`~tests.fakes.model_free_engines.Prefill` in a process of its own."""
 
     def __init__(self) -> None:
         self._child = Child("tests.faults.prefill_process")
