@@ -12,4 +12,4 @@ def test_an_unknown_key_stops_the_engine_and_names_the_nearest(misconfigured: En
     with pytest.raises(EngineDied):
         wait_ready([misconfigured])
     log = misconfigured.log.read_text()
-    assert "unknown key 'side_channel_prot'; did you mean 'side_channel_port'?" in log
+    assert "expected a known key, got 'side_channel_prot'; did you mean 'side_channel_port'?" in log
