@@ -45,7 +45,7 @@ class Pod:
         self, prompt: list[int], extras: Extras = NOTHING, group: int = 0, **fields: Any
     ) -> None:
         hashes = [external(full) for full in chain(SCHEME, prompt, extras)]
-        said = {
+        defaults = {
             "type": "BlockStored",
             "block_hashes": hashes,
             "parent_block_hash": None,
@@ -56,7 +56,7 @@ class Pod:
             "group_idx": group,
             "kv_cache_spec_kind": "full_attention",
         }
-        await self.publisher.publish({**said, **fields})
+        await self.publisher.publish({**defaults, **fields})
 
     async def remove(self, prompt: list[int], blocks: slice = slice(None), group: int = 0) -> None:
         hashes = [external(full) for full in chain(SCHEME, prompt)][blocks]

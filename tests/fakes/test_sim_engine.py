@@ -101,7 +101,7 @@ def odd_shapes() -> dict[str, tuple[int, dict[str, Any]]]:
         "sizes, eagle window": (32, {"groups": [(32, None), (16, 40, True)], "num_blocks": 80}),
         # Groups that look alike are looked up together: one drafter's group makes eagles of all.
         "eagle twin": (16, {"groups": [full, twin, (*twin, True)], "num_blocks": 120}),
-        # Nobody needs the tail of such a window, so no block of it is ever cached.
+        # No request needs the tail of such a window, so no block of it is ever cached.
         "window of 1": (1 << 20, {"groups": [full, (16, 1)], "num_blocks": 90}),
     }
 
@@ -131,7 +131,7 @@ class World:
     sim: Any
     shape: Any
     rng: random.Random
-    told: list[list[int]] = field(default_factory=list)
+    finished: list[list[int]] = field(default_factory=list)
     running: list[tuple[str, Any]] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     index_kind: type[Index] = Index
@@ -160,9 +160,9 @@ class World:
         """New, or one from before that goes on, parts, ends earlier, or comes again."""
         rng = self.rng
         fresh = [rng.randrange(1000) for _ in range(rng.choice((3, 16, 40, 64, 150)))]
-        if not self.told or rng.random() < 0.2:
+        if not self.finished or rng.random() < 0.2:
             return fresh
-        old = rng.choice(self.told[-8:])
+        old = rng.choice(self.finished[-8:])
         how = rng.randrange(4)
         if how == 0:
             return old
@@ -190,7 +190,7 @@ class World:
     def end_one(self) -> None:
         name, request = self.running.pop(self.rng.randrange(len(self.running)))
         self.caches[name].finish(request)
-        self.told.append(list(request.all_token_ids))
+        self.finished.append(list(request.all_token_ids))
 
     def start(self, tokens: list[int]) -> None:
         name = self.rng.choice(PODS)
@@ -302,8 +302,8 @@ async def ask(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> dic
         request_id = response.headers["X-Request-Id"]
         assert (await response.json())["usage"]["prompt_tokens"] == len(prompt)
     async with client.get(f"{url}/debug/route/{request_id}") as response:
-        told: dict[str, Any] = await response.json()
-        return told
+        route: dict[str, Any] = await response.json()
+        return route
 
 
 async def heard(client: aiohttp.ClientSession, url: str, published: Counter[str]) -> None:

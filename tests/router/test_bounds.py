@@ -95,7 +95,7 @@ def test_engines_that_hash_alike_tell_each_other_of_their_groups() -> None:
     assert list(caches.index.pods["a"].groups) == [0, 1]
 
 
-def test_chains_of_schemes_that_nobody_has_any_more_are_forgotten() -> None:
+def test_chains_of_schemes_that_no_engine_has_any_more_are_forgotten() -> None:
     caches = PrefixCaches()
     for scheme in (CBOR, PICKLE, CBOR):
         tell(caches, stored(scheme=scheme))

@@ -255,9 +255,9 @@ def _ask(child: subprocess.Popen[str], first: int, rate: float, seconds: float) 
 def _answered(child: subprocess.Popen[str]) -> None:
     """Wait for the crowd; everything must have been granted."""
     assert child.stdout is not None
-    said = json.loads(child.stdout.readline())
-    if (said["granted"], said["refused"]) != (2 * said["count"], 0):
-        raise RuntimeError(f"expected every claim and renewal granted, got {said}")
+    report = json.loads(child.stdout.readline())
+    if (report["granted"], report["refused"]) != (2 * report["count"], 0):
+        raise RuntimeError(f"expected every claim and renewal granted, got {report}")
 
 
 def _cpu_clock(name: str) -> int:
@@ -275,7 +275,7 @@ def summary(phases: Sequence[Phase]) -> dict[str, float]:
     """Medians over the phases with readers, and their steps over those without.
 
     Processor time grows with what neighbours of a virtual machine do, so the least of the
-    phases is told as well.
+    phases is given as well.
     """
 
     def values(field: str, loaded: bool) -> list[float]:

@@ -332,7 +332,9 @@ def test_an_engine_that_starts_anew_during_a_replay_is_asked_from_the_start() ->
 
 
 @pytest.mark.parametrize("answer", [[], [item(2, life=1)]], ids=["shorter", "other"])
-def test_a_replay_of_another_engine_is_told_by_its_first_batch(answer: list[Numbered]) -> None:
+def test_a_replay_of_another_engine_is_recognized_by_its_first_batch(
+    answer: list[Numbered],
+) -> None:
     tracker = synced(3)
     tracker.disconnected()
     assert tracker.state is State.AWAY

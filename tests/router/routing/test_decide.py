@@ -268,7 +268,7 @@ async def test_nonsense_about_what_was_cached_is_ignored(cached):
 async def test_what_is_queued_at_prefill_sends_the_next_prompt_elsewhere():
     async with fleet() as f:
         for engine in f.prefill:
-            engine.door.clear()
+            engine.admitting.clear()
         asking = [asyncio.create_task(f.complete(prompt=ASKED)) for _ in range(1)]
         await until(lambda: sum(num_asked(f.prefill)) == 1)
         assert sorted(f.router.inflight.at(e.url)[1] for e in f.prefill) == [0, 321]
@@ -276,7 +276,7 @@ async def test_what_is_queued_at_prefill_sends_the_next_prompt_elsewhere():
         await until(lambda: sum(num_asked(f.prefill)) == 2)
         assert num_asked(f.prefill) == [1, 1]  # the same prompt would go to the same engine
         for engine in f.prefill:
-            engine.door.set()
+            engine.admitting.set()
         await asyncio.gather(*asking)
         assert len(f.router.inflight) == 0
         again = {(await f.ask()).prefill for _ in range(3)}

@@ -158,7 +158,7 @@ async def test_a_tokenize_that_is_slow_or_dies_costs_the_prefix_and_not_the_requ
 
 @pytest.mark.parametrize("policy", ["prefix", "round-robin"])
 @in_loop
-async def test_where_nobody_publishes_or_nobody_looks_nothing_is_tokenized(policy):
+async def test_without_publishers_or_a_prefix_policy_nothing_is_tokenized(policy):
     async with fleet(publish=policy != "prefix", policy=policy) as f:
         for engine in (*f.prefill, *f.decode):
             engine.tokenize = letters
@@ -172,7 +172,7 @@ async def test_where_nobody_publishes_or_nobody_looks_nothing_is_tokenized(polic
 
 
 @in_loop
-async def test_where_somebody_publishes_text_is_tokenized():
+async def test_with_a_publisher_text_is_tokenized():
     """The control for the test above."""
     async with fleet() as f:
         f.decode[0].tokenize = letters
@@ -247,7 +247,7 @@ async def test_a_prompt_longer_than_any_model_takes_is_refused_by_the_engine_as_
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"prompt": [1, 2'])
 @in_loop
-async def test_a_body_that_is_not_json_is_refused_and_decided_about_by_nobody(raw):
+async def test_a_body_that_is_not_json_is_refused_without_a_decision(raw):
     async with fleet() as f:
         assert (await f.send("/v1/completions", raw)).status == 400
         assert not len(f.router.decisions)
