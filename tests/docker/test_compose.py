@@ -1,6 +1,6 @@
 """The stack in ``docker/`` is one that could run: its shape, its addresses, its commands.
 
-What needs vLLM is in ``test_compose_vllm``.
+The checks that need vLLM are in ``test_compose_vllm``.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class Fleet(Deployment):
     def of_router(self, name: str, /, **labels: str) -> float | None:
         return self.proxy.metrics.registry.get_sample_value(f"pdconn_router_{name}", labels)
 
-    async def heard(self) -> None:
-        """Every pod's events so far are known."""
+    async def events_applied(self) -> None:
+        """Wait until every pod's events so far are in the index."""
 
         def all_of_them() -> bool:
             counts = [self.of_pod("events_total", pod) for pod in self.pods.values()]

@@ -126,7 +126,7 @@ class Windowless(Index):
 
 @dataclass
 class World:
-    """Two engines, and a router that hears them."""
+    """Two engines, and a router that applies their events."""
 
     sim: Any
     shape: Any
@@ -154,7 +154,7 @@ class World:
             while not cache.is_computed(request):
                 cache.step(request)
             cache.finish(request)
-        self.hear()
+        self.apply_events()
 
     def prompt(self) -> list[int]:
         """New, or one from before that goes on, parts, ends earlier, or comes again."""
@@ -174,7 +174,7 @@ class World:
         prompt = Prompt(hashes, len(tokens), scheme.block_tokens)
         return {name: hit.tokens for name, hit in self.scorer.score(prompt).items()}
 
-    def hear(self) -> None:
+    def apply_events(self) -> None:
         for name, cache in self.caches.items():
             for payload in cache.payloads():
                 batch = decode_batch(payload)
@@ -226,7 +226,7 @@ class World:
                 self.end_one()
             if not self.running and self.rng.random() < 0.05:
                 assert all(cache.clear() for cache in self.caches.values())
-            self.hear()
+            self.apply_events()
 
 
 def world(
@@ -270,7 +270,7 @@ def test_a_group_that_has_not_spoken_yet_is_not_missed(sim: Any) -> None:
     prompt = list(range(167))
     cache = fresh.caches["a"]
     assert cache.admit(cache.request(prompt), transferred=True) == 0
-    fresh.hear()
+    fresh.apply_events()
     assert (fresh.predict(prompt)["a"], cache.hit(cache.request(prompt))) == (128, 0)
     fresh.introduce()
     assert fresh.predict(prompt)["a"] == 0
@@ -280,11 +280,11 @@ def test_who_misses_batches_is_wrong(sim: Any) -> None:
     """The law above is worth what the events are needed for."""
 
     class Deaf(World):
-        def hear(self) -> None:
+        def apply_events(self) -> None:
             if self.rng.random() < 0.1:
                 for cache in self.caches.values():
                     list(cache.payloads())
-            super().hear()
+            super().apply_events()
 
     drawn = world(sim, shapes()["full, window"])
     deaf = Deaf(sim, drawn.shape, random.Random(0))
@@ -306,7 +306,7 @@ async def ask(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> dic
         return route
 
 
-async def heard(client: aiohttp.ClientSession, url: str, published: Counter[str]) -> None:
+async def events_applied(client: aiohttp.ClientSession, url: str, published: Counter[str]) -> None:
     """The router knows every pod, and all that engines have published."""
     async with asyncio.timeout(60):
         while True:
@@ -342,11 +342,11 @@ def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
                 counting(engine, published)
             config = ProxyConfig.of([p.word, q.word], [d.word], port=0, alone_below=8)
             async with running_proxy(config) as proxy:
-                await heard(client, proxy.url, published)
+                await events_applied(client, proxy.url, published)
                 cold = await ask(client, proxy.url, prompt)
-                await heard(client, proxy.url, published)
+                await events_applied(client, proxy.url, published)
                 warm = await ask(client, proxy.url, prompt + list(range(300)))
-                await heard(client, proxy.url, published)
+                await events_applied(client, proxy.url, published)
                 again = await ask(client, proxy.url, prompt)
             assert cold["cached_tokens"] == 0
             assert warm["prefill"] == cold["prefill"]

@@ -124,7 +124,7 @@ class Soak:
             "pulls": pulls.num_open,
             "alarms": len(pulls._alarms),
             "peers": self.decode.puller.num_peers,
-            "strangers": max(0, len(lender._connections) - self.decode.puller.num_peers),
+            "unpaired": max(0, len(lender._connections) - self.decode.puller.num_peers),
             "reads": len(self.decode.puller._reader._transport_jobs),
             "lent": lender._sessions.num_lent,
             "timers": len(lender._sessions._leases._timers),

@@ -126,7 +126,7 @@ class Fleet:
                 await asyncio.sleep(0.02)
         return state
 
-    def dismiss_guest(self) -> None:
+    def remove_busy(self) -> None:
         """The third engine leaves the fleet."""
         text = self.prefill.entry("prefill") + self.decode.entry("decode")
         written = self.path.with_suffix(".new")
@@ -304,7 +304,7 @@ async def test_an_engine_that_left_takes_its_hit_rate_with_it(tmp_path):
         gone = made.busy.url
         assert gone in [one["engine"] for one in (await made.state())["engines"]]
         whole = made.path.read_text()
-        made.dismiss_guest()
+        made.remove_busy()
         await made.state_with(lambda s: gone not in json.dumps([s["engines"], s["pods"]]))
         made.path.write_text(whole)  # it is back, and has served nothing yet
         state = await made.state_with(_is_known)
@@ -405,7 +405,7 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_no_engine_that_le
     async with fleet(tmp_path) as made:
         await send_three(made)
         await made.ask(STRANGE, EVIL)  # prefill then held 64 of 220, decode 64 of 260
-        made.dismiss_guest()
+        made.remove_busy()
         await made.state_with(lambda state: len(state["pods"]) == len(state["engines"]) == 2)
         dom = await seen(made.router.url, tmp_path)
         pods, engines, decisions = (rows(dom, name) for name in ("pods", "engines", "decisions"))

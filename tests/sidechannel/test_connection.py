@@ -375,7 +375,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def forged(data: bytes) -> bytes:
-    """One bit of the last body is another; frames are whole again, as a liar would see to."""
+    """One bit of the last body is another; frames are whole again, as an attacker makes them."""
     if data[:2] == b"\x17\x03":  # a TLS record
         return flipped(data, len(data) * 8 - 3)
     *bodies, last = Frames(1 << 20).feed(data)

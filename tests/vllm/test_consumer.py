@@ -214,7 +214,7 @@ def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
 
 
 def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
-    """The lease may be consumed before the engine hears that the first pull is over."""
+    """The lease may be consumed before the engine learns that the first pull is over."""
     side, first, late = consumer(prefix_caching=True), request("0_d"), request("1_d")
     side.arrived(first)
     side.matched(first, 0)

@@ -38,7 +38,7 @@ async def test_an_engine_that_starts_anew_holds_nothing_of_before():
         engine = f.prefill[0]
         pod = f.pod(engine)
         await pod.store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         assert (await f.ask()).hit_tokens(engine.url) == 320
         await pod.publisher.die()
         pod.publisher = Publisher(pod.ports)
@@ -109,7 +109,7 @@ async def test_an_engine_that_leaves_the_fleet_leaves_every_table(tmp_path):
         gone, stays = f.prefill
         for engine in f.prefill:
             await f.pod(engine).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         gone.cached_tokens = stays.cached_tokens = 0
         for _ in range(8):
             await f.ask()
@@ -135,7 +135,7 @@ async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_onl
         (engine,) = f.prefill
         await f.pod(engine).store(PROMPT)
         await f.pod(engine).store(other_prompt(2))
-        await f.heard()
+        await f.events_applied()
         index = f.router.caches.index
         assert index.num_hashes == 40
         ports = tuple(free_ports(2))

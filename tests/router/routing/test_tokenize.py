@@ -29,7 +29,7 @@ async def test_text_is_put_into_tokens_by_an_engine_with_the_clients_key():
         f.decode[0].tokenize = letters
         for engine in f.prefill:
             await f.pod(engine).store([ord(letter) for letter in text[:352]])
-            await f.heard()
+            await f.events_applied()
             body = {"model": "m", "prompt": text, "temperature": 0.5, "stream": False}
             key = {"Authorization": "Bearer k", "X-Other": "1"}
             async with f.client.post(f.url("/v1/completions"), json=body, headers=key) as response:
@@ -66,7 +66,7 @@ async def test_a_chat_is_put_into_tokens_with_the_fields_that_tokenize_knows():
         f.decode[0].tokenize = letters
         held = [ord(letter) for letter in json.dumps(known["messages"])]
         await f.pod(f.prefill[1]).store(held[: len(held) // 16 * 16])
-        await f.heard()
+        await f.events_applied()
         reply = await f.complete("/v1/chat/completions", **known, **unknown)
         assert reply.status == 200
         (asked,) = f.decode[0].tokenized
@@ -130,7 +130,7 @@ async def test_a_tokenize_that_fails_or_lies_costs_the_prefix_and_not_the_reques
     limits = Limits(most_tokens=1000, most_token_nbytes=8000)
     async with fleet(limits=limits) as f:
         await f.pod(f.prefill[0]).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         f.decode[0].tokenize = LIES[lie]
         for routed in (await f.ask("some text"), await f.chat("some text")):
             assert routed.decision.lookup is None
@@ -188,7 +188,7 @@ async def test_with_a_publisher_text_is_tokenized():
 async def test_a_prompt_of_odd_tokens_is_the_engines_to_judge(prompt):
     async with fleet() as f:
         await f.pod(f.prefill[0]).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         assert (await f.complete(prompt=prompt)).body == ANSWER
         assert f.routed.decision.lookup is None
         assert f.routed.unknown

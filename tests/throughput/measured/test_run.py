@@ -63,18 +63,18 @@ def test_above_a_table_stand_commands_date_machine_and_versions(tmp_path: Path) 
 
 def test_what_it_prints_is_heard_while_it_runs(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    heard = []
+    lines_logged = []
     words = "import os, time; print('working', flush=True)\n"
     words += f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
     line = "python -c " + shlex.quote(words + WRITE.format('{"ms": 3}'))
 
     def listen(line: str) -> None:
-        heard.append(line)
+        lines_logged.append(line)
         if line == "working":
             go.touch()
 
     measured(benchmark("one", line), tmp_path, listen)
-    assert "working" in heard
+    assert "working" in lines_logged
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_a_command_without_a_result_fails_with_its_last_words(
 
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
     words = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"
-    heard = [""]
+    lines_logged = [""]
     one = benchmark("one", "python -c " + shlex.quote(words))
     with pytest.raises(BenchmarkFailed, match="takes too long"):
-        measured(one, tmp_path, heard.append, clock=lambda: 1e6 if heard[-1] else 0.0)
+        measured(one, tmp_path, lines_logged.append, clock=lambda: 1e6 if lines_logged[-1] else 0.0)
     with pytest.raises(ProcessLookupError):
-        os.kill(int(heard[-1]), 0)
+        os.kill(int(lines_logged[-1]), 0)
 
 
 def test_what_a_machine_lacks_is_named_and_nothing_is_started(tmp_path: Path) -> None:

@@ -209,10 +209,10 @@ def death(fleet: Fleet) -> Death:
 
         def give(engine: Engine, tap: Tap, kind: type, num_tokens: int = 24) -> Future[Asked]:
             """Ask, and wait for the message that tells how far it came."""
-            prompt, heard = fleet.prompt(), tap.at(kind)
+            prompt, passed = fleet.prompt(), tap.at(kind)
             ticket = tap.over(fleet.lent(prompt))
             asked = pool.submit(ask, engine, prompt, ticket, num_tokens)
-            assert heard.wait(WAIT_S)
+            assert passed.wait(WAIT_S)
             return asked
 
         early = [fleet.prompt() for _ in range(3)]

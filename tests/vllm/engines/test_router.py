@@ -147,7 +147,7 @@ async def ask_all(publishers: list[Publisher]) -> Answers:
     talking = Conversations(rng)
     asked = []
     try:
-        await _heard(feeding, publishers)
+        await _subscribed(feeding, publishers)
         for _ in range(NUM_REQUESTS):
             one = rng.choice(publishers)
             tokens, salt = talking.next()
@@ -163,7 +163,7 @@ async def ask_all(publishers: list[Publisher]) -> Answers:
                     cached,
                 )
             )
-            await _all_heard(feeding, one)
+            await _caught_up(feeding, one)
         return Answers(
             asked,
             {name: feed.scheme for name, feed in caches.feeds.items()},
@@ -173,26 +173,26 @@ async def ask_all(publishers: list[Publisher]) -> Answers:
         await feeding.close()
 
 
-async def _heard(feeding: EventFeeds, publishers: list[Publisher]) -> None:
-    """Until each engine's events are listened to; a first prompt shows how it hashes."""
+async def _subscribed(feeding: EventFeeds, publishers: list[Publisher]) -> None:
+    """Wait until each engine's events arrive; a first prompt shows how it hashes."""
     for one in publishers:
         await asyncio.to_thread(_complete, one.engine, list(range(10, 110)), None, 1)
     async with asyncio.timeout(60):
         while not all(status.batches for status in feeding.statuses().values()):
             await asyncio.sleep(0.05)
     for one in publishers:
-        await _all_heard(feeding, one)
+        await _caught_up(feeding, one)
 
 
-async def _all_heard(feeding: EventFeeds, one: Publisher) -> None:
-    """Until all that an engine had to tell when it answered is here."""
+async def _caught_up(feeding: EventFeeds, one: Publisher) -> None:
+    """Wait until all events that an engine had published are applied."""
 
-    def heard() -> int:
+    def num_batches() -> int:
         return feeding.statuses()[one.engine.url].batches
 
     async with asyncio.timeout(60):
-        published = await _published(one, heard())
-        while heard() < published:
+        published = await _published(one, num_batches())
+        while num_batches() < published:
             await asyncio.sleep(0.01)
 
 
