@@ -76,7 +76,7 @@ def test_every_pod_is_scored_as_computed_by_hand(ask: Any) -> None:
     assert explained["offloaded"]["cut_by"]["missing_token"] == 32
 
 
-def test_the_table_shows_the_best_first_and_who_cut(ask: Any) -> None:
+def test_the_table_shows_the_best_first_and_the_group_that_cut(ask: Any) -> None:
     code, out, _ = ask(SNAPSHOT)
     assert code == 0
     heading, *rows = out.splitlines()

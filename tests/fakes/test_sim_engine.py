@@ -255,7 +255,7 @@ def test_where_vllm_finds_less_than_it_could_the_difference_is_bounded(sim: Any,
 
 
 @pytest.mark.parametrize("name", ["full, window", "in chunks", "retention 0"])
-def test_who_ignores_windows_is_wrong(sim: Any, name: str) -> None:
+def test_a_score_that_ignores_windows_is_wrong(sim: Any, name: str) -> None:
     drawn = world(sim, shapes()[name], index_kind=Windowless)
     assert any(one.predicted > one.found for one in drawn.differences())
 
@@ -276,10 +276,10 @@ def test_a_group_that_has_not_spoken_yet_is_not_missed(sim: Any) -> None:
     assert fresh.predict(prompt)["a"] == 0
 
 
-def test_who_misses_batches_is_wrong(sim: Any) -> None:
+def test_a_router_that_misses_batches_is_wrong(sim: Any) -> None:
     """The law above is worth what the events are needed for."""
 
-    class Deaf(World):
+    class LosesBatches(World):
         def apply_events(self) -> None:
             if self.rng.random() < 0.1:
                 for cache in self.caches.values():
@@ -287,8 +287,8 @@ def test_who_misses_batches_is_wrong(sim: Any) -> None:
             super().apply_events()
 
     drawn = world(sim, shapes()["full, window"])
-    deaf = Deaf(sim, drawn.shape, random.Random(0))
-    assert list(deaf.differences())
+    losing = LosesBatches(sim, drawn.shape, random.Random(0))
+    assert list(losing.differences())
 
 
 # --- on sockets ---------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_grandchildren_outside_the_group_are_found_and_killed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_survives_the_one_who_started_it(tmp_path: Path, how: signal.Signals) -> None:
+def test_nothing_survives_the_process_that_started_it(tmp_path: Path, how: signal.Signals) -> None:
     log = tmp_path / "log"
     starter = f"""
 import pathlib, signal, sys, time

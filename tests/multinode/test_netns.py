@@ -142,7 +142,7 @@ def test_100_requests_are_answered_right_while_a_link_goes_down_and_comes_back(
     machines.await_free(*PREFILL, *DECODE)
 
 
-def test_who_cannot_reach_the_lender_computes_itself_and_both_get_their_blocks_back(
+def test_an_engine_that_cannot_reach_the_lender_computes_itself_and_both_get_their_blocks_back(
     machines: Cluster,
 ) -> None:
     """The answers come while the way is still closed: no pull waits for it to open."""

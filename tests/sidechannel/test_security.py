@@ -255,7 +255,7 @@ def lending(security: Security) -> Iterator[int]:
         lender.close()
 
 
-def test_a_guarded_lender_describes_itself_to_who_is_guarded_alike(files: TlsFiles) -> None:
+def test_a_guarded_lender_describes_itself_to_a_peer_that_is_guarded_alike(files: TlsFiles) -> None:
     for security in (SHARED, Security(tls=files), Security(SHARED.secret, files), OPEN):
         with lending(security) as port:
             assert describe("127.0.0.1", port, 5.0, security).engine_id == "e"

@@ -191,7 +191,7 @@ def test_an_engine_that_remembers_all_and_is_readable_is_always_known_whole(
     assert law(Tracker, readable, memory=1000) is State.LIVE
 
 
-class Gullible(Tracker):
+class Unchecked(Tracker):
     """Takes what comes, as if nothing were ever lost."""
 
     def connected(self) -> Effects:
@@ -212,7 +212,7 @@ class Unanchored(Tracker):
         return (NeedReplay(self._next),)
 
 
-@pytest.mark.parametrize("broken", [Gullible, Unanchored])
+@pytest.mark.parametrize("broken", [Unchecked, Unanchored])
 def test_the_law_catches_trackers_without(broken: type[Tracker]) -> None:
     @settings(
         max_examples=2000,

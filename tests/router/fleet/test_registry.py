@@ -169,7 +169,7 @@ async def test_more_engines_than_at_the_start_are_probed():
 
 
 @in_loop
-async def test_health_shows_who_drains_and_needs_one_that_does_not():
+async def test_health_shows_what_drains_and_needs_one_that_does_not():
     async with fake_engines(3) as (p, d0, d1):
         members = [Member(p.url, P), Member(d0.url, D, draining=True), Member(d1.url, D)]
         engines = EngineRegistry.from_members(members)

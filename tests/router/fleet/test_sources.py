@@ -263,7 +263,7 @@ async def test_one_engine_listed_twice_is_one_with_both_roles():
 
 
 @in_loop
-async def test_the_watch_survives_who_listens_and_tells_again(caplog):
+async def test_the_watch_survives_its_listener_and_notifies_again(caplog):
     calls = []
 
     def fail_once(members):
