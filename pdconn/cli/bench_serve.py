@@ -243,9 +243,9 @@ class _StartProgress:
         self._log = log
         self._shown = 0
 
-    def show(self, name: str, seconds: float, said: str) -> None:
+    def show(self, name: str, seconds: float, line: str) -> None:
         """Called every second for each starting engine."""
         tens = int(seconds) // 10
         if tens > self._shown:
             self._shown = tens
-            self._log(f"{name} is starting: {said[-100:].strip()}")
+            self._log(f"{name} is starting: {line[-100:].strip()}")

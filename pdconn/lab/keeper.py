@@ -80,7 +80,7 @@ def _start(command: list[str], log: str, scratch: str) -> subprocess.Popen[bytes
 
 
 def _wait(child: subprocess.Popen[bytes], signals: socket.socket, grace_s: float) -> int:
-    """Wait until the command ends or is told to; returns its exit status."""
+    """Wait until the command ends or is asked to end; returns its exit status."""
     ended = os.pidfd_open(child.pid)
     try:
         readable, _, _ = select.select([ended, sys.stdin, signals], [], [])

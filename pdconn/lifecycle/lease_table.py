@@ -1,7 +1,7 @@
 """All leases of one lender: found by request, freed exactly once.
 
-The table also remembers how the last few thousand leases ended, so that a late
-claim is told *why* it is refused.
+The table also remembers how the last few thousand leases ended, so that the refusal
+of a late claim says *why*.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ METRICS = (
         "pdconn_router_unused_tickets_total",
         "counter",
         ("outcome",),
-        "Tickets that their requests did not use; returned: prefill was told to free the blocks",
+        "Tickets that their requests did not use; returned: prefill was asked to free the blocks",
     ),
     RouterMetric(
         "pdconn_router_engine_up",

@@ -180,7 +180,7 @@ class ConsumerScheduler:
         self._commands.append(FailPull(request_id, tracked.problem or "no ticket"))
 
     def _give_up(self, request_id: str, tracked: _Tracked) -> None:
-        """Nothing will be pulled: give the claim up, so that the lender hears of it."""
+        """Nothing will be pulled: give the claim up, which notifies the lender."""
         del self._tracked[request_id]
         if tracked.ticket is not None:
             self._commands.append(CancelPull(request_id))

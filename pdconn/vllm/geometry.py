@@ -131,7 +131,7 @@ def _first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: in
     """The model-wide index of this rank's first head; ranks with replicas share one.
 
     Raises:
-        RegistrationError: which heads the rank holds cannot be told.
+        RegistrationError: which heads the rank holds cannot be determined.
     """
     heads: int = spec.num_heads
     if tp_size == 1:

@@ -182,7 +182,7 @@ class PdWorker:
         summed: LentSums | None = None
         try:
             summed = lent_sums(AnyMemory(), self._memory.references, blocks, terms)
-        except Exception:  # a GPU without memory to spare: readers are told that there are none
+        except Exception:  # no GPU memory to spare: readers get ChecksumUnavailable
             log.warning("pdconn: lent without checksums: request=%s", terms.request, exc_info=True)
         self._report.sums.append((terms.request, self._rank, summed))
 

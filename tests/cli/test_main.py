@@ -50,7 +50,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "COMMAND"),
         (["prxy"], "prxy"),
@@ -59,15 +59,15 @@ def test_version(capsys):
         (["proxy", "--prefill", "http://a:1", "--decode", "http://b:1", "--what"], "--what"),
     ],
 )
-def test_a_wrong_command_line_ends_with_2_and_says_what_is_wrong(words, said, capsys):
+def test_a_wrong_command_line_ends_with_2_and_says_what_is_wrong(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "--prefill: expected at least one URL"),
         (["--prefill", "http://a:1"], "--decode: expected at least one URL"),
@@ -78,10 +78,10 @@ def test_a_wrong_command_line_ends_with_2_and_says_what_is_wrong(words, said, ca
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--max-body-mib", "nan"], "--max"),
     ],
 )
-def test_a_setting_without_sense_ends_with_2_and_one_line(words, said, capsys):
+def test_a_setting_without_sense_ends_with_2_and_one_line(words, message, capsys):
     assert main(["proxy", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 def test_every_command_explains_itself(capsys):
@@ -89,9 +89,9 @@ def test_every_command_explains_itself(capsys):
         with pytest.raises(SystemExit) as end:
             main([command.name, "--help"])
         assert end.value.code == 0
-        said = capsys.readouterr().out
-        assert "examples:" in said
-        assert "exit codes:" in said
+        text = capsys.readouterr().out
+        assert "examples:" in text
+        assert "exit codes:" in text
 
 
 def test_a_port_in_use_ends_with_2_and_one_line():

@@ -26,7 +26,7 @@ LLAMA = {
 }
 
 
-def said(capsys, *words: str) -> str:
+def printed(capsys, *words: str) -> str:
     assert main(["plan", *words]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -34,7 +34,7 @@ def said(capsys, *words: str) -> str:
 
 
 def test_a_model_is_enough(capsys):
-    out = said(capsys, "--model", "gemma-3-27b")
+    out = printed(capsys, "--model", "gemma-3-27b")
     rows = [line.split() for line in out.splitlines() if line[:6].strip().isdigit()]
     assert [row[1] for row in rows] == ["sliding_window"] * 6 + ["full"]
     assert "predicted: " in out
@@ -43,16 +43,16 @@ def test_a_model_is_enough(capsys):
 
 
 def test_every_built_in_shape_is_listed_and_planned(capsys):
-    listing = said(capsys, "--list")
+    listing = printed(capsys, "--list")
     for shape in SHAPES:
         assert shape.name in listing
-        assert "predicted" in said(capsys, "--model", shape.name.upper(), "--decode", "tp=2")
+        assert "predicted" in printed(capsys, "--model", shape.name.upper(), "--decode", "tp=2")
 
 
 def test_json_is_the_forecast_and_its_totals_are_sums(capsys):
     words = ["--prefill", "tp=4,layout=BLHNC", "--decode", "tp=2,pp=2", "--prompt", "9000"]
     more = ["--hit", "1024", "--link", "shm", "--json"]
-    found = json.loads(said(capsys, "--model", "gpt-oss-20b", *words, *more))
+    found = json.loads(printed(capsys, "--model", "gpt-oss-20b", *words, *more))
     model = built_in("gpt-oss-20b")
     made = forecast(
         EngineShape(model, "BLHNC", tp=4), EngineShape(model, tp=2, pp=2), 9000, 1024,
@@ -72,7 +72,7 @@ def test_json_is_the_forecast_and_its_totals_are_sums(capsys):
 
 def test_files_are_written_beside_the_table(capsys, tmp_path):
     json_file, svg_file = tmp_path / "plan.json", tmp_path / "plan.svg"
-    out = said(
+    out = printed(
         capsys, "--model", "gemma-3-27b", "--json", str(json_file), "--svg", str(svg_file),
         "--group", "6",
     )  # fmt: skip
@@ -86,14 +86,14 @@ def test_a_config_is_read_from_a_file_or_its_directory(capsys, tmp_path):
     folder = tmp_path / "my-llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    by_folder = said(capsys, "--model", str(folder))
-    assert by_folder == said(capsys, "--model", str(folder / "config.json"))
-    built_in_one = said(capsys, "--model", "llama-3.1-8b")
+    by_folder = printed(capsys, "--model", str(folder))
+    assert by_folder == printed(capsys, "--model", str(folder / "config.json"))
+    built_in_one = printed(capsys, "--model", "llama-3.1-8b")
     assert by_folder == built_in_one.replace("llama-3.1-8b", "my-llama")
 
 
 def test_warnings_are_no_failure(capsys):
-    out = said(
+    out = printed(
         capsys, "--model", "llama-3.1-8b", "--prefill", "tp=2,layout=BLNHC", "--decode", "tp=4",
         "--hit", "100",
     )  # fmt: skip

@@ -48,8 +48,8 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         path = tmp_path / "snapshot.json"
         path.write_text(snapshot if isinstance(snapshot, str) else json.dumps(snapshot))
         code = main(["score", *words, str(path)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return asked
 
@@ -57,9 +57,10 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_every_pod_is_scored_as_computed_by_hand(ask: Any) -> None:
     code, out, _ = ask(SNAPSHOT, "--json")
     assert code == 0
-    told = json.loads(out)
+    explained = json.loads(out)
     numbers = {
-        name: (pod["hit_blocks"], pod["hit_tokens"], pod["score"]) for name, pod in told.items()
+        name: (pod["hit_blocks"], pod["hit_tokens"], pod["score"])
+        for name, pod in explained.items()
     }
     # A window of 32 needs ceil(31 / 16) = 2 blocks. The engine computes token 47 anyway, so
     # ``warm`` may end at 32 or before; there its window would need block 0, which is gone.
@@ -68,14 +69,14 @@ def test_every_pod_is_scored_as_computed_by_hand(ask: Any) -> None:
         "evicted": (2, 32, 2.0),
         "offloaded": (2, 32, 1.6),
     }
-    assert told["warm"]["cut_by"] is None
-    assert told["evicted"]["cut_by"]["group"] == 1
-    assert told["evicted"]["cut_by"]["missing_block"] == 2
-    assert told["offloaded"]["cut_by"]["kind"] == "full_attention"
-    assert told["offloaded"]["cut_by"]["missing_token"] == 32
+    assert explained["warm"]["cut_by"] is None
+    assert explained["evicted"]["cut_by"]["group"] == 1
+    assert explained["evicted"]["cut_by"]["missing_block"] == 2
+    assert explained["offloaded"]["cut_by"]["kind"] == "full_attention"
+    assert explained["offloaded"]["cut_by"]["missing_token"] == 32
 
 
-def test_the_table_shows_the_best_first_and_who_cut(ask: Any) -> None:
+def test_the_table_shows_the_best_first_and_the_group_that_cut(ask: Any) -> None:
     code, out, _ = ask(SNAPSHOT)
     assert code == 0
     heading, *rows = out.splitlines()
@@ -138,8 +139,8 @@ def test_a_missing_file_ends_with_2(capsys: pytest.CaptureFixture[str], tmp_path
 def test_the_example_in_the_checkout_is_scored(capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "snapshot.json"
     assert main(["score", "--json", str(example)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    hits = {name: (pod["hit_tokens"], pod["score"]) for name, pod in told.items()}
+    explained = json.loads(capsys.readouterr().out)
+    hits = {name: (pod["hit_tokens"], pod["score"]) for name, pod in explained.items()}
     # Blocks of 16: four, two behind which the window still has both its blocks, three at 0.8.
     assert hits["warm"] == (64, 4.0)
     assert hits["window-evicted"] == (32, 2.0)

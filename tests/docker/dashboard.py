@@ -61,14 +61,14 @@ def expressions(board: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unknown(board: Mapping[str, Any], exported: Exported, names: str) -> list[str]:
-    """Series whose names match ``names`` and labels that nobody exports, with their query."""
+    """Series whose names match ``names`` and labels that are not exported, with their query."""
     wrong = []
     for expression in expressions(board):
         about = asked(expression)
         mine = {name for name in about.names if re.match(names, name)}
         labels = TARGET_LABELS.union(*(exported.get(name, ()) for name in mine))
-        strangers = (mine - exported.keys()) | (about.labels - labels if mine else set())
-        wrong += [f"{stranger} in {expression}" for stranger in sorted(strangers)]
+        unexported = (mine - exported.keys()) | (about.labels - labels if mine else set())
+        wrong += [f"{name} in {expression}" for name in sorted(unexported)]
     return wrong
 
 

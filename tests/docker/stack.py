@@ -221,7 +221,7 @@ def bad_secrets(stack: Stack) -> list[str]:
 
 
 def bad_health(stack: Stack) -> list[str]:
-    """Services that nobody can tell the health of, or that wait for what never comes."""
+    """Services without a sound health check, or that wait for what never comes."""
     running = stack.running()
     wrong = [f"{name}: no health check" for name, s in running.items() if "healthcheck" not in s]
     for name, service in stack.services.items():

@@ -1,6 +1,6 @@
 """The stack in ``docker/`` is one that could run: its shape, its addresses, its commands.
 
-What needs vLLM to be told is in ``test_compose_vllm``.
+The checks that need vLLM are in ``test_compose_vllm``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_the_stack_keeps_the_laws(stack: Stack, check: Callable[[Stack], list[st
     assert check(stack) == []
 
 
-def test_it_is_what_it_is_said_to_be(stack: Stack) -> None:
+def test_the_stack_is_what_its_name_says(stack: Stack) -> None:
     """A router, two prefill and two decode engines, each with addresses of its own."""
     assert list(stack.engines()) == ["p1", "p2", "d1", "d2"]
     assert set(stack.running()) - set(stack.engines()) == {"router", "prometheus", "grafana"}
@@ -115,7 +115,7 @@ def move(doc: dict[str, Any], service: str, address: str) -> None:
     doc["services"][service]["networks"]["serving"]["ipv4_address"] = address
 
 
-# What the router is told
+# The router's options
 
 
 def proxy_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> ProxyConfig:
@@ -138,13 +138,13 @@ def test_the_routers_command_is_one_and_names_every_engine_where_it_listens(
     router = stack.services["router"]
     assert router["entrypoint"] == ["pdconn"]
     config = proxy_config(router["command"], monkeypatch)
-    said = {
+    configured = {
         role: [parse_member("", word, [role]) for word in words]
         for role, words in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
     }
-    assert [m.url for m in said[Role.PREFILL]] == ["http://p1:8000", "http://p2:8000"]
-    assert [m.url for m in said[Role.DECODE]] == ["http://d1:8000", "http://d2:8000"]
-    for member in [*said[Role.PREFILL], *said[Role.DECODE]]:
+    assert [m.url for m in configured[Role.PREFILL]] == ["http://p1:8000", "http://p2:8000"]
+    assert [m.url for m in configured[Role.DECODE]] == ["http://d1:8000", "http://d2:8000"]
+    for member in [*configured[Role.PREFILL], *configured[Role.DECODE]]:
         name = member.url.removeprefix("http://").partition(":")[0]
         command = stack.engines()[name]["command"]
         assert member.url == f"http://{name}:{option(command, 'port')}"
@@ -171,7 +171,7 @@ def test_a_router_with_a_fault_is_refused(
     assert capsys.readouterr().err
 
 
-# What the engines are told
+# The engines' options
 
 
 def settings(service: Any, secrets: Path) -> Settings:

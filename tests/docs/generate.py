@@ -194,7 +194,11 @@ def modules() -> str:
     parts = []
     for package in PACKAGES:
         found = sorted((ROOT / package).rglob("*.py"))
-        rows = [(f"`{path.relative_to(ROOT)}`", said) for path in found if (said := _opening(path))]
+        rows = [
+            (f"`{path.relative_to(ROOT)}`", opening)
+            for path in found
+            if (opening := _opening(path))
+        ]
         parts += [f"### {package}", "", _table(("module", "what it is"), rows)]
     return "\n".join(parts)
 
@@ -204,8 +208,8 @@ def state_machines() -> str:
     parts = []
     for name in ("lease", "pull", "peer"):
         path = ROOT / "pdconn/lifecycle" / f"{name}.py"
-        said = ast.get_docstring(ast.parse(path.read_text())) or ""
-        summary, diagram, meaning = re.split(r"\n\n::\n\n((?:    .*\n|\n)+)", said, maxsplit=1)
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        summary, diagram, meaning = re.split(r"\n\n::\n\n((?:    .*\n|\n)+)", docstring, maxsplit=1)
         parts += [f"### {name.capitalize()}", "", _plain(summary), "", "```text", ""]
         parts[-1:] = [line.removeprefix("    ") for line in diagram.rstrip().splitlines()]
         parts += ["```", "", _plain(meaning), ""]

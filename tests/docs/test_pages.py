@@ -117,9 +117,9 @@ def _build(docs: Path, site: Path) -> str:
         timeout=120,
         check=False,
     )
-    told = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
-    assert (done.returncode == 0) == (not told), done.stderr
-    return "\n".join(told)
+    warnings = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
+    assert (done.returncode == 0) == (not warnings), done.stderr
+    return "\n".join(warnings)
 
 
 def _metrics(text: str) -> set[str]:
@@ -150,8 +150,8 @@ def _quoted(text: str) -> Iterator[str]:
 
 
 def _unsaid(text: str) -> list[str]:
-    said = _code_strings()
-    return [piece for piece in _quoted(text) if piece not in said]
+    in_code = _code_strings()
+    return [piece for piece in _quoted(text) if piece not in in_code]
 
 
 def _code_strings() -> str:

@@ -2,9 +2,9 @@
 
 What matters of vLLM is kept: a prefill answer carries a ticket and lends blocks;
 a model of another name is refused with 404 before all else, and the lender is
-told; a client that leaves aborts its request, and the lender is told, unless the
-server had not looked at the request yet: then nobody is.  ``Leases`` is what all
-engines of a test share: the tickets whose blocks are still lent.
+notified; a client that leaves aborts its request, and the lender is notified, unless
+the server had not looked at the request yet.  ``Leases`` is what all engines of a
+test share: the tickets whose blocks are still lent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODEL = "m"
 PATIENCE_S = 20.0
 """For what happens soon, unless the machine has much else to do."""
 
-#: Written oddly, so that a ticket which is parsed and written anew is told.
+#: Written oddly, so that a ticket which is parsed and written anew differs.
 TICKET = (
     '{"do_remote_prefill":true, "remote_block_ids": [[1,2],[ 0,7 ]], "ttl": 1.50, '
     '"an unknown key": {"é": 1e2}, "big": 123456789012345678901234567890, "lease": "%s"}'
@@ -101,8 +101,8 @@ class FakeEngine:
         self.lends = True
         self.checks_names = True
         self.admission_s = 0.0  # until it looks at a request
-        self.door = asyncio.Event()  # while closed it looks at none
-        self.door.set()
+        self.admitting = asyncio.Event()  # while clear it looks at no request
+        self.admitting.set()
         self.chunk_pause_s = 0.0
         self.num_chunks: int | None = None
         self.port = 0
@@ -123,7 +123,7 @@ class FakeEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        # One that the kernel gives to nobody while the engine is stopped.
+        # One that the kernel assigns to no other while the engine is stopped.
         self.port = self.port or free_ports(1)[0]
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 
@@ -168,7 +168,7 @@ class FakeEngine:
         self.seen.append(seen)
         try:
             await asyncio.sleep(self.admission_s)
-            await self.door.wait()
+            await self.admitting.wait()
             admitted = True
             if self.script is not None:
                 return await self.script(self, seen, http)

@@ -157,7 +157,7 @@ class Decode:
         tokens: the answer to each request that ended.
         received: those whose KV was pulled and believed.
         rejected: those that were recomputed, and why.
-        spoiled: of those, the ones whose blocks hold other bytes than they should: to
+        corrupted: of those, the ones whose blocks hold other bytes than they should: to
             believe them would have been wrong.
     """
 
@@ -180,7 +180,7 @@ class Decode:
         self.tokens: dict[int, Tokens] = {}
         self.received: set[int] = set()
         self.rejected: dict[int, str] = {}
-        self.spoiled: set[int] = set()
+        self.corrupted: set[int] = set()
         self.quarantined: set[int] = set()
         self._blocks: dict[int, tuple[int, ...]] = {}
 
@@ -228,14 +228,14 @@ class Decode:
 
     def forget(self) -> None:
         """Drop what is known of requests that ended."""
-        for known in (self.tokens, self.received, self.rejected, self.spoiled):
+        for known in (self.tokens, self.received, self.rejected, self.corrupted):
             known.clear()
 
     def _give_back(self, number: int) -> None:
         blocks = self._blocks.pop(number)
         landed = self.cache.read(blocks)
         if any(landed) and landed != kv_of(number):
-            self.spoiled.add(number)
+            self.corrupted.add(number)
         self.free += blocks
 
     def close(self) -> None:
@@ -258,5 +258,5 @@ def until(
     """
     give_up = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < give_up, f"waited {seconds} s in vain: {shown()}"
+        assert time.monotonic() < give_up, f"waited {seconds} s: {shown()}"
         time.sleep(0.001)

@@ -139,7 +139,7 @@ class Pair:
         self.number = 0
 
     def warm_up(self) -> WarmUp:
-        """Our lender, if the puller is to know it before it is told of it, and others."""
+        """Our lender, if the puller is to know it before a ticket names it, and others."""
         ours = (Place("127.0.0.1", self.lender.port),) if self.warms else ()
         scratch = self.scratch.memory if self.probes else None
         return WarmUp((*ours, *self.also_warm), scratch, self.pauses)
@@ -212,7 +212,7 @@ class Pair:
         """Collect until ``until`` is true; an error when it does not become true."""
         give_up = time.monotonic() + seconds
         while not until():
-            assert time.monotonic() < give_up, f"waited {seconds} s in vain: {self.failed}"
+            assert time.monotonic() < give_up, f"waited {seconds} s: {self.failed}"
             self.collect()
             time.sleep(0.002)
 

@@ -45,7 +45,7 @@ class Pod:
         self, prompt: list[int], extras: Extras = NOTHING, group: int = 0, **fields: Any
     ) -> None:
         hashes = [external(full) for full in chain(SCHEME, prompt, extras)]
-        said = {
+        defaults = {
             "type": "BlockStored",
             "block_hashes": hashes,
             "parent_block_hash": None,
@@ -56,7 +56,7 @@ class Pod:
             "group_idx": group,
             "kv_cache_spec_kind": "full_attention",
         }
-        await self.publisher.publish({**said, **fields})
+        await self.publisher.publish({**defaults, **fields})
 
     async def remove(self, prompt: list[int], blocks: slice = slice(None), group: int = 0) -> None:
         hashes = [external(full) for full in chain(SCHEME, prompt)][blocks]
@@ -112,8 +112,8 @@ class Fleet(Deployment):
     def of_router(self, name: str, /, **labels: str) -> float | None:
         return self.proxy.metrics.registry.get_sample_value(f"pdconn_router_{name}", labels)
 
-    async def heard(self) -> None:
-        """Every pod's events so far are known."""
+    async def events_applied(self) -> None:
+        """Wait until every pod's events so far are in the index."""
 
         def all_of_them() -> bool:
             counts = [self.of_pod("events_total", pod) for pod in self.pods.values()]

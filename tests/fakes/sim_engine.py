@@ -356,7 +356,7 @@ class SimEngine:
     # What it does
 
     def release(self, request: Request) -> None:
-        """Its blocks may go, and whoever waits for room looks again."""
+        """Its blocks may go, and those waiting for room look again."""
         self.cache.finish(request)
         task = asyncio.create_task(self._tell_room())
         self._tasks.add(task)

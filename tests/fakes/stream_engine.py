@@ -69,7 +69,7 @@ class Events:
         await self._pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     async def replay(self) -> None:
-        """Answer whoever asks what was said."""
+        """Answer requests for a replay of the sent batches."""
         while True:
             asker, _, start = await self._replay.recv_multipart()
             first = int.from_bytes(start, "big")

@@ -101,7 +101,7 @@ def odd_shapes() -> dict[str, tuple[int, dict[str, Any]]]:
         "sizes, eagle window": (32, {"groups": [(32, None), (16, 40, True)], "num_blocks": 80}),
         # Groups that look alike are looked up together: one drafter's group makes eagles of all.
         "eagle twin": (16, {"groups": [full, twin, (*twin, True)], "num_blocks": 120}),
-        # Nobody needs the tail of such a window, so no block of it is ever cached.
+        # No request needs the tail of such a window, so no block of it is ever cached.
         "window of 1": (1 << 20, {"groups": [full, (16, 1)], "num_blocks": 90}),
     }
 
@@ -126,12 +126,12 @@ class Windowless(Index):
 
 @dataclass
 class World:
-    """Two engines, and a router that hears them."""
+    """Two engines, and a router that applies their events."""
 
     sim: Any
     shape: Any
     rng: random.Random
-    told: list[list[int]] = field(default_factory=list)
+    finished: list[list[int]] = field(default_factory=list)
     running: list[tuple[str, Any]] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     index_kind: type[Index] = Index
@@ -154,15 +154,15 @@ class World:
             while not cache.is_computed(request):
                 cache.step(request)
             cache.finish(request)
-        self.hear()
+        self.apply_events()
 
     def prompt(self) -> list[int]:
         """New, or one from before that goes on, parts, ends earlier, or comes again."""
         rng = self.rng
         fresh = [rng.randrange(1000) for _ in range(rng.choice((3, 16, 40, 64, 150)))]
-        if not self.told or rng.random() < 0.2:
+        if not self.finished or rng.random() < 0.2:
             return fresh
-        old = rng.choice(self.told[-8:])
+        old = rng.choice(self.finished[-8:])
         how = rng.randrange(4)
         if how == 0:
             return old
@@ -174,7 +174,7 @@ class World:
         prompt = Prompt(hashes, len(tokens), scheme.block_tokens)
         return {name: hit.tokens for name, hit in self.scorer.score(prompt).items()}
 
-    def hear(self) -> None:
+    def apply_events(self) -> None:
         for name, cache in self.caches.items():
             for payload in cache.payloads():
                 batch = decode_batch(payload)
@@ -190,7 +190,7 @@ class World:
     def end_one(self) -> None:
         name, request = self.running.pop(self.rng.randrange(len(self.running)))
         self.caches[name].finish(request)
-        self.told.append(list(request.all_token_ids))
+        self.finished.append(list(request.all_token_ids))
 
     def start(self, tokens: list[int]) -> None:
         name = self.rng.choice(PODS)
@@ -226,7 +226,7 @@ class World:
                 self.end_one()
             if not self.running and self.rng.random() < 0.05:
                 assert all(cache.clear() for cache in self.caches.values())
-            self.hear()
+            self.apply_events()
 
 
 def world(
@@ -255,7 +255,7 @@ def test_where_vllm_finds_less_than_it_could_the_difference_is_bounded(sim: Any,
 
 
 @pytest.mark.parametrize("name", ["full, window", "in chunks", "retention 0"])
-def test_who_ignores_windows_is_wrong(sim: Any, name: str) -> None:
+def test_a_score_that_ignores_windows_is_wrong(sim: Any, name: str) -> None:
     drawn = world(sim, shapes()[name], index_kind=Windowless)
     assert any(one.predicted > one.found for one in drawn.differences())
 
@@ -270,25 +270,25 @@ def test_a_group_that_has_not_spoken_yet_is_not_missed(sim: Any) -> None:
     prompt = list(range(167))
     cache = fresh.caches["a"]
     assert cache.admit(cache.request(prompt), transferred=True) == 0
-    fresh.hear()
+    fresh.apply_events()
     assert (fresh.predict(prompt)["a"], cache.hit(cache.request(prompt))) == (128, 0)
     fresh.introduce()
     assert fresh.predict(prompt)["a"] == 0
 
 
-def test_who_misses_batches_is_wrong(sim: Any) -> None:
+def test_a_router_that_misses_batches_is_wrong(sim: Any) -> None:
     """The law above is worth what the events are needed for."""
 
-    class Deaf(World):
-        def hear(self) -> None:
+    class LosesBatches(World):
+        def apply_events(self) -> None:
             if self.rng.random() < 0.1:
                 for cache in self.caches.values():
                     list(cache.payloads())
-            super().hear()
+            super().apply_events()
 
     drawn = world(sim, shapes()["full, window"])
-    deaf = Deaf(sim, drawn.shape, random.Random(0))
-    assert list(deaf.differences())
+    losing = LosesBatches(sim, drawn.shape, random.Random(0))
+    assert list(losing.differences())
 
 
 # --- on sockets ---------------------------------------------------------------------------
@@ -302,11 +302,11 @@ async def ask(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> dic
         request_id = response.headers["X-Request-Id"]
         assert (await response.json())["usage"]["prompt_tokens"] == len(prompt)
     async with client.get(f"{url}/debug/route/{request_id}") as response:
-        told: dict[str, Any] = await response.json()
-        return told
+        route: dict[str, Any] = await response.json()
+        return route
 
 
-async def heard(client: aiohttp.ClientSession, url: str, published: Counter[str]) -> None:
+async def events_applied(client: aiohttp.ClientSession, url: str, published: Counter[str]) -> None:
     """The router knows every pod, and all that engines have published."""
     async with asyncio.timeout(60):
         while True:
@@ -342,11 +342,11 @@ def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
                 counting(engine, published)
             config = ProxyConfig.of([p.word, q.word], [d.word], port=0, alone_below=8)
             async with running_proxy(config) as proxy:
-                await heard(client, proxy.url, published)
+                await events_applied(client, proxy.url, published)
                 cold = await ask(client, proxy.url, prompt)
-                await heard(client, proxy.url, published)
+                await events_applied(client, proxy.url, published)
                 warm = await ask(client, proxy.url, prompt + list(range(300)))
-                await heard(client, proxy.url, published)
+                await events_applied(client, proxy.url, published)
                 again = await ask(client, proxy.url, prompt)
             assert cold["cached_tokens"] == 0
             assert warm["prefill"] == cold["prefill"]

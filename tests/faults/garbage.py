@@ -101,10 +101,10 @@ KINDS = STREAM + BODY
 
 
 def _flip(rng: Random, data: bytes) -> bytes:
-    spoiled = bytearray(data)
+    corrupted = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 8))):
-        spoiled[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return bytes(spoiled)
+        corrupted[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(corrupted)
 
 
 def alter(rng: Random, tree: Any) -> Any:

@@ -120,17 +120,17 @@ def trap(
 def summary(decode: Decode) -> str:
     return (
         f"{len(decode.tokens)} requests: {len(decode.received)} received, "
-        f"{len(decode.rejected)} rejected, {len(decode.spoiled)} reads on reused blocks, "
+        f"{len(decode.rejected)} rejected, {len(decode.corrupted)} reads on reused blocks, "
         f"{len(decode.wrong)} wrong"
     )
 
 
 def test_500_reads_of_reused_blocks_give_no_wrong_token() -> None:
-    decode = trap(500, enough=lambda decode: len(decode.spoiled) > 400)
+    decode = trap(500, enough=lambda decode: len(decode.corrupted) > 400)
     assert len(decode.tokens) >= 500
     assert decode.wrong == []
-    assert len(decode.spoiled) > 400, "the trap did not close: blocks were not reused under reads"
-    assert decode.spoiled <= set(decode.rejected)
+    assert len(decode.corrupted) > 400, "the trap did not close: blocks were not reused under reads"
+    assert decode.corrupted <= set(decode.rejected)
 
 
 def test_without_the_deadline_the_same_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +146,11 @@ def test_reads_that_land_about_the_deadline_are_believed_or_not_and_never_wrong(
         300,
         faults=ReadFaults(),
         network=network,
-        enough=lambda decode: decode.received and decode.spoiled,
+        enough=lambda decode: decode.received and decode.corrupted,
     )
     assert decode.wrong == []
     assert decode.received
-    assert decode.spoiled
+    assert decode.corrupted
 
 
 def test_about_the_deadline_too_it_is_the_check_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +218,10 @@ class TestNixlOverTcp:
         return decode
 
     def test_48_reads_of_reused_blocks_give_no_wrong_token(self, prefill: PrefillProcess) -> None:
-        enough: Enough = lambda decode: len(decode.spoiled) > 24  # noqa: E731
+        enough: Enough = lambda decode: len(decode.corrupted) > 24  # noqa: E731
         decode = self.trap(prefill, 48, LATE, LEASE_S, lossy=True, enough=enough)
         assert decode.wrong == []
-        assert len(decode.spoiled) > 24
+        assert len(decode.corrupted) > 24
 
     def test_without_the_deadline_the_same_gives_wrong_tokens(
         self, prefill: PrefillProcess, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ def test_what_is_not_given_does_not_happen() -> None:
     assert read_faults({"messages": {"cut": 0.01}})
 
 
-def test_faults_can_be_told() -> None:
+def test_faults_have_a_text() -> None:
     faults = read_faults({"seed": 7, "reads": {"corrupt": 1.0}, "messages": {"drop": 0.1}})
     assert str(faults) == "seed 7; reads: corrupt 1.0; messages: drop 0.1"
     assert str(Faults()) == "seed 0"

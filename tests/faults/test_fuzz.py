@@ -1,6 +1,6 @@
 """Any bytes may arrive at a lender's side channel: it lives, stays small and serves on.
 
-Replies to readers are spoiled in :mod:`tests.faults.test_liars`.
+Replies to readers are corrupted in :mod:`tests.faults.test_liars`.
 
 ``PDCONN_FUZZ=200000`` sets how many inputs are sent, ``PDCONN_SEED`` which (``make fuzz``).
 """
@@ -106,7 +106,7 @@ def body(rng: Random) -> bytes:
     """Valid messages of a reader without a ticket, that knows the names of what is lent."""
     request, ticket = f"victim{rng.randrange(9)}", rng.randbytes(16)
     reader = Reader(f"unknown/{rng.randrange(9)}", rng.randrange(2), 2)
-    said: list[FromReader] = [
+    messages: list[FromReader] = [
         Hello(PROTOCOL_VERSION, "unknown", "boot-1"),
         Hello(PROTOCOL_VERSION, "unknown", "boot-0"),
         Describe(PROTOCOL_VERSION),
@@ -117,7 +117,7 @@ def body(rng: Random) -> bytes:
             3, request, reader, ChecksumQuery(0, False, (PieceRange(0, 0, 2, 0, 2, 0, 3),))
         ),
     ]
-    return encode([rng.choice(said)] * rng.choice((1, 1, 3)))
+    return encode([rng.choice(messages)] * rng.choice((1, 1, 3)))
 
 
 def to_open_lender(rng: Random) -> bytes:
@@ -130,8 +130,8 @@ def to_guarded_lender(rng: Random) -> bytes:
     """Garbage instead of a handshake, amid one, or as one."""
     [hello] = ReaderAuth(Secret(SECRET.encode()), rng.randbytes(32)).start()
     if rng.random() < 0.4:
-        spoiled: bytes = rng.choice(KINDS[:-5])(rng, hello)
-        return rng.choice((b"", frame(hello))) + spoiled
+        corrupted: bytes = rng.choice(KINDS[:-5])(rng, hello)
+        return rng.choice((b"", frame(hello))) + corrupted
     proof = frame(hello[:-33] + b"\x03" + rng.randbytes(32))
     return rng.choice((b"", frame(hello), frame(hello) + proof)) + rng.choice(KINDS)(rng, body(rng))
 

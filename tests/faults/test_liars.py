@@ -61,13 +61,13 @@ def other_geometry(rng: Random, body: bytes) -> bytes:
     The transport's address stays too: in-process bytes are moved from wherever it says.
     """
     for _ in range(300):
-        said = msgspec.msgpack.decode(body)
-        ranks = [rank for message in said for rank in message.get("ranks", ())]
+        messages = msgspec.msgpack.decode(body)
+        ranks = [rank for message in messages for rank in message.get("ranks", ())]
         if not ranks:
             break
         for rank in ranks:
             rank["references"] = alter(rng, rank["references"])
-        lied = msgspec.msgpack.encode(said)
+        lied = msgspec.msgpack.encode(messages)
         with contextlib.suppress(MessageError):
             decode_from_lender(lied)
             return frame(lied)
@@ -82,7 +82,7 @@ class _Lying(FrameFaults):
         self._lie = lie
 
     def feed(self, frame_: bytes, now: float) -> list[DelayedFrame]:
-        self.counts["said"] += 1
+        self.counts["welcomes"] += 1
         if self._rng.random() < 0.5:
             return [DelayedFrame(now, frame_)]
         self.counts["lies"] += 1
@@ -149,17 +149,17 @@ def deceive(lie: Lie, believes: bool = False) -> Decode:
         assert relay.counts["lies"] > LIES / 4
         lied_to = {n for n in decode.received if n % 2 == 0}
         print(f"{LIES} pulls were lied to: {len(lied_to)} received, {len(decode.wrong)} wrong;")
-        print(Counter(map(_said, decode.rejected.values())).most_common(12))
+        print(Counter(map(_reason_only, decode.rejected.values())).most_common(12))
     assert believes or decode.wrong == []
     return decode
 
 
-def _said(reason: str) -> str:
+def _reason_only(reason: str) -> str:
     """A reason without the liar's address."""
     return (reason.partition("127.0.1.")[2].partition(": ")[2] or reason)[:60]
 
 
-def test_what_is_spoiled_on_the_way_is_noticed() -> None:
+def test_what_is_corrupted_on_the_way_is_noticed() -> None:
     deceive(any_of(flipped, truncated, repeated))
 
 
@@ -172,7 +172,7 @@ def test_wrong_answers_to_claims_are_never_believed() -> None:
     assert {number for number in decode.received if number % 2 == 0}
 
 
-def test_a_wrong_geometry_costs_the_pulls_that_believe_it_and_nobody_else() -> None:
+def test_a_wrong_geometry_costs_the_pulls_that_believe_it_and_no_other() -> None:
     deceive(other_geometry, believes=True)
 
 

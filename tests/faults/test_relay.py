@@ -70,7 +70,7 @@ def ends(
 def until(true: Callable[[], bool], shown: object = "") -> None:
     give_up = time.monotonic() + SECONDS
     while not true():
-        assert time.monotonic() < give_up, f"waited {SECONDS} s in vain: {shown}"
+        assert time.monotonic() < give_up, f"waited {SECONDS} s: {shown}"
         time.sleep(0.002)
 
 
@@ -471,7 +471,7 @@ def test_a_late_frame_that_is_overtaken_is_no_earlier_for_it() -> None:
 
 
 class Scripted(Random):
-    """Draws what it is told to."""
+    """Draws the values it is given."""
 
     def __init__(self, draws: list[float]) -> None:
         super().__init__(7)

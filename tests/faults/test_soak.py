@@ -124,7 +124,7 @@ class Soak:
             "pulls": pulls.num_open,
             "alarms": len(pulls._alarms),
             "peers": self.decode.puller.num_peers,
-            "strangers": max(0, len(lender._connections) - self.decode.puller.num_peers),
+            "unpaired": max(0, len(lender._connections) - self.decode.puller.num_peers),
             "reads": len(self.decode.puller._reader._transport_jobs),
             "lent": lender._sessions.num_lent,
             "timers": len(lender._sessions._leases._timers),
@@ -310,7 +310,7 @@ def test_a_table_that_never_forgets_is_noticed(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, lambda *_, **__: [] if owner is LeaseTable else None)
-    with ExitStack() as stack, pytest.raises(AssertionError, match=r"is left|in vain"):
+    with ExitStack() as stack, pytest.raises(AssertionError, match=r"is left|waited \d"):
         soak(Soak(stack, Sea().open, quiet_s=3.0), 90)
 
 

@@ -18,7 +18,7 @@ def pull(name: str, their: dict, our: dict, *, prompt: int = 8192, **how) -> For
     return forecast(EngineShape(model, **their), EngineShape(model, **our), prompt, hit, link)
 
 
-def said(made: Forecast) -> dict[str, str]:
+def advice_of(made: Forecast) -> dict[str, str]:
     return {one.code: one.text for one in advise(made)}
 
 
@@ -30,7 +30,7 @@ def test_the_default_pairing_is_not_slow(shape):
 def test_slow_layouts_are_named_and_the_remedy_is_forecast():
     slow = {"layout": "BLNHC"}
     made = pull("llama-3.1-8b", {**slow, "tp": 2}, {**slow, "tp": 4})
-    text = said(made)["slow-runs"]
+    text = advice_of(made)["slow-runs"]
     assert "runs of 1.0 KiB" in text  # 2 of 4 heads of a token: 2 x 512 bytes
     pieces = 8192 * 32  # a rank reads its heads of each token and layer in one run
     share = pieces * 0.2e-6 / (pieces * 0.2e-6 + pieces * 1024 / 50e9)
@@ -46,7 +46,7 @@ def test_slow_layouts_are_named_and_the_remedy_is_forecast():
 
 def test_only_the_side_at_fault_is_named():
     """Decode keeps one head per rank, so that its order of heads and tokens means nothing."""
-    text = said(pull("llama-3.1-8b", {"layout": "BLNHC"}, {"layout": "BHLNC", "tp": 8}))
+    text = advice_of(pull("llama-3.1-8b", {"layout": "BLNHC"}, {"layout": "BHLNC", "tp": 8}))
     assert "prefill's layout BLNHC" in text["slow-runs"]
     assert "decode's layout" not in text["slow-runs"]
 
@@ -55,17 +55,17 @@ def test_unequal_blocks_are_named_and_equal_ones_forecast():
     """16 tokens of one head and layer: 8 KiB, 64 bytes of which cost a descriptor each."""
     sides = {"tp": 2}, {"tp": 4, "block_tokens": 64}
     made = pull("llama-3.1-70b", *sides, link="shm", prompt=32768)
-    text = said(made)["slow-runs"]
+    text = advice_of(made)["slow-runs"]
     assert "theirs 16 and ours 64 tokens" in text
     assert "layout" not in text.partition("With ")[0]
     equal = pull("llama-3.1-70b", {"tp": 2, "block_tokens": 64}, sides[1], link="shm", prompt=32768)
     assert f"blocks of 64 tokens on both sides: {1e3 * equal.seconds:,.2f} ms" in text
 
 
-def test_small_blocks_are_told_a_size():
+def test_small_blocks_get_advice_on_their_size():
     """12 layers, 8 heads and 256 bytes: 24 KiB a token in whole blocks, 12 KiB in halves."""
     side = {"block_tokens": 1}
-    text = said(pull("gpt-oss-20b", side, {**side, "tp": 2}, link="tcp"))["slow-runs"]
+    text = advice_of(pull("gpt-oss-20b", side, {**side, "tp": 2}, link="tcp"))["slow-runs"]
     assert "With blocks of 2 tokens on both sides" in text
 
 
@@ -76,37 +76,39 @@ def test_a_fast_link_for_bytes_and_descriptors_is_not_slow():
     costly, free = (forecast(*slow, 8192, 0, parse_link("10Gb/s", us)) for us in (2.2, 0.001))
     assert is_slow(costly)
     assert not is_slow(free)
-    assert "slow-runs" not in said(free)
+    assert "slow-runs" not in advice_of(free)
 
 
 @pytest.mark.parametrize(
     ("hit", "our_block", "again"), [(1000, 16, "last 8"), (1040, 64, "last 0"), (1024, 64, None)]
 )
-def test_a_hit_that_ends_inside_a_block_is_told(hit, our_block, again):
+def test_a_hit_that_ends_inside_a_block_is_named(hit, our_block, again):
     made = pull("qwen3-8b", {}, {"block_tokens": our_block}, hit=hit)
-    text = said(made).get("partial-hit")
+    text = advice_of(made).get("partial-hit")
     assert (text is None) if again is None else (again in text and f"{our_block} tokens" in text)
 
 
-def test_windows_that_save_nothing_are_told():
-    assert "1024 tokens" in said(pull("gemma-3-27b", {}, {}, prompt=1000))["idle-windows"]
-    assert "idle-windows" not in said(pull("gemma-3-27b", {}, {}, prompt=8192))
-    assert "idle-windows" not in said(pull("llama-3.1-8b", {}, {}, prompt=1000))
+def test_windows_that_save_nothing_are_named():
+    assert "1024 tokens" in advice_of(pull("gemma-3-27b", {}, {}, prompt=1000))["idle-windows"]
+    assert "idle-windows" not in advice_of(pull("gemma-3-27b", {}, {}, prompt=8192))
+    assert "idle-windows" not in advice_of(pull("llama-3.1-8b", {}, {}, prompt=1000))
 
 
 def test_copies_are_counted():
-    assert "8 copies of one head" in said(pull("deepseek-v3", {}, {"tp": 8}))["replicated-heads"]
-    text = said(pull("qwen3-30b-a3b", {}, {"tp": 8}))["replicated-heads"]
+    assert (
+        "8 copies of one head" in advice_of(pull("deepseek-v3", {}, {"tp": 8}))["replicated-heads"]
+    )
+    text = advice_of(pull("qwen3-30b-a3b", {}, {"tp": 8}))["replicated-heads"]
     assert "2 copies of 4 heads" in text
-    assert "replicated-heads" not in said(pull("qwen3-30b-a3b", {}, {"tp": 4}))
+    assert "replicated-heads" not in advice_of(pull("qwen3-30b-a3b", {}, {"tp": 4}))
 
 
-def test_a_source_that_feeds_many_is_told():
+def test_a_source_that_feeds_many_is_named():
     """One prefill rank sends what four decode ranks read."""
     made = pull("llama-3.1-8b", {}, {"tp": 4})
-    text = said(made)["busy-source"]
+    text = advice_of(made)["busy-source"]
     at_least = re.search(r"at least ([\d.]+) ms", text)
     assert at_least is not None
     nbytes = 8192 * (128 << 10)
     assert float(at_least[1]) == pytest.approx(1e3 * nbytes / 50e9, rel=0.01)
-    assert "busy-source" not in said(pull("llama-3.1-8b", {"tp": 4}, {"tp": 4}))
+    assert "busy-source" not in advice_of(pull("llama-3.1-8b", {"tp": 4}, {"tp": 4}))

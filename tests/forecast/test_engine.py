@@ -141,7 +141,7 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "said"),
+    ("text", "field", "message"),
     [
         ("tp=3", "tp", "a divisor or multiple of 4"),
         ("tp=0", "tp", "from 1 to"),
@@ -156,11 +156,11 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
         ("tp=2,tp=4", "tp", "one value"),
     ],
 )
-def test_an_engine_without_sense_is_refused(text, field, said):
+def test_an_engine_without_sense_is_refused(text, field, message):
     with pytest.raises(ShapeError, match=r"expected .*, got") as refused:
         parse_engine(text, uniform())
     assert refused.value.field == field
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_an_engine_is_written_and_read_the_same():

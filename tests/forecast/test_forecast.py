@@ -1,4 +1,4 @@
-"""A forecast is the planner's own arithmetic, and obeys what can be worked out by hand."""
+"""A forecast is the planner's own arithmetic, and agrees with what can be worked out by hand."""
 
 from dataclasses import replace
 

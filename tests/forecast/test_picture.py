@@ -72,7 +72,7 @@ def test_every_group_can_be_drawn(shape):
         assert len(svg) < 2_000_000
 
 
-def test_what_does_not_fit_is_said():
+def test_what_does_not_fit_is_named():
     model = built_in("llama-3.1-405b")
     svg = draw(EngineShape(model, "BLNHC"), EngineShape(model, "BHLNC", tp=2), 0)
     shown = len(parts(svg, "path", "run"))

@@ -251,6 +251,6 @@ def test_names_are_found_however_they_are_written(shape):
 
 
 def test_an_unknown_name_is_an_error_that_lists_all_and_names_the_nearest():
-    said = r"gpt-oss-20b, gpt-oss-120b, .*, got gpt-oss; did you mean 'gpt-oss-20b'"
-    with pytest.raises(ShapeError, match=said):
+    message = r"gpt-oss-20b, gpt-oss-120b, .*, got gpt-oss; did you mean 'gpt-oss-20b'"
+    with pytest.raises(ShapeError, match=message):
         built_in("gpt-oss")

@@ -4,7 +4,7 @@
     {"do": "ranks", "case": …, "verify": …}              every rank of a case, and a lender
     {"do": "allocated", "order": …, "tp": …}             every rank of memory as an engine has it
     {"do": "plain", "nbytes": …}                         random bytes in one piece
-    {"do": "flip", "rank": …, "offset": …}               spoil a byte of a rank
+    {"do": "flip", "rank": …, "offset": …}               flip a byte of a rank
     {"do": "close"}
 
 The device is this program's argument.  What was open before is closed first.

@@ -72,7 +72,7 @@ def test_every_byte_that_is_needed_arrives_and_no_other_changes(
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
-def test_a_byte_that_was_spoilt_at_the_lender_is_noticed(
+def test_a_byte_that_was_corrupted_at_the_lender_is_noticed(
     layout: str, lender: DeviceLender, device: Device
 ) -> None:
     """Negative control: exactly that byte, where the plan put it."""
@@ -149,7 +149,7 @@ def pull(case: Case, port: int, made: list[tuple[Puller, BytesOn]]) -> list[Pull
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.held and c.their_tp != c.our_tp], ids=str
 )
-def test_a_pull_through_the_whole_runtime_arrives_and_is_proven(
+def test_a_pull_through_the_whole_runtime_arrives_and_is_verified(
     case: Case, verify: Verify, lender: DeviceLender, device: Device
 ) -> None:
     _, port = lender.lend(case, verify=verify is not Verify.OFF)
@@ -160,8 +160,8 @@ def test_a_pull_through_the_whole_runtime_arrives_and_is_proven(
         assert [outcome.failed for outcome in outcomes] == [()] * case.our_tp
         for rank, (puller, ours) in enumerate(made):
             assert not (ours != request.expected(rank)).any()
-            proven = puller.take_counts().get("pulls_verified", 0)
-            assert proven == (verify is not Verify.OFF)
+            verified = puller.take_counts().get("pulls_verified", 0)
+            assert verified == (verify is not Verify.OFF)
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])

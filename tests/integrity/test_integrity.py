@@ -196,7 +196,7 @@ def test_a_late_step_of_the_lender_is_no_corruption() -> None:
                 expected.compare(theirs, ours)
 
 
-def test_answers_that_count_other_pieces_are_told_apart() -> None:
+def test_answers_that_count_other_pieces_are_distinguished() -> None:
     expected = expectation(Engine(seed=1), Engine(), 0, 100)
     with pytest.raises(Corrupted, match="pieces of what was read from rank 0: theirs 3, ours 4"):
         expected.compare(PieceSum(1, 3), PieceSum(1, 4))

@@ -146,6 +146,6 @@ def test_free_blocks_leave_out_the_null_block() -> None:
         assert Client(server.url).free_blocks() == 75
 
 
-def test_a_server_that_does_not_count_blocks_is_told_apart() -> None:
+def test_a_server_that_does_not_count_blocks_is_distinguished() -> None:
     with _serving("up 1\n") as server, pytest.raises(ValueError, match="no label num_gpu_blocks"):
         Client(server.url).free_blocks()

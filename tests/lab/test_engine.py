@@ -45,8 +45,8 @@ class LeapingClock:
         self._log, self._began = log, time.monotonic()
 
     def __call__(self) -> float:
-        said = self._log.exists() and self._log.read_text().endswith("\n")
-        return 3600.0 if said or time.monotonic() - self._began > 30.0 else 0.0
+        complete = self._log.exists() and self._log.read_text().endswith("\n")
+        return 3600.0 if complete or time.monotonic() - self._began > 30.0 else 0.0
 
 
 class FakeSpec(EngineSpec):
@@ -97,10 +97,10 @@ def test_one_that_never_serves_is_given_up_on(tmp_path: Path) -> None:
 
 
 def test_progress_is_reported_while_waiting(tmp_path: Path) -> None:
-    told: list[tuple[str, float, str]] = []
+    reports: list[tuple[str, float, str]] = []
 
     def progress(*what: Any) -> None:
-        told.append(what)
+        reports.append(what)
         if what[-1] == "thinking":
             raise Enough
 
@@ -110,8 +110,8 @@ def test_progress_is_reported_while_waiting(tmp_path: Path) -> None:
         running([_spec(_HANGING)], tmp_path, timeout_s=60.0, progress=progress, progress_s=0.1),
     ):
         pytest.fail("it must not be handed over")
-    name, seconds, said = told[-1]
-    assert (name, said) == ("fake", "thinking")
+    name, seconds, line = reports[-1]
+    assert (name, line) == ("fake", "thinking")
     assert 0 < seconds < time.monotonic() - began
 
 

@@ -77,13 +77,13 @@ def test_only_what_others_burn_counts_against_a_turn() -> None:
     with subprocess.Popen(burn, stdout=subprocess.PIPE) as burning:
         assert burning.stdout is not None
         burning.stdout.readline()
-        stranger, friend = Neighbours([]), Neighbours([burning.pid])
+        unaware, aware = Neighbours([]), Neighbours([burning.pid])
         began, before_s = time.monotonic(), _processor_s(burning.pid)
         try:
             while (burnt_s := _processor_s(burning.pid) - before_s) < 0.5:
                 assert time.monotonic() - began < 60.0, f"it burnt {burnt_s} s only"
                 time.sleep(0.05)
-            shares = stranger.share(), friend.share()
+            shares = unaware.share(), aware.share()
         finally:
             burning.kill()
     available_s = (time.monotonic() - began) * (os.cpu_count() or 1)

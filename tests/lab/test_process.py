@@ -50,7 +50,7 @@ def _wait_until(true: object, timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def _said(log: Path) -> str:
+def _logged(log: Path) -> str:
     _wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
     return log.read_text()
 
@@ -58,7 +58,7 @@ def _said(log: Path) -> str:
 def test_what_is_asked_to_end_ends(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = Process("server", _python(_SAY_AND_SLEEP), log)
-    assert _said(log) == "here\n"
+    assert _logged(log) == "here\n"
     assert process.ended() is None
     ended = process.end()
     assert ended.exit_code == -signal.SIGTERM
@@ -84,17 +84,17 @@ def test_a_command_that_cannot_be_run_says_why(tmp_path: Path) -> None:
 def test_what_ignores_the_request_is_killed_after_its_grace(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with Process("server", _python(_STUBBORN), log, grace_s=0.3) as process:
-        _said(log)
+        _logged(log)
         ended = process.end()
     assert ended.exit_code == -signal.SIGKILL
-    assert 0.3 <= ended.seconds < 10  # which it has where nothing is said
+    assert 0.3 <= ended.seconds < 10  # which it has by default
     assert not _is_alive(process.pid)
 
 
 def test_a_frozen_process_ends_too(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with Process("server", _python(_SAY_AND_SLEEP), log) as process:
-        _said(log)
+        _logged(log)
         process.pause()
         assert process.end().exit_code == -signal.SIGTERM
 
@@ -103,7 +103,7 @@ def test_a_paused_process_stands_still_until_resumed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     count = "import time\nfor i in range(10**9): print(i, flush=True); time.sleep(0.001)"
     with Process("server", _python(count), log) as process:
-        _said(log)
+        _logged(log)
         process.pause()
         _wait_until(lambda: _state(process.pid) == "T")  # a signal takes effect a little later
         still = log.stat().st_size
@@ -125,7 +125,7 @@ def test_grandchildren_outside_the_group_are_found_and_killed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_survives_the_one_who_started_it(tmp_path: Path, how: signal.Signals) -> None:
+def test_nothing_survives_the_process_that_started_it(tmp_path: Path, how: signal.Signals) -> None:
     log = tmp_path / "log"
     starter = f"""
 import pathlib, signal, sys, time
@@ -141,7 +141,7 @@ time.sleep(60)
     with parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        _said(log)
+        _logged(log)
         parent.send_signal(how)
     _wait_until(lambda: not any(map(_is_alive, pids)))
 
@@ -150,7 +150,7 @@ def test_a_killed_keeper_takes_its_command_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # nothing is left to tidy up
     with Process("server", _python(_SAY_AND_SLEEP), log, env=env) as process:
-        _said(log)
+        _logged(log)
         process._keeper.kill()
         _wait_until(lambda: not _is_alive(process.pid))
         assert process.end().exit_code is None

@@ -1,4 +1,4 @@
-"""The lab's proxy listens where it is told, and is gone with its block."""
+"""The lab's proxy listens at the given port, and is gone with its block."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_the_command_line_says_all_that_matters() -> None:
     assert command[-2:] == ["--seed", "3"]
 
 
-def test_an_engine_without_connector_is_told_of_none() -> None:
+def test_an_engine_without_connector_gets_no_connector_options() -> None:
     command = _spec(prefix_caching=True).command()
     assert "--kv-transfer-config" not in command
     assert "--enable-prefix-caching" in command

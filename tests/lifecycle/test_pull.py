@@ -164,7 +164,7 @@ def test_a_failure_before_the_engine_asks_is_kept_for_when_it_does() -> None:
     assert pull.want(1.0) == [ReportFailed("refused")]
 
 
-def test_a_lost_peer_is_not_told() -> None:
+def test_a_lost_peer_is_sent_nothing() -> None:
     pull = Pull(PATIENCE, 0.0)
     pull.want(0.0)
     assert pull.fail("gone", 0.0, tell=False) == [ReportFailed("gone")]
@@ -190,7 +190,7 @@ _EVENTS = st.lists(
 
 @settings(max_examples=400)
 @given(_EVENTS)
-def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type: ignore[no-untyped-def]
+def test_reported_at_most_once_and_only_what_was_verified(events) -> None:  # type: ignore[no-untyped-def]
     """Law 4, against a plain record of what was sent and granted."""
     pull, now = Pull(Patience(100.0, 2.0), 0.0), 0.0
     sent: dict[int, float] = {}
@@ -227,7 +227,7 @@ def test_reported_at_most_once_and_only_what_was_proven(events) -> None:  # type
                 assert event == "settled"
                 assert now < good_until
         elif event == "fail":
-            apply(pull.fail("told to", now))
+            apply(pull.fail("asked to", now))
         elif event == "tick":
             apply(pull.tick(now))
     assert sum(isinstance(report, ReportReceived) for report in reports) <= 1

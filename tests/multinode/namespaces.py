@@ -12,7 +12,7 @@ machines can be made unable to reach each other alone (``part``, ``heal``).  Cab
 
 Names begin with ``pdmn.``, then say who made them, as pid and start time.  A guard, a
 process of its own, deletes them when a pipe from us closes, however that came about; should
-the guard be killed too, the next network sweeps up what nobody owns any more.
+the guard be killed too, the next network sweeps up what has no owner any more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMES = Path("/run/netns")
 _TUN = Path("/dev/net/tun")
 _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.213.0."
-_NOBODY = "02:00:00:00:00:00"  # a hardware address that no machine has
+_UNUSED_ADDRESS = "02:00:00:00:00:00"  # a hardware address that no machine has
 _ROOT = Path(__file__).parents[2]
 
 
@@ -83,8 +83,8 @@ class Machine:
 
     def received_nbytes(self, device: str = "eth0") -> int:
         """Bytes that have come in at ``device``, headers included, since it was made."""
-        said = _ip("-n", self.namespace, "-j", "-s", "link", "show", device)
-        return int(json.loads(said)[0]["stats64"]["rx"]["bytes"])
+        shown = _ip("-n", self.namespace, "-j", "-s", "link", "show", device)
+        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 
     def set(self, key: str, value: int) -> None:
         """Write a number under ``/proc/sys/net``, here only; ``key`` like ``ipv4/tcp_retries2``."""
@@ -133,11 +133,11 @@ class Network:
     def part(self, one: str, other: str) -> None:
         """Let nothing pass between two machines, without a word to either.
 
-        Each takes the other to be at a hardware address that nobody has.
+        Each takes the other to be at a hardware address that no machine has.
         """
         for a, b in ((self[one], self[other]), (self[other], self[one])):
-            at_nobody = ("lladdr", _NOBODY, "nud", "permanent", "dev", "eth0")
-            _ip("-n", a.namespace, "neigh", "replace", b.address, *at_nobody)
+            at_unused = ("lladdr", _UNUSED_ADDRESS, "nud", "permanent", "dev", "eth0")
+            _ip("-n", a.namespace, "neigh", "replace", b.address, *at_unused)
 
     def heal(self, one: str, other: str) -> None:
         """Undo ``part``."""
@@ -256,7 +256,7 @@ def _run(command: list[str]) -> str:
 
 
 def _guard(network: str) -> None:
-    """Wait until whoever made ``network`` closes our standard input; delete it."""
+    """Wait until the maker of ``network`` closes our standard input; delete it."""
     sys.stdin.buffer.read()
     for name in left_by():
         if name.startswith(f"{network}."):

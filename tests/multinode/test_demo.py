@@ -33,14 +33,14 @@ def test_every_machine_has_a_line_with_its_address() -> None:
     assert "10 of 1000 packets" in lines[-1]
 
 
-def test_a_wrong_answer_is_told_and_fails(
+def test_a_wrong_answer_is_reported_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(monkeypatch, outcome("7 tokens: token differs"))
     assert main([]) == 1
-    said = capsys.readouterr()
-    assert "2 of 3 answers" in said.out
-    assert "token differs" in said.err
+    captured = capsys.readouterr()
+    assert "2 of 3 answers" in captured.out
+    assert "token differs" in captured.err
 
 
 def test_it_can_be_read_by_programs(
@@ -48,8 +48,8 @@ def test_it_can_be_read_by_programs(
 ) -> None:
     ran(monkeypatch, outcome())
     assert main(["--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [row["address"] for row in said["rows"]] == ["10.213.0.11", "10.213.0.21"]
+    report = json.loads(capsys.readouterr().out)
+    assert [row["address"] for row in report["rows"]] == ["10.213.0.11", "10.213.0.21"]
 
 
 def test_where_no_network_can_be_made_it_says_why(

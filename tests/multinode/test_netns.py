@@ -142,7 +142,7 @@ def test_100_requests_are_answered_right_while_a_link_goes_down_and_comes_back(
     machines.await_free(*PREFILL, *DECODE)
 
 
-def test_who_cannot_reach_the_lender_computes_itself_and_both_get_their_blocks_back(
+def test_an_engine_that_cannot_reach_the_lender_computes_itself_and_both_get_their_blocks_back(
     machines: Cluster,
 ) -> None:
     """The answers come while the way is still closed: no pull waits for it to open."""
@@ -168,13 +168,13 @@ def test_who_cannot_reach_the_lender_computes_itself_and_both_get_their_blocks_b
     pulls_again(machines, "p1", "d1", seed=11)
 
 
-def test_a_partition_amid_a_read_is_not_waited_for_and_its_late_data_harms_nobody(
+def test_a_partition_amid_a_read_is_not_waited_for_and_its_late_data_harms_no_request(
     machines: Cluster,
 ) -> None:
     """The way to d1 is narrow, so the read is caught when a part of it has come.
 
-    What is on its way then may come when the partition is over, into blocks that nobody
-    may have been given by then; the requests after it would notice.
+    What is on its way then may come when the partition is over, into blocks that no
+    request may have been given by then; the requests after it would notice.
     """
     (prompt,) = fresh_prompts([2000], seed=12)
     machines.learn([prompt])

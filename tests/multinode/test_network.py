@@ -49,12 +49,12 @@ def echo(machine: Machine) -> socket.socket:
     def serve() -> None:
         while True:
             try:
-                guest, _ = server.accept()
+                connection, _ = server.accept()
             except OSError:
                 return
-            with guest:
-                while data := guest.recv(1 << 16):
-                    guest.sendall(data)
+            with connection:
+                while data := connection.recv(1 << 16):
+                    connection.sendall(data)
 
     threading.Thread(target=serve, daemon=True).start()
     return server
@@ -217,7 +217,7 @@ def test_what_a_killed_guard_left_is_swept_up_and_what_is_in_use_is_not(network:
         assert set(left) <= set(sweep())
         assert left_by(maker.pid) == []
     assert left_by(os.getpid()) == in_use
-    assert reaches(network["b"], network["c"]) is False  # nobody listens there; the way is free
+    assert reaches(network["b"], network["c"]) is False  # nothing listens there; the way is free
 
 
 def started() -> subprocess.Popen[str]:

@@ -45,7 +45,7 @@ PATIENCE_S = 90.0
 
 _HTTP, _SIDE_CHANNEL = 8000, 5600
 _RETRIES = 4
-"""How often the router's kernel sends again what nobody confirms: about 6 s."""
+"""How often the router's kernel retransmits what is not acknowledged: about 6 s."""
 _ROUTER = ("--policy", "round-robin", "--connect-timeout", "1")
 
 
@@ -61,7 +61,7 @@ class NeverCame(Exception):
 class Cluster:
     """The machines, what runs on them, and the right answers.
 
-    Whoever asks does so inside ``network["client"]``.
+    Requests are sent from inside ``network["client"]``.
     """
 
     network: Network
@@ -128,7 +128,7 @@ class Cluster:
         return self.count(name, "vllm:kv_cache_usage_perc")
 
     def lent(self, name: str) -> float:
-        """Prompts that a prefill engine has lent; told when it steps, as blocks are."""
+        """Prompts that a prefill engine has lent; updated when it steps, as blocks are."""
         self.client(name).complete((5, 6, 7), 1)
         return self.count(name, "pdconn:leases_granted_total")
 

@@ -21,7 +21,7 @@ def pairing() -> Pairing:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "kind", "said"),
+    ("ours", "theirs", "kind", "message"),
     [
         ((), GOOD, PlanningError, "our block lists: expected 1, one per group, got 0"),
         (GOOD * 3, GOOD, PlanningError, "our block lists: expected 1, one per group, got 3"),
@@ -53,16 +53,16 @@ def test_what_is_refused_is_named(
     ours: tuple[BlockList, ...],
     theirs: tuple[BlockList, ...],
     kind: type[PlanningError],
-    said: str,
+    message: str,
 ) -> None:
     with pytest.raises(PlanningError) as refused:
         pairing.plan(Need(0, 12, ours), theirs)
     assert type(refused.value) is kind
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize("last", [(BlockList(0, (3, 4, AT)),), GOOD])
-def test_the_last_block_is_in_range_and_what_nobody_needs_is_not_looked_at(
+def test_the_last_block_is_in_range_and_what_is_not_needed_is_not_looked_at(
     pairing: Pairing, last: tuple[BlockList, ...]
 ) -> None:
     """Control: the same lists, one id lower, or with the bad id behind what is wanted."""

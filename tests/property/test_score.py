@@ -110,7 +110,7 @@ STORE = Index.store
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_cut_a_hit_is_not_there(part: int) -> None:
-    """Whoever is told to have cut a hit lacks the block that is named."""
+    """The group named as cutting a hit lacks the block that is named."""
     for seed in range(part, NUM_WORLDS // 5, PARTS):
         _check_cuts(draw(seed))
 
@@ -146,7 +146,10 @@ def _check_snapshot(world: World) -> None:
     snapshot = take_snapshot(world.index, world.prompt, WEIGHTS, world.account)
     read = read_snapshot(msgspec.json.encode(snapshot))
     hits = Scorer(world.index, WEIGHTS).score(world.prompt)
-    for name, told in explain_snapshot(read).items():
-        assert (told.hit_blocks, told.hit_tokens) == (hits[name].blocks, hits[name].tokens)
-        assert told.score == pytest.approx(hits[name].score)
-        assert told.cut_by == explain(world.index, world.prompt, name, hits[name])
+    for name, explained in explain_snapshot(read).items():
+        assert (explained.hit_blocks, explained.hit_tokens) == (
+            hits[name].blocks,
+            hits[name].tokens,
+        )
+        assert explained.score == pytest.approx(hits[name].score)
+        assert explained.cut_by == explain(world.index, world.prompt, name, hits[name])

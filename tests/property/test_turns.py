@@ -50,7 +50,7 @@ asked_for = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size
 
 
 def one_by_one(order: Order, asked: Asked) -> dict[int, int]:
-    """When each pull ends, a byte a tick to whoever is first; idle ticks pass too."""
+    """When each pull ends, a byte a tick to the first; idle ticks pass too."""
     left = [nbytes for _, nbytes in asked]
     ends: dict[int, int] = {}
     tick = 0
@@ -98,12 +98,12 @@ def latest(asked: Asked, order: Order) -> Fraction:
 
 
 @given(asked_for)
-def test_nobody_ends_later_than_with_equal_shares(asked: Asked) -> None:
+def test_no_pull_ends_later_than_with_equal_shares(asked: Asked) -> None:
     assert latest(asked, FairQueue[int]()) <= 1
 
 
 @given(asked_for)
-def test_the_link_is_never_idle_while_somebody_waits(asked: Asked) -> None:
+def test_the_link_is_never_idle_while_a_pull_waits(asked: Asked) -> None:
     ours, plain = one_by_one(FairQueue[int](), asked), one_by_one(FirstCome(), asked)
     assert max(ours.values()) == max(plain.values())
 
@@ -124,7 +124,7 @@ def test_the_picture_of_the_module() -> None:
     assert {pull: float(end) for pull, end in shared(asked).items()} == {0: 17, 1: 17, 2: 7}
 
 
-def test_nobody_is_first_where_nobody_waits() -> None:
+def test_an_empty_queue_has_no_first() -> None:
     turns = FairQueue[str]()
     turns.served(10)
     assert turns.first() is None

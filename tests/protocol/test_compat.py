@@ -39,10 +39,10 @@ def test_every_trait_that_differs_is_in_the_error() -> None:
     theirs = {"model": "other", "kv_dtype": "fp8", "packing": "x"}
     with Pair(traits=theirs) as pair:
         pair.pull("d", pair.lend("r"))
-        said = str(pair.outcome_of("d"))
-    assert "kv_dtype: theirs fp8, ours nothing" in said
-    assert "model: theirs other, ours tiny" in said
-    assert "packing: theirs x, ours nothing" in said
+        text = str(pair.outcome_of("d"))
+    assert "kv_dtype: theirs fp8, ours nothing" in text
+    assert "model: theirs other, ours tiny" in text
+    assert "packing: theirs x, ours nothing" in text
 
 
 def test_a_lender_without_traits_is_refused_by_a_reader_that_asks() -> None:
@@ -106,7 +106,7 @@ def test_other_layouts_block_sizes_and_tensor_parallelism_are_differences_that_a
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "said"),
+    ("theirs", "ours", "expected"),
     [
         (
             engine(opaque=True, block=8),
@@ -154,11 +154,11 @@ def test_other_layouts_block_sizes_and_tensor_parallelism_are_differences_that_a
     ],
 )
 def test_what_the_planner_refuses_is_named_with_both_values(
-    theirs: Described, ours: Described, said: list[str]
+    theirs: Described, ours: Described, expected: list[str]
 ) -> None:
     comparison = compare(theirs, ours)
     assert not comparison.compatible
-    assert [str(difference) for difference in comparison.b_pulls] == said
+    assert [str(difference) for difference in comparison.b_pulls] == expected
 
 
 def test_compressed_rows_of_unequal_blocks_are_served() -> None:
@@ -224,9 +224,9 @@ def test_diff_of_equal_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str
         where = f"127.0.0.1:{pair.lender.port}"
         assert main(["diff", where, "--save", str(saved)]) == 0
         assert main(["diff", where, str(saved)]) == 0
-    said = capsys.readouterr().out
-    assert "no difference" in said
-    assert f"{saved} can pull from {where}" in said
+    text = capsys.readouterr().out
+    assert "no difference" in text
+    assert f"{saved} can pull from {where}" in text
 
 
 def test_the_table_tells_what_is_refused_from_what_differs(
@@ -274,8 +274,8 @@ def test_a_description_without_ranks(
 @pytest.mark.parametrize("where", ["nowhere", "host:0", "host:70000", ":5600", "a..b:80"])
 def test_a_place_that_is_none(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", where, where]) == 2
-    said = capsys.readouterr().err
-    assert "expected HOST:PORT or an existing file" in said or "is not a host name" in said
+    text = capsys.readouterr().err
+    assert "expected HOST:PORT or an existing file" in text or "is not a host name" in text
 
 
 def test_a_file_that_is_no_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,24 +61,24 @@ def ticket() -> Ticket:
     return Ticket("p", "boot", "r", "localhost", 5600, 40, "digest", blocks)
 
 
-def test_messages_of_readers_are_received_as_said() -> None:
-    said = [
+def test_messages_of_readers_are_received_as_sent() -> None:
+    messages = [
         Hello(1, "d", "boot"),
         Hello(1, "d"),
         Claim(1, "r", READER, DIGEST),
         Renew(2, "r", READER),
         Done("r", READER, DIGEST, True),
     ]
-    assert decode_from_reader(encode(said)) == said
+    assert decode_from_reader(encode(messages)) == messages
 
 
-def test_messages_of_lenders_are_received_as_said() -> None:
-    said = [
+def test_messages_of_lenders_are_received_as_sent() -> None:
+    messages = [
         Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
         Granted(1, "r", "pull", 30_000),
         Refused(2, "r", "pull", RefusalReason.EXPIRED, "late"),
     ]
-    assert decode_from_lender(encode(said)) == said
+    assert decode_from_lender(encode(messages)) == messages
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_a_long_frame_is_refused_by_its_length_alone() -> None:
 def test_a_body_with_one_wrong_bit_is_refused() -> None:
     sent = frame(b"body")
     for bit in range(32, 8 * len(sent)):
-        spoiled = bytearray(sent)
-        spoiled[bit // 8] ^= 1 << bit % 8
+        corrupted = bytearray(sent)
+        corrupted[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FrameError, match="CRC"):
-            Frames(max_nbytes=64).feed(bytes(spoiled))
+            Frames(max_nbytes=64).feed(bytes(corrupted))
     assert Frames(max_nbytes=64).feed(sent) == [b"body"]
 
 

@@ -1,4 +1,4 @@
-"""One peer's or one ticket's nonsense costs that peer or that request, and nobody else."""
+"""One peer's or one ticket's nonsense costs that peer or that request, and no other."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def test_only_the_connection_that_claimed_may_end_a_claim() -> None:
         blocks = (BlockList(0, (3, 4, 5)),)
         digest = pair.lend_blocks("r", blocks).digest()
         reader = Reader("victim/1", 0, 1)
-        with _connected(pair) as victim, _connected(pair) as stranger:
+        with _connected(pair) as victim, _connected(pair) as intruder:
             victim.sendall(frame(encode([Claim(1, "r", reader, digest)])))
             pair.wait(lambda: pair.lender.counts["claims"] == 1)
-            stranger.sendall(frame(encode([Done("r", reader, digest, True)])))
+            intruder.sendall(frame(encode([Done("r", reader, digest, True)])))
             pair.wait(lambda: pair.lender.counts["done_rejected"] == 1)
             assert pair.lender.collect() == []
             victim.sendall(frame(encode([Done("r", reader, digest, True)])))
@@ -138,18 +138,18 @@ def test_asking_a_thousand_times_in_one_frame_is_answered_once() -> None:
 
 
 def test_a_second_greeting_is_refused() -> None:
-    with Pair() as pair, _connected(pair) as visitor:
-        visitor.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
+    with Pair() as pair, _connected(pair) as connection:
+        connection.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
         pair.wait(lambda: pair.lender.counts["connections_rejected"] == 1)
         assert serves(pair)
 
 
 def _connected(pair: Pair) -> socket.socket:
-    visitor = socket.create_connection(("127.0.0.1", pair.lender.port))
-    visitor.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
-    visitor.settimeout(20.0)
-    assert visitor.recv(1 << 16)
-    return visitor
+    connection = socket.create_connection(("127.0.0.1", pair.lender.port))
+    connection.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", pair.incarnation)])))
+    connection.settimeout(20.0)
+    assert connection.recv(1 << 16)
+    return connection
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_more_tensors_than_any_rank_has_are_refused(monkeypatch: pytest.MonkeyPa
     with Pair() as pair:
         [rank] = pair.welcome().ranks
         count = len(rank.references.tensors)
-        said = encode([pair.welcome()])
+        welcome = encode([pair.welcome()])
         monkeypatch.setattr(messages, "MAX_LAYER_CHUNKS", max(count, _chunks(rank.references)))
-        assert decode_from_lender(said)
+        assert decode_from_lender(welcome)
         one = rank.references.tensors[0]
         many = replace(rank.references, tensors=(one,) * (messages.MAX_LAYER_CHUNKS + 1))
         welcome = Welcome.of("p", "b", {}, (msgspec.structs.replace(rank, references=many),))

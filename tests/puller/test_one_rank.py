@@ -51,11 +51,11 @@ def ranks() -> Iterator[tuple[Pair, list[Puller], list[str]]]:
 
 
 def joined(pullers: list[Puller], aggregator: Any, requests: set[str]) -> dict[str, bool]:
-    """What vLLM's scheduler hears of each request: whether it failed."""
-    heard: dict[str, bool] = {}
+    """What is reported to vLLM's scheduler of each request: whether it failed."""
+    reported: dict[str, bool] = {}
     give_up = time.monotonic() + 10
-    while set(heard) != requests:
-        assert time.monotonic() < give_up, heard
+    while set(reported) != requests:
+        assert time.monotonic() < give_up, reported
         outputs = []
         for puller in pullers:
             outcome = puller.collect()
@@ -66,17 +66,17 @@ def joined(pullers: list[Puller], aggregator: Any, requests: set[str]) -> dict[s
             outputs.append(SimpleNamespace(kv_connector_output=report))
         report = aggregator.aggregate(outputs, 0).kv_connector_output
         for request in report.finished_recving or ():
-            assert request not in heard
-            heard[request] = request in report.failed_recving
+            assert request not in reported
+            reported[request] = request in report.failed_recving
         time.sleep(0.005)
-    return heard
+    return reported
 
 
 def test_one_rank_that_fails_fails_its_request_and_no_other(
     ranks: tuple[Pair, list[Puller], list[str]],
 ) -> None:
     pair, pullers, names = ranks
-    aggregator, heard = KVOutputAggregator(2), {}
+    aggregator, reported = KVOutputAggregator(2), {}
     cut = iter([Failing(PeerLost("cut"))])
     pair.network.script = lambda read: next(cut, None) if read.reader == names[1] else None
     for request, ids in (("bad", (7, 8, 9)), ("good", (1, 2, 3))):
@@ -84,6 +84,6 @@ def test_one_rank_that_fails_fails_its_request_and_no_other(
         for puller in pullers:
             puller.post(ClaimTicket(request, f"{request}/pull", ticket))
             puller.post(ReadBlocks(request, Need(0, 12, (BlockList(0, ids),))))
-        heard |= joined(pullers, aggregator, {request})
-    assert heard == {"bad": True, "good": False}
+        reported |= joined(pullers, aggregator, {request})
+    assert reported == {"bad": True, "good": False}
     pair.wait(lambda: pair.lender.counts["freed_read"] == 2)

@@ -149,14 +149,14 @@ def test_a_connection_that_cannot_be_watched_is_closed_and_the_others_served(
             assert serves(pair)
 
 
-# What is said, and when
+# What is sent, and when
 
 
 def test_a_refusal_does_not_give_the_digest_away() -> None:
-    with Pair() as pair, RawReader(pair.lender.port) as guest:
+    with Pair() as pair, RawReader(pair.lender.port) as raw:
         ticket = pair.lend("r").digest()
-        guest.say(Claim(1, "r", Reader("x", 0, 1), bytes(len(ticket))))
-        refused = guest.hear(Refused)
+        raw.say(Claim(1, "r", Reader("x", 0, 1), bytes(len(ticket))))
+        refused = raw.hear(Refused)
         assert refused.why == "altered"
         assert ticket.hex()[:8] not in repr(refused)
 
@@ -164,17 +164,17 @@ def test_a_refusal_does_not_give_the_digest_away() -> None:
 def test_a_reader_that_waits_for_checksums_hears_that_the_lease_has_ended() -> None:
     with (
         Pair(their_verify=Verify.ALWAYS, ttl_s=3.0) as pair,
-        RawReader(pair.lender.port) as guest,
+        RawReader(pair.lender.port) as raw,
     ):
         ticket = pair.lend_blocks("r", BLOCKS)
-        guest.claim("r", ticket.digest(), "here/1")
+        raw.claim("r", ticket.digest(), "here/1")
         reader = Reader("here/1", 0, 1)
-        guest.say(
+        raw.say(
             ChecksumRequest(
                 0, "r", reader, ChecksumQuery(0, False, (PieceRange(0, 0, 1, 0, 2, 0, 1),))
             )
         )
-        assert "the lease has ended" in guest.hear(ChecksumUnavailable).detail
+        assert "the lease has ended" in raw.hear(ChecksumUnavailable).detail
 
 
 def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
@@ -183,10 +183,10 @@ def test_a_lender_that_wakes_late_hears_that_it_was_given_up(
     """Or it would keep the blocks for a whole lease, just when it has too much to do."""
     hear = LenderSessions.handle
 
-    def late(self: LenderSessions, visitor: Any, messages: list[Any], now: float) -> None:
+    def late(self: LenderSessions, session: Any, messages: list[Any], now: float) -> None:
         if any(isinstance(message, Claim) for message in messages):
             time.sleep(3.5)
-        hear(self, visitor, messages, now)
+        hear(self, session, messages, now)
 
     with Pair(claim_timeout_s=2.5, ttl_s=60.0) as pair:
         assert serves(pair, "before")

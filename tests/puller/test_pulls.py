@@ -130,7 +130,7 @@ def test_altered_blocks_are_refused() -> None:
 def test_a_ticket_from_before_a_restart_is_refused_at_the_first_message() -> None:
     with Pair(claim_timeout_s=60.0) as pair:
         pair.lender.close()
-        [port] = free_ports(1)  # which nobody gets while no lender listens
+        [port] = free_ports(1)  # assigned to no other process while no lender listens
         pair.lender = pair.open_lender(port)
         old = pair.lend("r")
         pair.lender.close()
@@ -258,13 +258,13 @@ def test_a_lender_that_dies_fails_what_waits_for_it() -> None:
     ],
 )
 def test_a_lender_survives_noise_and_serves_on(noise: bytes) -> None:
-    with Pair() as pair, socket.create_connection(("127.0.0.1", pair.lender.port)) as stranger:
-        stranger.sendall(noise)
+    with Pair() as pair, socket.create_connection(("127.0.0.1", pair.lender.port)) as intruder:
+        intruder.sendall(noise)
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         if len(noise) > 2:
-            stranger.settimeout(5)
-            while stranger.recv(4096):
+            intruder.settimeout(5)
+            while intruder.recv(4096):
                 pass
 
 

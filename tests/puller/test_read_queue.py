@@ -181,12 +181,12 @@ class Rig:
         for transport, room in ((self.lender, self.theirs), (self.reader, self.ours)):
             transport.register([Memory(room.ctypes.data, room.nbytes)])
         self.peer = self.reader.connect(self.lender.address())
-        self.told: list[ReadSettled] = []
+        self.settled_reads: list[ReadSettled] = []
         self.reading = TransportJobs(self.reader, self._hear, sizer=ChunkSizer(SLICE))
 
     def _hear(self, news: JobResult) -> None:
         assert isinstance(news, ReadSettled)
-        self.told.append(news)
+        self.settled_reads.append(news)
 
     def read(self, tag: str, start: int, nbytes: int, peer: PeerId | None = None) -> None:
         run = (self.ours.ctypes.data + start, self.theirs.ctypes.data + start, nbytes)
@@ -195,7 +195,7 @@ class Rig:
     def finish(self) -> list[object]:
         while self.reading.post() | self.reading.poll():
             pass
-        return [news.tag for news in self.told]
+        return [news.tag for news in self.settled_reads]
 
 
 @pytest.fixture
@@ -203,10 +203,10 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_long_read_arrives_whole_and_is_told_once(rig: Rig) -> None:
+def test_a_long_read_arrives_whole_and_is_reported_once(rig: Rig) -> None:
     rig.read("long", 100, 10 * SLICE + 5)
     assert rig.finish() == ["long"]
-    [news] = rig.told
+    [news] = rig.settled_reads
     assert news.settled.ok
     assert news.settled.stats.nbytes == 10 * SLICE + 5
     assert news.settled.stats.num_descriptors == 10, "the last is posted with five bytes more"
@@ -232,8 +232,8 @@ def test_a_read_with_a_failed_slice_has_no_further_slice_posted(rig: Rig) -> Non
     assert rig.finish() == ["good"], "its first slice can still write"
     rig.network.release()
     assert rig.finish() == ["good", "bad"]
-    assert isinstance(rig.told[1].settled.error, BackendFailure)
-    assert rig.told[0].settled.ok
+    assert isinstance(rig.settled_reads[1].settled.error, BackendFailure)
+    assert rig.settled_reads[0].settled.ok
     assert not rig.ours[2 * SLICE : 8 * SLICE].any()
 
 
@@ -259,21 +259,21 @@ def test_what_waits_for_a_peer_that_was_disconnected_fails_when_nothing_can_writ
     rig.reader.disconnect(rig.peer)
     rig.network.release()
     assert rig.finish() == ["r"]
-    assert rig.told[0].settled.error is not None
+    assert rig.settled_reads[0].settled.error is not None
 
 
 def test_reads_from_an_unknown_peer_fail_each(rig: Rig) -> None:
-    rig.read("a", 0, 3 * SLICE, PeerId("nobody"))
-    rig.read("b", 0, 8, PeerId("nobody"))
+    rig.read("a", 0, 3 * SLICE, PeerId("unknown"))
+    rig.read("b", 0, 8, PeerId("unknown"))
     assert sorted(map(str, rig.finish())) == ["a", "b"]
-    assert all(isinstance(news.settled.error, PeerUnknown) for news in rig.told)
+    assert all(isinstance(news.settled.error, PeerUnknown) for news in rig.settled_reads)
 
 
 def test_an_empty_read_is_over_at_once(rig: Rig) -> None:
     empty = np.array([], dtype=np.uint64)
     rig.reading.do(Read("none", rig.peer, Spans(empty, empty, empty)))
     assert rig.finish() == ["none"]
-    assert rig.told[0].settled.ok
+    assert rig.settled_reads[0].settled.ok
 
 
 def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,12 +287,12 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
         return read(peer, spans)
 
     monkeypatch.setattr(rig.reader, "read", slow_at_first)
-    told: list[object] = []
+    settled_reads: list[object] = []
     over = threading.Semaphore(0)
 
     def hear(news: object) -> None:
         assert isinstance(news, ReadSettled)
-        told.append(news.tag)
+        settled_reads.append(news.tag)
         over.release()
 
     thread = ReaderThread(rig.reader, hear, sizer=ChunkSizer(SLICE))
@@ -306,7 +306,7 @@ def test_the_thread_lets_a_late_short_read_pass(rig: Rig, monkeypatch: pytest.Mo
     finally:
         gate.set()
         thread.close()
-    assert told == ["short", "long"]
+    assert settled_reads == ["short", "long"]
 
 
 def _done(spans: Spans) -> Settled:

@@ -52,7 +52,7 @@ def test_a_lender_without_checksums_is_named() -> None:
         assert "prefill keeps no checksums: set verify there too" in str(pair.outcome_of("d"))
 
 
-def test_a_sample_is_proven_by_a_lender_that_sums_all_and_not_the_other_way_round() -> None:
+def test_a_sample_is_verified_by_a_lender_that_sums_all_and_not_the_other_way_round() -> None:
     with Pair(verify=Verify.SAMPLE, their_verify=Verify.ALWAYS) as pair:
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
@@ -126,12 +126,12 @@ def test_a_checksum_that_was_not_requested_costs_that_lender_only(
 ) -> None:
     real = LenderSessions.take_frames
 
-    def lying(self: LenderSessions, visitor: object) -> list[bytes]:
-        visitor.replies = [  # type: ignore[attr-defined]
-            msgspec.structs.replace(said, number=99) if isinstance(said, Checksum) else said
-            for said in visitor.replies  # type: ignore[attr-defined]
+    def lying(self: LenderSessions, session: object) -> list[bytes]:
+        session.replies = [  # type: ignore[attr-defined]
+            msgspec.structs.replace(reply, number=99) if isinstance(reply, Checksum) else reply
+            for reply in session.replies  # type: ignore[attr-defined]
         ]
-        return real(self, visitor)  # type: ignore[arg-type]
+        return real(self, session)  # type: ignore[arg-type]
 
     with Pair(verify=Verify.ALWAYS, their_verify=Verify.ALWAYS, claim_timeout_s=5.0) as pair:
         with monkeypatch.context() as patch:
@@ -159,19 +159,19 @@ def asks(ticket: Ticket, pull: str, numbers: Iterable[int]) -> list[ChecksumRequ
 def test_a_reader_may_ask_a_few_times_only() -> None:
     with (
         Pair(their_verify=Verify.ALWAYS, ttl_s=60.0) as pair,
-        RawReader(pair.lender.port) as guest,
+        RawReader(pair.lender.port) as raw,
     ):
         ticket = pair.lend("r")
         for pull in ("greedy", "modest"):
-            guest.claim("r", ticket.digest(), pull)
-        guest.say(*asks(ticket, "greedy", range(MAX_ASKS)))
-        assert [guest.hear(Checksum).number for _ in range(MAX_ASKS)] == list(range(MAX_ASKS))
-        guest.say(*asks(ticket, "greedy", [MAX_ASKS]))
-        assert guest.hear(ChecksumUnavailable) == ChecksumUnavailable(
+            raw.claim("r", ticket.digest(), pull)
+        raw.say(*asks(ticket, "greedy", range(MAX_ASKS)))
+        assert [raw.hear(Checksum).number for _ in range(MAX_ASKS)] == list(range(MAX_ASKS))
+        raw.say(*asks(ticket, "greedy", [MAX_ASKS]))
+        assert raw.hear(ChecksumUnavailable) == ChecksumUnavailable(
             MAX_ASKS, "greedy", f"rank 0 was asked {MAX_ASKS} times already"
         )
-        guest.say(*asks(ticket, "modest", [0]))
-        assert guest.hear(Checksum).pull == "modest"
+        raw.say(*asks(ticket, "modest", [0]))
+        assert raw.hear(Checksum).pull == "modest"
 
 
 @pytest.mark.parametrize("over", ["summed", "ended"])
@@ -180,28 +180,28 @@ def test_so_many_asks_wait_and_no_more(over: str) -> None:
     limits = ConnectionLimits(checksum_requests=2)
     with (
         Pair(their_verify=Verify.ALWAYS, ttl_s=60.0, limits=limits) as pair,
-        RawReader(pair.lender.port) as guest,
+        RawReader(pair.lender.port) as raw,
     ):
         blocks = (BlockList(0, (3, 4, 5)),)
         slow, next_one = (pair.lend_blocks(name, blocks) for name in ("slow", "next"))
         pair.sum("next", blocks)
         for number, ticket in enumerate((slow, slow, slow, next_one)):
-            guest.claim(ticket.request_id, ticket.digest(), f"guest/{number}")
+            raw.claim(ticket.request_id, ticket.digest(), f"reader/{number}")
         for number in range(3):
-            guest.say(*asks(slow, f"guest/{number}", [7]))
+            raw.say(*asks(slow, f"reader/{number}", [7]))
         full = "2 others wait for checksums"
-        assert guest.hear(ChecksumUnavailable) == ChecksumUnavailable(7, "guest/2", full)
-        guest.say(*asks(next_one, "guest/3", [8]))
-        assert guest.hear(ChecksumUnavailable) == ChecksumUnavailable(8, "guest/3", full)
+        assert raw.hear(ChecksumUnavailable) == ChecksumUnavailable(7, "reader/2", full)
+        raw.say(*asks(next_one, "reader/3", [8]))
+        assert raw.hear(ChecksumUnavailable) == ChecksumUnavailable(8, "reader/3", full)
         if over == "summed":
             pair.sum("slow", blocks)
-            assert [guest.hear(Checksum).pull for _ in range(2)] == ["guest/0", "guest/1"]
+            assert [raw.hear(Checksum).pull for _ in range(2)] == ["reader/0", "reader/1"]
         else:
             for number in range(3):
-                guest.done("slow", slow.digest(), f"guest/{number}")
-            ended = {guest.hear(ChecksumUnavailable) for _ in range(2)}
+                raw.done("slow", slow.digest(), f"reader/{number}")
+            ended = {raw.hear(ChecksumUnavailable) for _ in range(2)}
             assert ended == {
-                ChecksumUnavailable(7, f"guest/{n}", "the lease has ended") for n in (0, 1)
+                ChecksumUnavailable(7, f"reader/{n}", "the lease has ended") for n in (0, 1)
             }
-        guest.say(*asks(next_one, "guest/3", [9]))
-        assert guest.hear(Checksum).number == 9
+        raw.say(*asks(next_one, "reader/3", [9]))
+        assert raw.hear(Checksum).number == 9

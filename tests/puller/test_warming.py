@@ -111,7 +111,7 @@ def test_a_lender_that_is_only_connected_is_not_read_from() -> None:
 def test_a_lender_that_comes_up_later_is_warmed_then() -> None:
     [port] = free_ports(1)
     with WarmPair(also_warm=(Place("127.0.0.1", port),)) as pair:
-        time.sleep(0.3)  # some tries in vain
+        time.sleep(0.3)  # some tries fail
         assert pair.puller.num_warm == 0
         with closing(Lender(pair.welcome(), "127.0.0.1", port)):
             until_warm(pair)
@@ -147,8 +147,8 @@ def test_the_secret_is_proven_by_a_warm_up_too(theirs: str) -> None:
         port = pair.lender.port
         pair.lender.close()
         pair.wait(lambda: pair.puller.num_warm == 0, SECONDS)
-        stranger = Security(Secret(b"a secret of strangers"))
-        pair.security = shared if theirs == "boot-1" else stranger
+        other = Security(Secret(b"a secret of others"))
+        pair.security = shared if theirs == "boot-1" else other
         pair.lender = pair.open_lender(port)
         if theirs == "boot-1":
             until_warm(pair)
@@ -279,14 +279,14 @@ def test_a_warm_up_makes_no_room_for_itself_and_gives_way(
 
 def welcome(**changes: Any) -> bytes:
     """What a lender would say of itself to a reader, but for ``changes``."""
-    said = Welcome.of("p", "boot", TRAITS, (RankGeometry(0, 0, b"", one_layer()),))
-    return encode([msgspec.structs.replace(said, **changes)])
+    message = Welcome.of("p", "boot", TRAITS, (RankGeometry(0, 0, b"", one_layer()),))
+    return encode([msgspec.structs.replace(message, **changes)])
 
 
 def described(**changes: Any) -> bytes:
     """What a lender would say of itself to a tool, but for ``changes``."""
-    said = Described(PROTOCOL_VERSION, "p", "boot", {}, (RankGeometry(0, 0, b"", one_layer()),))
-    return encode([msgspec.structs.replace(said, **changes)])
+    message = Described(PROTOCOL_VERSION, "p", "boot", {}, (RankGeometry(0, 0, b"", one_layer()),))
+    return encode([msgspec.structs.replace(message, **changes)])
 
 
 def one_layer() -> KVCacheReferences:
@@ -314,10 +314,10 @@ def one_layer() -> KVCacheReferences:
 )  # fmt: skip
 def test_a_lender_that_answers_oddly_is_greeted_again_and_pulls_go_on(body: bytes) -> None:
     with (
-        answering(body) as (port, guests),
+        answering(body) as (port, accepted),
         WarmPair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=0.5) as pair,
     ):
-        pair.wait(lambda: len(guests) > 2, SECONDS)
+        pair.wait(lambda: len(accepted) > 2, SECONDS)
         pair.pull("d", pair.lend("r"))
         assert pair.outcome_of("d") is None
         assert pair.puller.num_warm == 0
@@ -329,10 +329,10 @@ def test_only_a_lender_that_a_request_wanted_is_warned_of(
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="pdconn")
     with (
-        answering(welcome()) as (port, guests),
+        answering(welcome()) as (port, accepted),
         WarmPair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=0.2) as pair,
     ):
-        pair.wait(lambda: len(guests) > 4, SECONDS)  # greeted in vain, and greeted again
+        pair.wait(lambda: len(accepted) > 4, SECONDS)  # greeted without success, and greeted again
         assert "no longer reading" in caplog.text
         assert not _warned(caplog)
         ticket = pair.lend("r")
@@ -358,10 +358,10 @@ def test_a_name_that_is_none_is_refused_when_it_is_heard(changed: str, name: str
 
 def test_a_silent_lender_is_left_in_time() -> None:
     with (
-        answering() as (port, guests),
+        answering() as (port, accepted),
         WarmPair(also_warm=(Place("127.0.0.1", port),), claim_timeout_s=0.3) as pair,
     ):
-        pair.wait(lambda: len(guests) > 2, SECONDS)
+        pair.wait(lambda: len(accepted) > 2, SECONDS)
         assert pair.puller.num_peers <= 1
 
 
@@ -400,22 +400,22 @@ def one_layer_each(memories: list[Memory]) -> KVCacheReferences:
 @contextmanager
 def answering(*bodies: bytes) -> Iterator[tuple[int, list[socket.socket]]]:
     """A server that says ``bodies`` on each connection, and then nothing; its connections."""
-    guests: list[socket.socket] = []
+    accepted: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             while True:
                 try:
-                    guest, _ = server.accept()
+                    connection, _ = server.accept()
                 except OSError:
                     return
-                guests.append(guest)
-                guest.sendall(b"".join(frame(body) for body in bodies))
+                accepted.append(connection)
+                connection.sendall(b"".join(frame(body) for body in bodies))
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield server.getsockname()[1], guests
+        yield server.getsockname()[1], accepted
         server.shutdown(socket.SHUT_RDWR)
     thread.join(10)
-    for guest in guests:
-        guest.close()
+    for connection in accepted:
+        connection.close()

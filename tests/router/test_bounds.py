@@ -95,7 +95,7 @@ def test_engines_that_hash_alike_tell_each_other_of_their_groups() -> None:
     assert list(caches.index.pods["a"].groups) == [0, 1]
 
 
-def test_chains_of_schemes_that_nobody_has_any_more_are_forgotten() -> None:
+def test_chains_of_schemes_that_no_engine_has_any_more_are_forgotten() -> None:
     caches = PrefixCaches()
     for scheme in (CBOR, PICKLE, CBOR):
         tell(caches, stored(scheme=scheme))
@@ -109,7 +109,7 @@ def test_chains_of_schemes_that_nobody_has_any_more_are_forgotten() -> None:
 async def test_what_a_client_sends_is_neither_kept_nor_shown_at_length() -> None:
     async with fleet() as f:
         await f.pod(f.prefill[0]).store(other_prompt(1))
-        await f.heard()
+        await f.events_applied()
         assert (await f.ask(cache_salt="s" * MAX_SALT)).unknown is None
         assert "cache_salt is longer" in ((await f.ask(cache_salt="s" * 900_000)).unknown or "")
         routed = await f.chat([{"type": "A" * 900_000}])
@@ -130,7 +130,7 @@ async def test_when_the_holder_of_a_prefix_is_gone_the_prompt_is_handed_over() -
     async with fleet(num_decode=2) as f:
         holder, other = f.decode
         await f.pod(holder).store(other_prompt(1))
-        await f.heard()
+        await f.events_applied()
         assert (await f.ask([*other_prompt(1), 7])).decode == holder.url
         assert f.metric("direct_requests_total", reason=Direct.PREFIX_HELD.value) == 1
         await holder.stop()
@@ -146,11 +146,11 @@ async def test_a_prefix_that_all_ranks_hold_pins_none() -> None:
         (engine,) = f.prefill
         for rank in range(3):
             await f.pod(engine, rank).store(other_prompt(1) * 4)
-        await f.heard()
+        await f.events_applied()
         await f.ask([*other_prompt(1) * 4, 7])
         assert "X-data-parallel-rank" not in engine.seen[-1].headers
         await f.pod(engine, 2).remove(other_prompt(1) * 4)
-        await f.heard()
+        await f.events_applied()
         await f.ask([*other_prompt(1) * 4, 7])
         assert engine.seen[-1].headers["X-data-parallel-rank"] in ("0", "1")
         assert len(other_prompt(1) * 4) >= TIE
@@ -165,7 +165,7 @@ async def test_a_snapshot_holds_only_pods_that_hash_as_the_request() -> None:
         await f.pod(one).store(other_prompt(1), group=1, kv_cache_spec_kind="of tomorrow")
         await f.pod(one).store(other_prompt(2), group=2, block_size=24)
         await f.pod(two).store(other_prompt(1), block_size=40)
-        await f.heard()
+        await f.events_applied()
         routed = await f.ask([*other_prompt(1), 7])
         reply = await f.send(f"/debug/route/{routed.decision.request_id}?snapshot=1", method="GET")
         assert reply.status == 200

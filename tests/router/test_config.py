@@ -70,14 +70,14 @@ def test_good_values_beside_them_are_taken(settings: dict[str, Any]) -> None:
 
 def test_what_was_set_is_what_is_used() -> None:
     assert config(alone_below=7).make_policy() == PrefixAware(7)
-    told = config(hash_algorithm="xxhash", hash_block_tokens=32, hash_seed="1").scheme()
-    assert told == HashScheme("xxhash", 32, "1")
+    given = config(hash_algorithm="xxhash", hash_block_tokens=32, hash_seed="1").scheme()
+    assert given == HashScheme("xxhash", 32, "1")
     assert config(hash_seed="1").scheme() is None  # found out, the seed is for that
 
 
 @pytest.mark.parametrize("option", ["--prefill", "--decode"])
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ([], "at least one URL"),
         (["p:1"], "http://HOST:PORT"),
@@ -98,21 +98,21 @@ def test_what_was_set_is_what_is_used() -> None:
     ],
 )
 def test_a_word_that_makes_no_sense_names_its_option(
-    option: str, words: list[str], says: str
+    option: str, words: list[str], message: str
 ) -> None:
     both = {"--prefill": ["http://x:1"], "--decode": ["http://x:1"], option: words}
     with pytest.raises(BadSetting) as caught:
         ProxyConfig.of(both["--prefill"], both["--decode"])
     assert caught.value.field == option
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_each_word_is_a_source_and_the_file_one_more() -> None:
     events = "events=tcp://{host}:5557"
-    told = ProxyConfig.of(
+    given = ProxyConfig.of(
         ["http://p:1", f"dns+http://p.svc:1,{events}"], ["http://p:1"], fleet="fleet.toml"
     )
-    kinds = [type(source) for source in told.sources()]
+    kinds = [type(source) for source in given.sources()]
     assert kinds == [Static, DnsName, Static, WatchedFile]
 
 
@@ -124,7 +124,7 @@ def test_a_fleet_file_stands_for_either_role(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (None, "fleet.toml: expected a file to read"),
         ("", "at least one"),
@@ -134,7 +134,7 @@ def test_a_fleet_file_stands_for_either_role(tmp_path: Path) -> None:
     ],
 )
 def test_a_fleet_file_that_makes_no_sense_at_the_start_names_itself(
-    tmp_path: Path, text: str | None, says: str
+    tmp_path: Path, text: str | None, message: str
 ) -> None:
     """It is read as it is watched, so a router that starts says it and not its settings."""
     path = tmp_path / "fleet.toml"
@@ -148,4 +148,4 @@ def test_a_fleet_file_that_makes_no_sense_at_the_start_names_itself(
     with pytest.raises(BadSetting) as caught:
         asyncio.run(start())
     assert caught.value.field.startswith(str(path))
-    assert says in str(caught.value)
+    assert message in str(caught.value)

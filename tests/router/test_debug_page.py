@@ -102,7 +102,7 @@ class Fleet:
 
     prefill: Engine
     decode: Engine
-    guest: Engine
+    busy: Engine
     path: Path
     router: Running
     client: aiohttp.ClientSession
@@ -126,7 +126,7 @@ class Fleet:
                 await asyncio.sleep(0.02)
         return state
 
-    def dismiss_guest(self) -> None:
+    def remove_busy(self) -> None:
         """The third engine leaves the fleet."""
         text = self.prefill.entry("prefill") + self.decode.entry("decode")
         written = self.path.with_suffix(".new")
@@ -148,17 +148,17 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
             engine.http.metrics_page = METRICS
             await engine.hold(held)
             engines.append(engine)
-        prefill, decode, guest = engines
-        # The guest decodes, but is so busy that it is asked nothing.
-        guest.http.metrics_page = "vllm:num_requests_running 900\n"
+        prefill, decode, busy = engines
+        # The second decode engine is so busy that it is asked nothing.
+        busy.http.metrics_page = "vllm:num_requests_running 900\n"
         path = tmp_path / "fleet.toml"
-        path.write_text(prefill.entry("prefill") + decode.entry("decode") + guest.entry("decode"))
+        path.write_text(prefill.entry("prefill") + decode.entry("decode") + busy.entry("decode"))
         config = ProxyConfig.of(
             [], [], fleet=str(path), port=0, alone_below=ALONE_BELOW, drain_timeout_s=1.0
         )
         client = await stack.enter_async_context(aiohttp.ClientSession())
         router = await stack.enter_async_context(running_proxy(config))
-        made = Fleet(prefill, decode, guest, path, router, client)
+        made = Fleet(prefill, decode, busy, path, router, client)
         await made.state_with(_is_known)
         yield made
 
@@ -237,7 +237,7 @@ async def test_the_page_runs_nothing_but_its_own_script():
         assert "unsafe" not in policy
 
 
-def test_the_page_needs_nobody_else_and_makes_no_markup():
+def test_the_page_needs_no_other_host_and_makes_no_markup():
     page = proxy_module._PAGE.read_text()
     assert not re.search(r"https?://|//[a-z]+\.", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bon\w+=", page)
@@ -250,15 +250,15 @@ async def test_the_state_tells_of_engines_pods_hits_and_decisions(tmp_path):
         await send_three(made)
         state = await made.state()
     engines = {one["engine"]: one for one in state["engines"]}
-    assert list(engines) == [made.prefill.url, made.decode.url, made.guest.url]
-    prefill, decode, guest = engines.values()
+    assert list(engines) == [made.prefill.url, made.decode.url, made.busy.url]
+    prefill, decode, busy = engines.values()
     assert (prefill["roles"], prefill["up"], prefill["trust"]) == (["prefill"], True, 1.0)
     assert prefill["hits"] == {
         "prefill": {"requests": 2, "tokens": 160, "hit_tokens": 64, "hit_rate": 64 / 160}
     }
     assert (prefill["hit_rate"], decode["hit_rate"]) == (64 / 160, 64 / 200)
-    assert (prefill["own_hit_rate"], guest["own_hit_rate"]) == (600 / 800, None)
-    assert (guest["hit_rate"], guest["hits"]["decode"]["requests"]) == (None, 0)
+    assert (prefill["own_hit_rate"], busy["own_hit_rate"]) == (600 / 800, None)
+    assert (busy["hit_rate"], busy["hits"]["decode"]["requests"]) == (None, 0)
     pods = {one["pod"]: one for one in state["pods"]}
     assert [pods[name]["blocks"] for name in engines] == [4, 2, 1]
     assert pods[made.decode.url]["hit_rate"] == 64 / 200
@@ -271,7 +271,7 @@ async def test_the_state_tells_of_engines_pods_hits_and_decisions(tmp_path):
 
 
 @in_loop
-async def test_nobody_learns_the_seed_of_the_hashes():
+async def test_no_client_learns_the_seed_of_the_hashes():
     seed = "a-seed-of-ours"
     how = {"hash_algorithm": "xxhash", "hash_block_tokens": BLOCK, "hash_seed": seed}
     leases = Leases()
@@ -299,12 +299,12 @@ async def test_nobody_learns_the_seed_of_the_hashes():
 @in_loop
 async def test_an_engine_that_left_takes_its_hit_rate_with_it(tmp_path):
     async with fleet(tmp_path) as made:
-        made.decode, made.guest = made.guest, made.decode  # the one with a tally goes
+        made.decode, made.busy = made.busy, made.decode  # the one with a tally goes
         await send_three(made)
-        gone = made.guest.url
+        gone = made.busy.url
         assert gone in [one["engine"] for one in (await made.state())["engines"]]
         whole = made.path.read_text()
-        made.dismiss_guest()
+        made.remove_busy()
         await made.state_with(lambda s: gone not in json.dumps([s["engines"], s["pods"]]))
         made.path.write_text(whole)  # it is back, and has served nothing yet
         state = await made.state_with(_is_known)
@@ -326,8 +326,8 @@ async def test_any_request_id_is_listed_and_can_be_asked_about(request_id):
         assert json.loads(reply.body)["decisions"][0]["request_id"] == request_id
         # as the page links it: encodeURIComponent
         path = "/debug/route/" + quote(request_id, safe="!'()*")
-        async with d.client.get(aiohttp.client.URL(d.url(path), encoded=True)) as told:
-            assert (await told.json())["request_id"] == request_id
+        async with d.client.get(aiohttp.client.URL(d.url(path), encoded=True)) as answer:
+            assert (await answer.json())["request_id"] == request_id
 
 
 @in_loop
@@ -352,21 +352,21 @@ async def test_a_request_id_that_is_no_text_does_not_hide_the_state():
 @in_loop
 async def test_an_unknown_request_is_not_found():
     async with deployment() as d:
-        reply = await d.send("/debug/route/nobody", method="GET")
+        reply = await d.send("/debug/route/unknown-id", method="GET")
         assert (reply.status, reply.error["type"]) == (404, "NotFoundError")
-        assert "nobody" in reply.error["message"]
+        assert "unknown-id" in reply.error["message"]
 
 
 @in_loop
-async def test_a_request_is_told_how_long_its_ticket_and_decodes_first_byte_took():
+async def test_a_request_learns_how_long_its_ticket_and_decodes_first_byte_took():
     async with deployment(num_decode=2) as d:
 
         async def times_of(**body: Any) -> tuple[Any, Any]:
             done = await d.complete(**body)
             assert done.status == 200
             path = f"/debug/route/{done.headers['X-Request-Id']}"
-            told = json.loads((await d.send(path, method="GET")).body)
-            return told["ticket_ms"], told["first_byte_ms"]
+            route = json.loads((await d.send(path, method="GET")).body)
+            return route["ticket_ms"], route["first_byte_ms"]
 
         ticket_ms, first_byte_ms = await times_of()
         counted_s = (
@@ -401,11 +401,11 @@ async def test_there_is_no_snapshot_of_a_prompt_that_was_not_looked_for():
 
 @in_a_browser
 @in_loop
-async def test_the_page_shows_pods_hit_rates_and_decisions_and_nobody_who_left(tmp_path):
+async def test_the_page_shows_pods_hit_rates_and_decisions_and_no_engine_that_left(tmp_path):
     async with fleet(tmp_path) as made:
         await send_three(made)
         await made.ask(STRANGE, EVIL)  # prefill then held 64 of 220, decode 64 of 260
-        made.dismiss_guest()
+        made.remove_busy()
         await made.state_with(lambda state: len(state["pods"]) == len(state["engines"]) == 2)
         dom = await seen(made.router.url, tmp_path)
         pods, engines, decisions = (rows(dom, name) for name in ("pods", "engines", "decisions"))
@@ -415,7 +415,7 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_nobody_who_left(t
             assert f"{100 * rate:.1f} %" in row_of(url, pods)
             assert f"up 3 / 4 25.0 % 0 {100 * rate:.1f} % 75.0 %" in row_of(url, engines)
         assert len(pods) == len(engines) == 2
-        assert made.guest.url not in dom
+        assert made.busy.url not in dom
         newest, alone, strange, long = decisions
         assert EVIL in newest
         assert "<img" not in dom

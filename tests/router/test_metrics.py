@@ -15,7 +15,7 @@ async def test_every_metric_of_the_page_is_in_the_table_and_the_other_way_round(
     async with fleet(num_prefill=1) as f:
         for pod in f.pods.values():  # only then is their lag known
             await pod.store(other_prompt(1))
-        await f.heard()
+        await f.events_applied()
         await f.ask()
         page = (await f.send("/metrics", method="GET")).body.decode()
     shown = {}

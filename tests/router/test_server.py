@@ -70,7 +70,7 @@ async def test_a_body_of_megabytes_passes_whole():
     ("method", "path"), [("GET", "/v1/completions"), ("POST", "/v1/embeddings"), ("GET", "/no")]
 )
 @in_loop
-async def test_what_is_not_served_is_said_with_what_is(method, path):
+async def test_what_is_not_served_is_refused_with_what_is(method, path):
     async with deployment() as d:
         reply = await d.send(path, method=method)
         assert reply.status == 404
@@ -134,7 +134,7 @@ async def test_requests_that_do_not_finish_are_cut_off_and_aborted():
 
 
 @in_loop
-async def test_a_port_in_use_is_said_at_once_and_by_number():
+async def test_a_port_in_use_is_an_error_at_once_with_its_number():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -146,7 +146,7 @@ async def test_a_port_in_use_is_said_at_once_and_by_number():
 
 
 @in_loop
-async def test_a_host_that_is_not_ours_is_said():
+async def test_a_host_that_is_not_ours_is_an_error():
     config = ProxyConfig.of(["http://a:1"], ["http://b:1"], host="192.0.2.1")
     with pytest.raises(CannotListen, match=r"192\.0\.2\.1"):
         async with running_proxy(config):

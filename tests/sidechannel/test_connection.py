@@ -352,7 +352,7 @@ class Relay:
             self.turn()
 
     def turn_once_sent(self) -> None:
-        """A turn in which something that the reader has said passes."""
+        """A turn in which something that the reader has sent passes."""
         self.reader.flush()
         await_bytes(self._a)
         self.turn()
@@ -375,7 +375,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def forged(data: bytes) -> bytes:
-    """One bit of the last body is another; frames are whole again, as a liar would see to."""
+    """One bit of the last body is another; frames are whole again, as an attacker makes them."""
     if data[:2] == b"\x17\x03":  # a TLS record
         return flipped(data, len(data) * 8 - 3)
     *bodies, last = Frames(1 << 20).feed(data)
@@ -524,15 +524,15 @@ def test_a_plain_peer_that_closes_after_a_message_is_only_lost() -> None:
 def test_no_reason_and_no_log_line_shows_a_secret(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), ends(FOREIGN, SHARED) as both:
         both.reader.send([HELLO])
-        said = [*both.until_lost(), repr(both.lost), caplog.text, repr(both)]
+        texts = [*both.until_lost(), repr(both.lost), caplog.text, repr(both)]
         policies = (SHARED.for_lender(), SHARED.for_reader("localhost"), SHARED, FOREIGN)
-    for text in (*said, *map(repr, policies)):
+    for text in (*texts, *map(repr, policies)):
         assert SECRET.decode() not in text
         assert OTHER.decode() not in text
 
 
 def test_a_watched_connection_selects_for_what_it_wants() -> None:
-    """For reading unless told not to, and for writing while connecting or unsent."""
+    """For reading unless paused, and for writing while connecting or unsent."""
     dialled, accepted = sockets()
     read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
     with dialled, selectors.DefaultSelector() as selector:

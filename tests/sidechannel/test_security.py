@@ -77,7 +77,7 @@ def test_anywhere_else_one_of_three_ways_out_is_needed(host: str, files: TlsFile
         security.require(host)
 
 
-def test_insecure_allows_strangers_and_does_not_turn_a_guard_off() -> None:
+def test_insecure_allows_unauthenticated_peers_and_does_not_turn_a_guard_off() -> None:
     assert Security(insecure=True).for_lender() is None
     assert Security(SHARED.secret, insecure=True).for_lender() is not None
     assert OPEN.for_reader("localhost") is None
@@ -169,7 +169,7 @@ def test_a_key_that_everybody_may_read_is_refused_by_its_mode(files: TlsFiles) -
         Security(tls=files)
 
 
-def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(
+def test_a_key_with_a_passphrase_is_refused_without_a_prompt(
     files: TlsFiles, tmp_path: Path
 ) -> None:
     from cryptography.hazmat.primitives import serialization as pem
@@ -255,13 +255,13 @@ def lending(security: Security) -> Iterator[int]:
         lender.close()
 
 
-def test_a_guarded_lender_describes_itself_to_who_is_guarded_alike(files: TlsFiles) -> None:
+def test_a_guarded_lender_describes_itself_to_a_peer_that_is_guarded_alike(files: TlsFiles) -> None:
     for security in (SHARED, Security(tls=files), Security(SHARED.secret, files), OPEN):
         with lending(security) as port:
             assert describe("127.0.0.1", port, 5.0, security).engine_id == "e"
 
 
-def test_a_guarded_lender_describes_itself_to_nobody_else(files: TlsFiles) -> None:
+def test_a_guarded_lender_describes_itself_to_no_other(files: TlsFiles) -> None:
     tls = Security(tls=files)
     for ours, theirs in ((OPEN, SHARED), (FOREIGN, SHARED), (OPEN, tls), (SHARED, tls)):
         with lending(theirs) as port, pytest.raises(Unauthenticated):
@@ -282,9 +282,9 @@ def test_diff_reads_a_secret_from_a_file_or_the_environment(
         assert main(where) == 0
         monkeypatch.setenv("PDCONN_SECRET", OTHER.decode())
         assert main(where) == 2
-        said = capsys.readouterr().err
-        assert "the secrets probably differ" in said
-        assert OTHER.decode() not in said
+        text = capsys.readouterr().err
+        assert "the secrets probably differ" in text
+        assert OTHER.decode() not in text
 
 
 def test_diff_shows_a_certificate(files: TlsFiles, tmp_path: Path) -> None:

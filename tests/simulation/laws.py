@@ -48,11 +48,11 @@ class Laws:
         self._everything_received_settled_in_time()
         for prefill in self._prefills:
             self._require(not prefill.freed_twice, f"law 3: freed twice: {prefill.freed_twice}")
-            self._everything_lent_is_somebodys(prefill)
+            self._everything_lent_has_an_owner(prefill)
         for decode in self._decodes:
             self._require(not decode.wrong, f"law 4: {decode.wrong} holds another request's KV")
         for decode, rank in self._ranks():
-            self._everything_pulled_is_somebodys(decode, rank)
+            self._everything_pulled_has_an_owner(decode, rank)
 
     def hold_at_the_end(self) -> None:
         """Check that every table is empty and every block is back.
@@ -83,7 +83,7 @@ class Laws:
                 idle = all(not peer.pulls and not peer.retired for peer in rank.pulls.peers)
                 self._require(idle, f"law 5: {decode.name} keeps unused peers")
                 known = {at for peer in rank.pulls.peers for at in peer.ranks.values()}
-                self._subset(rank.transport._peers, known, f"{decode.name} reaches strangers")
+                self._subset(rank.transport._peers, known, f"{decode.name} reaches unknown peers")
         self._require(not self._world.network.in_flight(), "law 5: a read is in flight")
 
     def _nothing_lent_is_free_while_believed(self) -> None:
@@ -108,7 +108,7 @@ class Laws:
         for _, rank in self._ranks():
             self._require(not rank.log.too_late, f"law 4: received: {rank.log.too_late}")
 
-    def _everything_lent_is_somebodys(self, prefill: Prefill) -> None:
+    def _everything_lent_has_an_owner(self, prefill: Prefill) -> None:
         """Law 5: a lender's tables speak of what the engine lends, and of nothing else."""
         sessions, lent = prefill.sessions, prefill.lent
         self._subset(sessions._leases._leases, lent, f"{prefill.name} has leases of nothing")
@@ -117,7 +117,7 @@ class Laws:
         )
         self._subset(sessions._claimants, lent, f"{prefill.name} has claimants of nothing lent")
 
-    def _everything_pulled_is_somebodys(self, decode: Decode, rank: DecodeRank) -> None:
+    def _everything_pulled_has_an_owner(self, decode: Decode, rank: DecodeRank) -> None:
         """Law 5: a rank's pulls are requests', its peers and its reads are pulls'."""
         pulls, name = rank.pulls, decode.name
         entries, peers = set(pulls._entries.values()), list(pulls.peers)
@@ -134,23 +134,23 @@ class Laws:
 
     def _nothing_free_can_be_written(self) -> None:
         """A block that the engine may give away is not the target of any read."""
-        flights = self._world.network.in_flight()
-        for flight in flights:
-            if flight.number not in self._targets:
-                self._targets[flight.number] = self._target(flight)
-            decode, blocks = self._targets[flight.number]
+        reads = self._world.network.in_flight()
+        for read in reads:
+            if read.number not in self._targets:
+                self._targets[read.number] = self._target(read)
+            decode, blocks = self._targets[read.number]
             written = blocks.intersection(decode.free)
             self._require(not written, f"{written} of {decode.name} are free and written")
-        if len(self._targets) > 2 * len(flights) + 100:
-            self._targets = {f.number: self._targets[f.number] for f in flights}
+        if len(self._targets) > 2 * len(reads) + 100:
+            self._targets = {r.number: self._targets[r.number] for r in reads}
 
-    def _target(self, flight: ReadRequest) -> tuple[Decode, set[int]]:
+    def _target(self, read: ReadRequest) -> tuple[Decode, set[int]]:
         for decode, rank in self._ranks():
-            if rank.transport.peer_id == flight.reader:
+            if rank.transport.peer_id == read.reader:
                 raw = rank.memory.raw
                 row = raw.nbytes // len(raw)
-                return decode, {(at - raw.ctypes.data) // row for at in flight.spans.local.tolist()}
-        raise AssertionError(f"no rank is {flight.reader}")
+                return decode, {(at - raw.ctypes.data) // row for at in read.spans.local.tolist()}
+        raise AssertionError(f"no rank is {read.reader}")
 
     def _ranks(self) -> list[tuple[Decode, DecodeRank]]:
         return [(decode, rank) for decode in self._decodes for rank in decode.ranks]

@@ -129,9 +129,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _booting(name: str, seconds: float, said: str) -> None:
+def _booting(name: str, seconds: float, line: str) -> None:
     if round(seconds) % 10 == 0:
-        print(f"{seconds:4.0f} s  {name}: {said[:100]}", file=sys.stderr)
+        print(f"{seconds:4.0f} s  {name}: {line[:100]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

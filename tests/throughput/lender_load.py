@@ -84,7 +84,7 @@ class Crowd:
         self._selector = selectors.DefaultSelector()
         self._socks = [self._greeted(port, number) for number in range(readers)]
         self._seq = itertools.count(1)
-        self.heard = {"granted": 0, "refused": 0}
+        self.answers = {"granted": 0, "refused": 0}
 
     def _greeted(self, port: int, number: int) -> socket.socket:
         sock = socket.create_connection((LOCALHOST, port))
@@ -113,7 +113,7 @@ class Crowd:
                     then = "renew" if what == "claim" else "done"
                     heapq.heappush(due, (at + LEAD_S, number, then))
         give_up = time.monotonic() + 5
-        while sum(self.heard.values()) < 2 * count and time.monotonic() < give_up:
+        while sum(self.answers.values()) < 2 * count and time.monotonic() < give_up:
             for key, _ in self._selector.select(0.1):
                 self._hear(key)
         return count
@@ -135,7 +135,7 @@ class Crowd:
     def _hear(self, key: selectors.SelectorKey) -> None:
         for body in key.data.feed(key.fileobj.recv(1 << 18)):  # type: ignore[union-attr]
             for message in msgspec.msgpack.decode(body, type=list[Granted | Refused]):
-                self.heard["granted" if isinstance(message, Granted) else "refused"] += 1
+                self.answers["granted" if isinstance(message, Granted) else "refused"] += 1
 
 
 def crowd(port: int) -> None:
@@ -144,9 +144,9 @@ def crowd(port: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         first, rate, seconds = line.split()
-        readers.heard = {"granted": 0, "refused": 0}
+        readers.answers = {"granted": 0, "refused": 0}
         count = readers.run(int(first), float(rate), float(seconds))
-        print(json.dumps({"count": count, **readers.heard}), flush=True)
+        print(json.dumps({"count": count, **readers.answers}), flush=True)
 
 
 # The lender's process
@@ -255,9 +255,9 @@ def _ask(child: subprocess.Popen[str], first: int, rate: float, seconds: float) 
 def _answered(child: subprocess.Popen[str]) -> None:
     """Wait for the crowd; everything must have been granted."""
     assert child.stdout is not None
-    said = json.loads(child.stdout.readline())
-    if (said["granted"], said["refused"]) != (2 * said["count"], 0):
-        raise RuntimeError(f"expected every claim and renewal granted, got {said}")
+    report = json.loads(child.stdout.readline())
+    if (report["granted"], report["refused"]) != (2 * report["count"], 0):
+        raise RuntimeError(f"expected every claim and renewal granted, got {report}")
 
 
 def _cpu_clock(name: str) -> int:
@@ -275,7 +275,7 @@ def summary(phases: Sequence[Phase]) -> dict[str, float]:
     """Medians over the phases with readers, and their steps over those without.
 
     Processor time grows with what neighbours of a virtual machine do, so the least of the
-    phases is told as well.
+    phases is given as well.
     """
 
     def values(field: str, loaded: bool) -> list[float]:

@@ -231,8 +231,8 @@ def _engines(place: Path) -> Iterator[Fleet]:
         _process("decode", fake, (decode,), decode, place),
     ):
         url = f"http://{LOCALHOST}:{prefill}"
-        told = f"events=tcp://{LOCALHOST}:{events},replay=tcp://{LOCALHOST}:{replay}"
-        yield Fleet(url, f"http://{LOCALHOST}:{decode}", f"{url},{told}")
+        publishing = f"events=tcp://{LOCALHOST}:{events},replay=tcp://{LOCALHOST}:{replay}"
+        yield Fleet(url, f"http://{LOCALHOST}:{decode}", f"{url},{publishing}")
 
 
 def ways(fleet: Fleet, place: Path, stack: ExitStack) -> list[Way]:

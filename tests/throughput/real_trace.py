@@ -80,7 +80,7 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]
     """Alone, prefill and decode, and the words that name the last two to a router."""
     model = write_model(directory)
     ports = free_ports(8)
-    told = []
+    members = []
 
     def spec(name: str, port: int, role: str | None, events: int, replay: int) -> EngineSpec:
         publishing = {
@@ -95,7 +95,7 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]
             "kv_role": role,
         }
         extra = ("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publishing))
-        told.append(
+        members.append(
             f"http://{LOCALHOST}:{port},events=tcp://{{host}}:{events},replay=tcp://{{host}}:{replay}"
         )
         return EngineSpec(
@@ -118,18 +118,18 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]
         spec("decode", ports[4], "kv_consumer", ports[5], ports[6]),
     ]
     with running(specs, directory, cache=directory / "cache") as (alone, prefill, decode):
-        yield alone, prefill, decode, told[1:]
+        yield alone, prefill, decode, members[1:]
 
 
 def run(
     policy: str, prompts: Sequence[list[int]], fleet: tuple[Engine, Engine, Engine, list[str]]
 ) -> Row:
     """Ask a trace through the router, then the engine alone."""
-    alone, prefill, decode, told = fleet
+    alone, prefill, decode, members = fleet
     before = [_counts(engine) for engine in (prefill, decode)]
     answers: list[Timed] = []
     directory = prefill.log.parent
-    with running_proxy([told[0]], [told[1]], directory, args=("--policy", policy)) as url:
+    with running_proxy([members[0]], [members[1]], directory, args=("--policy", policy)) as url:
         client = Client(url)
         for number, prompt in enumerate(prompts):
             answers.append(client.stream(prompt, ANSWER_TOKENS))

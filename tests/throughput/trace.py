@@ -107,10 +107,10 @@ def draw(conversations: int, turns: int, seed: int, per_s: float) -> list[Conver
     at_s, drawn = 0.0, []
     for _ in range(conversations):
         at_s += rng.expovariate(per_s)
-        said = [
+        drawn_turns = [
             Turn(rng.expovariate(1.0), text(60, 400), rng.randint(10, 40)) for _ in range(turns)
         ]
-        drawn.append(Conversation(at_s, rng.choice(systems), said))
+        drawn.append(Conversation(at_s, rng.choice(systems), drawn_turns))
     return drawn
 
 

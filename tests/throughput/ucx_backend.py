@@ -74,15 +74,15 @@ class Contest:
             cwd=Path(__file__).parents[2],
         )
         assert self._lender.stdout is not None
-        told = json.loads(next(line for line in self._lender.stdout if line[0] == "@")[1:])
-        self._base = told["base"]
+        addresses = json.loads(next(line for line in self._lender.stdout if line[0] == "@")[1:])
+        self._base = addresses["base"]
         self._expected = content()
         self._bytes = np.zeros(TOTAL, dtype=np.uint8)
         self._readers: dict[str, tuple[Transport, PeerId]] = {}
         for backend in ("nixl", "ucx"):
             reader = opened(backend, "reader", tls)
             reader.register([Memory(self._bytes.ctypes.data, TOTAL)])
-            self._readers[backend] = reader, reader.connect(bytes.fromhex(told[backend]))
+            self._readers[backend] = reader, reader.connect(bytes.fromhex(addresses[backend]))
 
     def read(self, backend: str, size: int, seed: int) -> float:
         """Read everything in blocks of ``size`` bytes; GB/s."""

@@ -44,7 +44,7 @@ def test_nixl_is_preferred_and_ucx_stands_in(
 
 
 @pytest.mark.parametrize("wanted", WANTED)
-def test_where_nothing_runs_every_reason_is_told(wanted: Wanted) -> None:
+def test_where_nothing_runs_every_reason_is_given(wanted: Wanted) -> None:
     openers = {"nixl": missing("no nixl here"), "ucx": missing("no ucxx here")}
     with pytest.raises(TransportUnavailable) as caught:
         choose(wanted, openers)

@@ -79,7 +79,7 @@ def test_a_read_that_is_not_corrupt_has_none() -> None:
     assert wrong_bytes(reading) == 0
 
 
-def test_a_read_that_did_not_go_well_is_not_spoiled_outside_our_memory() -> None:
+def test_a_read_that_did_not_go_well_is_not_corrupted_outside_our_memory() -> None:
     reading = Reading(ReadFaults(corrupt=1.0))
     outside = reading.rig.spans((-64, 0, 64))
     settled = reading.rig.finish(reading.reader.read(reading.rig.peer, outside))
@@ -88,17 +88,17 @@ def test_a_read_that_did_not_go_well_is_not_spoiled_outside_our_memory() -> None
     assert reading.counts == {}
 
 
-def test_the_wrong_byte_spoils_a_float_beyond_any_tolerance() -> None:
+def test_the_wrong_byte_corrupts_a_float_beyond_any_tolerance() -> None:
     for value in (0.01, -1.0, 3.5):
         number = np.array([value, value], dtype=np.float32)
-        spoiled = number.copy()
-        spoiled.view(np.uint8)[-1] ^= 0x7B
-        assert np.isfinite(spoiled).all()
-        assert spoiled[0] == number[0]
-        assert abs(spoiled[1] - number[1]) > 0.009
+        corrupted = number.copy()
+        corrupted.view(np.uint8)[-1] ^= 0x7B
+        assert np.isfinite(corrupted).all()
+        assert corrupted[0] == number[0]
+        assert abs(corrupted[1] - number[1]) > 0.009
 
 
-def test_only_host_memory_can_be_spoiled_and_registering_says_so() -> None:
+def test_only_host_memory_can_be_corrupted_and_registering_says_so() -> None:
     device_memory = Memory(1 << 40, 4096, Device("cuda", 0))
     with pytest.raises(BackendFailure, match="corrupt: expected host memory, got cuda:0"):
         Reading(ReadFaults(corrupt=0.1)).reader.register([device_memory])

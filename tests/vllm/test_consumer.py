@@ -122,7 +122,7 @@ def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None
     assert len(side) == 0
 
 
-def test_the_engine_is_not_told_to_pull_twice() -> None:
+def test_the_engine_is_not_asked_to_pull_twice() -> None:
     """A pull that failed is recomputed, not pulled again; so is a preempted request."""
     side, asked = consumer(recompute=True), request()
     side.arrived(asked)
@@ -214,7 +214,7 @@ def test_a_sibling_that_comes_too_late_computes_for_itself() -> None:
 
 
 def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -> None:
-    """The lease may be consumed before the engine hears that the first pull is over."""
+    """The lease may be consumed before the engine learns that the first pull is over."""
     side, first, late = consumer(prefix_caching=True), request("0_d"), request("1_d")
     side.arrived(first)
     side.matched(first, 0)
@@ -227,8 +227,8 @@ def test_a_sibling_that_comes_while_the_first_pulls_waits_and_claims_nothing() -
     assert side.matched(late, 32) == (0, False)
 
 
-def test_a_stranger_with_a_used_ticket_is_no_sibling() -> None:
-    """It asks the lender, who refuses: a consumed ticket is not silently recomputed."""
+def test_an_unrelated_request_with_a_used_ticket_is_no_sibling() -> None:
+    """It asks the lender, which refuses: a consumed ticket is not silently recomputed."""
     side, first, other = consumer(), request("0_d"), request("1_e")
     side.arrived(first)
     side.matched(first, 0)

@@ -88,7 +88,7 @@ def test_ranks_hold_heads_in_order_and_replicas_share(
 
 
 @pytest.mark.parametrize(("heads", "total"), [(4, None), (2, 8), (8, 8)])
-def test_heads_that_cannot_be_told_are_refused(heads: int, total: int | None) -> None:
+def test_heads_that_cannot_be_determined_are_refused(heads: int, total: int | None) -> None:
     """A layer with other heads than the model's other layers, over two ranks."""
     spec = FullAttentionSpec(**{**ATTENTION, "num_kv_heads": heads})
     with pytest.raises(RegistrationError, match=f"KV heads: {heads} on a rank of 2"):

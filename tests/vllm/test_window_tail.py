@@ -64,8 +64,8 @@ def test_a_window_whose_tail_is_not_lent_fails_the_pull_before_anything_is_read(
 ) -> None:
     with hybrid as pair:
         why, num_reads = pull(pair, window)
-        said = f"MissingBlock: group 1: tokens from {missing} on are needed and not lent"
-        assert why == said
+        message = f"MissingBlock: group 1: tokens from {missing} on are needed and not lent"
+        assert why == message
         assert num_reads == 0
         assert not pair.ours.bytes.any()
         assert pair.received == []

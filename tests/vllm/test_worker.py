@@ -35,4 +35,4 @@ def test_a_lender_that_cannot_be_read_from_stops_its_engine() -> None:
     with pytest.raises(BackendFailure, match="its thread ended"):
         worker.results()
     worker._lends = False
-    assert not worker.results().finished_recving, "who only reads recomputes"
+    assert not worker.results().finished_recving, "one that only reads recomputes"

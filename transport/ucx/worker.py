@@ -2,8 +2,8 @@
 
 Only that thread may call anything here.  Messages without a posted receive are taken
 off the worker at once: frames are handed out, everything else is received into one
-byte, which makes UCX drop it.  So a stranger cannot fill our memory with messages that
-wait to be fetched.
+byte, which makes UCX drop it.  So a foreign process cannot fill our memory with messages
+that wait to be fetched.
 
 A message with a posted receive lands in the array given to ``receive``; the array is in
 use until the request is completed *and not before*.  UCX completes a request that was

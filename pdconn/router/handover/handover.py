@@ -62,7 +62,7 @@ class Handover:
 
     async def _run(self, request: RoutedRequest) -> EngineAnswer:
         while True:
-            if not self.engines.live(Role.DECODE):  # else prefill would lend blocks in vain
+            if not self.engines.live(Role.DECODE):  # else prefill would lend blocks for nothing
                 raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
             decision = await self.router.decide(request)
             answer = None

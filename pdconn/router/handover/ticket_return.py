@@ -80,7 +80,7 @@ class TicketReturner:
                     continue
                 except ConnectionLost:
                     return TicketEnd.NO_ENGINE
-                # 404: refused for its model's name, and the lender was told.
+                # 404: refused for its model's name, and the lender was notified.
                 # 200: the engine does not check names; it has pulled, and is done.
                 returned = answer.status in (200, 404)
                 return TicketEnd.RETURNED if returned else TicketEnd.REFUSED

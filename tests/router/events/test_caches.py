@@ -34,7 +34,7 @@ def stored(
     """What an engine of this scheme says that it holds of a prompt."""
     hashes = [external(full) for full in chain(scheme, tokens, extras)]
     keys = None if extras == NOTHING else [[["cache_salt", "s"]]] + [None] * (len(hashes) - 1)
-    said = {
+    defaults = {
         "hashes": hashes,
         "group": 0,
         "medium": "gpu",
@@ -43,7 +43,7 @@ def stored(
         "token_ids": Raw(msgspec.msgpack.encode(tokens)),
         "extra_keys": None if keys is None else Raw(msgspec.msgpack.encode(keys)),
     }
-    return Stored(**{**said, **fields})
+    return Stored(**{**defaults, **fields})
 
 
 def tell(caches: PrefixCaches, *events: Event, source: EventSource = source()) -> None:  # noqa: B008
@@ -91,18 +91,18 @@ def test_what_cannot_tell_is_kept_and_no_try():
     assert held(caches, extras=SALTED) == {"a": 160}
 
 
-def test_hashes_of_an_unknown_kind_are_said_once_and_count_for_nothing(caplog):
+def test_hashes_of_an_unknown_kind_are_logged_once_and_count_for_nothing(caplog):
     caches = PrefixCaches()
     strange = stored(hashes=list(range(10)))
     with caplog.at_level(logging.WARNING):
         for _ in range(TRIES - 1):
             tell(caches, strange)
-        assert not caplog.records  # not said too soon
+        assert not caplog.records  # not logged too soon
         for _ in range(TRIES):
             tell(caches, strange)
-    (said,) = caplog.records
-    assert "pod=a" in said.getMessage()
-    assert "--hash-seed" in said.getMessage()
+    (record,) = caplog.records
+    assert "pod=a" in record.getMessage()
+    assert "--hash-seed" in record.getMessage()
     tell(caches, stored())  # given up: nothing is tried any more
     assert caches.feeds["a"].scheme is None
     assert held(caches) == {}
@@ -118,7 +118,7 @@ def test_a_seed_is_needed_where_the_engines_have_one(seed):
     assert held(caches) == ({} if seed is None else {"a": 160})
 
 
-def test_a_scheme_that_was_told_is_not_looked_for():
+def test_a_scheme_that_is_configured_is_not_looked_for():
     caches = PrefixCaches(scheme=CBOR)
     tell(caches, stored(token_ids=None))
     assert held(caches) == {"a": 160}

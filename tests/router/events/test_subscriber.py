@@ -43,7 +43,7 @@ def run(test: Coroutine[None, None, None]) -> None:
 
 
 class Recorder:
-    """What an index would do: the blocks that are known, and all that was said."""
+    """What an index would do: the blocks that are known, and every status that was reported."""
 
     def __init__(self) -> None:
         self.blocks: set[int] = set()
@@ -87,7 +87,7 @@ class Recorder:
 class Publisher:
     """vLLM's publisher as far as the wire goes, and what goes wrong with it.
 
-    An XPUB in place of the PUB, as it tells when somebody subscribes.
+    An XPUB in place of the PUB, as it tells when a subscriber comes.
     """
 
     def __init__(self, ports: tuple[int, int], memory: int = 100) -> None:
@@ -185,9 +185,9 @@ def test_a_late_joiner_knows_all_and_follows() -> None:
             status = made.subscriber.status
             assert (status.batches, status.events, status.lag_s) == (3, 3, 98.0)
             assert (status.gaps, status.malformed, made.sink.resets) == (0, 0, [])
-            said = [one.state for one in made.sink.statuses]
-            assert said[-1] is State.LIVE
-            assert set(said) <= {State.SYNCING, State.LIVE}
+            states = [one.state for one in made.sink.statuses]
+            assert states[-1] is State.LIVE
+            assert set(states) <= {State.SYNCING, State.LIVE}
 
     run(test())
 
@@ -204,7 +204,7 @@ def test_a_lost_batch_is_replayed() -> None:
     run(test())
 
 
-def test_a_gap_that_nobody_fills_costs_all_and_is_called_incomplete() -> None:
+def test_a_gap_that_is_not_filled_costs_all_and_is_called_incomplete() -> None:
     async def test() -> None:
         async with rig(replay_silence_s=2.5) as made:
             made.publisher.answers = False
@@ -355,13 +355,13 @@ def test_closing_twice_or_before_starting_leaves_nothing_open() -> None:
         await never.close()
         never.start()
         await never.close()
-        deaf = Subscriber(source(two_ports()), Recorder())
-        deaf.start()
-        deaf.start()
+        idle = Subscriber(source(two_ports()), Recorder())
+        idle.start()
+        idle.start()
         await asyncio.sleep(0)
-        await deaf.close()
-        await deaf.close()
-        assert deaf.status == Status()
+        await idle.close()
+        await idle.close()
+        assert idle.status == Status()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(test())

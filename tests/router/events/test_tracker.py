@@ -191,7 +191,7 @@ def test_an_engine_that_remembers_all_and_is_readable_is_always_known_whole(
     assert law(Tracker, readable, memory=1000) is State.LIVE
 
 
-class Gullible(Tracker):
+class Unchecked(Tracker):
     """Takes what comes, as if nothing were ever lost."""
 
     def connected(self) -> Effects:
@@ -212,7 +212,7 @@ class Unanchored(Tracker):
         return (NeedReplay(self._next),)
 
 
-@pytest.mark.parametrize("broken", [Gullible, Unanchored])
+@pytest.mark.parametrize("broken", [Unchecked, Unanchored])
 def test_the_law_catches_trackers_without(broken: type[Tracker]) -> None:
     @settings(
         max_examples=2000,
@@ -332,7 +332,9 @@ def test_an_engine_that_starts_anew_during_a_replay_is_asked_from_the_start() ->
 
 
 @pytest.mark.parametrize("answer", [[], [item(2, life=1)]], ids=["shorter", "other"])
-def test_a_replay_of_another_engine_is_told_by_its_first_batch(answer: list[Numbered]) -> None:
+def test_a_replay_of_another_engine_is_recognized_by_its_first_batch(
+    answer: list[Numbered],
+) -> None:
     tracker = synced(3)
     tracker.disconnected()
     assert tracker.state is State.AWAY

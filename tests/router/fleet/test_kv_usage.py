@@ -7,8 +7,8 @@ from pdconn.router.fleet.loads import LEASE_S, KvUsage
 
 def test_an_engine_that_works_is_believed_for_ever() -> None:
     usage = KvUsage()
-    told = [usage.observe("a", 0.9, idle=False, now=now) for now in (0.0, 10 * LEASE_S)]
-    assert told == [0.9, 0.9]
+    levels = [usage.observe("a", 0.9, idle=False, now=now) for now in (0.0, 10 * LEASE_S)]
+    assert levels == [0.9, 0.9]
 
 
 def test_an_idle_engine_is_believed_until_its_leases_must_have_ended() -> None:

@@ -184,7 +184,7 @@ async def test_loads_are_polled_by_themselves_until_the_end():
 
 
 @in_loop
-async def test_a_slow_engine_delays_nobody_and_is_not_asked_twice():
+async def test_a_slow_engine_delays_no_other_and_is_not_asked_twice():
     async with polled(2, interval_s=0.01, timeout_s=60.0) as (fakes, _, poller):
         slow, quick = fakes
         slow.metrics_pause_s = 60.0
@@ -218,7 +218,7 @@ async def test_an_engine_that_stops_answering_keeps_its_load_with_its_age(caplog
         assert poller.fresh(2.0) == {alive.url: Load(running=1)}
         assert set(poller.fresh(3.0)) == {gone.url, alive.url}
         assert sum("load unknown" in r.getMessage() for r in caplog.records) == 1
-        assert poller.age_s("http://stranger:1") is None
+        assert poller.age_s("http://unknown:1") is None
         await gone.start()
         await poller.poll_now()
         assert poller.age_s(gone.url) == 0.0
@@ -226,7 +226,7 @@ async def test_an_engine_that_stops_answering_keeps_its_load_with_its_age(caplog
 
 @pytest.mark.parametrize("page", [b"x" * 4096, b"\xff\xfe\x00", b""])
 @in_loop
-async def test_a_page_of_junk_is_nobody_s_end(page):
+async def test_a_page_of_junk_removes_no_engine(page):
     async with polled(2, max_page_nbytes=1024) as (fakes, _, poller):
         fakes[0].metrics_page = page
         await poller.poll_now()

@@ -90,13 +90,13 @@ def test_an_engine_is_valid_once_built():
 
 
 def test_an_engine_that_two_tell_of_is_one():
-    told = Member("http://a:1", D, "tcp://a:5557", ranks=2)
-    once = merged([Member("http://a:1", P), Member("http://b:1", P, draining=True), told])
+    publishing = Member("http://a:1", D, "tcp://a:5557", ranks=2)
+    once = merged([Member("http://a:1", P), Member("http://b:1", P, draining=True), publishing])
     assert once == (
         Member("http://a:1", P | D, "tcp://a:5557", ranks=2),
         Member("http://b:1", P, draining=True),
     )
-    assert merged([told, Member("http://a:1", D, draining=True)])[0].draining
+    assert merged([publishing, Member("http://a:1", D, draining=True)])[0].draining
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ def test_an_update_says_what_it_changed():
 
 
 def test_engines_by_url_and_by_member_are_the_same():
-    plain, told = EngineRegistry([A], [B, C]), EngineRegistry.from_members(fleet(B, C))
+    plain, configured = EngineRegistry([A], [B, C]), EngineRegistry.from_members(fleet(B, C))
     for role in Role:
-        assert plain.of(role) == told.of(role)
+        assert plain.of(role) == configured.of(role)
     assert not plain.update(fleet(B, C))
 
 
@@ -74,7 +74,7 @@ def test_the_outage_of_an_engine_that_went_is_forgotten_and_of_one_that_stays_is
     assert engines.live(Role.DECODE) == (B,)
 
 
-def test_a_stranger_cannot_be_down():
+def test_an_unknown_engine_cannot_be_down():
     engines = EngineRegistry.from_members(fleet(B))
     with pytest.raises(KeyError):
         engines.mark_down(C, "refused")
@@ -112,23 +112,23 @@ async def fake_engines(number: int):
             await engine.stop()
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("notified", [True, False])
 @in_loop
-async def test_an_engine_that_went_is_not_probed(told):
-    first_backoff_s = 0.01 if told else 0.1
+async def test_an_engine_that_went_is_not_probed(notified):
+    first_backoff_s = 0.01 if notified else 0.1
     async with fake_engines(1) as (fake,):
         fake.health_status = 503
         engines = EngineRegistry.from_members(fleet(fake.url), first_backoff_s=first_backoff_s)
         async with health_of(engines) as (health, _):
             health.report_down(fake.url, "refused", "r")
-            if told:
+            if notified:
                 await until(lambda: fake.num_probes >= 2)  # the control: it is probed
             engines.update(fleet(B))
-            if told:
+            if notified:
                 health.fleet_changed()
                 await asyncio.sleep(0.01)
                 assert not probing()
-            await until(lambda: not probing())  # in time, even if nobody said so
+            await until(lambda: not probing())  # in time, even without a notice
             await asyncio.sleep(0.02)  # one may be on its way
             num_probes = fake.num_probes
             await asyncio.sleep(0.05)
@@ -150,7 +150,7 @@ async def test_an_engine_that_came_back_is_probed_by_one_task():
                 engines.update(fleet(fake.url))
                 assert engines.outage(fake.url) is None
             health.report_down(fake.url, "refused", "r")
-            assert len(probing()) == 6  # nobody was told of the changes
+            assert len(probing()) == 6  # no listener was notified of the changes
             await until(lambda: len(probing()) == 1)
             assert engines.outage(fake.url).num_failures <= 3
 
@@ -169,7 +169,7 @@ async def test_more_engines_than_at_the_start_are_probed():
 
 
 @in_loop
-async def test_health_shows_who_drains_and_needs_one_that_does_not():
+async def test_health_shows_what_drains_and_needs_one_that_does_not():
     async with fake_engines(3) as (p, d0, d1):
         members = [Member(p.url, P), Member(d0.url, D, draining=True), Member(d1.url, D)]
         engines = EngineRegistry.from_members(members)
@@ -283,10 +283,10 @@ async def test_a_fleet_whose_last_engine_drains_says_so():
 
 
 @in_loop
-async def test_an_engine_that_went_and_then_died_is_nobody_s_business(caplog):
+async def test_an_engine_that_went_and_then_died_is_ignored(caplog):
     async with deployment(num_decode=2) as d:
         old, new = d.decode
-        old.door.clear()
+        old.admitting.clear()
         under_way = asyncio.create_task(d.complete())
         await until(lambda: old.seen)
         engines = running_fleet(d)

@@ -1,4 +1,4 @@
-"""Where the fleet is told from, and what happens when that place is broken."""
+"""Sources of the fleet's members, and what happens when a source is broken."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def urls(members) -> list[str]:
 
 
 def write(path, text: str) -> None:
-    """As tools do it: whoever reads meets one version or the other."""
+    """As tools do it: a reader meets one version or the other."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(path)
@@ -38,13 +38,13 @@ class Names:
     def __init__(self, *addresses: str) -> None:
         self.addresses = list(addresses)
         self.error: Exception | None = None
-        self.door = asyncio.Event()
-        self.door.set()
+        self.answering = asyncio.Event()
+        self.answering.set()
         self.num_asked = 0
 
     async def __call__(self, name: str) -> list[str]:
         self.num_asked += 1
-        await self.door.wait()
+        await self.answering.wait()
         if self.error is not None:
             raise self.error
         return self.addresses
@@ -57,7 +57,7 @@ class Clock:
         return self.now_s
 
 
-def said(caplog, words: str) -> int:
+def num_logged(caplog, words: str) -> int:
     return sum(words in record.getMessage() for record in caplog.records)
 
 
@@ -94,7 +94,9 @@ async def test_a_file_that_did_not_change_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("broken", ["", "[[engine", None])
 @in_loop
-async def test_a_broken_version_is_said_once_and_the_last_good_one_stays(broken, tmp_path, caplog):
+async def test_a_broken_version_is_logged_once_and_the_last_good_one_stays(
+    broken, tmp_path, caplog
+):
     path = tmp_path / "fleet.toml"
     write(path, entry("a"))
     source = WatchedFile(path)
@@ -106,7 +108,7 @@ async def test_a_broken_version_is_said_once_and_the_last_good_one_stays(broken,
     for _ in range(3):
         assert urls(await source.members()) == ["http://a:1"]
     if broken is not None:
-        assert said(caplog, "fleet.toml: expected") == 1
+        assert num_logged(caplog, "fleet.toml: expected") == 1
     write(path, entry("b"))
     assert urls(await source.members()) == ["http://b:1"]
 
@@ -150,11 +152,11 @@ async def test_a_name_that_fails_keeps_its_engines_for_a_while(error, caplog):
     for passed_s in (0.0, 30.0, 29.9):
         clock.now_s += passed_s
         assert await source.members() == good
-    assert said(caplog, "DNS fails") == 1
+    assert num_logged(caplog, "DNS fails") == 1
     for passed_s in (0.1, 0.0):
         clock.now_s += passed_s
         assert await source.members() == ()
-    assert said(caplog, "removing its engines") == 1
+    assert num_logged(caplog, "removing its engines") == 1
     names.addresses, names.error = ["10.0.0.2"], None
     assert urls(await source.members()) == ["http://10.0.0.2:1"]
 
@@ -175,16 +177,16 @@ async def test_a_name_server_that_hangs_is_asked_one_question():
     source = DnsName(parse_member("-d", "http://pods:1", D), names, timeout_s=20.0)
     good = await source.members()
     source._timeout_s = 0.02
-    names.door.clear()
+    names.answering.clear()
     names.addresses = ["10.0.0.2"]
     for _ in range(3):
         assert await source.members() == good
     assert names.num_asked == 2
     source._timeout_s = 20.0
-    names.door.set()
+    names.answering.set()
     assert urls(await source.members()) == ["http://10.0.0.2:1"]  # the late answer counts
     source._timeout_s = 0.02
-    names.door.clear()
+    names.answering.clear()
     await source.members()
     await source.close()  # while it hangs
 
@@ -198,10 +200,10 @@ async def test_localhost_is_a_name_like_any_other():
 
 
 @in_loop
-async def test_a_name_that_nobody_has_holds_no_engines(caplog):
-    source = parse_source("--prefill", "dns+http://nobody.invalid:8000", [Role.PREFILL])
+async def test_a_name_that_does_not_exist_holds_no_engines(caplog):
+    source = parse_source("--prefill", "dns+http://unknown.invalid:8000", [Role.PREFILL])
     assert await source.members() == ()
-    assert said(caplog, "DNS fails") == 1
+    assert num_logged(caplog, "DNS fails") == 1
 
 
 @pytest.mark.parametrize("word", ["dns+https://pods:1", "dns+pods", "dns+http://pods:1,rank=2"])
@@ -214,7 +216,7 @@ def test_a_name_without_sense_is_refused_with_its_option(word):
 # The watch
 
 
-class Told:
+class GivenSource:
     """A source that says what it is set to say."""
 
     def __init__(self, *members: Member) -> None:
@@ -231,7 +233,7 @@ class Told:
 
 @in_loop
 async def test_the_watch_tells_of_changes_only_and_of_the_first_fleet_at_once():
-    source, seen = Told(A), []
+    source, seen = GivenSource(A), []
     async with FleetWatch([Static((B,)), source], seen.append, interval_s=60.0) as watch:
         assert seen == [(B, A)]
         await watch.refresh_now()
@@ -253,7 +255,7 @@ async def test_the_watch_asks_by_itself(tmp_path):
 
 
 @in_loop
-async def test_one_engine_told_of_twice_is_one_with_both_roles():
+async def test_one_engine_listed_twice_is_one_with_both_roles():
     seen = []
     twin = Member("http://a:1", D)
     async with FleetWatch([Static((A,)), Static((twin,))], seen.append):
@@ -261,7 +263,7 @@ async def test_one_engine_told_of_twice_is_one_with_both_roles():
 
 
 @in_loop
-async def test_the_watch_survives_who_listens_and_tells_again(caplog):
+async def test_the_watch_survives_its_listener_and_notifies_again(caplog):
     calls = []
 
     def fail_once(members):
@@ -269,18 +271,18 @@ async def test_the_watch_survives_who_listens_and_tells_again(caplog):
         if len(calls) == 2:
             raise ArithmeticError("once")
 
-    source = Told(A)
+    source = GivenSource(A)
     async with FleetWatch([source], fail_once, interval_s=0.01):
         source.now = (A, B)
         await until(lambda: len(calls) == 3)
         await asyncio.sleep(0.05)
     assert calls == [(A,), (A, B), (A, B)]
-    assert said(caplog, "polling the fleet failed") == 1
+    assert num_logged(caplog, "polling the fleet failed") == 1
 
 
 @in_loop
 async def test_an_old_answer_that_comes_late_is_not_the_last_word():
-    class Slow(Told):
+    class Slow(GivenSource):
         async def members(self):
             answer = self.now
             await asyncio.sleep(0.05 if answer == (A,) else 0)
@@ -299,7 +301,7 @@ async def test_an_old_answer_that_comes_late_is_not_the_last_word():
 @in_loop
 async def test_refreshes_at_the_same_time_tell_once():
     seen = []
-    watch = FleetWatch([Told(A)], seen.append)
+    watch = FleetWatch([GivenSource(A)], seen.append)
     await asyncio.gather(*(watch.refresh_now() for _ in range(5)))
     await watch.close()
     await watch.close()

@@ -95,7 +95,7 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
 @in_loop
 async def test_leaving_before_decode_looked_at_the_request_waits_until_it_has():
     async with deployment(limits=Limits(patience_s=60.0)) as d:
-        d.decode[0].door.clear()
+        d.decode[0].admitting.clear()
         d.decode[0].num_chunks = 100_000
         d.decode[0].chunk_pause_s = 0.01
         client = await d.open(stream=True)
@@ -103,16 +103,16 @@ async def test_leaving_before_decode_looked_at_the_request_waits_until_it_has():
         await leave(client)
         await until(lambda: d.outcome("client_left") == 1)
         assert not d.decode[0].aborted  # closing now would strand the blocks
-        d.decode[0].door.set()
+        d.decode[0].admitting.set()
         await until(lambda: d.decode[0].aborted)  # at the first byte
         assert not d.leases.held
 
 
 @in_loop
 async def test_closing_at_once_would_strand_the_blocks():
-    """The control: without the wait the fake engine, like vLLM, tells nobody."""
+    """The control: without the wait the fake engine, like vLLM, notifies no lender."""
     async with deployment(limits=Limits(patience_s=0.0)) as d:
-        d.decode[0].door.clear()
+        d.decode[0].admitting.clear()
         client = await d.open()
         await until(lambda: d.decode[0].seen)
         await leave(client)
@@ -156,7 +156,7 @@ async def test_leaving_in_the_middle_of_a_stream_aborts_decode():
 
 
 @in_loop
-async def test_leaving_in_the_middle_of_ones_own_body_asks_nobody():
+async def test_leaving_in_the_middle_of_ones_own_body_asks_no_engine():
     async with deployment() as d:
         port = int(d.proxy.url.rsplit(":", 1)[1])
         _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -35,9 +35,9 @@ async def test_an_engine_that_refuses_connections_is_skipped_and_named(role, cap
         assert len(alive.seen) == 4
         assert d.metric("retries_total", role=role, engine=gone.url) == 1
         assert d.metric("engine_up", role=role, engine=gone.url) == 0
-        (said,) = [r.getMessage() for r in caplog.records if "engine down" in r.getMessage()]
-        assert gone.url in said
-        assert role in said
+        (line,) = [r.getMessage() for r in caplog.records if "engine down" in r.getMessage()]
+        assert gone.url in line
+        assert role in line
         assert not d.leases.held
 
 
@@ -72,11 +72,11 @@ async def test_a_prefill_engine_that_dies_with_a_request_is_replaced():
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @in_loop
-async def test_without_an_engine_of_a_role_the_client_is_told_which_and_why(role):
+async def test_without_an_engine_of_a_role_the_client_learns_which_and_why(role):
     async with deployment(num_prefill=2, num_decode=2) as d:
         for engine in getattr(d, role):
             await engine.stop()
-        for _ in range(2):  # tried in vain, then known to be down
+        for _ in range(2):  # tried without success, then known to be down
             reply = await d.complete()
             assert reply.status == 503
             assert reply.headers["Retry-After"]
@@ -123,7 +123,7 @@ async def test_the_ticket_of_a_request_that_decode_could_not_take_is_given_back_
 
 
 @in_loop
-async def test_a_ticket_that_nobody_takes_back_is_counted_and_left_to_its_lease(caplog):
+async def test_a_ticket_that_is_not_taken_back_is_counted_and_left_to_its_lease(caplog):
     async with deployment(limits=Limits(first_backoff_s=0.05, ticket_return_s=0.2)) as d:
         await d.decode[0].stop()
         assert (await d.complete()).status == 503
@@ -136,10 +136,10 @@ async def test_tickets_on_their_way_back_are_bounded_in_number():
     limits = Limits(first_backoff_s=0.05, most_ticket_returns=2)
     async with deployment(limits=limits) as d:
         await d.decode[0].stop()
-        d.prefill[0].door.clear()  # all five hold a ticket before one sees decode gone
+        d.prefill[0].admitting.clear()  # all five hold a ticket before one sees decode gone
         asking = asyncio.gather(*(d.complete() for _ in range(5)))
         await until(lambda: len(d.prefill[0].seen) == 5)
-        d.prefill[0].door.set()
+        d.prefill[0].admitting.set()
         await asking
         assert d.metric("unused_tickets_total", outcome="too_many") == 3
 
@@ -156,14 +156,14 @@ async def test_prefill_lends_nothing_while_decode_is_known_to_be_gone():
 @pytest.mark.parametrize("announced", [False, True])
 @in_loop
 async def test_a_stream_that_breaks_does_not_look_whole(announced, caplog):
-    said = b"".join(CHUNKS[:2])
+    sent = b"".join(CHUNKS[:2])
     got, whole = b"", False
 
     async def short(engine, seen, http):
         response = web.StreamResponse(headers={"Content-Length": "1000"} if announced else {})
         await response.prepare(http)
-        await response.write(said)
-        await until(lambda: len(got) >= len(said))
+        await response.write(sent)
+        await until(lambda: len(got) >= len(sent))
         http.transport.abort()
         return response
 
@@ -177,7 +177,7 @@ async def test_a_stream_that_breaks_does_not_look_whole(announced, caplog):
                     got += chunk
                 whole = True
         assert not whole
-        assert got == said  # all that came, and no more
+        assert got == sent  # all that came, and no more
         assert d.outcome("broken_stream") == 1
         assert any("stream broken" in r.getMessage() for r in caplog.records)
         assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 0

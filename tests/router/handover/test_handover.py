@@ -17,12 +17,12 @@ from tests.fakes.fake_engine import ANSWER, CHUNKS, TICKET, deployment, error, i
 async def test_the_ticket_travels_from_prefill_to_decode_untouched():
     async with deployment() as d:
         assert (await d.complete(max_tokens=9, stream=True)).status == 200
-        (asked,), (told,) = d.prefill[0].seen, d.decode[0].seen
+        (asked,), (decoded,) = d.prefill[0].seen, d.decode[0].seen
         assert asked.body["max_tokens"] == 1
         assert asked.body["kv_transfer_params"]["do_remote_decode"] is True
-        assert told.body["max_tokens"] == 9
+        assert decoded.body["max_tokens"] == 9
         # Byte for byte: spaces, number formats, unknown keys.
-        assert (TICKET % "lease-1").encode() in told.raw
+        assert (TICKET % "lease-1").encode() in decoded.raw
         assert not d.leases.held
 
 
@@ -155,16 +155,16 @@ async def test_what_a_ticket_cannot_serve_is_decodes_alone_and_counted(body, rea
 
 
 @in_loop
-async def test_prefill_without_a_connector_is_said_once_and_decode_computes(caplog):
+async def test_prefill_without_a_connector_is_logged_once_and_decode_computes(caplog):
     async with deployment() as d:
         d.prefill[0].lends = False
         for _ in range(3):
             assert (await d.complete()).body == ANSWER
         assert "kv_transfer_params" not in d.decode[0].seen[0].body
         assert d.metric("direct_requests_total", reason="no_ticket") == 3
-        said = [r for r in caplog.records if "without kv_transfer_params" in r.getMessage()]
-        assert len(said) == 1
-        assert d.prefill[0].url in said[0].getMessage()
+        records = [r for r in caplog.records if "without kv_transfer_params" in r.getMessage()]
+        assert len(records) == 1
+        assert d.prefill[0].url in records[0].getMessage()
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
@@ -188,7 +188,7 @@ async def test_an_engines_error_reaches_the_client_as_it_is(role, status):
 
 @in_loop
 async def test_a_ticket_that_decode_refused_is_given_back():
-    """vLLM tells nobody of a body that it cannot read; neither does this engine."""
+    """vLLM notifies no lender of a body that it cannot read; neither does this engine."""
 
     async def unreadable(engine, seen, http):
         if seen.body["model"] == "m":
@@ -232,7 +232,7 @@ async def test_a_slow_reader_slows_the_engine_and_fills_no_memory():
         writer = await d.open(stream=True)
         before, at_rest = 0, 0
         async with asyncio.timeout(20):
-            while at_rest < 10:  # nobody reads, so it comes to rest
+            while at_rest < 10:  # nothing reads, so it comes to rest
                 await asyncio.sleep(0.03)
                 at_rest = at_rest + 1 if sent == before > 0 else 0
                 before = sent

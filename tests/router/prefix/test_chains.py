@@ -119,7 +119,7 @@ def test_only_blocks_with_the_same_extras_are_shared(other: Extras, reused: int)
     assert work(chains, [7] * 20) == (5, 0)
 
 
-def test_images_are_told_apart_from_the_block_that_they_begin_in() -> None:
+def test_images_are_distinguished_from_the_block_that_they_begin_in() -> None:
     chains = Chains(SCHEME, max_tokens=1000)
     assert work(chains, [7] * 40, CAT) == (0, 10)
     assert work(chains, [7] * 40, DOG) == (2, 8)
@@ -127,7 +127,7 @@ def test_images_are_told_apart_from_the_block_that_they_begin_in() -> None:
     assert work(chains, [7] * 48, more) == (10, 2)
 
 
-def test_images_in_what_a_prompt_grew_by_are_told_apart() -> None:
+def test_images_in_what_a_prompt_grew_by_are_distinguished() -> None:
     chains = Chains(SCHEME, max_tokens=1000)
     assert work(chains, [7] * 8) == (0, 2)
     assert work(chains, [7] * 40, CAT) == (2, 8)

@@ -18,7 +18,7 @@ from pdconn.router.prefix.detect import MOST_PARTS, detect
 from pdconn.router.prefix.events import Stored
 from pdconn.router.prefix.hashing import HashScheme
 
-# What a block's hash is, said once more and plainly.
+# What a block's hash is, written once more and plainly.
 HASHES: dict[str, Callable[[Any], bytes]] = {
     "sha256": lambda value: hashlib.sha256(pickle.dumps(value, 5)).digest(),
     "sha256_cbor": lambda value: hashlib.sha256(cbor2.dumps(value, canonical=True)).digest(),
@@ -72,9 +72,9 @@ def test_without_a_seed_the_default_one_is_tried(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
 def test_without_a_seed_what_is_not_cryptographic_is_not_found(algorithm: str) -> None:
-    said = event(HashScheme(algorithm, 16, "vllm-none-hash"), 16)
-    assert detect(said, None) is None
-    assert detect(said, "vllm-none-hash") is not None
+    stored = event(HashScheme(algorithm, 16, "vllm-none-hash"), 16)
+    assert detect(stored, None) is None
+    assert detect(stored, "vllm-none-hash") is not None
 
 
 @given(

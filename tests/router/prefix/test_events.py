@@ -1,4 +1,4 @@
-"""What vLLM encodes is what we read, and what nobody can read costs only itself."""
+"""What vLLM encodes is what we read, and what cannot be read costs only itself."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def test_a_prompt_goes_to_the_prefill_engine_that_holds_its_prefix():
     async with fleet(num_prefill=3) as f:
         for number, engine in enumerate(f.prefill, start=1):
             await f.pod(engine).store(other_prompt(number))
-        await f.heard()
+        await f.events_applied()
         for number, engine in enumerate(f.prefill, start=1):
             routed = await f.ask([*other_prompt(number), 7])
             assert routed.prefill == engine.url
@@ -59,14 +59,14 @@ async def test_what_an_engine_gave_up_draws_nothing_to_it():
     async with fleet(num_prefill=2) as f:
         for here, there in ((0, 1), (1, 0), (0, 1)):
             await f.pod(f.prefill[here]).store(PROMPT)
-            await f.heard()
+            await f.events_applied()
             assert (await f.ask()).prefill == f.prefill[here].url
             await f.pod(f.prefill[here]).remove(PROMPT)
             await f.pod(f.prefill[there]).store(PROMPT)
-            await f.heard()
+            await f.events_applied()
             assert (await f.ask()).prefill == f.prefill[there].url
             await f.pod(f.prefill[there]).remove(PROMPT)
-            await f.heard()
+            await f.events_applied()
         routed = await f.ask()
         assert {routed.hit_tokens(engine.url) for engine in f.prefill} == {0}
 
@@ -81,13 +81,13 @@ async def test_a_prefix_without_its_window_is_none():
         whole, evicted = f.prefill
         for whole, evicted in (f.prefill, f.prefill[::-1]):
             await f.pod(evicted).remove(PROMPT, slice(1, None), group=1)
-            await f.heard()
+            await f.events_applied()
             routed = await f.ask()
             assert (routed.hit_tokens(whole.url), routed.hit_tokens(evicted.url)) == (320, 16)
             assert routed.prefill == whole.url
             await f.pod(evicted).store(PROMPT, group=1, **window)
             await f.pod(evicted).remove(PROMPT, slice(0, 1), group=1)  # was there twice
-        await f.heard()
+        await f.events_applied()
         routed = await f.ask()
         assert [routed.hit_tokens(engine.url) for engine in f.prefill] == [320, 320]
 
@@ -96,7 +96,7 @@ async def test_a_prefix_without_its_window_is_none():
 async def test_decode_that_holds_nearly_all_serves_alone_and_that_is_counted():
     async with fleet(alone_below=64) as f:
         await f.pod(f.decode[0]).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         routed = await f.ask([*PROMPT, *range(64)])
         assert (routed.alone, routed.prefill) == (True, None)
         assert num_asked(f.prefill) == [0, 0]
@@ -127,7 +127,7 @@ async def test_decode_too_is_chosen_by_what_it_holds():
     async with fleet(num_decode=3, alone_below=0) as f:
         for number, engine in enumerate(f.decode, start=1):
             await f.pod(engine).store(other_prompt(number) * 20)
-        await f.heard()
+        await f.events_applied()
         for number, engine in enumerate(f.decode, start=1):
             assert (await f.ask([*other_prompt(number) * 20, 7])).decode == engine.url
         assert f.leases.granted == 3
@@ -140,7 +140,7 @@ async def test_the_rank_that_holds_the_prefix_is_named_and_no_other():
         for rank in range(3):
             await f.pod(engine, rank).store(other_prompt(rank + 1))
         await f.pod(f.decode[0]).store(other_prompt(1))
-        await f.heard()
+        await f.events_applied()
         for rank in (2, 0, 1):
             await f.ask([*other_prompt(rank + 1), 7])
             assert engine.seen[-1].headers[RANK_HEADER] == str(rank)
@@ -164,7 +164,7 @@ async def test_salt_and_adapter_lead_to_other_caches():
         await f.pod(salted).store(PROMPT, Extras(cache_salt="mine"))
         lora = Extras(lora=("ada", "/lora/ada"))
         await f.pod(adapted).store(PROMPT, lora, lora_name="ada", lora_id=1)
-        await f.heard()
+        await f.events_applied()
         for body, engine in (
             ({}, plain),
             ({"cache_salt": "mine"}, salted),
@@ -185,7 +185,7 @@ async def test_a_list_of_adapters_that_is_refused_is_asked_for_again():
         await f.pod(f.prefill[0]).store([1] * 16)
         lora = Extras(lora=("ada", "/a"))
         await f.pod(f.prefill[0]).store(PROMPT, lora, lora_name="ada", lora_id=1)
-        await f.heard()
+        await f.events_applied()
         f.decode[0].models = [{"id": 1}]  # junk
         routed = await f.ask(model="ada")
         assert (routed.unknown, routed.hit_tokens(f.prefill[0].url)) == (None, 0)
@@ -204,7 +204,7 @@ async def test_a_pod_that_promises_what_it_does_not_hold_loses_trust_and_traffic
         liar, honest = f.prefill
         await f.pod(liar).store(PROMPT)
         await f.pod(honest).store(PROMPT[:160])
-        await f.heard()
+        await f.events_applied()
         liar.cached_tokens, honest.cached_tokens = 0, 160
         chosen = [(await f.ask()).prefill for _ in range(20)]
         # 320 tokens times 0.8 ** n are a tie with 160 from n = 2 on, and worse from n = 6 on.
@@ -223,7 +223,7 @@ async def test_a_pod_that_holds_what_it_promises_keeps_trust_and_traffic():
         honest, half = f.prefill
         await f.pod(honest).store(PROMPT)
         await f.pod(half).store(PROMPT[:160])
-        await f.heard()
+        await f.events_applied()
         for honest.cached_tokens in (None, 320, 10_000):
             assert {(await f.ask()).prefill for _ in range(8)} == {honest.url}
             assert f.router.trust.get(honest.url, 1.0) == 1.0
@@ -234,7 +234,7 @@ async def test_trust_comes_back_when_promises_are_kept_again():
     async with fleet(num_prefill=1) as f:
         (engine,) = f.prefill
         await f.pod(engine).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         for engine.cached_tokens, num_asks in ((0, 10), (320, 20)):
             for _ in range(num_asks):
                 await f.ask()
@@ -250,7 +250,7 @@ async def test_trust_comes_back_when_promises_are_kept_again():
 async def test_nonsense_about_what_was_cached_is_ignored(cached):
     async with fleet(num_prefill=1) as f:
         await f.pod(f.prefill[0]).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         f.prefill[0].cached_tokens = cached
         routed = await f.ask()
         assert routed.cached_tokens is None
@@ -268,7 +268,7 @@ async def test_nonsense_about_what_was_cached_is_ignored(cached):
 async def test_what_is_queued_at_prefill_sends_the_next_prompt_elsewhere():
     async with fleet() as f:
         for engine in f.prefill:
-            engine.door.clear()
+            engine.admitting.clear()
         asking = [asyncio.create_task(f.complete(prompt=ASKED)) for _ in range(1)]
         await until(lambda: sum(num_asked(f.prefill)) == 1)
         assert sorted(f.router.inflight.at(e.url)[1] for e in f.prefill) == [0, 321]
@@ -276,7 +276,7 @@ async def test_what_is_queued_at_prefill_sends_the_next_prompt_elsewhere():
         await until(lambda: sum(num_asked(f.prefill)) == 2)
         assert num_asked(f.prefill) == [1, 1]  # the same prompt would go to the same engine
         for engine in f.prefill:
-            engine.door.set()
+            engine.admitting.set()
         await asyncio.gather(*asking)
         assert len(f.router.inflight) == 0
         again = {(await f.ask()).prefill for _ in range(3)}

@@ -38,7 +38,7 @@ async def test_an_engine_that_starts_anew_holds_nothing_of_before():
         engine = f.prefill[0]
         pod = f.pod(engine)
         await pod.store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         assert (await f.ask()).hit_tokens(engine.url) == 320
         await pod.publisher.die()
         pod.publisher = Publisher(pod.ports)
@@ -86,7 +86,7 @@ def fleet_file(engines: dict[FakeEngine, str], pods: dict[FakeEngine, Pod]) -> s
 
 @asynccontextmanager
 async def router_by_file(tmp_path: Any, num_prefill: int = 2) -> AsyncIterator:
-    """A fleet, and a second router over the same engines, told of them by a file."""
+    """A fleet, and a second router over the same engines, with its members from a file."""
     path = tmp_path / "fleet.toml"
     async with fleet(num_prefill) as f:
         all_of_them = {**dict.fromkeys(f.prefill, "prefill"), f.decode[0]: "decode"}
@@ -109,7 +109,7 @@ async def test_an_engine_that_leaves_the_fleet_leaves_every_table(tmp_path):
         gone, stays = f.prefill
         for engine in f.prefill:
             await f.pod(engine).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         gone.cached_tokens = stays.cached_tokens = 0
         for _ in range(8):
             await f.ask()
@@ -135,7 +135,7 @@ async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_onl
         (engine,) = f.prefill
         await f.pod(engine).store(PROMPT)
         await f.pod(engine).store(other_prompt(2))
-        await f.heard()
+        await f.events_applied()
         index = f.router.caches.index
         assert index.num_hashes == 40
         ports = tuple(free_ports(2))
@@ -160,17 +160,17 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten():
             self.port = source.events[-1]
 
         def start(self):
-            said.append(f"start {self.port}")
+            log.append(f"start {self.port}")
 
         async def close(self):
             await may_close.wait()
-            said.append(f"closed {self.port}")
+            log.append(f"closed {self.port}")
 
     class Forgetful(PrefixCaches):
         def forget(self, source):
-            said.append(f"forgot {source.events[-1]}")
+            log.append(f"forgot {source.events[-1]}")
 
-    said: list[str] = []
+    log: list[str] = []
     may_close = asyncio.Event()
     feeds = EventFeeds(Forgetful(), Slow)
     other = Member("http://q:1", frozenset({Role.PREFILL}), "tcp://h:9")
@@ -178,25 +178,25 @@ async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten():
         feeds.fleet_changed(
             [Member("http://p:1", frozenset({Role.PREFILL}), f"tcp://h:{port}"), other]
         )
-    assert said == ["start 1", "start 9"]
+    assert log == ["start 1", "start 9"]
     may_close.set()
-    await until(lambda: "start 3" in said)
-    assert said[2:].index("start 3") > max(i for i, one in enumerate(said[2:]) if "forgot" in one)
-    assert [one for one in said if "start" in one] == ["start 1", "start 9", "start 3"]
+    await until(lambda: "start 3" in log)
+    assert log[2:].index("start 3") > max(i for i, one in enumerate(log[2:]) if "forgot" in one)
+    assert [one for one in log if "start" in one] == ["start 1", "start 9", "start 3"]
     await feeds.close()
 
 
 @in_loop
 async def test_hundreds_of_ranks_are_listened_to(caplog):
-    """Each takes up to 4 sockets, and a context of ZeroMQ has 1023 unless told otherwise."""
+    """Each takes up to 4 sockets, and a context of ZeroMQ has 1023 by default."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:
         pytest.skip(f"needs 4096 open files, has {soft}")
     caches, engine = PrefixCaches(), frozenset({Role.PREFILL})
     feeds = EventFeeds(caches)
-    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"  # nobody is there
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"  # nothing listens there
     feeds.fleet_changed(Member(f"http://p{number}:1", engine, address) for number in range(400))
-    await asyncio.sleep(0.05)  # whoever cannot listen says so at once
+    await asyncio.sleep(0.05)  # one that cannot listen fails at once
     assert "failed" not in caplog.text
     assert len(feeds.statuses()) == 400
     await feeds.close()

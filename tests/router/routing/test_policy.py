@@ -106,7 +106,7 @@ def test_in_turn_the_order_of_the_candidates_does_count() -> None:
 
 
 @given(questions, candidates)
-def test_nobody_is_asked_before_somebody_who_is_cheaper_by_a_tie(
+def test_no_engine_is_asked_before_one_that_is_cheaper_by_a_tie(
     question: RouteQuery, prefill: list[Candidate]
 ) -> None:
     ordered = PrefixAware().decide(replace(question, can_hand_over=True), prefill, []).prefill
@@ -155,7 +155,7 @@ def test_a_full_batch_beats_decodes_hit_exactly_where_the_formula_says() -> None
 
 
 def test_prompts_of_others_beat_a_hit_exactly_where_the_formula_says() -> None:
-    """A holds 4096 of 8192; somebody else's prompt counts 512, so eight are worth its hit."""
+    """A holds 4096 of 8192; another client's prompt counts 512, so eight are worth its hit."""
     b = Candidate("b")
     for others in (0, 7):
         assert first(LONG, Candidate("a", hit(4096), num_others=others), b) == "a"
@@ -197,7 +197,7 @@ def preferred(beginning: bytes, engines: list[str]) -> str:
     return first(RouteQuery(1000, beginning), *map(Candidate, engines))
 
 
-def test_prompts_that_begin_alike_meet_though_nobody_knows_where_they_lie() -> None:
+def test_prompts_that_begin_alike_meet_though_no_index_knows_where_they_lie() -> None:
     for beginning in (b"", b"x", b"a long beginning" * 99):
         order = names(PrefixAware().decide(RouteQuery(100, beginning), [], map_all(NAMES)))
         longer = RouteQuery(100_000, beginning)
@@ -274,9 +274,9 @@ def test_only_the_decode_engine_that_would_be_asked_first_counts() -> None:
 
 def test_each_engine_has_its_turn_in_each_role() -> None:
     policy, three, two = RoundRobin(), map_all(NAMES[:3]), map_all(NAMES[:2])
-    told = [names(policy.decide(LONG, three, two)) for _ in range(6)]
-    assert [prefill[0] for prefill, _ in told] == NAMES[:3] * 2
-    assert [decode[0] for _, decode in told] == NAMES[:2] * 3
+    decided = [names(policy.decide(LONG, three, two)) for _ in range(6)]
+    assert [prefill[0] for prefill, _ in decided] == NAMES[:3] * 2
+    assert [decode[0] for _, decode in decided] == NAMES[:2] * 3
     # What decode serves alone is no prefill engine's turn.
     policy.decide(replace(LONG, can_hand_over=False), three, two)
     assert names(policy.decide(LONG, three, two))[0][0] == NAMES[0]

@@ -29,7 +29,7 @@ async def test_text_is_put_into_tokens_by_an_engine_with_the_clients_key():
         f.decode[0].tokenize = letters
         for engine in f.prefill:
             await f.pod(engine).store([ord(letter) for letter in text[:352]])
-            await f.heard()
+            await f.events_applied()
             body = {"model": "m", "prompt": text, "temperature": 0.5, "stream": False}
             key = {"Authorization": "Bearer k", "X-Other": "1"}
             async with f.client.post(f.url("/v1/completions"), json=body, headers=key) as response:
@@ -66,7 +66,7 @@ async def test_a_chat_is_put_into_tokens_with_the_fields_that_tokenize_knows():
         f.decode[0].tokenize = letters
         held = [ord(letter) for letter in json.dumps(known["messages"])]
         await f.pod(f.prefill[1]).store(held[: len(held) // 16 * 16])
-        await f.heard()
+        await f.events_applied()
         reply = await f.complete("/v1/chat/completions", **known, **unknown)
         assert reply.status == 200
         (asked,) = f.decode[0].tokenized
@@ -130,7 +130,7 @@ async def test_a_tokenize_that_fails_or_lies_costs_the_prefix_and_not_the_reques
     limits = Limits(most_tokens=1000, most_token_nbytes=8000)
     async with fleet(limits=limits) as f:
         await f.pod(f.prefill[0]).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         f.decode[0].tokenize = LIES[lie]
         for routed in (await f.ask("some text"), await f.chat("some text")):
             assert routed.decision.lookup is None
@@ -158,7 +158,7 @@ async def test_a_tokenize_that_is_slow_or_dies_costs_the_prefix_and_not_the_requ
 
 @pytest.mark.parametrize("policy", ["prefix", "round-robin"])
 @in_loop
-async def test_where_nobody_publishes_or_nobody_looks_nothing_is_tokenized(policy):
+async def test_without_publishers_or_a_prefix_policy_nothing_is_tokenized(policy):
     async with fleet(publish=policy != "prefix", policy=policy) as f:
         for engine in (*f.prefill, *f.decode):
             engine.tokenize = letters
@@ -172,7 +172,7 @@ async def test_where_nobody_publishes_or_nobody_looks_nothing_is_tokenized(polic
 
 
 @in_loop
-async def test_where_somebody_publishes_text_is_tokenized():
+async def test_with_a_publisher_text_is_tokenized():
     """The control for the test above."""
     async with fleet() as f:
         f.decode[0].tokenize = letters
@@ -188,7 +188,7 @@ async def test_where_somebody_publishes_text_is_tokenized():
 async def test_a_prompt_of_odd_tokens_is_the_engines_to_judge(prompt):
     async with fleet() as f:
         await f.pod(f.prefill[0]).store(PROMPT)
-        await f.heard()
+        await f.events_applied()
         assert (await f.complete(prompt=prompt)).body == ANSWER
         assert f.routed.decision.lookup is None
         assert f.routed.unknown
@@ -247,7 +247,7 @@ async def test_a_prompt_longer_than_any_model_takes_is_refused_by_the_engine_as_
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'{"prompt": [1, 2'])
 @in_loop
-async def test_a_body_that_is_not_json_is_refused_and_decided_about_by_nobody(raw):
+async def test_a_body_that_is_not_json_is_refused_without_a_decision(raw):
     async with fleet() as f:
         assert (await f.send("/v1/completions", raw)).status == 400
         assert not len(f.router.decisions)

@@ -26,7 +26,7 @@ MS = Table(("all",), "", {"took": "{ms} ms"})
 WRITE = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({}))"
 
 
-def told(document: str) -> str:
+def printing(document: str) -> str:
     """A program that writes ``document`` where ``--json`` says."""
     return "python -c " + shlex.quote(WRITE.format(document))
 
@@ -36,14 +36,14 @@ def benchmark(name: str, *lines: str, **settings: object) -> Benchmark:
     return Benchmark(name, "?", ".", tuple(commands), 0.1, (MS,), **settings)  # type: ignore[arg-type]
 
 
-def said(words: str) -> None:
+def ignore(words: str) -> None:
     """Do nothing with what a benchmark prints."""
 
 
 def test_a_record_holds_every_command_and_its_result_less_the_samples(tmp_path: Path) -> None:
-    lines = told('{"ms": 3, "walls": [1]}'), told('[{"walls": 2, "p": 1}]')
+    lines = printing('{"ms": 3, "walls": [1]}'), printing('[{"walls": 2, "p": 1}]')
     one = benchmark("one", *lines, drop=frozenset({"walls"}), packages=("numpy",))
-    record = measured(one, tmp_path, said)
+    record = measured(one, tmp_path, ignore)
     assert [run.command for run in record.runs.values()] == list(lines)
     assert [run.result for run in record.runs.values()] == [{"ms": 3}, [{"p": 1}]]
     assert all(run.took_s > 0 for run in record.runs.values())
@@ -51,9 +51,9 @@ def test_a_record_holds_every_command_and_its_result_less_the_samples(tmp_path: 
 
 
 def test_above_a_table_stand_commands_date_machine_and_versions(tmp_path: Path) -> None:
-    line = told('{"ms": 3}')
+    line = printing('{"ms": 3}')
     one = benchmark("one", line, packages=("numpy",))
-    record = measured(one, tmp_path, said)
+    record = measured(one, tmp_path, ignore)
     above = markdown(one, record)
     assert f"- **Command**: `{line}`\n" in above
     assert f"results/one.json`, {record.measured_at[:10]}, " in above
@@ -63,18 +63,18 @@ def test_above_a_table_stand_commands_date_machine_and_versions(tmp_path: Path) 
 
 def test_what_it_prints_is_heard_while_it_runs(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    heard = []
+    lines_logged = []
     words = "import os, time; print('working', flush=True)\n"
     words += f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
     line = "python -c " + shlex.quote(words + WRITE.format('{"ms": 3}'))
 
     def listen(line: str) -> None:
-        heard.append(line)
+        lines_logged.append(line)
         if line == "working":
             go.touch()
 
     measured(benchmark("one", line), tmp_path, listen)
-    assert "working" in heard
+    assert "working" in lines_logged
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,27 @@ def test_what_it_prints_is_heard_while_it_runs(tmp_path: Path) -> None:
     [
         ("python -c 'print(\"no luck\"); raise SystemExit(3)'", r"ended with 3.*\n    no luck"),
         ("python -c 'print(\"done\")'", r"wrote no JSON \(FileNotFoundError\).*\n    done"),
-        (told("half").replace("dumps(half)", "dumps(1)[:0]"), r"wrote no JSON \(JSONDecodeError"),
+        (
+            printing("half").replace("dumps(half)", "dumps(1)[:0]"),
+            r"wrote no JSON \(JSONDecodeError",
+        ),
     ],
 )
 def test_a_command_without_a_result_fails_with_its_last_words(
     tmp_path: Path, line: str, why: str
 ) -> None:
     with pytest.raises(BenchmarkFailed, match=why):
-        measured(benchmark("one", line), tmp_path, said)
+        measured(benchmark("one", line), tmp_path, ignore)
 
 
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
     words = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"
-    heard = [""]
+    lines_logged = [""]
     one = benchmark("one", "python -c " + shlex.quote(words))
     with pytest.raises(BenchmarkFailed, match="takes too long"):
-        measured(one, tmp_path, heard.append, clock=lambda: 1e6 if heard[-1] else 0.0)
+        measured(one, tmp_path, lines_logged.append, clock=lambda: 1e6 if lines_logged[-1] else 0.0)
     with pytest.raises(ProcessLookupError):
-        os.kill(int(heard[-1]), 0)
+        os.kill(int(lines_logged[-1]), 0)
 
 
 def test_what_a_machine_lacks_is_named_and_nothing_is_started(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_what_a_machine_lacks_is_named_and_nothing_is_started(tmp_path: Path) ->
     line = "python -c " + shlex.quote(f"open({str(ran)!r}, 'w')")
     needs = (Need("a moon", lambda: False), Need("a sun", lambda: True), package("no_such_thing"))
     with pytest.raises(NotHere, match=r"^needs a moon, the package no_such_thing$"):
-        measured(benchmark("one", line, needs=needs), tmp_path, said)
+        measured(benchmark("one", line, needs=needs), tmp_path, ignore)
     assert not ran.exists()
 
 
@@ -128,11 +131,11 @@ def place(name: str, table: str) -> str:
 @pytest.fixture
 def book(tmp_path: Path) -> Book:
     """Three benchmarks; the second fails.  All have been measured before."""
-    lines = {"one": told('{"ms": 1}'), "two": "python -c 1/0", "three": told('{"ms": 3}')}
+    lines = {"one": printing('{"ms": 1}'), "two": "python -c 1/0", "three": printing('{"ms": 3}')}
     benchmarks = {name: benchmark(name, line) for name, line in lines.items()}
     made = Book(tmp_path / "benchmarks.md", tmp_path / "results", benchmarks)
     made.page.write_text("top\n" + "".join(place(name, "old\n") for name in lines))
-    run = measured(benchmark("any", told('{"ms": 9}')), tmp_path, said)
+    run = measured(benchmark("any", printing('{"ms": 9}')), tmp_path, ignore)
     for name in lines:
         made.keep(Record(name, run.measured_at, run.machine, run.versions, run.runs))
     assert main(["--render"], made) == 0
@@ -164,7 +167,7 @@ def test_only_what_is_named_runs(book: Book, tmp_path: Path) -> None:
     assert main(["--check"], book) == 0
 
 
-def test_a_wrong_name_is_said_before_anything_runs(
+def test_a_wrong_name_is_an_error_before_anything_runs(
     book: Book, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = book.page.read_bytes()

@@ -140,7 +140,7 @@ class TestNixlOnOneHost(_WithLender, TransportContract):
             assert reader.connect(lender.address()) == lender.peer_id
             rig.check_read((0, 0, 64))
 
-    def test_what_is_in_use_can_be_told(self, rig: Rig) -> None:
+    def test_what_is_in_use_is_reported(self, rig: Rig) -> None:
         facts = rig.reader.describe()
         assert facts["nixl"][0].isdigit()
         assert facts["ucx"].startswith("1.")

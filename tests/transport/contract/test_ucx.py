@@ -89,7 +89,7 @@ class TestUcxOverTcp(TransportContract):
         assert isinstance(rig.finish(read).error, PeerLost)
         rig.check((0, 0, 64))
 
-    def test_what_is_in_use_can_be_told(self, rig: Rig) -> None:
+    def test_what_is_in_use_is_reported(self, rig: Rig) -> None:
         facts = rig.reader.describe()
         assert facts["ucxx"].startswith("0.")
         assert facts["ucx"].startswith("1.")

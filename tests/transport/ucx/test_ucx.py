@@ -105,8 +105,8 @@ def pair(nbytes: int = MIB) -> Iterator[Pair]:
         yield Pair(lender, reader, nbytes)
 
 
-class Stranger:
-    """A UCX worker of a stranger, connected to a lender, that sends whatever it likes."""
+class Intruder:
+    """A foreign UCX worker, connected to a lender, that sends whatever it likes."""
 
     def __init__(self, worker_address: bytes) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -134,8 +134,8 @@ class Stranger:
 
 
 @contextmanager
-def stranger(lender: UcxTransport) -> Iterator[Stranger]:
-    made = Stranger(remote(lender).worker_address)
+def intruding(lender: UcxTransport) -> Iterator[Intruder]:
+    made = Intruder(remote(lender).worker_address)
     yield made
     made.close()
 
@@ -144,7 +144,7 @@ SESSION = SessionId(b"x" * 16)
 
 
 def test_only_a_holder_of_the_secret_gets_a_session() -> None:
-    with pair() as two, stranger(two.lender) as intruder:
+    with pair() as two, intruding(two.lender) as intruder:
         lending = two.lender._thread.lender
         secret = remote(two.lender).secret
         hello = ReaderHello(SESSION, intruder.worker.address)
@@ -158,7 +158,7 @@ def test_only_a_holder_of_the_secret_gets_a_session() -> None:
 
 
 def test_frames_of_another_boot_are_refused() -> None:
-    with pair() as two, UcxTransport("other", **TCP) as other, stranger(other) as intruder:
+    with pair() as two, UcxTransport("other", **TCP) as other, intruding(other) as intruder:
         hello = ReaderHello(SESSION, intruder.worker.address)
         intruder.send(encode(hello, remote(two.lender).secret))
         lending = other._thread.lender
@@ -167,7 +167,7 @@ def test_frames_of_another_boot_are_refused() -> None:
 
 
 def test_a_flood_of_strange_messages_is_dropped_and_costs_no_memory() -> None:
-    with pair() as two, stranger(two.lender) as intruder:
+    with pair() as two, intruding(two.lender) as intruder:
         assert two.is_fine()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         noise = os.urandom(MAX_FRAME_BYTES)
@@ -186,7 +186,7 @@ def test_a_flood_of_strange_messages_is_dropped_and_costs_no_memory() -> None:
 
 
 def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
-    with pair() as two, stranger(two.lender) as intruder:
+    with pair() as two, intruding(two.lender) as intruder:
         secret, lending = remote(two.lender).secret, two.lender._thread.lender
         intruder.send(encode(ReaderHello(SESSION, intruder.worker.address), secret))
         base = two.held.ctypes.data
@@ -206,7 +206,7 @@ def test_an_authenticated_reader_is_held_to_what_is_lent() -> None:
 
 
 def test_unauthenticated_answers_change_nothing() -> None:
-    with pair() as two, stranger(two.reader) as intruder:
+    with pair() as two, intruding(two.reader) as intruder:
         assert two.is_fine()
         session = next(iter(two.reader._thread.reader._lenders))
         intruder.send(encode(PieceRefused(session, 1, True, "no"), bytes(32)))
@@ -253,7 +253,7 @@ def test_a_refused_piece_fails_its_read_and_no_other() -> None:
 def test_a_refused_piece_fails_even_if_its_reader_does_not_learn_why(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames from strangers may push the lender's frame out."""
+    """Frames from foreign workers may push the lender's frame out."""
     with pair(4 * MIB) as two:
         assert two.is_fine()
         monkeypatch.setattr(two.reader._thread.reader, "handle", lambda data: None)

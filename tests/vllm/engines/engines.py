@@ -182,7 +182,7 @@ class PdPair:
         """Whether checksums are compared."""
         return self.configuration.verify != "off"
 
-    def has_said(self, text: str, seconds: float = 20.0) -> bool:
+    def has_logged(self, text: str, seconds: float = 20.0) -> bool:
         """Whether decode has logged ``text``, which it may do a little after it answered."""
         give_up = time.monotonic() + seconds
         while text not in self.decode_engine.log.read_text():

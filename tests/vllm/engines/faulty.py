@@ -139,7 +139,7 @@ class Fleet:
         return pulls == 1.0 and self.wrong(prompt, seen) is None
 
     def used(self, engine: Engine, give_up_s: float) -> float:
-        """Share of the engine's blocks in use when nobody asks; given up after a while."""
+        """Share of the engine's blocks in use without requests; given up after a while."""
         client = Client(engine.url)
         give_up = time.monotonic() + give_up_s
         while True:
@@ -207,7 +207,7 @@ def ask(engine: Engine, prompt: Prompt, ticket: Ticket, num_tokens: int = 24) ->
     return Asked(prompt, outcome, ended - began, ended)
 
 
-def ask_in_vain(
+def ask_during_stop(
     fleet: Fleet,
     tap: Tap,
     pool: ThreadPoolExecutor,
@@ -249,7 +249,7 @@ class Beside:
     """Requests that go on beside a fault: each client asks its own prompt again and again.
 
     Every other one begins with a ticket from ``failing``.  The block pool of ``decode`` is
-    too small for all of them, so a block that is let go too early is soon somebody's.
+    too small for all of them, so a block that is let go too early soon belongs to another request.
     On leaving, each asks once more, to see what became of cached blocks.
     """
 

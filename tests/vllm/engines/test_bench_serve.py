@@ -20,9 +20,9 @@ def test_it_starts_engines_measures_them_in_turns_and_finds_their_tokens_equal(
     out = tmp_path / "out.json"
     files = ["--directory", str(tmp_path / "lab"), "--json", str(out)]
     code = main(["bench", "serve", "--contestants", "pdconn,single", *WORDS, *FEW, *files])
-    said = capsys.readouterr()
-    assert code == 0, said
-    assert "12 answers: none differs from that of single" in said.out
+    captured = capsys.readouterr()
+    assert code == 0, captured
+    assert "12 answers: none differs from that of single" in captured.out
     document = json.loads(out.read_text())
     assert document["reference"] == "single"
     pd, single = document["contestants"]

@@ -1,7 +1,7 @@
 """Engines that are killed, stopped and restarted while they hand over: no wrong token, ever.
 
 Real engines, real NIXL.  The decode engine reads over TCP, since only there the data
-of a stopped prefill engine comes late; see ``faulty`` for who is who.
+of a stopped prefill engine comes late; see ``faulty`` for the engines' parts.
 
 A prefill engine dies once, amid 32 other requests, and every request that had to do
 with it is looked at: one that had its ticket only, one in the middle of its read, one
@@ -37,7 +37,7 @@ from tests.vllm.engines.faulty import (
     Fleet,
     News,
     ask,
-    ask_in_vain,
+    ask_during_stop,
     fleet_of,
 )
 from tests.vllm.engines.tap import Tap, Ticket
@@ -57,7 +57,7 @@ def fleet(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
 
 @pytest.fixture
 def prefill(fleet: Fleet) -> Engine:
-    """Alive, and no stranger to either decode engine."""
+    """Alive, and known to both decode engines."""
     fleet.revive(fleet.prefill)
     for decode in (fleet.decode, fleet.failing):
         assert fleet.hands_over(decode)
@@ -86,18 +86,18 @@ def refused(asked: Asked) -> bool:
         pytest.param(True, id="when it is given up"),
     ],
 )
-def test_a_prefill_stopped_past_its_lease_amid_a_read_spoils_nothing(
+def test_a_prefill_stopped_past_its_lease_amid_a_read_corrupts_nothing(
     fleet: Fleet, prefill: Engine, given_up: bool
 ) -> None:
-    """Its data comes when it goes on, into blocks that must be nobody's by then.
+    """Its data comes when it goes on, into blocks that must have no owner by then.
 
-    While it is stopped nobody can tell whether it ever goes on, so its request must
+    While it is stopped it is unknown whether it ever goes on, so its request must
     not wait for that.
     """
     news = News(fleet.decode)
     with Tap(prefill) as tap, Beside(fleet) as beside, ThreadPoolExecutor() as pool:
         try:
-            asked = ask_in_vain(fleet, tap, pool, 60)
+            asked = ask_during_stop(fleet, tap, pool, 60)
             time.sleep(LEASE_S + 1)
             if given_up:
                 wait([asked], GIVEN_UP_S)
@@ -121,7 +121,7 @@ def test_a_prefill_stopped_past_its_lease_amid_a_read_spoils_nothing(
 def test_a_prefill_stopped_before_or_after_a_pull_is_not_waited_for(
     fleet: Fleet, prefill: Engine
 ) -> None:
-    """Who holds a ticket only gives up its claim; who has pulled needs prefill no more."""
+    """A request with only a ticket gives up its claim; one that has pulled goes on."""
     prompts = [fleet.prompt() for _ in range(3)]
     tickets = [fleet.lent(prompt) for prompt in prompts]
     with Tap(prefill) as tap, ThreadPoolExecutor() as pool:
@@ -175,7 +175,7 @@ def test_a_decode_stopped_past_its_lease_believes_no_reused_block(
 
 @dataclass(frozen=True)
 class Death:
-    """A prefill engine was killed; who had to do with it, and how they fared."""
+    """A prefill engine was killed; the requests that used it, and how they ended."""
 
     killed: float
     before_recomputing: Asked
@@ -184,8 +184,8 @@ class Death:
     during_failing: Asked
     after: Asked
     beside: Beside
-    said_by_decode: str
-    said_by_failing: str
+    logged_by_decode: str
+    logged_by_failing: str
     left_over: Ticket
     left_over_prompt: tuple[int, ...]
 
@@ -209,10 +209,10 @@ def death(fleet: Fleet) -> Death:
 
         def give(engine: Engine, tap: Tap, kind: type, num_tokens: int = 24) -> Future[Asked]:
             """Ask, and wait for the message that tells how far it came."""
-            prompt, heard = fleet.prompt(), tap.at(kind)
+            prompt, passed = fleet.prompt(), tap.at(kind)
             ticket = tap.over(fleet.lent(prompt))
             asked = pool.submit(ask, engine, prompt, ticket, num_tokens)
-            assert heard.wait(WAIT_S)
+            assert passed.wait(WAIT_S)
             return asked
 
         early = [fleet.prompt() for _ in range(3)]
@@ -220,7 +220,7 @@ def death(fleet: Fleet) -> Death:
         generating = give(fleet.decode, to_generating, Done, 400)
         waiting: list[Future[Asked]] = []
         renewed = to_decode.at(Renew)
-        hanging = ask_in_vain(
+        hanging = ask_during_stop(
             fleet,
             to_decode,
             pool,
@@ -261,7 +261,9 @@ def test_killed_before_the_read_the_request_fails_and_the_log_says_why(
     assert refused(death.before_failing)
     assert death.before_failing.took_s < AT_ONCE_S
     side_channel = rf"{PREFILL} at 127\.0\.0\.1:{fleet.prefill.spec.side_channel_port}"
-    assert re.search(rf"pull of \S+ failed: {side_channel}: side channel: ", death.said_by_failing)
+    assert re.search(
+        rf"pull of \S+ failed: {side_channel}: side channel: ", death.logged_by_failing
+    )
     assert fleet.serves(fleet.failing)
 
 
@@ -270,13 +272,13 @@ def test_killed_amid_a_hanging_read_the_prompt_is_recomputed(fleet: Fleet, death
     assert death.during_recomputing.ended > death.killed
     # Not the side channel's end: the read itself was under way, and where the machine
     # is slow the claim runs out before its end is seen.
-    assert re.search(r"pull of \S+ failed: (PeerLost: |the claim expired )", death.said_by_decode)
+    assert re.search(r"pull of \S+ failed: (PeerLost: |the claim expired )", death.logged_by_decode)
 
 
 def test_killed_before_a_late_read_is_posted_the_request_fails(fleet: Fleet, death: Death) -> None:
     assert refused(death.during_failing)
     assert death.during_failing.ended > death.killed
-    assert re.search(r"pull of \S+ failed: PeerLost: ", death.said_by_failing)
+    assert re.search(r"pull of \S+ failed: PeerLost: ", death.logged_by_failing)
 
 
 def test_killed_after_the_pull_the_answer_goes_on(fleet: Fleet, death: Death) -> None:
@@ -328,7 +330,7 @@ def test_a_decode_killed_again_and_again_costs_prefill_nothing(
             tickets = [tap.over(fleet.lent(prompt)) for prompt in prompts]
             granted = tap.at(Granted)
             asked = [
-                pool.submit(ask, fleet.failing, *each, 1500)  # who was served still generates
+                pool.submit(ask, fleet.failing, *each, 1500)  # the served ones still generate
                 for each in zip(prompts, tickets, strict=True)
             ]
             assert granted.wait(WAIT_S)

@@ -46,7 +46,7 @@ def shares_of_a_core(*engines: Engine) -> dict[str, float]:
 
 
 def least_shares_of_a_core(*engines: Engine) -> dict[str, float]:
-    """Of several tries, the least: a busy machine charges others' time to whoever sleeps on it.
+    """Of several tries, the least: a busy machine charges others' time to sleeping processes.
 
     What spins, or wakes too often, does so in every try.
     """
@@ -69,7 +69,7 @@ def test_idle_engines_take_under_a_twentieth_of_a_core(pair: PdPair) -> None:
 
 @pytest.mark.only(layout="BHLNC", prefix_caching=True)
 def test_an_engine_that_lends_idles_too(pair: PdPair) -> None:
-    """While blocks are lent nobody steps; the control is the work of one prompt."""
+    """While blocks are lent no engine steps; the control is the work of one prompt."""
     with pair.lending([tuple(range(300, 900))]):
         time.sleep(1.0)
         shares = least_shares_of_a_core(pair.prefill_engine)

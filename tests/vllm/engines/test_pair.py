@@ -44,11 +44,11 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
     assert change("vllm:nixl_num_failed_transfers_total") == 0
 
 
-def test_decode_knows_prefill_beforehand_if_it_was_told_to(pair: PdPair) -> None:
+def test_decode_knows_prefill_beforehand_if_configured_to(pair: PdPair) -> None:
     prompt = tuple(range(300, 400))
     prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
-    assert pair.has_said("pdconn: ready to read from ")
-    assert pair.has_said("pdconn: warm: ", 60.0 if pair.configuration.warms else 0.0) == (
+    assert pair.has_logged("pdconn: ready to read from ")
+    assert pair.has_logged("pdconn: warm: ", 60.0 if pair.configuration.warms else 0.0) == (
         pair.configuration.warms
     )
 
@@ -94,7 +94,7 @@ def test_one_descriptor_per_block_where_blocks_are_outermost(pair: PdPair) -> No
 
 
 def test_prefill_gets_all_its_blocks_back(pair: PdPair) -> None:
-    """One more request, and nothing is lent; a ticket that nobody redeems is the control."""
+    """One more request, and nothing is lent; a ticket that is not redeemed is the control."""
     prompt = tuple(range(200, 700))
     prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
     assert pair.lent_after_one_more() == 0.0

@@ -74,8 +74,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         "refused, altered",
     ),
     "a foreign engine": (
-        lambda p: {**p, "remote_engine_id": "somebody else"},
-        "engine_id: expected somebody else, got",
+        lambda p: {**p, "remote_engine_id": "another"},
+        "engine_id: expected another, got",
     ),
     "an earlier boot": (
         lambda p: ours(p, incarnation="0123456789abcdef"),
@@ -97,13 +97,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 def test_a_wrong_ticket_fails_its_request_and_no_other(
     pair: PdPair, expected: Expected, wrong: str
 ) -> None:
-    spoil, said = WRONG[wrong]
+    change, message = WRONG[wrong]
     prompt = tuple(reversed(prompt_of(list(WRONG).index(wrong))))
     ticket = dict(prefill_only(pair.prefill, prompt) or {})
     with pytest.raises(RequestRefused) as caught:
-        pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=spoil(ticket))
+        pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=change(ticket))
     assert caught.value.status == 500
-    assert pair.has_said(said)
+    assert pair.has_logged(message)
     other = prompt_of(3)
     assert compare(expected[other], through(pair, other)) is None
 
@@ -113,12 +113,12 @@ def test_a_wrong_ticket_fails_its_request_and_no_other(
 def test_a_wrong_ticket_is_recomputed_when_the_policy_says_so(
     pair: PdPair, expected: Expected, wrong: str
 ) -> None:
-    spoil, said = WRONG[wrong]
+    change, message = WRONG[wrong]
     prompt = prompt_of(list(WRONG).index(wrong))
     ticket = dict(prefill_only(pair.prefill, prompt) or {})
-    answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=spoil(ticket))
+    answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=change(ticket))
     assert compare(expected[prompt], answer) is None
-    assert pair.has_said(said)
+    assert pair.has_logged(message)
 
 
 @FAILING
@@ -129,7 +129,7 @@ def test_a_consumed_ticket_is_refused(pair: PdPair) -> None:
     # Another prompt's worth of cache between them would hide nothing: the salt does.
     with pytest.raises(RequestRefused):
         pair.decode.complete(prompt, 1, kv_transfer_params=ticket, cache_salt="other")
-    assert pair.has_said("refused, consumed")
+    assert pair.has_logged("refused, consumed")
 
 
 @pytest.fixture
@@ -212,21 +212,23 @@ def leave(client: Client, prompt: Prompt, wait_s: float) -> None:
 
 
 @pytest.mark.only(layout="BHLNC")
-def test_who_does_not_know_the_secret_is_told_nothing(pair: PdPair, model: Path) -> None:
+def test_a_peer_without_the_secret_learns_nothing(pair: PdPair, model: Path) -> None:
     spec = pair.prefill_engine.spec
     assert spec.side_channel_port is not None
     before = pair.prefill.metrics().get("pdconn:connections_unauthenticated_total", 0.0)
-    foreign = Security(Secret(b"known to nobody we know"))
+    foreign = Security(Secret(b"known to no peer of ours"))
     for security in (foreign, None):
         with pytest.raises(SideChannelLost):
             describe(spec.host, spec.side_channel_port, security=security)
     known = Security(load_secret(str(secret_beside(model))))
     assert describe(spec.host, spec.side_channel_port, security=known).traits
-    give_up, told = time.monotonic() + 20.0, 0.0
-    while told < 2 and time.monotonic() < give_up:
-        pair.prefill.complete((5, 6, 7), 1)  # counts are told with a step
-        told = pair.prefill.metrics().get("pdconn:connections_unauthenticated_total", 0.0) - before
-    assert told == 2
+    give_up, refused = time.monotonic() + 20.0, 0.0
+    while refused < 2 and time.monotonic() < give_up:
+        pair.prefill.complete((5, 6, 7), 1)  # counts are reported with a step
+        refused = (
+            pair.prefill.metrics().get("pdconn:connections_unauthenticated_total", 0.0) - before
+        )
+    assert refused == 2
 
 
 @FAILING

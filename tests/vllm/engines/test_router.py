@@ -41,7 +41,7 @@ ALGORITHMS = ("sha256", "sha256_cbor")
 
 
 @dataclass(frozen=True)
-class Told:
+class Publisher:
     """An engine's ports."""
 
     engine: Engine
@@ -49,7 +49,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(model: Path, work: Path) -> Iterator[list[Told]]:
+def publishers(model: Path, work: Path) -> Iterator[list[Publisher]]:
     """Two engines that tell what they cache."""
     ports = free_ports(6)
     specs, members = [], []
@@ -87,7 +87,7 @@ def told(model: Path, work: Path) -> Iterator[list[Told]]:
             )
         )
     with running(specs, work, cache=cache_beside(model)) as engines:
-        yield [Told(engine, member) for engine, member in zip(engines, members, strict=True)]
+        yield [Publisher(engine, member) for engine, member in zip(engines, members, strict=True)]
 
 
 @dataclass
@@ -139,17 +139,17 @@ class Answers:
     pods: dict[str, Pod]
 
 
-async def ask_all(told: list[Told]) -> Answers:
+async def ask_all(publishers: list[Publisher]) -> Answers:
     caches = PrefixCaches()
     feeding = EventFeeds(caches)
-    feeding.fleet_changed([one.member for one in told])
+    feeding.fleet_changed([one.member for one in publishers])
     rng = random.Random(11)
     talking = Conversations(rng)
     asked = []
     try:
-        await _heard(feeding, told)
+        await _subscribed(feeding, publishers)
         for _ in range(NUM_REQUESTS):
-            one = rng.choice(told)
+            one = rng.choice(publishers)
             tokens, salt = talking.next()
             looked = caches.lookup(tokens, Extras(cache_salt=salt))
             length = rng.randint(1, 40)
@@ -163,7 +163,7 @@ async def ask_all(told: list[Told]) -> Answers:
                     cached,
                 )
             )
-            await _all_heard(feeding, one)
+            await _caught_up(feeding, one)
         return Answers(
             asked,
             {name: feed.scheme for name, feed in caches.feeds.items()},
@@ -173,30 +173,30 @@ async def ask_all(told: list[Told]) -> Answers:
         await feeding.close()
 
 
-async def _heard(feeding: EventFeeds, told: list[Told]) -> None:
-    """Until each engine's events are listened to; a first prompt shows how it hashes."""
-    for one in told:
+async def _subscribed(feeding: EventFeeds, publishers: list[Publisher]) -> None:
+    """Wait until each engine's events arrive; a first prompt shows how it hashes."""
+    for one in publishers:
         await asyncio.to_thread(_complete, one.engine, list(range(10, 110)), None, 1)
     async with asyncio.timeout(60):
         while not all(status.batches for status in feeding.statuses().values()):
             await asyncio.sleep(0.05)
-    for one in told:
-        await _all_heard(feeding, one)
+    for one in publishers:
+        await _caught_up(feeding, one)
 
 
-async def _all_heard(feeding: EventFeeds, one: Told) -> None:
-    """Until all that an engine had to tell when it answered is here."""
+async def _caught_up(feeding: EventFeeds, one: Publisher) -> None:
+    """Wait until all events that an engine had published are applied."""
 
-    def heard() -> int:
+    def num_batches() -> int:
         return feeding.statuses()[one.engine.url].batches
 
     async with asyncio.timeout(60):
-        published = await _published(one, heard())
-        while heard() < published:
+        published = await _published(one, num_batches())
+        while num_batches() < published:
             await asyncio.sleep(0.01)
 
 
-async def _published(one: Told, known: int) -> int:
+async def _published(one: Publisher, known: int) -> int:
     """How many batches an engine has published, of which so many are known.
 
     vLLM's publisher answers one question and sends one batch in turn, so once a second
@@ -253,8 +253,8 @@ def _by_full_attention(
 
 
 @pytest.fixture(scope="module")
-def answers(told: list[Told]) -> Answers:
-    return asyncio.run(ask_all(told))
+def answers(publishers: list[Publisher]) -> Answers:
+    return asyncio.run(ask_all(publishers))
 
 
 def test_what_is_predicted_is_what_the_engine_finds(answers: Answers) -> None:
@@ -280,11 +280,11 @@ def test_a_router_that_knows_full_attention_only_is_wrong(answers: Answers) -> N
 
 
 def test_how_engines_hash_and_what_groups_they_have_is_found_out(
-    told: list[Told], answers: Answers
+    publishers: list[Publisher], answers: Answers
 ) -> None:
-    schemes = [answers.schemes[one.engine.url] for one in told]
+    schemes = [answers.schemes[one.engine.url] for one in publishers]
     assert [scheme and scheme.algorithm for scheme in schemes] == list(ALGORITHMS)
-    assert len(answers.pods) == len(told)
+    assert len(answers.pods) == len(publishers)
     for pod in answers.pods.values():
         kinds = [spec.kind for spec in pod.groups.values()]
         assert kinds.count("full_attention") == 1
