@@ -167,8 +167,8 @@ class Pulls:
         self.peers.flush(peer)
         self._drain()
 
-    def finish_turn(self) -> None:
-        """Do what can wait until reports are taken: tell the peers, and plan one pull."""
+    def finish_turn(self) -> float | None:
+        """Tell the peers, plan one pull; both can wait for reports.  Returns the next deadline."""
         if self.peers.unsent:
             self.peers.flush_all()
             self._drain()
@@ -176,6 +176,7 @@ class Pulls:
             entry = self.unplanned.popleft()
             if entry.machine.state is PullState.CLAIMING and entry.plan is None:
                 entry.make_plan(self._clock)
+        return self.next_deadline()
 
     def _drain(self) -> None:
         """Handle what happened to peers until nothing is left: the only place that does."""
@@ -356,10 +357,9 @@ class Pulls:
         """Have both sides sum what was read."""
         assert entry.need is not None
         try:
-            begun = self._verifier.begin(entry.peer, entry.ticket, entry.need)
+            begun = entry.verification = self._verifier.begin(entry.peer, entry.ticket, entry.need)
         except CannotVerify as error:
             return entry.unverified(str(error), self._clock(), self.counts)
-        entry.verification = begun
         entry.peer.outgoing += begun.requests(entry.ticket.request_id, entry.reader)
         self.peers.unsent[entry.peer] = None
         self._post(Sum(entry, begun.expected))

@@ -165,9 +165,10 @@ class Puller:
 
     def _run(self) -> None:
         self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
+        wake_at = self._pulls.next_deadline()
         try:
             while not self._stopping:
-                self._turn()
+                wake_at = self._turn(wake_at)
         except Exception as error:
             log.critical("pdconn: the puller thread stopped", exc_info=True)
             self._break(f"{type(error).__name__}: {error}")
@@ -175,9 +176,11 @@ class Puller:
             self._pulls.peers.close_all()
             self._selector.close()
 
-    def _turn(self) -> None:
+    def _turn(self, wake_at: float | None) -> float | None:
+        """Wait until ``wake_at`` for something to do, and do it; returns when to wake next."""
         pulls = self._pulls
-        for key, events in self._selector.select(self._timeout()):
+        timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
+        for key, events in self._selector.select(0.0 if pulls.unplanned else timeout_s):
             if key.data is None:
                 self._inbox.drain()
                 continue
@@ -197,15 +200,10 @@ class Puller:
         pulls.tick(self._clock())
         if pulls.reports or pulls.counts:
             self._hand_over()  # before the lenders hear of it: the engine may be waiting
-        pulls.finish_turn()
+        wake_at = pulls.finish_turn()
         if pulls.reports or pulls.counts:
             self._hand_over()
-
-    def _timeout(self) -> float | None:
-        if self._pulls.unplanned:
-            return 0.0
-        deadline = self._pulls.next_deadline()
-        return None if deadline is None else max(0.0, deadline - self._clock())
+        return wake_at
 
     def _hand_over(self) -> None:
         """Let the engine have what the pulls report and count."""
