@@ -31,15 +31,3 @@ TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
     (PeerState.READY, "closed"): PeerState.CLOSED,
 }
 """All transitions of a peer; any other event is an error of the caller."""
-
-
-def after(state: PeerState, event: str) -> PeerState:
-    """The state that ``event`` leads to.
-
-    Raises:
-        ValueError: the event is not allowed in this state.
-    """
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"a {state} peer cannot be {event}") from None

@@ -54,10 +54,9 @@ class PullState(StrEnum):
     DONE = "done"
     FAILED = "failed"
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will happen."""
-        return self in (PullState.DONE, PullState.FAILED)
+
+ENDED = frozenset((PullState.DONE, PullState.FAILED))
+"""In these nothing more will happen."""
 
 
 TRANSITIONS: dict[tuple[PullState, str], PullState] = {
@@ -172,11 +171,15 @@ class Pull:
 
     ``want`` may come at any time before the end; a failure before it is kept, and
     reported once the engine wants the blocks, or never if it cancels.
+
+    Attributes:
+        state: where the pull stands.
+        wanted: whether the engine waits for a report.
     """
 
     __slots__ = (
         "_deadline", "_patience", "_reason", "_renew_at", "_sent", "_seq", "_verify", "_wait_until",
-        "_wanted", "state",
+        "state", "wanted",
     )  # fmt: skip
 
     def __init__(self, patience: Patience, now: float, verify: bool = False) -> None:
@@ -188,18 +191,8 @@ class Pull:
         self._renew_at: float | None = None
         self._sent: dict[int, float] = {}
         self._seq = 0
-        self._wanted = False
+        self.wanted = False
         self._reason: str | None = None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the engine waits for a report."""
-        return self._wanted
-
-    @property
-    def deadline(self) -> float:
-        """The time until which what is read may be believed."""
-        return self._deadline
 
     def welcomed(self, now: float) -> list[Effect]:
         """The lender's geometry is known and fits; our transport connects to it."""
@@ -232,7 +225,7 @@ class Pull:
 
     def want(self, now: float) -> list[Effect]:
         """The engine has blocks for this pull and waits for a report."""
-        self._wanted = True
+        self.wanted = True
         if self.state is PullState.FAILED:
             return [ReportFailed(self._reason or "failed")]
         if self.state is PullState.HELD and now >= self._deadline:
@@ -271,7 +264,7 @@ class Pull:
             self._wait_until = now + self._patience.drain_s
             return []
         done: list[Effect] = [SendDone(ok=False)] if tell else []
-        return [*done, ReportFailed(reason)] if self._wanted else done
+        return [*done, ReportFailed(reason)] if self.wanted else done
 
     def tick(self, now: float) -> list[Effect]:
         """Time passed: renew, or give up."""
@@ -287,7 +280,7 @@ class Pull:
 
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
-        if self.state.ended or self.state is PullState.QUARANTINED:
+        if self.state in ENDED or self.state is PullState.QUARANTINED:
             return None
         if self.state not in (PullState.HELD, PullState.READING):
             return self._wait_until
@@ -325,7 +318,7 @@ class Pull:
         return [SendRenew(self._next_seq(now))]
 
     def _read_if_wanted(self, now: float) -> list[Effect]:
-        if not self._wanted or not self._enter("wanted"):
+        if not self.wanted or not self._enter("wanted"):
             return []
         self._wait_until = now + self._patience.read_s
         return [StartRead()]

@@ -151,7 +151,7 @@ class Pairing:
 
     def _moved(self, template: Template, pairs: _Pairs) -> Moved:
         each = template.sub_block_nbytes
-        windowed = self.ours.groups[template.our_group].kind.is_windowed
+        windowed = self.ours.groups[template.our_group].window is not None
         pulled = len(pairs.ours) * each
         return Moved(
             full=0 if windowed else pulled,

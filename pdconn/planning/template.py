@@ -49,7 +49,8 @@ class Template:
     """The runs of one sub-block of one group from one rank of the peer.
 
     ``sub_block_tokens`` divides ``our_block_tokens`` and ``their_block_tokens``.
-    ``num_blocks`` bounds the block ids of either side.
+    ``num_blocks`` bounds the block ids of either side.  ``nbytes`` are those of each run,
+    ``sub_block_nbytes`` those of all.
     """
 
     our_group: int
@@ -64,11 +65,7 @@ class Template:
     ours: Side
     theirs: Side
     nbytes: I64
-
-    @property
-    def sub_block_nbytes(self) -> int:
-        """Bytes that one sub-block moves."""
-        return int(self.nbytes.sum())
+    sub_block_nbytes: int
 
 
 def build_templates(
@@ -121,6 +118,7 @@ def _template(
         Side(table[0], table[1], table[2]),
         Side(table[3], table[4], table[5]),
         table[6],
+        int(table[6].sum()),
     )
 
 
@@ -136,25 +134,28 @@ class _Sizes:
 
 def _runs(ours: KVCacheReferences, theirs: KVCacheReferences, piece: Piece, sizes: _Sizes) -> I64:
     """Rows: our start, stride, step, their start, stride, step, bytes; a column a run."""
-    rows, row_nbytes = _rows(piece, sizes)
+    rows, runs, run_nbytes = _rows(piece, sizes)
     heads = np.arange(piece.num_heads, dtype=np.int64)[:, None]
-    tokens = np.arange(rows, dtype=np.int64)[None, :]
-    table = np.empty((7, piece.num_heads * rows), dtype=np.int64)
-    for first, references, ref, head, block_tokens in (
-        (0, ours, piece.ours, piece.our_head, sizes.ours),
-        (3, theirs, piece.theirs, piece.their_head, sizes.theirs),
+    tokens = np.arange(runs, dtype=np.int64)[None, :]
+    table = np.empty((7, piece.num_heads * runs), dtype=np.int64)
+    for first, references, ref, head in (
+        (0, ours, piece.ours, piece.our_head),
+        (3, theirs, piece.theirs, piece.their_head),
     ):
         tensor = references.tensors[ref.tensor]
         start = tensor.base + ref.offset + (head + heads) * ref.head_stride
         table[first] = (start + tokens * (ref.token_stride or 0)).ravel()
         table[first + 1] = tensor.block_stride
-        table[first + 2] = _step(ref, sizes.sub, block_tokens)
-    table[6] = row_nbytes
+        table[first + 2] = rows * (ref.token_stride or 0)
+    table[6] = run_nbytes
     return table
 
 
-def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
-    """How many runs one head of one sub-block needs, and the bytes of each."""
+def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int, int]:
+    """Stored rows of one head of one sub-block, how many runs they are, and each one's bytes.
+
+    What is opaque in tokens has no rows, and moves as one run.
+    """
     ours, theirs = piece.ours, piece.theirs
     where = f"layer {ours.layer}"
     if ours.token_nbytes is None or theirs.token_nbytes is None:
@@ -168,7 +169,7 @@ def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
             raise Incompatible.in_field(
                 f"{where}: bytes per head", theirs.head_nbytes, ours.head_nbytes
             )
-        return 1, ours.head_nbytes
+        return 0, 1, ours.head_nbytes
     if ours.token_nbytes != theirs.token_nbytes:
         raise Incompatible.in_field(
             f"{where}: bytes per token and head", theirs.token_nbytes, ours.token_nbytes
@@ -181,7 +182,9 @@ def _rows(piece: Piece, sizes: _Sizes) -> tuple[int, int]:
     # Rows divide both blocks, hence their common divisor too.
     rows = sizes.sub * stored // sizes.ours
     dense = ours.token_stride == theirs.token_stride == ours.token_nbytes
-    return (1, rows * ours.token_nbytes) if dense else (rows, ours.token_nbytes)
+    if dense:
+        return rows, 1, rows * ours.token_nbytes
+    return rows, rows, ours.token_nbytes
 
 
 def _opaque(theirs: KVCacheDataReference, ours: KVCacheDataReference) -> tuple[str, str]:
@@ -189,13 +192,6 @@ def _opaque(theirs: KVCacheDataReference, ours: KVCacheDataReference) -> tuple[s
         "opaque" if theirs.token_nbytes is None else "by token",
         "opaque" if ours.token_nbytes is None else "by token",
     )
-
-
-def _step(ref: KVCacheDataReference, sub_tokens: int, block_tokens: int) -> int:
-    """Bytes from one sub-block of a block to the next."""
-    if ref.token_stride is None or ref.num_rows is None:
-        return 0
-    return sub_tokens * ref.num_rows // block_tokens * ref.token_stride
 
 
 def _merged(table: I64) -> I64:

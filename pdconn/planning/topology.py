@@ -95,7 +95,7 @@ def _holders(theirs: Sequence[KVCacheReferences]) -> dict[tuple[str, int], list[
 
 def _check_group(theirs: KVCacheGroupReference, ours: KVCacheGroupReference, layer: str) -> None:
     """Compare kinds and windows; an engine without window groups can serve any window."""
-    if theirs.kind is AttentionKind.FULL and ours.kind.is_windowed:
+    if theirs.kind is AttentionKind.FULL and ours.window is not None:
         return
     for field in ("kind", "window"):
         their, our = getattr(theirs, field), getattr(ours, field)

@@ -1,8 +1,9 @@
 """Whether two engines interpret the bytes of a block alike.
 
 An engine describes this in *traits*: short texts by field name (model, dtype, packing).
-Equal digests decide at once; otherwise the fields are compared one by one, and all that
-differ are named, so that an operator sees the whole difference and not its first field.
+The fields are compared one by one, and all that differ are named, so that an operator sees
+the whole difference and not its first field.  A digest of them travels along, so that a
+message that was put together wrongly is found.
 """
 
 from __future__ import annotations

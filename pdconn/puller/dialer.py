@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdconn.lifecycle.peer import PeerState
 from pdconn.puller.peers import Peer, PeerTable
 from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_WELCOME, Address, connecting_to, literal_address, resolve
@@ -82,7 +83,7 @@ class SocketDialer:
         self._num_for_warmup -= not answer.peer.key.names_a_boot
         self._look_for_more()
         peer, found = answer.peer, answer.found
-        if peer.is_closed:
+        if peer.state is PeerState.CLOSED:
             return
         try:
             if isinstance(found, OSError):
@@ -103,7 +104,7 @@ class SocketDialer:
             peer = self._next_to_look_up()
             if peer is None:
                 return
-            if peer.is_closed:
+            if peer.state is PeerState.CLOSED:
                 continue
             self._num_looking += 1
             self._num_for_warmup += not peer.key.names_a_boot

@@ -32,10 +32,6 @@ class Measured:
     post_s: float = 0.0
     transfer_s: float = 0.0
 
-    def planned(self, moved: Moved, began: float, ended: float) -> None:
-        """The plan was made from ``began`` to ``ended``."""
-        self.moved, self.plan_began, self.plan_s = moved, began, ended - began
-
     def add(self, stats: ReadStats) -> None:
         """One of the reads settled."""
         self.num_descriptors += stats.num_descriptors
@@ -93,7 +89,9 @@ class PullEntry:
         except (PlanningError, TransportError) as error:
             self.plan = f"{type(error).__name__}: {error}"
         else:
-            self.measured.planned(plan.moved, began, clock())
+            measured = self.measured
+            measured.moved, measured.plan_began = plan.moved, began
+            measured.plan_s = clock() - began
 
     def settled(self, result: ReadSettled) -> list[Effect]:
         """One of the reads is over; the machine hears of the last one."""

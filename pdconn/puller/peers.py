@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdconn.integrity.reader import Checks
-from pdconn.lifecycle.peer import PeerState, after
+from pdconn.lifecycle.peer import TRANSITIONS, PeerState
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing
 from pdconn.protocol.errors import ProtocolError
@@ -117,13 +117,11 @@ class Peer:
     retired: bool = False
 
     def enter(self, event: str) -> None:
-        """Move on; see :mod:`pdconn.lifecycle.peer`."""
-        self.state = after(self.state, event)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing can be said to it any more."""
-        return self.state is PeerState.CLOSED
+        """Move on as :mod:`pdconn.lifecycle.peer` allows; ValueError where it does not."""
+        try:
+            self.state = TRANSITIONS[self.state, event]
+        except KeyError:
+            raise ValueError(f"a {self.state} peer cannot be {event}") from None
 
 
 class Dialer(Protocol):
@@ -182,6 +180,7 @@ class PeerTable:
     Attributes:
         events: what happened to peers, oldest first, for the owner to take; any call below
             may add to it.
+        unsent: peers with outgoing messages; what adds a message adds the peer, too.
     """
 
     def __init__(
@@ -200,6 +199,7 @@ class PeerTable:
         self._peers: OrderedDict[PeerKey, Peer] = OrderedDict()
         self._retired: dict[Peer, None] = {}
         self.events: deque[PeerEvent] = deque()
+        self.unsent: dict[Peer, None] = {}
 
     def __len__(self) -> int:
         return len(self._peers) + len(self._retired)
@@ -211,7 +211,7 @@ class PeerTable:
     def get(self, key: PeerKey) -> Peer | None:
         """The open peer at ``key``, if there is one."""
         peer = self._peers.get(key)
-        return None if peer is None or peer.is_closed else peer
+        return None if peer is None or peer.state is PeerState.CLOSED else peer
 
     def to(self, key: PeerKey, may_evict: bool = True) -> Peer:
         """The open peer at ``key``, dialled if need be; CLOSED when that fails at once.
@@ -219,7 +219,7 @@ class PeerTable:
         Where there is no room, an idle peer goes, unless ``may_evict`` is false.
         """
         peer = self._peers.get(key)
-        if peer is not None and not peer.is_closed:
+        if peer is not None and peer.state is not PeerState.CLOSED:
             self._peers.move_to_end(key)
             return peer
         peer = Peer(key)
@@ -235,6 +235,7 @@ class PeerTable:
             self.close(peer, f"side channel: {error}")
         else:
             peer.outgoing.append(Hello(PROTOCOL_VERSION, self._engine_id, key.incarnation))
+            self.unsent[peer] = None
         return peer
 
     def to_place(self, host: str, port: int) -> Peer:
@@ -244,7 +245,7 @@ class PeerTable:
         """
         for peer in reversed(self._peers.values()):
             is_there = (peer.key.host, peer.key.port) == (host, port)
-            if is_there and peer.welcome is not None and not peer.is_closed:
+            if is_there and peer.welcome is not None and peer.state is not PeerState.CLOSED:
                 return peer
         return self.to(PeerKey(host, port), may_evict=False)
 
@@ -253,7 +254,7 @@ class PeerTable:
         try:
             for body in () if peer.wire is None else peer.wire.receive():
                 for message in decode_from_lender(body):
-                    if not peer.is_closed:
+                    if peer.state is not PeerState.CLOSED:
                         self._hear(peer, message)
         except SideChannelLost as error:
             self._lost(peer, error)
@@ -268,6 +269,7 @@ class PeerTable:
         outgoing = peer.outgoing
         if outgoing and (peer.state is PeerState.READY or isinstance(outgoing[0], Hello)):
             peer.outgoing = []
+            self.unsent.pop(peer, None)
             bodies = encode_frames(outgoing)
         try:
             peer.wire.send(bodies)
@@ -276,16 +278,15 @@ class PeerTable:
 
     def flush_all(self) -> None:
         """Send to every peer what is due to it."""
-        for peer in self:
-            if peer.outgoing:
-                self.flush(peer)
+        for peer in list(self.unsent):
+            self.flush(peer)
 
     def connected(self, answer: Connected) -> None:
         """The transport reached a peer's rank, or did not."""
         tag = answer.tag
         assert isinstance(tag, tuple)
         peer, rank = tag
-        if peer.is_closed:
+        if peer.state is PeerState.CLOSED:
             if answer.peer is not None:
                 self._post(Disconnect(answer.peer))
             return
@@ -299,12 +300,13 @@ class PeerTable:
 
     def close(self, peer: Peer, reason: str) -> None:
         """Nothing can be said to the peer any more.  Reads in flight go on to their end."""
-        if peer.is_closed:
+        if peer.state is PeerState.CLOSED:
             return
         log.log(_level(peer), "pdconn: no longer reading from %s: %s", peer.key, reason)
         peer.enter("closed")
         peer.reason = reason
         peer.outgoing.clear()
+        self.unsent.pop(peer, None)
         if peer.wire is not None:
             peer.wire.close()
             peer.wire = None
@@ -312,7 +314,7 @@ class PeerTable:
 
     def retire(self, peer: Peer, reason: str) -> None:
         """Let the next pull dial anew: this connection may lose what is sent on it."""
-        if peer.is_closed or peer.retired:
+        if peer.state is PeerState.CLOSED or peer.retired:
             return
         log.warning("pdconn: connecting anew to %s: %s", peer.key, reason)
         peer.retired = True
@@ -383,7 +385,7 @@ class PeerTable:
             self.close(peer, "a pull is connected to it already")
         else:
             self._peers[peer.key] = peer
-        return not peer.is_closed
+        return peer.state is not PeerState.CLOSED
 
     def _ready(self, peer: Peer) -> None:
         peer.enter("welcomed")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
-from pdconn.lifecycle.pull import Effect, Patience, Pull, PullState
+from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState
 from pdconn.planning.plan import Plan
 from pdconn.protocol.errors import MessageError, TicketError
 from pdconn.protocol.messages import (
@@ -58,8 +58,6 @@ from transport import PeerLost, PeerUnknown
 
 log = logging.getLogger(__name__)
 
-ENDED = frozenset(state for state in PullState if state.ended)
-
 
 class Pulls:
     """Everything that one rank pulls.
@@ -78,7 +76,7 @@ class Pulls:
         peers: the lenders that we know.
         warmup: keeps some of them warm.
         reports, counts: pulls that ended, and why they failed, for the owner to take.
-        unplanned: pulls whose claim is on its way, for :meth:`plan_one`.
+        unplanned: pulls whose claim is on its way; each :meth:`finish_turn` plans one.
     """
 
     def __init__(
@@ -155,16 +153,9 @@ class Pulls:
         self._perform(entry, entry.machine.want(now))
 
     def _cancel(self, request: str) -> None:
-        entry = self._entries.get(request)
-        if entry is not None:
+        if (entry := self._entries.get(request)) is not None:
             self._perform(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
-
-    def plan_one(self) -> None:
-        """Plan an ``unplanned`` pull: call it when there is nothing else to do."""
-        entry = self.unplanned.popleft()
-        if entry.machine.state is PullState.CLAIMING and entry.plan is None:
-            entry.make_plan(self._clock)
 
     def serve(self, peer: Peer) -> None:
         """The peer's wire has something for us."""
@@ -176,10 +167,16 @@ class Pulls:
         self.peers.flush(peer)
         self._drain()
 
-    def flush_all(self) -> None:
-        """Send to every peer what is due to it."""
-        self.peers.flush_all()
-        self._drain()
+    def finish_turn(self) -> float | None:
+        """Tell the peers, plan one pull; both can wait for reports.  Returns the next deadline."""
+        if self.peers.unsent:
+            self.peers.flush_all()
+            self._drain()
+        if self.unplanned:
+            entry = self.unplanned.popleft()
+            if entry.machine.state is PullState.CLAIMING and entry.plan is None:
+                entry.make_plan(self._clock)
+        return self.next_deadline()
 
     def _drain(self) -> None:
         """Handle what happened to peers until nothing is left: the only place that does."""
@@ -189,18 +186,20 @@ class Pulls:
             peer = event.peer
             if isinstance(event, PeerClosed):
                 self._closed(peer)
-            elif peer.is_closed:
+            elif peer.state is PeerState.CLOSED:
                 continue  # its PeerClosed comes later
             elif isinstance(event, PeerReplied):
                 self._replied(peer, event.message)
             elif isinstance(event, PeerWelcomed):
                 for entry in self._using(peer):
                     self._perform(entry, entry.machine.welcomed(self._clock()))
-                self.warmup.welcomed(peer)
+                if peer in self.warmup.followed:
+                    self.warmup.welcomed(peer)
             else:
                 for entry in self._using(peer):
                     self._greeted(entry)
-                self.warmup.ready(peer)
+                if peer in self.warmup.followed:
+                    self.warmup.ready(peer)
 
     def _greeted(self, entry: PullEntry) -> None:
         """Claim what the ticket names, if the lender can have such blocks at all."""
@@ -222,7 +221,8 @@ class Pulls:
                 self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
                 reason = f"{peer.key}: {peer.reason}"
                 self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
-        self.warmup.closed(peer)
+        if peer in self.warmup.followed:
+            self.warmup.closed(peer)
         self._forget_peer_if_idle(peer)
 
     def _replied(self, peer: Peer, message: PullReply) -> None:
@@ -248,8 +248,9 @@ class Pulls:
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
-        first, warmup = self._alarms[0][0] if self._alarms else None, self.warmup.alarm
-        return min((at for at in (first, warmup) if at is not None), default=None)
+        warmup = self.warmup.alarm
+        first = self._alarms[0][0] if self._alarms else warmup
+        return first if warmup is None or first is None else min(first, warmup)
 
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come."""
@@ -259,8 +260,7 @@ class Pulls:
         while self._alarms and self._alarms[0][0] <= now:
             due[heapq.heappop(self._alarms)[1]] = None
         for request in due:
-            entry = self._entries.get(request)
-            if entry is not None:
+            if (entry := self._entries.get(request)) is not None:
                 entry.alarm = None
                 self._tick(entry, now)
         self._drain()
@@ -335,6 +335,7 @@ class Pulls:
     def _say(self, entry: PullEntry, message: FromReader) -> None:
         if entry.peer.state is not PeerState.CLOSED:
             entry.peer.outgoing.append(message)
+            self.peers.unsent[entry.peer] = None
 
     def _report_failed(self, request: str, reason: str, quarantined: bool = False) -> None:
         log.warning("pdconn: pull of %s failed: %s", request, reason)
@@ -356,11 +357,11 @@ class Pulls:
         """Have both sides sum what was read."""
         assert entry.need is not None
         try:
-            begun = self._verifier.begin(entry.peer, entry.ticket, entry.need)
+            begun = entry.verification = self._verifier.begin(entry.peer, entry.ticket, entry.need)
         except CannotVerify as error:
             return entry.unverified(str(error), self._clock(), self.counts)
-        entry.verification = begun
         entry.peer.outgoing += begun.requests(entry.ticket.request_id, entry.reader)
+        self.peers.unsent[entry.peer] = None
         self._post(Sum(entry, begun.expected))
         return []
 
@@ -389,12 +390,11 @@ class Pulls:
         if peer.retired and not peer.pulls:
             self.peers.flush(peer)
             self.peers.close(peer, "no pull uses it any more")
-        if peer.is_closed and not any(entry.reading for entry in self._using(peer)):
+        if peer.state is PeerState.CLOSED and not any(entry.reading for entry in self._using(peer)):
             self.peers.forget(peer)
 
     def _using(self, peer: Peer) -> Iterator[PullEntry]:
         """The peer's requests; what ends one of them may end others on the way."""
         for request in list(peer.pulls):
-            entry = self._entries.get(request)
-            if entry is not None:
+            if (entry := self._entries.get(request)) is not None:
                 yield entry

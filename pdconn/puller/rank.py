@@ -42,12 +42,12 @@ class Rank:
 def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
     """Whether both sides mean the same by the bytes of a block.
 
-    Equal digests say so at once; without traits of our own nothing is compared.
+    Without traits of our own nothing is compared.
 
     Raises:
         Incompatible: every trait that differs, by name.
     """
-    if ours and traits_digest(ours) != welcome.digest:
+    if ours and ours != welcome.traits:
         raise Incompatible(*trait_differences(ours, welcome.traits))
 
 

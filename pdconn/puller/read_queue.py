@@ -1,33 +1,110 @@
-"""Reads from one peer: cut into chunks, posted in turn, few bytes at a time.
+"""Reads from one peer: cut into chunks, posted in a fair order, few bytes at a time.
 
 A backend that copies while it posts (shared memory) holds the reader's thread until it
 is done, and one that does not (TCP, RDMA) serves what was posted first.  Either way a
 short pull would wait for every long one that came before it.  So a read is cut into
-chunks, no more than two of them are in flight, and :mod:`pdconn.puller.fair_queue` says
-which read's chunk is next.  After a chunk has failed, no other of its read is posted.
+chunks, no more than two of them are in flight, and :class:`FairQueue` says which read's
+chunk is next.  After a chunk has failed, no other of its read is posted.
 
 Each chunk costs half a millisecond of our own, whatever the link; how long others wait
 for it depends on the link.  So chunks are as long as the link takes ``CHUNK_S`` for, and
 the last of a read that is alone may take twice as long: what can be in flight at most.
+
+The order: first come, first served lets a prompt of a thousand tokens wait behind one of a
+hundred thousand.  Equal shares end that, but make every pull longer: of two equal pulls
+both would be over at the end, where one could be over at half time.  So each pull is served
+in the order in which it *would* end if all shared equally, and gets the whole link meanwhile
+(Friedman and Henderson, "Fairness and efficiency in web server protocols", SIGMETRICS
+2003).  No pull then ends later than with equal shares, and most end sooner::
+
+    asked at 0: a of 8, b of 8; asked at 4: c of 1       (bytes, one served per tick)
+
+    first come     aaaaaaaabbbbbbbbc     a 8    b 16   c 17
+    equal shares   all at once           a 17   b 17   c 7
+    here           aaaacaaaabbbbbbbb     a 9    b 17   c 5
+
+Time is counted in bytes served to each pull that shares: *virtual* time advances by
+``1 / n`` of a byte for each byte served while n of them would not be done yet.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from pdconn.puller.fair_queue import FairQueue
 from transport import PeerId, ReadStats, Settled, Spans, TransportError
 from transport.types import U64
+
+Pull = TypeVar("Pull")
 
 CHUNK_S = 0.1
 
 FIRST_NBYTES = 128 << 20
 LEAST_NBYTES = 16 << 20
 MOST_NBYTES = 1 << 30
+
+
+@dataclass(order=True, slots=True)
+class _Queued(Generic[Pull]):
+    """``ends`` is the virtual time at which equal shares would have served the pull."""
+
+    ends: float
+    order: int
+    pull: Pull = field(compare=False)
+
+
+class FairQueue(Generic[Pull]):
+    """Pulls in the order in which equal shares would end them.
+
+    Example:
+        >>> pulls = FairQueue[str]()
+        >>> pulls.add("long", 1000)
+        >>> pulls.served(10)
+        >>> pulls.add("short", 5)
+        >>> pulls.first()
+        'short'
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._queued: list[_Queued[Pull]] = []
+        self._sharing: list[float] = []
+
+    def __len__(self) -> int:
+        """Pulls that are not done."""
+        return len(self._queued)
+
+    def add(self, pull: Pull, nbytes: int) -> None:
+        """``pull`` needs ``nbytes`` bytes from now on."""
+        ends = self._now + nbytes
+        heapq.heappush(self._queued, _Queued(ends, next(self._numbers), pull))
+        heapq.heappush(self._sharing, ends)
+
+    def first(self) -> Pull | None:
+        """The pull whose turn it is; None when the queue is empty."""
+        return self._queued[0].pull if self._queued else None
+
+    def done(self) -> None:
+        """The first has all that it needs, or failed."""
+        heapq.heappop(self._queued)
+
+    def served(self, nbytes: int) -> None:
+        """So many bytes were served, to any pull."""
+        left = float(nbytes)
+        while self._sharing:
+            until_one_ends = (self._sharing[0] - self._now) * len(self._sharing)
+            if left < until_one_ends:
+                self._now += left / len(self._sharing)
+                return
+            left -= until_one_ends
+            self._now = heapq.heappop(self._sharing)
 
 
 class ChunkSizer:

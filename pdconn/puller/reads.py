@@ -199,9 +199,9 @@ class TransportJobs:
         reads = self._queues[read.peer]
         now = self._clock()
         if reads.settled(chunk, settled, now):
+            if not len(reads):
+                del self._queues[read.peer]
             self._deliver(ReadSettled(read.tag, read.settled(), now))
-        if not len(reads):
-            del self._queues[read.peer]
 
     def close(self) -> None:
         """Close the transport, if nothing can write any more."""

@@ -116,12 +116,11 @@ class Puller:
         Raises:
             PullerBroken: one of our threads died.
         """
-        if self._has_news.is_set():
-            self._has_news.clear()
         if self._broken is not None:
             raise PullerBroken(self._broken)
-        if not self._outbox.has_reports:
+        if not self._has_news.is_set():
             return NO_RESULTS
+        self._has_news.clear()
         results = PullResults.of(self._outbox.take_reports())
         self._num_unreported -= len(results.records) + len(results.failed)
         return results
@@ -166,9 +165,10 @@ class Puller:
 
     def _run(self) -> None:
         self._selector.register(self._inbox.socket, selectors.EVENT_READ, None)
+        wake_at = self._pulls.next_deadline()
         try:
             while not self._stopping:
-                self._turn()
+                wake_at = self._turn(wake_at)
         except Exception as error:
             log.critical("pdconn: the puller thread stopped", exc_info=True)
             self._break(f"{type(error).__name__}: {error}")
@@ -176,9 +176,11 @@ class Puller:
             self._pulls.peers.close_all()
             self._selector.close()
 
-    def _turn(self) -> None:
+    def _turn(self, wake_at: float | None) -> float | None:
+        """Wait until ``wake_at`` for something to do, and do it; returns when to wake next."""
         pulls = self._pulls
-        for key, events in self._selector.select(self._timeout()):
+        timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
+        for key, events in self._selector.select(0.0 if pulls.unplanned else timeout_s):
             if key.data is None:
                 self._inbox.drain()
                 continue
@@ -187,35 +189,25 @@ class Puller:
             if events & selectors.EVENT_WRITE:
                 pulls.flush(key.data)
         for item in self._inbox.take():
-            self._handle(item)
+            if isinstance(item, Command):
+                pulls.apply(item)
+            elif isinstance(item, JobResult):
+                pulls.handle(item)
+            elif isinstance(item, LookedUp):
+                self._dialer.looked_up(item, pulls.peers)
+            else:
+                self._break(item.error)
         pulls.tick(self._clock())
-        self._hand_over()  # before the lenders hear of it: the engine may be waiting
-        pulls.flush_all()
-        if pulls.unplanned:
-            pulls.plan_one()
-        self._hand_over()
-
-    def _timeout(self) -> float | None:
-        if self._pulls.unplanned:
-            return 0.0
-        deadline = self._pulls.next_deadline()
-        return None if deadline is None else max(0.0, deadline - self._clock())
-
-    def _handle(self, item: _Posted) -> None:
-        if isinstance(item, Command):
-            self._pulls.apply(item)
-        elif isinstance(item, LookedUp):
-            self._dialer.looked_up(item, self._pulls.peers)
-        elif isinstance(item, ReaderStopped):
-            self._break(item.error)
-        else:
-            self._pulls.handle(item)
+        if pulls.reports or pulls.counts:
+            self._hand_over()  # before the lenders hear of it: the engine may be waiting
+        wake_at = pulls.finish_turn()
+        if pulls.reports or pulls.counts:
+            self._hand_over()
+        return wake_at
 
     def _hand_over(self) -> None:
         """Let the engine have what the pulls report and count."""
         pulls = self._pulls
-        if not pulls.reports and not pulls.counts:
-            return
         self._outbox.put(pulls.reports, pulls.counts)
         if pulls.reports:
             pulls.reports.clear()

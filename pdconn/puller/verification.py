@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pdconn.integrity.reader import Checks, Corrupted, Expected
 from pdconn.integrity.sums import Terms
+from pdconn.lifecycle.peer import PeerState
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import MessageError
 from pdconn.protocol.messages import ChecksumRequest, Reader
@@ -101,7 +102,7 @@ class Verifier:
         Raises:
             CannotVerify: its lender is gone.
         """
-        if peer.is_closed:
+        if peer.state is PeerState.CLOSED:
             raise CannotVerify(f"{peer.key}: {peer.reason}")
         terms = Terms(ticket.request_id, ticket.num_tokens, self._verify is Verify.SAMPLE)
         return Verification(self._checks_of(peer).expect(need, terms))

@@ -77,6 +77,8 @@ class PeerWarmup:
         clock: seconds that never go back.
 
     Attributes:
+        followed: the places by the peers that they are warmed through; nothing that happens
+            to another peer matters here.
         alarm: when :meth:`tick` is to be called, or None when only an event can matter.
     """
 
@@ -100,7 +102,7 @@ class PeerWarmup:
             _Site(place, PlaceWarmup(patience.claim_s, patience.read_s, now, rng, warm_up.pauses))
             for place in warm_up.places
         ]
-        self._by_peer: dict[Peer, _Site] = {}
+        self.followed: dict[Peer, _Site] = {}
         self.alarm: float | None = now if self._sites else None
 
     @property
@@ -111,7 +113,7 @@ class PeerWarmup:
     @property
     def num_open(self) -> int:
         """Peers and reads that we keep track of; bounded by places and ranks."""
-        return len(self._by_peer) + sum(site.reads for site in self._sites)
+        return len(self.followed) + sum(site.reads for site in self._sites)
 
     def tick(self, now: float) -> None:
         """Do what is due at :attr:`alarm`."""
@@ -131,9 +133,7 @@ class PeerWarmup:
 
     def closed(self, peer: Peer) -> None:
         """A peer is of no use any more; its place rests, and is greeted again."""
-        site = self._by_peer.get(peer)
-        if site is None:
-            return
+        site = self.followed[peer]
         known = self._peers.get(peer.key)
         if site.warmup.state is not WarmupState.GREETING:
             self._lost(site, peer.reason)
@@ -162,8 +162,8 @@ class PeerWarmup:
     # What is to be done
 
     def _advance(self, peer: Peer, state: WarmupState, event: str) -> None:
-        site = self._by_peer.get(peer)
-        if site is not None and site.warmup.state is state:
+        site = self.followed[peer]
+        if site.warmup.state is state:
             self._enter(site, event)
 
     def _enter(self, site: _Site, event: str) -> None:
@@ -187,8 +187,8 @@ class PeerWarmup:
             self._skip(site)
             return
         site.peer = peer
-        self._by_peer[peer] = site
-        if peer.welcome is not None and not peer.is_closed:
+        self.followed[peer] = site
+        if peer.welcome is not None and peer.state is not PeerState.CLOSED:
             self._enter(site, "welcomed")
             if peer.state is PeerState.READY:
                 self._enter(site, "ready")
@@ -196,7 +196,7 @@ class PeerWarmup:
     def _unfollow(self, site: _Site) -> Peer | None:
         peer, site.peer = site.peer, None
         if peer is not None:
-            self._by_peer.pop(peer, None)
+            self.followed.pop(peer, None)
         return peer
 
     def _skip(self, site: _Site) -> None:

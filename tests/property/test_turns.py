@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdconn.puller.fair_queue import FairQueue
+from pdconn.puller.read_queue import FairQueue
 
 Asked = list[tuple[int, int]]
 """(bytes served in all when it was asked for, bytes wanted) of each pull, in order."""

@@ -11,6 +11,7 @@ import pytest
 
 from pdconn.lender.server import Lender, LenderBroken
 from pdconn.lifecycle.lease import MAX_PULLS
+from pdconn.lifecycle.peer import PeerState
 from pdconn.planning import plan as planning
 from pdconn.planning.errors import TooManyRuns
 from pdconn.planning.plan import Need, Pairing
@@ -103,7 +104,7 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
         assert isinstance(peer.wire, Connection)
         peer.wire.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
-            pair.wait(lambda: peer.is_closed)
+            pair.wait(lambda: peer.state is PeerState.CLOSED)
             assert serves(pair, "second")
         pair.network.release()
         pair.outcome_of("first")

@@ -157,7 +157,7 @@ def test_a_place_takes_no_room_from_a_peer_and_a_ticket_takes_it_from_an_idle_on
     place = table.to_place("p2", 5600)
     assert place.state is PeerState.CLOSED
     assert place.wire is None, "it was dialled"
-    assert not first.is_closed
+    assert first.state is not PeerState.CLOSED
     other = table.to(PeerKey("p3", 5600, "prefill", "boot-1"))
-    assert (other.is_closed, first.is_closed) == (used, not used)
+    assert [peer.state is PeerState.CLOSED for peer in (other, first)] == [used, not used]
     assert len(table) == 1

@@ -237,9 +237,9 @@ class DecodeRank:
 
     def _turn(self) -> None:
         self.pulls.tick(self.world.now)
-        self.pulls.flush_all()
+        self.pulls.finish_turn()
         while self.pulls.unplanned:
-            self.pulls.plan_one()
+            self.pulls.finish_turn()
         self._alarm.set(self.pulls.next_deadline(), self.turn)
         outcome = PullResults.of(self.pulls.reports)
         self.pulls.reports.clear()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import PullState
 from pdconn.puller.warmup import ProbeRead
 from tests.simulation.engines import Decode, DecodeRank, Prefill
@@ -123,7 +124,7 @@ class Laws:
         entries, peers = set(pulls._entries.values()), list(pulls.peers)
         uses = {(entry.peer, entry.request) for entry in entries}
         used = {peer for peer, _ in uses}
-        over = [peer for peer in peers if peer.is_closed or peer.retired]
+        over = [peer for peer in peers if peer.state is PeerState.CLOSED or peer.retired]
         listed = [(peer, request) for peer in peers for request in peer.pulls]
         self._subset(pulls._entries, decode.requests, f"{name} has pulls of no request")
         self._subset(pulls._by_pull.values(), entries, f"{name} awaits answers to no pull")
@@ -131,6 +132,9 @@ class Laws:
         self._subset(reads, entries, f"{name} has reads of no pull")
         self._subset(listed, uses, f"{name} has peers with pulls that are none")
         self._subset(over, used, f"{name} has peers that are over")
+        unsent = {peer for peer in peers if peer.outgoing}
+        self._subset(unsent, pulls.peers.unsent, f"{name} has messages that nothing sends")
+        self._subset(pulls.peers.unsent, unsent, f"{name} has peers with no message to send")
 
     def _nothing_free_can_be_written(self) -> None:
         """A block that the engine may give away is not the target of any read."""
