@@ -17,17 +17,23 @@ T = TypeVar("T")
 
 
 class Outbox(Generic[T]):
-    """Reports in order, and counts, from one thread to another.  Nothing blocks for long."""
+    """Reports in order, and counts, from one thread to another.  Nothing blocks for long.
+
+    Attributes:
+        has_reports: whether :meth:`take_reports` has something to return.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reports: list[T] = []
+        self.has_reports = False
         self._counts: Counter[str] = Counter()
 
     def put(self, reports: Iterable[T] = (), counts: Mapping[str, int] | None = None) -> None:
         """Add ``reports``, and ``counts`` to those that were not taken yet."""
         with self._lock:
             self._reports.extend(reports)
+            self.has_reports = bool(self._reports)
             if counts:
                 self._counts.update(counts)
 
@@ -37,17 +43,13 @@ class Outbox(Generic[T]):
         with self._lock:
             return Counter(self._counts)
 
-    @property
-    def has_reports(self) -> bool:
-        """Whether :meth:`take_reports` has something to return."""
-        return bool(self._reports)
-
     def take_reports(self) -> list[T]:
         """Every report since the last call, oldest first."""
-        if not self._reports:
+        if not self.has_reports:
             return []
         with self._lock:
             reports, self._reports = self._reports, []
+            self.has_reports = False
         return reports
 
     def take_counts(self) -> dict[str, int]:

@@ -25,27 +25,27 @@ T = TypeVar("T")
 
 
 class WakeupQueue(Generic[T]):
-    """Any number of threads put; one owner selects on ``self.socket`` and takes."""
+    """Any number of threads put; one owner selects on ``self.socket`` and takes.
+
+    Attributes:
+        items: what was put and not taken yet; the owner may look whether there is any.
+    """
 
     def __init__(self) -> None:
         self.socket, self._poke = socket.socketpair()
         self.socket.setblocking(False)
         self._poke.setblocking(False)
-        self._items: deque[T] = deque()
+        self.items: deque[T] = deque()
         self._poked = False
 
     def put(self, item: T) -> None:
         """Add ``item`` and wake the owner."""
-        self._items.append(item)
+        self.items.append(item)
         self.wake()
 
     def put_quietly(self, item: T) -> None:
         """Add ``item`` without waking the owner."""
-        self._items.append(item)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to take."""
-        return bool(self._items)
+        self.items.append(item)
 
     def wake(self) -> None:
         """Make ``select`` return.  A full or closed pipe means it will, or need not.
@@ -77,8 +77,8 @@ class WakeupQueue(Generic[T]):
     def take(self) -> list[T]:
         """Everything put so far, in order.  Only the owner calls this."""
         items: list[T] = []
-        while self._items:
-            items.append(self._items.popleft())
+        while self.items:
+            items.append(self.items.popleft())
         return items
 
     def close(self) -> None:
