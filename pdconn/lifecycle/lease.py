@@ -125,23 +125,9 @@ class Lease:
 
     Memory: one number per claimed rank, one set entry per finished rank, of at most
     ``max_pulls`` pulls.
-
-    Attributes:
-        state: where it stands.
-        freed: why it ended, or None while it has not.
-        deadline: when it ends if it is not claimed or renewed until then.
     """
 
-    __slots__ = (
-        "_cause",
-        "_max_pulls",
-        "_pulls",
-        "_ticket",
-        "_ttl_s",
-        "deadline",
-        "freed",
-        "state",
-    )
+    __slots__ = ("_cause", "_max_pulls", "_pulls", "_ticket", "_ttl_s", "deadline", "state")
 
     def __init__(self, offer: LeaseOffer, max_pulls: int = MAX_PULLS) -> None:
         self.state = LeaseState.HELD
@@ -151,7 +137,11 @@ class Lease:
         self._max_pulls = max_pulls
         self._pulls: dict[str, _Pull] = {}
         self._cause: Freed | None = None
-        self.freed: Freed | None = None
+
+    @property
+    def freed(self) -> Freed | None:
+        """Why the lease ended, or None while it has not."""
+        return self._cause if self.state is LeaseState.FREED else None
 
     def claim(self, reader: Reader, ticket: bytes, now: float) -> Grant | Denied:
         """A rank asks to read.  A repeated claim extends the first."""
@@ -248,4 +238,3 @@ class Lease:
             return
         if all(end <= now for pull in self._pulls.values() for end in pull.claims.values()):
             self.state = TRANSITIONS[self.state, "drained"]
-            self.freed = self._cause
