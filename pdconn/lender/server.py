@@ -37,9 +37,8 @@ from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
-from pdconn.sidechannel.outbox import Outbox
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +194,7 @@ class Lender:
     def _timeout_s(self) -> float | None:
         """How long to sleep; None until a socket is ready."""
         due = min(self._last.wake_at, self._admission.deadline, self._accept_from)
-        # Published before the queue is looked at: see pdconn.sidechannel.wakeup_queue.
+        # Published before the queue is looked at: see pdconn.sidechannel.thread_queues.
         self._sleeps_until = due
         if self._commands.items:
             return 0.0

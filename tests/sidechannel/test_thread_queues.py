@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.thread_queues import WakeupQueue
 
 PATIENCE_S = 20.0
 
