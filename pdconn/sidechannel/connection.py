@@ -137,14 +137,17 @@ class Connection:
             raise SideChannelLost(str(error)) from error
         if not data:
             raise self._session.closed("closed by the peer")
+        unsent = len(self._session.out)
         try:
             bodies = self._session.feed(data)
         except SideChannelLost:
             with contextlib.suppress(SideChannelLost):
                 self._write()  # a TLS alert tells the peer why
             raise
-        if self._session.out or self._watched & selectors.EVENT_WRITE:
+        if len(self._session.out) > unsent:
             self.flush()
+        elif self._watched & selectors.EVENT_WRITE:
+            self._update_watch()
         return bodies
 
     def close(self) -> None:
