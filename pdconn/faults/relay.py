@@ -27,7 +27,7 @@ from random import Random
 from pdconn.faults.frames import HOLD_S, FrameFaults, MessageFaults
 from pdconn.faults.pipe import Pipe, PipeLost
 from pdconn.sidechannel.dial import connecting_to, resolve
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.thread_queues import WakeupQueue
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ class AdmissionControl(Generic[S]):
 
     Args:
         limits: what is allowed.
+
+    Attributes:
+        deadline: when a session may be overdue; infinity while none stalls.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -58,6 +62,7 @@ class AdmissionControl(Generic[S]):
         self._hosts: dict[S, str] = {}
         self._num_of_host: Counter[str] = Counter()
         self._stalled: OrderedDict[S, float] = OrderedDict()
+        self.deadline = math.inf
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -75,6 +80,7 @@ class AdmissionControl(Generic[S]):
         self._hosts[session] = host
         self._num_of_host[host] += 1
         self._stalled[session] = now + self._limits.stall_s
+        self._note_deadline()
         if len(self._stalled) > self._limits.stalled:
             return next(iter(self._stalled))
         return None
@@ -85,6 +91,7 @@ class AdmissionControl(Generic[S]):
             self._stalled.pop(session, None)
         elif session in self._hosts:
             self._stalled.setdefault(session, now + self._limits.stall_s)
+        self._note_deadline()
 
     def remove(self, session: S) -> None:
         """A session was closed; unknown ones are ignored."""
@@ -92,6 +99,7 @@ class AdmissionControl(Generic[S]):
         if host is None:
             return
         self._stalled.pop(session, None)
+        self._note_deadline()
         self._num_of_host[host] -= 1
         if not self._num_of_host[host]:
             del self._num_of_host[host]
@@ -103,8 +111,8 @@ class AdmissionControl(Generic[S]):
             if until > now:
                 return
             del self._stalled[session]
+            self._note_deadline()
             yield session
 
-    def next_deadline(self) -> float | None:
-        """When a session may be overdue, or None when none stalls."""
-        return next(iter(self._stalled.values()), None)
+    def _note_deadline(self) -> None:
+        self.deadline = next(iter(self._stalled.values()), math.inf)

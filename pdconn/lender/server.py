@@ -30,16 +30,15 @@ from dataclasses import replace
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.admission import AdmissionControl, ConnectionLimits
 from pdconn.lender.checksums import RankSums
-from pdconn.lender.sessions import Abort, EngineCommand, LenderSessions, Session
+from pdconn.lender.sessions import Abort, EngineCommand, LenderSessions, Session, Turn
 from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
-from pdconn.sidechannel.outbox import Outbox
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +85,15 @@ class Lender:
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        self._endpoint = f"{host}:{self.port}"
+        self._policy = self._security.for_lender(f"{host}:{self.port}")
         self._limits = _within_file_limit(limits or ConnectionLimits())
         self._commands: WakeupQueue[EngineCommand] = WakeupQueue()
         self._outbox: Outbox[FreedLease] = Outbox()
         self._sessions = LenderSessions(welcome, is_summing, self._warn, self._limits)
         self._admission: AdmissionControl[Session] = AdmissionControl(self._limits)
         self._connections: dict[Session, Connection] = {}
-        self._accept_from: float | None = None
+        self._last = Turn()
+        self._accept_from = math.inf
         self._sleeps_until = 0.0
         self._quiet_until = 0.0
         self._num_suppressed = 0
@@ -178,47 +178,41 @@ class Lender:
                 self._commands.drain()
         self._apply_commands()
         now = self._clock()
-        self._sessions.tick(now)
-        if self._sessions.has_work:
-            self._sessions.work()
-        touched += self._sessions.take_pending()
+        self._last = self._sessions.turn(now)
+        touched += self._last.pending
         self._publish()  # before the replies, so that a reader is never ahead of the counts
         for session in touched:
             self._reply(session, now)
-        for session in self._admission.overdue(now):
-            self._time_out(session, "stalled for too long")
-        if self._accept_from is not None and now >= self._accept_from:
-            self._accept_from = None
+        if now >= self._admission.deadline:
+            for session in self._admission.overdue(now):
+                self._time_out(session, "stalled for too long")
+        if now >= self._accept_from:
+            self._accept_from = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._publish()
 
     def _timeout_s(self) -> float | None:
         """How long to sleep; None until a socket is ready."""
-        due = math.inf
-        for at in (
-            self._sessions.next_deadline(),
-            self._admission.next_deadline(),
-            self._accept_from,
-        ):
-            if at is not None and at < due:
-                due = at
-        # Published before the queue is looked at: see pdconn.sidechannel.wakeup_queue.
+        due = min(self._last.wake_at, self._admission.deadline, self._accept_from)
+        # Published before the queue is looked at: see pdconn.sidechannel.thread_queues.
         self._sleeps_until = due
-        if self._commands or self._sessions.has_work:
+        if self._commands.items:
             return 0.0
         return None if due == math.inf else max(0.0, due - self._clock())
 
     def _apply_commands(self) -> None:
-        commands = self._commands.take()
-        if commands:
+        if self._commands.items:
             now = self._clock()
-            for command in commands:
+            for command in self._commands.take():
                 self._sessions.apply(command, now)
 
     def _publish(self) -> None:
         """Move what ended and what was counted to the engine's thread."""
-        if self._sessions.has_reports:
-            self._outbox.put(self._sessions.take_freed(), self._sessions.take_counts())
+        freed, counts = self._sessions.freed, self._sessions.counts
+        if freed or counts:
+            self._outbox.put(freed, counts)
+            freed.clear()
+            counts.clear()
 
     def _accept(self) -> None:
         try:
@@ -249,9 +243,8 @@ class Lender:
 
     def _open(self, sock: socket.socket, address: tuple[str, int]) -> None:
         session = Session(f"{address[0]}:{address[1]}")
-        policy = self._security.for_lender(self._endpoint)
         limits = self._limits
-        connection = Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, policy)
+        connection = Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, self._policy)
         connection.watch(self._selector, session)
         self._connections[session] = connection
         crowded_out = self._admission.admit(session, address[0], self._clock())
@@ -269,7 +262,7 @@ class Lender:
             for body in bodies:
                 self._sessions.handle(session, decode_from_reader(body), now)
             if bodies:  # a whole frame is progress
-                self._admission.observe(session, not session.greeted, now)
+                self._observe(session, not session.greeted, now)
         except Unauthenticated as error:
             self._sessions.counts["connections_unauthenticated"] += 1
             self._warn("pdconn: connection not authenticated: %s peer=%r", error, session.name)
@@ -285,7 +278,7 @@ class Lender:
         if connection is None:
             return
         try:
-            connection.send(self._sessions.take_frames(session))
+            connection.send(self._sessions.take_frames(session) if session.replies else [])
         except SideChannelLost as error:
             self._close(session, str(error))
             return
@@ -293,7 +286,12 @@ class Lender:
             self._close(session, "its last reply is sent")
             return
         connection.read_on(not session.leaving and not connection.has_unsent)
-        self._admission.observe(session, connection.is_midway or not session.greeted, now)
+        self._observe(session, connection.is_midway or not session.greeted, now)
+
+    def _observe(self, session: Session, stalls: bool, now: float) -> None:
+        if session.stalls != stalls:
+            session.stalls = stalls
+            self._admission.observe(session, stalls, now)
 
     def _warn(self, text: str, *values: object) -> None:
         """Log at most one warning a second, since any host can cause as many as it likes."""

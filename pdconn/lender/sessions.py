@@ -13,6 +13,7 @@ with the code that serves real ones.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ EngineCommand = LeaseOffer | Abort | RankSums
 class Session:
     """One connection: its peer's name, its unsent replies, and the claims it holds.
 
+    ``stalls``: whether it was stalling when it was last looked at; a new one is.
     ``claimed`` has its readers by request, until the lease ends.
     ``leaving``: no further message is handled, and the connection closes once ``replies``
     are sent.
@@ -72,9 +74,23 @@ class Session:
     name: str
     greeted: bool = False
     leaving: bool = False
+    stalls: bool = True
     replies: list[FromLender] = field(default_factory=list)
     claimed: dict[str, set[Reader]] = field(default_factory=dict)
     num_claims: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn leaves to do.
+
+    Attributes:
+        pending: sessions with replies that are not to the messages just handled.
+        wake_at: when the next turn is due, now if there is work left, or infinity.
+    """
+
+    pending: list[Session] = field(default_factory=list)
+    wake_at: float = math.inf
 
 
 class LenderSessions:
@@ -86,8 +102,11 @@ class LenderSessions:
         warn: logs the mistakes of peers, as ``Logger.warning``.
         limits: bounds of what sessions may ask for.
 
-    One thread calls it, and reads ``counts``: :meth:`take_freed` and :meth:`take_counts` hand
-    over what other threads are to know.
+    Attributes:
+        freed: leases that ended, in order; the owner empties it.
+        counts: what was counted; the owner adds to it and empties it.
+
+    One thread calls it, and hands over to others what is in ``freed`` and ``counts``.
     """
 
     def __init__(
@@ -104,12 +123,13 @@ class LenderSessions:
         # Encoded once, since every session is sent one of the two.
         self._frames = {id(reply): encode([reply]) for reply in (welcome, self._described)}
         self._leases = LeaseTable()
+        self._is_summing = is_summing
         self._checksums: ChecksumResponder[Session] = ChecksumResponder(
             len(welcome.ranks), is_summing, self._limits.checksum_requests
         )
         self._claimants: dict[str, set[Session]] = {}
         self._pending: list[Session] = []
-        self._freed: list[FreedLease] = []
+        self.freed: list[FreedLease] = []
         self.counts: Counter[str] = Counter()
 
     @property
@@ -129,47 +149,22 @@ class LenderSessions:
             self._leases.lend(command)
         elif isinstance(command, Abort):
             self._free(self._leases.abort(command.request, now))
-        elif self._leases.is_lent(command.request):
+        elif self._is_summing and self._leases.is_lent(command.request):
             self._checksums.add(command)
 
-    def tick(self, now: float) -> None:
-        """Time passed."""
-        self._free(self._leases.tick(now))
-
-    def next_deadline(self) -> float | None:
-        """When ``tick`` should run next, or None when nothing is lent."""
-        return self._leases.next_deadline()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether :meth:`work` has something to do."""
-        return self._checksums.has_work
-
-    def work(self) -> None:
-        """Do one piece of long work, if there is any."""
-        answer = self._checksums.work()
-        if answer is not None:
-            self._reply_later(*answer)
-
-    def take_pending(self) -> list[Session]:
-        """Sessions with replies that are not to the messages just handled."""
+    def turn(self, now: float) -> Turn:
+        """Time passed: free what has expired, and do at most one piece of long work."""
+        freed, wake_at = self._leases.tick(now), self._leases.next_deadline()
+        if freed:
+            self._free(freed)
+        if self._is_summing:
+            answer = self._checksums.work()
+            if answer is not None:
+                self._reply_later(*answer)
+            if self._checksums.has_work:
+                wake_at = now
         pending, self._pending = self._pending, []
-        return pending
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether a lease ended or anything was counted since the last ``take_…``."""
-        return bool(self._freed or self.counts)
-
-    def take_freed(self) -> list[FreedLease]:
-        """Leases that ended since the last call, in order."""
-        freed, self._freed = self._freed, []
-        return freed
-
-    def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
-        counts, self.counts = self.counts, Counter()
-        return counts
+        return Turn(pending, math.inf if wake_at is None else wake_at)
 
     def handle(self, session: Session, messages: list[FromReader], now: float) -> None:
         """Handle a session's messages; the first invalid one is rejected and ends the session."""
@@ -187,9 +182,7 @@ class LenderSessions:
         self._end(session, error.field, str(error.expected), str(error.seen))
 
     def take_frames(self, session: Session) -> list[bytes]:
-        """Bodies of the frames to send to the session now."""
-        if not session.replies:
-            return []
+        """Bodies of the frames with the session's replies."""
         replies, session.replies = session.replies, []
         if not any(id(reply) in self._frames for reply in replies):
             return encode_frames(replies)
@@ -288,9 +281,10 @@ class LenderSessions:
     def _free(self, freed: list[FreedLease]) -> None:
         for ended in freed:
             self.counts[f"freed_{ended.why}"] += 1
-            self._freed.append(ended)
-            for answer in self._checksums.forget(ended.request):
-                self._reply_later(*answer)
+            self.freed.append(ended)
+            if self._is_summing:
+                for answer in self._checksums.forget(ended.request):
+                    self._reply_later(*answer)
             for session in self._claimants.pop(ended.request, ()):
                 session.num_claims -= len(session.claimed.pop(ended.request, ()))
 

@@ -104,15 +104,16 @@ class LeaseTable:
         return self._timers[0][0] if self._timers else None
 
     def _settle(self, request: str, lease: Lease, timer_spent: bool = False) -> list[FreedLease]:
-        if lease.freed is None:
+        freed = lease.freed
+        if freed is None:
             if timer_spent or lease.next_deadline() < lease.deadline:
                 heapq.heappush(self._timers, (lease.next_deadline(), request))
             return []
         del self._leases[request]
-        self._ended[request] = lease.freed
+        self._ended[request] = freed
         while len(self._ended) > self._remember:
             self._ended.popitem(last=False)
-        return [FreedLease(request, lease.freed)]
+        return [FreedLease(request, freed)]
 
     def _refuse_unknown(self, request: str) -> Denied:
         ended = self._ended.get(request)

@@ -31,6 +31,9 @@ def frame(body: bytes) -> bytes:
 class Frames:
     """Splits a byte stream into frames with bodies of at most ``max_nbytes``.
 
+    Attributes:
+        unfinished: bytes of a frame that has not arrived whole.
+
     Example:
         >>> frames = Frames(max_nbytes=16)
         >>> frames.feed(frame(b"one") + frame(b"two")[:5])
@@ -41,11 +44,7 @@ class Frames:
 
     def __init__(self, max_nbytes: int) -> None:
         self._max_nbytes = max_nbytes
-        self._pending = bytearray()
-
-    def __len__(self) -> int:
-        """Bytes of an unfinished frame."""
-        return len(self._pending)
+        self.unfinished = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Bytes arrived; return the bodies that they complete.
@@ -54,14 +53,14 @@ class Frames:
             FrameError: a length above the limit or below a CRC's, or a body with another CRC;
                 the stream is unusable from there on.
         """
-        if self._pending:
-            self._pending += data
-            bodies, end = self._split(self._pending)
-            del self._pending[:end]
+        if self.unfinished:
+            self.unfinished += data
+            bodies, end = self._split(self.unfinished)
+            del self.unfinished[:end]
         else:  # most frames arrive whole
             bodies, end = self._split(data)
             if end < len(data):
-                self._pending += data[end:]
+                self.unfinished += data[end:]
         return bodies
 
     def _split(self, stream: bytes | bytearray) -> tuple[list[bytes], int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -79,7 +79,7 @@ class PeerKey:
 class PeerWire(Protocol):
     """A connection to a lender, as :class:`pdconn.sidechannel.connection.Connection` is one."""
 
-    def send(self, bodies: Iterable[bytes]) -> None:
+    def send(self, bodies: Sequence[bytes]) -> None:
         """Send frames; raises SideChannelLost."""
 
     def receive(self) -> Sequence[bytes]:

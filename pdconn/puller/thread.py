@@ -8,7 +8,7 @@
     reader thread ◄── jobs ── results ─────────────────┘
 
 ``Pulls`` is touched by this thread alone.  At the end of a turn its reports and counts move
-into an :class:`~pdconn.sidechannel.outbox.Outbox`, and the engine takes them from there.
+into an :class:`~pdconn.sidechannel.thread_queues.Outbox`, and the engine takes them from there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.dial import resolve
-from pdconn.sidechannel.outbox import Outbox
 from pdconn.sidechannel.security import Security
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 from transport import Transport
 
 log = logging.getLogger(__name__)

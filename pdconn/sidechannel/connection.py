@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pdconn.sidechannel.session import AuthPolicy, SecureSession, SideChannelLost, Unauthenticated
 
@@ -77,7 +77,7 @@ class Connection:
     @property
     def is_midway(self) -> bool:
         """Whether a handshake or a frame is unfinished, or bytes wait to be sent."""
-        return self._session.is_midway
+        return self._session.awaits_bytes or self.has_unsent
 
     def watch(
         self, selector: selectors.BaseSelector, data: object, connecting: bool = False
@@ -97,20 +97,18 @@ class Connection:
         self._reads = wanted
         self._update_watch()
 
-    def send(self, bodies: Iterable[bytes]) -> None:
+    def send(self, bodies: Sequence[bytes]) -> None:
         """Send a frame per body, after what waited before; keep what the socket does not take.
 
         Raises:
             SideChannelLost: the connection broke, or more than ``max_unsent`` bytes wait.
         """
-        for body in bodies:
-            self._session.send(body)
-            self._write()
-            waiting = self._session.waiting_nbytes
-            if waiting > self._max_unsent:
-                does_not = "read" if self.is_trusted else "authenticate"
-                raise SideChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
+        held = self._session.send(bodies) if bodies else 0
         self.flush()
+        waiting = held + len(self._session.out)
+        if bodies and waiting > self._max_unsent:
+            does_not = "read" if self.is_trusted else "authenticate"
+            raise SideChannelLost(f"{waiting} bytes wait for a peer that does not {does_not}")
 
     def flush(self) -> None:
         """Send what waits.
@@ -147,8 +145,9 @@ class Connection:
                 self._write()  # a TLS alert tells the peer why
             raise
         if len(self._session.out) > unsent:
-            self._write()
-        self._update_watch()
+            self.flush()
+        elif self._watched & selectors.EVENT_WRITE:
+            self._update_watch()
         return bodies
 
     def close(self) -> None:

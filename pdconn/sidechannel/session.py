@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import ssl
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdconn.protocol.auth import (
@@ -78,12 +79,16 @@ AuthPolicy = LenderAuthPolicy | ReaderAuthPolicy
 
 
 class SecureSession:
-    """Both directions of one connection.  Bytes to send collect in :attr:`out`.
+    """Both directions of one connection.
 
     Args:
         max_frame: longest message accepted, in bytes; until the peer is authenticated,
             frames are limited to 1 KiB.
         policy: None trusts any peer.
+
+    Attributes:
+        out: bytes to send; the owner removes what it has sent.
+        awaits_bytes: whether the handshake, or what arrived of a frame, is unfinished.
     """
 
     def __init__(self, max_frame: int, policy: AuthPolicy | None) -> None:
@@ -98,35 +103,29 @@ class SecureSession:
         self._first = b""
         self._has_sent = self._has_received = False
         self.out = bytearray()
-        for hello in self._auth.start() if self._auth is not None else []:
-            self._put(hello)
-        self._move_tls_output()
+        self.awaits_bytes = self._tls is not None or self._auth is not None
+        if self.awaits_bytes:
+            self._put(self._auth.start() if self._auth is not None else [])
 
     @property
     def is_trusted(self) -> bool:
         """Whether the peer is authenticated in every layer that we have."""
         return self._has_tls_done and self._has_auth_done
 
-    @property
-    def is_midway(self) -> bool:
-        """Whether either side has bytes left to send: handshake, frame or unsent."""
-        in_tls = self._tls is not None and self._tls.is_midway
-        return in_tls or not self._has_auth_done or self._is_amid_frame or bool(self.out)
+    def send(self, bodies: Sequence[bytes]) -> int:
+        """Put messages into :attr:`out`, or hold them until the peer is authenticated.
 
-    @property
-    def waiting_nbytes(self) -> int:
-        """Bytes that are unsent, or held until the peer is authenticated."""
-        held = sum(map(len, self._held)) + (self._tls.held_nbytes if self._tls else 0)
-        return held + len(self.out)
-
-    def send(self, body: bytes) -> None:
-        """Put a message into :attr:`out`, or hold it until the peer is authenticated."""
+        Returns how many bytes are held.
+        """
         self._has_sent = True
-        if not self._has_auth_done:
-            self._held.append(body)
-            return
-        self._put(body if self._auth is None else self._auth.seal(body))
-        self._move_tls_output()
+        if self._auth is None:
+            self._put(bodies)
+        elif self._auth.is_ready:
+            self._put([self._auth.seal(body) for body in bodies])
+        else:
+            self._held += bodies
+        in_tls = 0 if self._tls is None else self._tls.held_nbytes
+        return in_tls + sum(map(len, self._held))
 
     def feed(self, data: bytes) -> list[bytes]:
         """Bytes arrived; return the messages that they complete.
@@ -150,8 +149,14 @@ class SecureSession:
         except FrameError as error:
             raise self._frame_error(error) from error
         finally:
-            self._move_tls_output()
+            if self._tls is not None:
+                self.out += self._tls.take()
         self._has_received |= bool(bodies)
+        self.awaits_bytes = (
+            bool(self._frames.unfinished or self._handshake.unfinished)
+            or (self._auth is not None and not self._auth.is_ready)
+            or (self._tls is not None and self._tls.is_midway)
+        )
         return bodies
 
     def closed(self, how: str) -> SideChannelLost:
@@ -180,21 +185,15 @@ class SecureSession:
         return self._tls is None or self._tls.is_ready
 
     @property
-    def _is_amid_frame(self) -> bool:
-        return len(self._frames) + len(self._handshake) > 0
-
-    @property
     def _has_auth_done(self) -> bool:
         return self._auth is None or self._auth.is_ready
 
-    def _put(self, body: bytes) -> None:
+    def _put(self, bodies: Iterable[bytes]) -> None:
+        frames = b"".join([frame(body) for body in bodies])
         if self._tls is None:
-            self.out += frame(body)
+            self.out += frames
         else:
-            self._tls.write(frame(body))
-
-    def _move_tls_output(self) -> None:
-        if self._tls is not None:
+            self._tls.write(frames)
             self.out += self._tls.take()
 
     def _split(self, data: bytes) -> list[bytes]:
@@ -215,12 +214,10 @@ class SecureSession:
 
     def _advance(self, body: bytes) -> None:
         assert self._auth is not None
-        for reply in self._auth.feed(body)[1]:
-            self._put(reply)
+        self._put(self._auth.feed(body)[1])
         if self._auth.is_ready:
             held, self._held = self._held, []
-            for message in held:
-                self._put(self._auth.seal(message))
+            self._put([self._auth.seal(message) for message in held])
 
     def _frame_error(self, error: FrameError) -> SideChannelLost:
         if self._tls is None and self._first[:2] in _TLS_RECORDS and not self._has_received:

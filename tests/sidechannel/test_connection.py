@@ -521,6 +521,19 @@ def test_a_plain_peer_that_closes_after_a_message_is_only_lost() -> None:
         assert not isinstance(lost.value, Unauthenticated)
 
 
+def test_a_last_message_is_received_though_what_we_have_unsent_cannot_be_sent_any_more() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        reader = Connection(ours, 1 << 20)
+        reader.send([bytes(1 << 22)])
+        assert reader.has_unsent
+        theirs.sendall(frame(WELCOME))
+        theirs.close()
+        assert reader.receive() == [WELCOME]
+        with pytest.raises(SideChannelLost):
+            reader.flush()
+
+
 def test_no_reason_and_no_log_line_shows_a_secret(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), ends(FOREIGN, SHARED) as both:
         both.reader.send([HELLO])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -149,17 +150,21 @@ class Prefill:
 
     def turn(self) -> None:
         """Free what is over, and set the clock for what will be."""
-        self.sessions.tick(self.world.now)
-        for ended in self.sessions.take_freed():
+        now = self.world.now
+        turn = self.sessions.turn(now)
+        pending = turn.pending
+        while turn.wake_at <= now:
+            turn = self.sessions.turn(now)
+            pending += turn.pending
+        for ended in self.sessions.freed:
             if ended.request not in self.lent:
                 self.freed_twice.append(ended.request)
             self.free += self.lent.pop(ended.request, ())
             self.world.counts[f"freed {ended.why}"] += 1
-        while self.sessions.has_work:
-            self.sessions.work()
-        for session in self.sessions.take_pending():
+        self.sessions.freed.clear()
+        for session in pending:
             self._say(session)
-        self._alarm.set(self.sessions.next_deadline(), self.turn)
+        self._alarm.set(None if turn.wake_at == math.inf else turn.wake_at, self.turn)
 
     def _serve(self, session: Session) -> None:
         wire = self._wires.get(session)

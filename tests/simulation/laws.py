@@ -13,6 +13,7 @@ Deadlines are those of :mod:`tests.simulation.log`, not of the machines that are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from pdconn.lifecycle.peer import PeerState
@@ -67,7 +68,8 @@ class Laws:
                 prefill.sessions.num_summed == 0, f"law 5: {prefill.name} keeps checksums"
             )
             self._require(
-                prefill.sessions.next_deadline() is None, f"law 5: {prefill.name} has alarms"
+                prefill.sessions.turn(prefill.world.now).wake_at == math.inf,
+                f"law 5: {prefill.name} has alarms",
             )
             self._all_free(prefill.name, prefill.free)
         for decode in self._decodes:

@@ -12,7 +12,7 @@ machine which counts wrongly cannot hide it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.protocol.messages import (
@@ -72,7 +72,7 @@ class TappedWire:
     log: ReaderLog
     clock: Callable[[], float]
 
-    def send(self, bodies: Iterable[bytes]) -> None:
+    def send(self, bodies: Sequence[bytes]) -> None:
         """As ``PeerWire.send``."""
         frames = list(bodies)
         for body in frames:

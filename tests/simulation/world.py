@@ -15,7 +15,7 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.faults.frames import FlowState, FrameFaults, MessageFaults
@@ -119,7 +119,7 @@ class Wire:
     is_cut: bool = False
     _due: float = 0.0
 
-    def send(self, bodies: Iterable[bytes]) -> None:
+    def send(self, bodies: Sequence[bytes]) -> None:
         """As ``pdconn.sidechannel.connection.Connection.send``."""
         for body in bodies:
             if self.is_cut:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdconn.sidechannel.wakeup_queue import WakeupQueue
+from pdconn.sidechannel.thread_queues import WakeupQueue
 
 PATIENCE_S = 20.0
 
@@ -54,14 +54,14 @@ def test_one_byte_is_written_until_the_owner_looks() -> None:
 
 def test_a_quiet_put_does_not_wake_the_owner() -> None:
     queue: WakeupQueue[int] = WakeupQueue()
-    assert not queue
+    assert not queue.items
     queue.put_quietly(1)
-    assert queue
+    assert queue.items
     assert not is_woken(queue, 0.0)
     queue.put(2)
     assert is_woken(queue, PATIENCE_S)
     assert queue.take() == [1, 2]
-    assert not queue
+    assert not queue.items
     queue.close()
 
 
@@ -103,7 +103,7 @@ def test_an_owner_that_could_not_be_woken_is_woken_by_the_next_put(error: BaseEx
 
 def test_an_item_put_while_the_owner_takes_wakes_it_again() -> None:
     queue: WakeupQueue[int] = WakeupQueue()
-    queue._items = Interrupted(lambda: queue.put(2))
+    queue.items = Interrupted(lambda: queue.put(2))
     queue.put(1)
     queue.drain()
     assert queue.take() == [1]
