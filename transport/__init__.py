@@ -16,19 +16,7 @@
     closing         ``with`` blocks for everything that has ``close()``
     testing/        the contract that every transport passes, as tests to inherit
 
-To add a transport:
-
-1. Make a package ``transport/NAME/`` with a ``transport.py`` whose class implements
-   :class:`transport.base.Transport`.  ``transport.inprocess.transport`` is the shortest
-   example.  Make addresses with ``transport.address.pack``, keep registered memory in
-   ``transport.regions.Regions``, and map the library's exceptions to ``transport.errors``.
-   Import the library inside functions, and raise ``TransportUnavailable`` if it is absent.
-2. Hold it to the contract: add ``tests/transport/contract/test_NAME.py`` with a subclass of
-   :class:`transport.testing.contract.TransportContract` that overrides ``open_rig``.
-3. Let it be configured: add its name to ``transport.choose`` (``Wanted``, ``_ORDER``) and how
-   to open it to ``pdconn.vllm.worker``, and an import contract to ``pyproject.toml``.
-
-Nothing above a transport needs to change.
+How to add a transport is in ``docs/api.md``.  Nothing above a transport needs to change.
 """
 
 from transport.base import Transport

@@ -1,10 +1,10 @@
 """Merging runs of bytes that continue each other; the one place that does it.
 
-    before   ██ ██ ██████ ██         after   █████ ██████ ██
-             a  a+2  …               the first two are neighbours on every side
+    theirs   [0, 4)  [4, 8)  [8, 12)            [0, 8)     [8, 12)
+    ours     [0, 4)  [4, 8)  [16, 20)    ──►    [0, 8)     [16, 20)
 
-A run may have an address on several sides (ours and theirs), and merges with the run
-before it only if it continues that one on all of them.
+Three runs of 4 bytes.  The second begins where the first ends on both sides, so they become
+one run of 8 bytes.  The third continues the second on their side only, so it stays apart.
 """
 
 from __future__ import annotations

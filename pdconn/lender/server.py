@@ -155,7 +155,7 @@ class Lender:
             while not self._stopping:
                 self._turn()
         except Exception as error:
-            log.critical("pdconn: lender thread died; leases expire unread", exc_info=True)
+            log.critical("pdconn: the lender thread stopped; the engine stops too", exc_info=True)
             self._broken = f"{type(error).__name__}: {error}"
         finally:
             for session in list(self._connections):

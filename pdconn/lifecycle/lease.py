@@ -8,7 +8,7 @@
 
 *Consumed*: every rank of one pull reported done.  *Expired*: the deadline
 passed.  *Aborted*: the engine takes the blocks back.  While CLOSING, no new pull
-may start, but a pull that holds a claim may still believe what it reads, so the
+may start, but a pull that holds a claim may still use what it reads, so the
 blocks stay until its claim is done or has expired: that is *drained*, and often at once.
 
 The lender counts a claim from *receiving* it, the reader from *sending* it, so the

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 
 
-def wider_cores(own: set[int], above: set[int]) -> set[int]:
+def wider_cores(own: set[int], parent: set[int]) -> set[int]:
     """Cores for a thread, from its own affinity and that of the parent process.
 
     >>> wider_cores({1}, {0, 1})
@@ -21,12 +21,12 @@ def wider_cores(own: set[int], above: set[int]) -> set[int]:
     >>> wider_cores({2, 3}, {0, 1, 2, 3})
     {2, 3}
     """
-    return own | above if len(own) == 1 else own
+    return own | parent if len(own) == 1 else own
 
 
 @contextlib.contextmanager
-def off_the_models_core() -> Iterator[None]:
-    """Threads started inside, native ones too, get the wider choice of cores."""
+def wider_affinity() -> Iterator[None]:
+    """Threads started inside, native ones too, get the cores of :func:`wider_cores`."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

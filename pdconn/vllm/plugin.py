@@ -43,6 +43,9 @@ def join_vllm_log() -> None:
 def let_readers_sleep() -> None:
     """Let the readers of vLLM's shared-memory queues sleep between their looks.
 
+    Readers are here the processes of one engine that wait for a message of each other (its
+    engine core and its workers), not the decode engines that read lent blocks.
+
     A worker and its engine call ``sched_yield`` in a loop for a second after every
     message.  With more such processes than cores that starves everything else: on two
     cores and Linux 6.18, two engines of two ranks stopped each other's threads, and the

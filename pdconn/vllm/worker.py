@@ -23,7 +23,7 @@ from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warmup import WarmUp
-from pdconn.sidechannel.affinity import off_the_models_core
+from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.vllm.compat_metadata import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
@@ -83,7 +83,7 @@ class PdWorker:
         traits = block_traits(self._config, layers, self._settings.enforce_handshake_compat)
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
-        with off_the_models_core():
+        with wider_affinity():
             transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
         self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
@@ -199,7 +199,7 @@ class PdWorker:
         patience = Patience(settings.claim_timeout, settings.read_timeout, settings.drain_timeout)
         warm_up = self._warm_up(me.references, transport)
         through = None if self._relays is None else self._relays.through
-        with off_the_models_core():
+        with wider_affinity():
             return Puller(
                 me,
                 transport,

@@ -15,7 +15,7 @@ from pdconn.router.prefix.hashing import NOTHING
 from pdconn.router.prefix.index import MAX_PLANES, Index
 from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot
-from pdconn.router.routing.policy import TIE
+from pdconn.router.routing.policy import TIE_TOKENS
 from pdconn.router.routing.tokenize import MAX_SALT
 from tests.fakes.fake_engine import ANSWER, in_loop
 from tests.fakes.routed import fleet, other_prompt
@@ -153,7 +153,7 @@ async def test_a_prefix_that_all_ranks_hold_pins_none() -> None:
         await f.events_applied()
         await f.ask([*other_prompt(1) * 4, 7])
         assert engine.seen[-1].headers["X-data-parallel-rank"] in ("0", "1")
-        assert len(other_prompt(1) * 4) >= TIE
+        assert len(other_prompt(1) * 4) >= TIE_TOKENS
 
 
 @in_loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from pdconn.sidechannel.affinity import off_the_models_core, wider_cores
+from pdconn.sidechannel.affinity import wider_affinity, wider_cores
 
 
 def test_only_a_thread_bound_to_one_core_is_let_loose() -> None:
@@ -20,7 +20,7 @@ def test_threads_inherit_the_wider_choice_and_the_starter_goes_back() -> None:
 
     def worker() -> None:
         os.sched_setaffinity(0, bound)
-        with off_the_models_core():
+        with wider_affinity():
             started = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
             started.start()
             started.join()

@@ -124,7 +124,7 @@ class Reads:
             return None
         return self._settled.pop(read)
 
-    def fail(self, peer: NixlPeer) -> None:
+    def mark_disconnected(self, peer: NixlPeer) -> None:
         """Let the reads of ``peer`` settle as ``PeerLost``, each once it is over."""
         for read in peer.reads:
             self._inflight[read].disconnected = True

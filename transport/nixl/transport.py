@@ -191,7 +191,7 @@ class NixlTransport(Transport):
         theirs = self._peers.pop(peer, None)
         if theirs is not None:
             self._leaving[peer] = theirs
-            self._reads.fail(theirs)
+            self._reads.mark_disconnected(theirs)
             self._reads.advance(theirs)
             self._remove_left()
 
@@ -292,7 +292,7 @@ class NixlTransport(Transport):
             raise BadAddress(f"address of {peer!r} holds metadata of {loaded!r}")
 
     def _forget(self, peer: NixlPeer) -> None:
-        self._reads.fail(peer)
+        self._reads.mark_disconnected(peer)
         self._reads.advance(peer)
         if peer.reads:
             raise BackendFailure(

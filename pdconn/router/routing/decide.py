@@ -22,7 +22,14 @@ from pdconn.router.metrics import RouterMetrics
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.routing.inflight import InflightTracker
-from pdconn.router.routing.policy import TIE, TURN, Candidate, Policy, Role, RouteQuery
+from pdconn.router.routing.policy import (
+    TIE_TOKENS,
+    TOKENS_PER_DECODE_REQUEST,
+    Candidate,
+    Policy,
+    Role,
+    RouteQuery,
+)
 from pdconn.router.routing.routed_request import Decision, DecisionLog, RoutedRequest
 from pdconn.router.routing.tokenize import CannotTokenise, Tokenised, Tokeniser
 
@@ -161,10 +168,12 @@ class RequestRouter:
             return NO_HIT, None
         best = max(
             ranks,
-            key=lambda one: one.hit.tokens - TURN * self.inflight.at_rank(engine, one.rank),
+            key=lambda one: (
+                one.hit.tokens - TOKENS_PER_DECODE_REQUEST * self.inflight.at_rank(engine, one.rank)
+            ),
         )
         gained = best.hit.tokens - ranks[-1].hit.tokens
-        return best.hit, best.rank if len(ranks) > 1 and gained >= TIE else None
+        return best.hit, best.rank if len(ranks) > 1 and gained >= TIE_TOKENS else None
 
 
 def _query(request: RoutedRequest, tokenised: Tokenised | None) -> RouteQuery:

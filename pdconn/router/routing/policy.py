@@ -6,21 +6,24 @@ once.  Engines that are down or draining are no candidates.
 ``PrefixAware`` counts what each choice costs, in tokens that some engine has to compute
 before this request is done, and takes the cheapest::
 
-    prefill p            left(p) + queue(p) + OTHERS * others(p) + pressure(p)
-    decode d, hand-over  the cheapest prefill + PULL * left(d) + TURN * requests(d) + pressure(d)
-    decode d, alone                                    left(d) + TURN * requests(d) + pressure(d)
+    prefill p            left(p) + queue(p) + 512 * others(p) + pressure(p)
+    decode d, hand-over  the cheapest prefill + 0.125 * left(d) + 64 * requests(d) + pressure(d)
+    decode d, alone                                     left(d) + 64 * requests(d) + pressure(d)
 
     left      tokens of the prompt that the engine's hit does not cover; a hit on a slower medium
               covers less (the hit's score per block)
     queue     tokens that this router sent there and that are not computed yet
     others    requests there that this router did not send
     requests  running and waiting: each request in a batch slows the others
-    pressure  the engine runs out of blocks, lent blocks included: up to PRESSURE prompts
+    pressure  the engine runs out of blocks, lent blocks included: from 0 at a usage of 0.8 to
+              four prompts at a usage of 1
+
+The factors are the constants below, in that order.
 
 Decode may serve a request alone if it holds a prefix and lacks at most ``alone_below`` tokens.
-Costs that differ by less than ``TIE`` tokens count as equal.  Among equals, rendezvous hashing of
-the prompt's beginning decides: prompts that begin alike reach the same engine before any event
-reports where they are cached, and routers agree without knowing of each other.
+Costs that differ by less than ``TIE_TOKENS`` count as equal.  Among equals, rendezvous hashing
+of the prompt's beginning decides: prompts that begin alike reach the same engine before any
+event reports where they are cached, and routers agree without knowing of each other.
 """
 
 from __future__ import annotations
@@ -34,18 +37,22 @@ from typing import ClassVar, Protocol
 
 from pdconn.router.prefix.score import NO_HIT, Hit
 
-TURN = 64.0
-"""Tokens that a request in decode's batch or queue costs the next one."""
-PULL = 0.125
-"""Cost of pulling a token; computing one costs 1."""
-OTHERS = 512.0
-"""Tokens that a request counts for that another client sent to prefill."""
-TIE = 64.0
-"""A difference in tokens below which costs count as equal."""
-PRESSURE_FROM = 0.8
-"""Share of an engine's blocks in use from which pressure counts."""
-PRESSURE = 4.0
-"""Prompts that are added to the cost at a share of 1."""
+TOKENS_PER_FOREIGN_REQUEST = 512.0
+"""Cost of a request at prefill that this router did not send.  Guessed: a short prompt."""
+TOKENS_PER_PULLED_TOKEN = 0.125
+"""Cost of pulling a token; computing one costs 1.
+
+Guessed, above what was measured: on two cores a hand-over of 3000 tokens took 0.07 to 0.08 of
+its prefill (``docs/benchmarks.md``).
+"""
+TOKENS_PER_DECODE_REQUEST = 64.0
+"""Cost of a request in decode's batch or queue.  Guessed."""
+PRESSURE_FROM_USAGE = 0.8
+"""Share of an engine's blocks in use from which pressure counts.  Guessed."""
+PRESSURE_PROMPTS = 4.0
+"""Prompts that pressure adds to the cost at a share of 1.  Guessed."""
+TIE_TOKENS = 64.0
+"""A difference below which costs count as equal.  Guessed."""
 
 
 class Role(Enum):
@@ -223,12 +230,12 @@ class PrefixAware:
     ) -> tuple[ScoredCandidate, ...]:
         """Cheapest first; rendezvous hashing decides between equals.
 
-        Equal means within ``TIE`` of the cheapest that is left, so ties do not add up.
+        Equal means within ``TIE_TOKENS`` of the cheapest that is left, so ties do not add up.
         """
         left = sorted(scored, key=lambda one: one.cost)
         ordered: list[ScoredCandidate] = []
         while left:
-            ties = [one for one in left if one.cost < left[0].cost + TIE]
+            ties = [one for one in left if one.cost < left[0].cost + TIE_TOKENS]
             chosen = max(ties, key=lambda one: _affinity(query.beginning, one.candidate.engine))
             ordered.append(chosen)
             left.remove(chosen)
@@ -243,8 +250,8 @@ def _uncached(query: RouteQuery, candidate: Candidate) -> float:
 
 
 def _pressure(query: RouteQuery, candidate: Candidate) -> float:
-    over = max(0.0, candidate.kv_usage - PRESSURE_FROM) / (1 - PRESSURE_FROM)
-    return PRESSURE * over * query.num_tokens
+    over = max(0.0, candidate.kv_usage - PRESSURE_FROM_USAGE) / (1 - PRESSURE_FROM_USAGE)
+    return PRESSURE_PROMPTS * over * query.num_tokens
 
 
 def _sum(candidate: Candidate, parts: dict[str, float]) -> ScoredCandidate:
@@ -256,7 +263,7 @@ def _prefill_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
         "uncached": _uncached(query, candidate),
         "queued": candidate.queued_tokens,
-        "of others": OTHERS * candidate.num_others,
+        "of others": TOKENS_PER_FOREIGN_REQUEST * candidate.num_others,
         "pressure": _pressure(query, candidate),
     }
     return _sum(candidate, parts)
@@ -267,8 +274,8 @@ def _hand_over_cost(
 ) -> ScoredCandidate:
     parts = {
         "at prefill": prefill_cost,
-        "pulled": PULL * _uncached(query, candidate),
-        "in the batch": TURN * candidate.num_requests,
+        "pulled": TOKENS_PER_PULLED_TOKEN * _uncached(query, candidate),
+        "in the batch": TOKENS_PER_DECODE_REQUEST * candidate.num_requests,
         "pressure": _pressure(query, candidate),
     }
     return _sum(candidate, parts)
@@ -277,7 +284,7 @@ def _hand_over_cost(
 def _alone_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
         "uncached": _uncached(query, candidate),
-        "in the batch": TURN * candidate.num_requests,
+        "in the batch": TOKENS_PER_DECODE_REQUEST * candidate.num_requests,
         "pressure": _pressure(query, candidate),
     }
     return _sum(candidate, parts)

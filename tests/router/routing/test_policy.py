@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.routing.policy import (
     POLICIES,
-    PRESSURE,
-    PRESSURE_FROM,
-    PULL,
-    TIE,
-    TURN,
+    PRESSURE_FROM_USAGE,
+    PRESSURE_PROMPTS,
+    TIE_TOKENS,
+    TOKENS_PER_DECODE_REQUEST,
+    TOKENS_PER_PULLED_TOKEN,
     Candidate,
     Policy,
     PrefixAware,
@@ -111,15 +111,15 @@ def test_no_engine_is_asked_before_one_that_is_cheaper_by_a_tie(
 ) -> None:
     ordered = PrefixAware().decide(replace(question, can_hand_over=True), prefill, []).prefill
     for place, one in enumerate(ordered):
-        assert all(one.cost < later.cost + TIE for later in ordered[place:])
+        assert all(one.cost < later.cost + TIE_TOKENS for later in ordered[place:])
 
 
 @given(st.integers(0, 511), st.integers(0, 511), st.booleans())
 def test_a_longer_hit_wins_where_all_else_is_equal(one: int, other: int, decode: bool) -> None:
     held = [16 * one, 16 * other]
     handed = max(held) == 0 or LONG.num_tokens - max(held) > PrefixAware().alone_below
-    saved = abs(held[0] - held[1]) * (PULL if decode and handed else 1)
-    if saved < TIE:
+    saved = abs(held[0] - held[1]) * (TOKENS_PER_PULLED_TOKEN if decode and handed else 1)
+    if saved < TIE_TOKENS:
         return
     two = [
         Candidate(name, hit(n), queued_tokens=500, num_requests=2)
@@ -151,7 +151,7 @@ def test_a_full_batch_beats_decodes_hit_exactly_where_the_formula_says() -> None
     for requests in (9, 1000):
         busy = Candidate("a", hit(4096), num_requests=requests)
         assert first(LONG, busy, b, decode=True) == "b"
-    assert (TURN, PULL) == (64, 0.125)
+    assert (TOKENS_PER_DECODE_REQUEST, TOKENS_PER_PULLED_TOKEN) == (64, 0.125)
 
 
 def test_prompts_of_others_beat_a_hit_exactly_where_the_formula_says() -> None:
@@ -174,14 +174,14 @@ def test_a_hit_on_a_slower_medium_is_worth_less() -> None:
 def test_an_engine_short_of_blocks_is_avoided(decode: bool) -> None:
     """At 0.9 of its blocks, half way above 0.8, a prompt's tokens count 2 times more."""
     calm = Candidate("b")
-    at_limit = Candidate("a", hit(4096), kv_usage=PRESSURE_FROM)
+    at_limit = Candidate("a", hit(4096), kv_usage=PRESSURE_FROM_USAGE)
     pressed = Candidate("a", hit(4096), kv_usage=0.9)
     assert first(LONG, at_limit, calm, decode=decode) == "a"
     assert first(LONG, pressed, calm, decode=decode) == "b"
     (one,) = PrefixAware().decide(LONG, [pressed], []).prefill
-    assert one.cost == pytest.approx(4096 + PRESSURE / 2 * 8192)
+    assert one.cost == pytest.approx(4096 + PRESSURE_PROMPTS / 2 * 8192)
     (full,) = PrefixAware().decide(LONG, [Candidate("a", kv_usage=1.0)], []).prefill
-    assert full.cost == pytest.approx(8192 + PRESSURE * 8192)
+    assert full.cost == pytest.approx(8192 + PRESSURE_PROMPTS * 8192)
 
 
 def test_all_pressed_or_all_empty_is_no_reason_to_refuse() -> None:
