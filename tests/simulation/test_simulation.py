@@ -53,7 +53,8 @@ def test_the_laws_hold_at_every_step_and_every_table_drains(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_laws_hold_while_lenders_are_kept_warm_and_all_are_warm_at_the_end(seed: int) -> None:
-    counts = simulate(seed, PER_SEED, Chances(), warms=True)
+    # With the usual 0.01 a run of 500 requests has no crash in one of 150 seeds.
+    counts = simulate(seed, PER_SEED, Chances(crash=0.03), warms=True)
     assert counts["received"] > PER_SEED / 5
     assert counts["crashes"] > 0
     assert counts["warm"] == 3 * (1 + 2 + 1)
