@@ -3,9 +3,9 @@
 It owns the leases.  The engine's thread posts what it lends and collects what is free
 again; decode ranks greet, claim, renew and report over TCP::
 
-    engine's thread ── lend, abort, add_sums ──► WakeupQueue ─┐
-                    ◄── collect, take_counts ─── Outbox ◄─────┤  one thread: LenderSessions,
-    decode ranks ◄── frames ──► Connection ───────────────────┘  AdmissionControl, sockets
+    engine's thread ── lend, abort, … ─► WakeupQueue ─┐
+                    ◄── collect, … ───── Outbox ◄─────┤  one thread: LenderSessions,
+    decode ranks ◄── frames ──► Connection ───────────┘  AdmissionControl, sockets
 
 The two arrows on the left are the whole thread boundary: no other thread touches the
 sessions, their leases or their counts.
@@ -30,7 +30,15 @@ from dataclasses import replace
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.admission import AdmissionControl, ConnectionLimits
 from pdconn.lender.checksums import RankSums
-from pdconn.lender.sessions import Abort, EngineCommand, LenderSessions, Session, Turn
+from pdconn.lender.sessions import (
+    Abort,
+    AbortAll,
+    EngineCommand,
+    LenderSessions,
+    RevokeAll,
+    Session,
+    Turn,
+)
 from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError
@@ -126,6 +134,14 @@ class Lender:
     def abort(self, request: str) -> None:
         """Take the blocks back as soon as no claim on them holds."""
         self._commands.put(Abort(request))
+
+    def abort_all(self) -> None:
+        """Take all blocks back as soon as no claim on them holds."""
+        self._commands.put(AbortAll())
+
+    def revoke_all(self) -> None:
+        """Take all blocks back now: what is being read will not be confirmed."""
+        self._commands.put(RevokeAll())
 
     def collect(self) -> list[FreedLease]:
         """Leases that ended since the last call; never blocks.

@@ -2,9 +2,9 @@
 
 ::
 
-    engine ── LeaseOffer, Abort, RankSums ──► ┌────────────────┐ ◄── handle(session, messages)
-           ◄── FreedLease, counts ─────────── │ LenderSessions │ ──► session.replies
-                                              └────────────────┘
+    engine ── LeaseOffer, Abort, … ──► ┌────────────────┐ ◄── handle(session, messages)
+           ◄── FreedLease, counts ──── │ LenderSessions │ ──► session.replies
+                                       └────────────────┘
 
 No waiting and no clock here, so that a simulation serves a thousand sessions in virtual time
 with the code that serves real ones.
@@ -29,6 +29,8 @@ from pdconn.protocol.messages import (
     ChecksumRequest,
     ChecksumUnavailable,
     Claim,
+    Confirm,
+    Confirmed,
     Describe,
     Described,
     Done,
@@ -49,6 +51,7 @@ from pdconn.protocol.messages import (
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 256
+_NO_CLAIM = "this connection holds no such claim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,17 @@ class Abort:
     request: str
 
 
-EngineCommand = LeaseOffer | Abort | RankSums
+@dataclass(frozen=True, slots=True)
+class AbortAll:
+    """As :class:`Abort`, for everything that is lent."""
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeAll:
+    """The engine takes all lent blocks back now; what is being read will not be confirmed."""
+
+
+EngineCommand = LeaseOffer | Abort | AbortAll | RevokeAll | RankSums
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +162,10 @@ class LenderSessions:
             self._leases.lend(command)
         elif isinstance(command, Abort):
             self._free(self._leases.abort(command.request, now))
+        elif isinstance(command, AbortAll):
+            self._free(self._leases.abort_all(now))
+        elif isinstance(command, RevokeAll):
+            self._free(self._leases.revoke_all())
         elif self._is_summing and self._leases.is_lent(command.request):
             self._checksums.add(command)
 
@@ -202,6 +219,8 @@ class LenderSessions:
             session.replies.append(_reply(message, self._renew(session, message, now)))
         elif isinstance(message, Claim):
             self._claim(session, message, now)
+        elif isinstance(message, Confirm):
+            self._confirm(session, message, now)
         elif isinstance(message, Done):
             self._done(session, message, now)
         else:
@@ -243,15 +262,34 @@ class LenderSessions:
             return Denied(RefusalReason.BAD_READER, "another connection holds this claim")
         return self._leases.renew(message.request, message.reader, now)
 
+    def _confirm(self, session: Session, message: Confirm, now: float) -> None:
+        """Say whether the claim held until now; only the session that claimed may ask."""
+        request, reader = message.request, message.reader
+        denied: Denied | None = Denied(RefusalReason.BAD_READER, _NO_CLAIM)
+        freed: list[FreedLease] = []
+        if reader in session.claimed.get(request, ()) or not self._leases.is_lent(request):
+            denied, freed = self._leases.confirm(request, reader, message.ticket, now)
+        if denied is None:
+            self.counts["confirmed"] += 1
+            self._drop_claim(session, request, reader)
+            session.replies.append(Confirmed(message.seq, request, reader.pull))
+        else:
+            self.counts[f"unconfirmed_{denied.why}"] += 1
+            session.replies.append(_reply(message, denied))
+        self._free(freed)
+
     def _done(self, session: Session, message: Done, now: float) -> None:
         """Only the session that claimed may end a claim that holds; others may err or lie."""
         if self._is_claimed_elsewhere(session, message.request, message.reader, now):
             self.counts["done_rejected"] += 1
             return
-        ours = session.claimed.get(message.request, set())
-        session.num_claims -= message.reader in ours
-        ours.discard(message.reader)
+        self._drop_claim(session, message.request, message.reader)
         self._free(self._leases.done(message.request, message.reader, message.ticket, now))
+
+    def _drop_claim(self, session: Session, request: str, reader: Reader) -> None:
+        ours = session.claimed.get(request, set())
+        session.num_claims -= reader in ours
+        ours.discard(reader)
 
     def _ask_checksum(self, session: Session, message: ChecksumRequest) -> None:
         """Only the session that claimed learns anything about the content of what is lent."""
@@ -260,8 +298,7 @@ class LenderSessions:
         if message.reader in session.claimed.get(message.request, ()):
             answer = self._checksums.ask(session, message)
         else:
-            detail = "this connection holds no such claim"
-            answer = ChecksumUnavailable(message.number, message.reader.pull, detail)
+            answer = ChecksumUnavailable(message.number, message.reader.pull, _NO_CLAIM)
         if answer is not None:
             session.replies.append(answer)
 
@@ -293,7 +330,7 @@ class LenderSessions:
         self._pending.append(session)
 
 
-def _reply(message: Claim | Renew, answer: lease.Grant | Denied) -> Granted | Refused:
+def _reply(message: Claim | Renew | Confirm, answer: lease.Grant | Denied) -> Granted | Refused:
     pull = message.reader.pull
     if isinstance(answer, Denied):
         return Refused(message.seq, message.request, pull, answer.why, answer.detail)

@@ -3,16 +3,20 @@
 ::
 
     HELD ──consumed──► CLOSING ──drained──► FREED
-      ├──expired─────────►│
-      └──aborted─────────►│
+      ├──expired─────────►│                   ▲
+      ├──aborted─────────►│──────revoked──────┤
+      └────────────────────────revoked────────┘
 
 *Consumed*: every rank of one pull reported done.  *Expired*: the deadline
 passed.  *Aborted*: the engine takes the blocks back.  While CLOSING, no new pull
 may start, but a pull that holds a claim may still use what it reads, so the
 blocks stay until its claim is done or has expired: that is *drained*, and often at once.
+*Revoked*: the engine takes the blocks back now, and claims end without being done.
 
 The lender counts a claim from *receiving* it, the reader from *sending* it, so the
-reader gives up before the lender frees anything.
+reader gives up before the lender frees anything, as long as both clocks run alike.  They need
+not: what a reader has read is valid only once the lease *confirms* that it was not freed
+before, and so it may be *revoked* at any time.
 
 Pure: time is an argument, effects are returned.
 """
@@ -52,10 +56,17 @@ TRANSITIONS: dict[tuple[LeaseState, str], LeaseState] = {
     (LeaseState.HELD, "expired"): LeaseState.CLOSING,
     (LeaseState.HELD, "aborted"): LeaseState.CLOSING,
     (LeaseState.CLOSING, "drained"): LeaseState.FREED,
+    (LeaseState.HELD, "revoked"): LeaseState.FREED,
+    (LeaseState.CLOSING, "revoked"): LeaseState.FREED,
 }
 """All transitions of a lease; any other event leaves the state as it is."""
 
-_CAUSES = {"consumed": Freed.READ, "expired": Freed.EXPIRED, "aborted": Freed.ABORTED}
+_CAUSES = {
+    "consumed": Freed.READ,
+    "expired": Freed.EXPIRED,
+    "aborted": Freed.ABORTED,
+    "revoked": Freed.ABORTED,
+}
 _REFUSALS = {
     Freed.READ: RefusalReason.CONSUMED,
     Freed.EXPIRED: RefusalReason.EXPIRED,
@@ -149,8 +160,7 @@ class Lease:
         if denied is not None:
             return denied
         if ticket != self._ticket:
-            # Never show our digest: a reader that knows it may claim and end the lease.
-            return Denied(RefusalReason.ALTERED, "the ticket is not the one that prefill issued")
+            return _altered()
         if self._exceeds_max_pulls(reader):
             return Denied(
                 RefusalReason.TOO_MANY, f"{self._max_pulls} pulls have claimed this lease"
@@ -169,10 +179,22 @@ class Lease:
         """A rank asks for more time.  Only a claim that has not expired can be renewed."""
         pull = self._pulls.get(reader.pull)
         if pull is None or pull.claims.get(reader.rank, now) <= now:
-            cause = self._cause
-            why = RefusalReason.EXPIRED if cause is None else refusal_after(cause)
-            return Denied(why, "no claim that still holds")
+            return self._denied_claim()
         return self._grant(pull, reader.rank, now)
+
+    def confirm(self, reader: Reader, ticket: bytes, now: float) -> Denied | None:
+        """A rank has read everything.  None if its claim held until now, which it then ends.
+
+        A claim whose time is over is confirmed too while the lease has not been freed: the
+        blocks were not given back, whatever the clocks say.
+        """
+        if ticket != self._ticket:
+            return _altered()
+        pull = self._pulls.get(reader.pull)
+        if pull is None or pull.of != reader.of or reader.rank not in pull.claims:
+            return self._denied_claim()
+        self.done(reader, ticket, now)
+        return None
 
     def done(self, reader: Reader, ticket: bytes, now: float) -> None:
         """A rank will read no more.  May come twice, or without a claim before it.
@@ -194,6 +216,10 @@ class Lease:
         """The engine wants its blocks back as soon as no claim on them holds."""
         self._enter("aborted")
         self._drain(now)
+
+    def revoke(self) -> None:
+        """The engine takes its blocks back now: no claim is renewed or confirmed any more."""
+        self._enter("revoked")
 
     def tick(self, now: float) -> None:
         """Time passed."""
@@ -219,6 +245,11 @@ class Lease:
             return Denied(refusal_after(self._cause), f"the lease is {self.state}")
         return None
 
+    def _denied_claim(self) -> Denied:
+        cause = self._cause
+        why = RefusalReason.EXPIRED if cause is None else refusal_after(cause)
+        return Denied(why, "no claim that still holds")
+
     def _exceeds_max_pulls(self, reader: Reader) -> bool:
         return len(self._pulls) >= self._max_pulls and reader.pull not in self._pulls
 
@@ -231,10 +262,15 @@ class Lease:
         entered = TRANSITIONS.get((self.state, cause))
         if entered is not None:
             self.state = entered
-            self._cause = _CAUSES[cause]
+            self._cause = self._cause or _CAUSES[cause]
 
     def _drain(self, now: float) -> None:
         if self.state is not LeaseState.CLOSING:
             return
         if all(end <= now for pull in self._pulls.values() for end in pull.claims.values()):
             self.state = TRANSITIONS[self.state, "drained"]
+
+
+def _altered() -> Denied:
+    # Never show our digest: a reader that knows it may claim and end the lease.
+    return Denied(RefusalReason.ALTERED, "the ticket is not the one that prefill issued")

@@ -69,6 +69,16 @@ class LeaseTable:
         lease = self._leases.get(request)
         return self._refuse_unknown(request) if lease is None else lease.renew(reader, now)
 
+    def confirm(
+        self, request: str, reader: Reader, ticket: bytes, now: float
+    ) -> tuple[Denied | None, list[FreedLease]]:
+        """Answer a confirmation, see :meth:`Lease.confirm`, and free what it was the last of."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return self._refuse_unknown(request), []
+        denied = lease.confirm(reader, ticket, now)
+        return denied, [] if denied else self._settle(request, lease)
+
     def done(self, request: str, reader: Reader, ticket: bytes, now: float) -> list[FreedLease]:
         """A reader is done; unknown requests are ignored, since a done may repeat."""
         lease = self._leases.get(request)
@@ -84,6 +94,18 @@ class LeaseTable:
             return []
         lease.abort(now)
         return self._settle(request, lease)
+
+    def abort_all(self, now: float) -> list[FreedLease]:
+        """As :meth:`abort`, for every lease."""
+        return [freed for request in list(self._leases) for freed in self.abort(request, now)]
+
+    def revoke_all(self) -> list[FreedLease]:
+        """Free every lease now, claimed or not; see :meth:`Lease.revoke`."""
+        freed: list[FreedLease] = []
+        for request, lease in list(self._leases.items()):
+            lease.revoke()
+            freed += self._settle(request, lease)
+        return freed
 
     def tick(self, now: float) -> list[FreedLease]:
         """Free what has expired at ``now``.  Cost grows with due timers, not with leases."""

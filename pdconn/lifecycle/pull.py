@@ -2,19 +2,22 @@
 
 ::
 
-    GREETING ──greeted──► CLAIMING ──granted──► HELD ──wanted──► READING ──settled──► DONE
-       │                     │                   │               │  │                  ▲
-       │                     │                   │               │  copied         verified
-       │                     │                   │            failed └──► VERIFYING ───┘
-       │                     │                   │               ▼            │
-       │                     │                   │            DRAINING ──waited──► QUARANTINED
-    failed                failed              failed          settled      failed     settled
-       └─────────────────────┴───────────────────┴───────────────┴────────────┴───────────┴─► FAILED
+    GREETING ──greeted──► CLAIMING ──granted──► HELD ──wanted──► READING ──copied──► VERIFYING
+                                                                 │     │                 │
+                                                              failed  settled         verified
+                                                                 ▼     └──► CONFIRMING ◄─┘
+                                         QUARANTINED ◄─waited─ DRAINING         │
+                                              │                  │          confirmed
+                                           settled            settled           ▼
+                                              └───► FAILED ◄─────┘             DONE
+
+    GREETING, CLAIMING, HELD, VERIFYING, CONFIRMING ──failed──► FAILED
 
 The claim is taken as soon as the request is known and renewed while it waits in
 the engine's queue; reading starts when the engine has blocks for it (*wanted*).
 Nothing is reported received unless the read settled before the deadline of its claim,
-and, with ``verify``, the lender's checksum of what it lent equals ours (VERIFYING).
+with ``verify`` the lender's checksum of what it lent equals ours (VERIFYING), and the lender
+confirms after the read that the claim held until then (CONFIRMING).
 
 A pull that fails while a read can still write is DRAINING: it is reported when the
 read settles, or after ``drain_s`` at the latest.  In the latter case the report says that its
@@ -22,7 +25,10 @@ blocks are quarantined: the engine may not use them until the read settles and t
 *released*.
 
 The deadline counts from *sending* the claim or renewal that was granted, so it passes
-here before it passes at the lender.
+here before it passes at the lender, if both clocks run alike.  It spares reads that cannot be
+confirmed any more.  What is believed does not depend on it: a virtual machine that was frozen for
+minutes sees no time pass, and a clock that is slewed runs slow or fast, but the lender knows
+whether it has given the blocks back.
 
 Pure: time is an argument, effects are returned.
 """
@@ -49,6 +55,7 @@ class PullState(StrEnum):
     HELD = "held"
     READING = "reading"
     VERIFYING = "verifying"
+    CONFIRMING = "confirming"
     DRAINING = "draining"
     QUARANTINED = "quarantined"
     DONE = "done"
@@ -57,6 +64,8 @@ class PullState(StrEnum):
 
 ENDED = frozenset((PullState.DONE, PullState.FAILED))
 """In these nothing more will happen."""
+
+_RENEWING = frozenset((PullState.HELD, PullState.READING, PullState.VERIFYING))
 
 
 TRANSITIONS: dict[tuple[PullState, str], PullState] = {
@@ -68,12 +77,14 @@ TRANSITIONS: dict[tuple[PullState, str], PullState] = {
     (PullState.HELD, "wanted"): PullState.READING,
     (PullState.HELD, "failed"): PullState.FAILED,
     (PullState.READING, "granted"): PullState.READING,
-    (PullState.READING, "settled"): PullState.DONE,
+    (PullState.READING, "settled"): PullState.CONFIRMING,
     (PullState.READING, "copied"): PullState.VERIFYING,
     (PullState.READING, "failed"): PullState.DRAINING,
     (PullState.VERIFYING, "granted"): PullState.VERIFYING,
-    (PullState.VERIFYING, "verified"): PullState.DONE,
+    (PullState.VERIFYING, "verified"): PullState.CONFIRMING,
     (PullState.VERIFYING, "failed"): PullState.FAILED,
+    (PullState.CONFIRMING, "confirmed"): PullState.DONE,
+    (PullState.CONFIRMING, "failed"): PullState.FAILED,
     (PullState.DRAINING, "settled"): PullState.FAILED,
     (PullState.DRAINING, "waited"): PullState.QUARANTINED,
     (PullState.QUARANTINED, "settled"): PullState.FAILED,
@@ -96,10 +107,15 @@ class SendRenew:
 
 
 @dataclass(frozen=True, slots=True)
+class SendConfirm:
+    """Ask the lender whether the claim held while we read; the answer repeats ``seq``."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendDone:
     """Tell the lender that this rank will read no more."""
-
-    ok: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +130,7 @@ class AskChecksums:
 
 @dataclass(frozen=True, slots=True)
 class ReportReceived:
-    """Every byte has arrived and was lent while it was read."""
+    """Every byte has arrived, and the lender says that it was lent while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +149,10 @@ class ReportReleased:
     """The last read of a quarantined pull settled: nothing writes to its blocks any more."""
 
 
-Effect = (
-    SendClaim
-    | SendRenew
-    | SendDone
-    | StartRead
-    | AskChecksums
-    | ReportReceived
-    | ReportFailed
-    | ReportReleased
-)
+ToLender = SendClaim | SendRenew | SendConfirm | SendDone
+"""Effects that send a message."""
+
+Effect = ToLender | StartRead | AskChecksums | ReportReceived | ReportFailed | ReportReleased
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,7 @@ class Patience:
     """How long a pull waits, in seconds.
 
     Attributes:
-        claim_s: for each answer of the lender: greeting, claim, checksum.
+        claim_s: for each answer of the lender: greeting, claim, checksum, confirmation.
         read_s: for our own transport to connect; for its reads, however often the claim is
             renewed meanwhile; and for our side of a checksum.
         drain_s: for the reads of a failed pull, before its blocks are quarantined.
@@ -240,8 +250,8 @@ class Pull:
         if not self._enter("settled"):
             return []
         if was is PullState.QUARANTINED:
-            return [SendDone(ok=False), ReportReleased()]
-        return [SendDone(ok=False), ReportFailed(self._reason or "failed")]
+            return [SendDone(), ReportReleased()]
+        return [SendDone(), ReportFailed(self._reason or "failed")]
 
     def answered(self, now: float) -> list[Effect]:
         """The lender's checksums have arrived; ours are still to be computed."""
@@ -253,7 +263,13 @@ class Pull:
         """The checksums were compared; ``problem`` says how they differ."""
         if problem is not None:
             return self.fail(problem, now) if self.state is PullState.VERIFYING else []
-        return [SendDone(ok=True), ReportReceived()] if self._enter("verified") else []
+        return self._confirm(now) if self._enter("verified") else []
+
+    def confirmed(self, seq: int) -> list[Effect]:
+        """The lender says that the claim held until it received confirmation request ``seq``."""
+        if seq != self._seq or not self._enter("confirmed"):
+            return []
+        return [ReportReceived()]
 
     def fail(self, reason: str, now: float, tell: bool = True) -> list[Effect]:
         """The pull cannot succeed; ``tell``: whether to send the lender a Done."""
@@ -263,7 +279,7 @@ class Pull:
         if self._enter("failed") is PullState.DRAINING:
             self._wait_until = now + self._patience.drain_s
             return []
-        done: list[Effect] = [SendDone(ok=False)] if tell else []
+        done: list[Effect] = [SendDone()] if tell else []
         return [*done, ReportFailed(reason)] if self.wanted else done
 
     def tick(self, now: float) -> list[Effect]:
@@ -273,28 +289,30 @@ class Pull:
             return self.fail(f"no answer to the claim while {state}", now)
         if state is PullState.VERIFYING and now >= self._wait_until:
             return self.fail("no checksum of what was lent", now)
+        if state is PullState.CONFIRMING:
+            return [] if now < self._wait_until else self.fail("the read was not confirmed", now)
         if state is PullState.DRAINING and now >= self._wait_until:
             self._enter("waited")
             return [ReportFailed(self._reason or "failed", quarantined=True)]
-        return self._tick_claim(now) if state in (PullState.HELD, PullState.READING) else []
+        return self._tick_claim(now) if state in _RENEWING else []
 
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
         if self.state in ENDED or self.state is PullState.QUARANTINED:
             return None
-        if self.state not in (PullState.HELD, PullState.READING):
+        if self.state not in _RENEWING:
             return self._wait_until
         times = [self._deadline] if self._renew_at is None else [self._renew_at, self._deadline]
-        if self.state is PullState.READING:
+        if self.state is not PullState.HELD:
             times.append(self._wait_until)
         return min(times)
 
     def _copied(self, error: str | None, now: float) -> list[Effect]:
-        """The read has settled: the pull is done, verifies, or fails without draining."""
+        """The read has settled: the pull verifies, confirms, or fails without draining."""
         if error is None and now < self._deadline:
             if not self._verify:
                 self._enter("settled")
-                return [SendDone(ok=True), ReportReceived()]
+                return self._confirm(now)
             self._enter("copied")
             self._wait_until = now + self._patience.claim_s
             return [AskChecksums()]
@@ -302,7 +320,11 @@ class Pull:
         self._reason = late if error is None else error
         self._enter("failed")
         self._enter("settled")
-        return [SendDone(ok=False), ReportFailed(self._reason)]
+        return [SendDone(), ReportFailed(self._reason)]
+
+    def _confirm(self, now: float) -> list[Effect]:
+        self._wait_until = now + self._patience.claim_s
+        return [SendConfirm(self._next_seq(now))]
 
     def _tick_claim(self, now: float) -> list[Effect]:
         if now >= self._deadline:

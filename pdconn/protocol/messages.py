@@ -11,14 +11,18 @@ Decode sends the first message of a connection, prefill answers::
           ◄──────────────── Granted | Refused
     ChecksumRequest ──────────────►              with verify
           ◄──────────────── Checksum | ChecksumUnavailable
-    Done  ────────────────────────►
+    Confirm ──────────────────────►              everything is read
+          ◄──────────────── Confirmed | Refused
+    Done  ────────────────────────►              instead, if nothing (more) will be read
 
 An operator's tool may send ``Describe`` instead, and receives ``Described``.
 
 A frame holds a list of messages, so everything due in one tick shares a frame.
 Time-to-live travels, points in time never do: decode counts from *sending* the
 claim or renewal that a ``Granted`` answers (named by ``seq``), prefill from
-*receiving* it, so decode gives up first and no clock is shared.
+*receiving* it, so decode gives up first and no clock is shared.  What was read is valid only
+once the lender has confirmed it: clocks drift and freeze, and the lender alone knows whether
+it gave the blocks back before the last byte was read.
 """
 
 from __future__ import annotations
@@ -42,12 +46,12 @@ from pdconn.protocol.limits import (
 from pdconn.protocol.proof import ChecksumQuery, PieceSum
 from registration.references import KVCacheReferences
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised whenever an engine of the version before could misread a message."""
 
 
 class RefusalReason(StrEnum):
-    """Why a claim or renewal was refused."""
+    """Why a claim, renewal or confirmation was refused."""
 
     UNKNOWN = "unknown"
     EXPIRED = "expired"
@@ -171,6 +175,19 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
     reader: Reader
 
 
+class Confirm(msgspec.Struct, frozen=True, tag="confirm", forbid_unknown_fields=True):
+    """This reader has read everything: did its claim hold until now?
+
+    Sent after the last read has settled.  A claim that is confirmed is done.
+    ``ticket`` is the ticket's digest, as in the claim.
+    """
+
+    seq: int
+    request: str
+    reader: Reader
+    ticket: bytes
+
+
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     """This reader will read nothing more, even if it never has.
 
@@ -180,7 +197,6 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     request: str
     reader: Reader
     ticket: bytes
-    ok: bool
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted", forbid_unknown_fields=True):
@@ -192,8 +208,16 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", forbid_unknown_fields=
     ttl_ms: int
 
 
+class Confirmed(msgspec.Struct, frozen=True, tag="confirmed", forbid_unknown_fields=True):
+    """The blocks were lent until ``Confirm`` ``seq`` arrived: what was read is valid."""
+
+    seq: int
+    request: str
+    pull: str
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
-    """The claim or renewal ``seq`` is not granted; nothing read under it is valid."""
+    """The claim, renewal or confirmation ``seq`` is refused; nothing read under it is valid."""
 
     seq: int
     request: str
@@ -227,10 +251,13 @@ class ChecksumUnavailable(msgspec.Struct, frozen=True, tag="unproven", forbid_un
     detail: str
 
 
-FromReader = Hello | Describe | Claim | Renew | ChecksumRequest | Done
-FromLender = Welcome | Described | Rejected | Granted | Refused | Checksum | ChecksumUnavailable
+FromReader = Hello | Describe | Claim | Renew | ChecksumRequest | Confirm | Done
+PullReply = Granted | Confirmed | Refused | Checksum | ChecksumUnavailable
+"""What a lender says to one pull."""
 
-_WITH_TICKET = (Claim, Done)
+FromLender = Welcome | Described | Rejected | PullReply
+
+_WITH_TICKET = (Claim, Confirm, Done)
 _encoder = msgspec.msgpack.Encoder()
 _from_reader = msgspec.msgpack.Decoder(list[FromReader])
 _from_lender = msgspec.msgpack.Decoder(list[FromLender])
@@ -353,30 +380,3 @@ def _check_reader(reader: Reader) -> None:
     if not 0 <= reader.rank < reader.of:
         raise MessageError("reader.rank", f"0 to {reader.of - 1}", reader.rank)
 
-
-__all__ = [
-    "PROTOCOL_VERSION",
-    "Checksum",
-    "ChecksumRequest",
-    "ChecksumUnavailable",
-    "Claim",
-    "Describe",
-    "Described",
-    "Done",
-    "FromLender",
-    "FromReader",
-    "Granted",
-    "Hello",
-    "RankGeometry",
-    "Reader",
-    "RefusalReason",
-    "Refused",
-    "Rejected",
-    "Renew",
-    "Welcome",
-    "check_geometry",
-    "decode_from_lender",
-    "decode_from_reader",
-    "encode",
-    "encode_frames",
-]

@@ -6,10 +6,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdconn.lifecycle.pull import Effect, Pull
+from pdconn.lifecycle.pull import Effect, Pull, SendClaim, SendConfirm, SendRenew, ToLender
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Moved, Need, Plan
-from pdconn.protocol.messages import Checksum, Reader
+from pdconn.protocol.messages import (
+    Checksum,
+    Claim,
+    Confirm,
+    Done,
+    FromReader,
+    Reader,
+    Renew,
+)
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.peers import Peer
 from pdconn.puller.reads import ReadSettled, Summed
@@ -77,6 +85,17 @@ class PullEntry:
     reading: int = 0
     error: str | None = None
     alarm: float | None = None
+
+    def message(self, effect: ToLender) -> FromReader:
+        """What the lender is sent."""
+        request = self.ticket.request_id
+        if isinstance(effect, SendClaim):
+            return Claim(effect.seq, request, self.reader, self.digest)
+        if isinstance(effect, SendRenew):
+            return Renew(effect.seq, request, self.reader)
+        if isinstance(effect, SendConfirm):
+            return Confirm(effect.seq, request, self.reader, self.digest)
+        return Done(request, self.reader, self.digest)
 
     def make_plan(self, clock: Callable[[], float]) -> None:
         """Plan the reads; what is wrong with them is kept instead."""

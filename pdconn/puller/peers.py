@@ -26,13 +26,10 @@ from pdconn.planning.plan import Pairing
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
-    Checksum,
-    ChecksumUnavailable,
     FromLender,
     FromReader,
-    Granted,
     Hello,
-    Refused,
+    PullReply,
     Rejected,
     Welcome,
     decode_from_lender,
@@ -48,9 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
 """Lenders that are known at once; the one that was idle for longest makes room."""
-
-PullReply = Granted | Refused | Checksum | ChecksumUnavailable
-"""What a lender says to one pull."""
 
 
 @dataclass(frozen=True, slots=True)

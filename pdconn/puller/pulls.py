@@ -2,8 +2,8 @@
 
 ::
 
-    engine ── commands ──► ┌───────┐ ── claim, renew, done ──► peers
-           ◄── reports ─── │ Pulls │ ◄── granted, refused ────
+    engine ── commands ──► ┌───────┐ ── claim, renew, confirm ──► peers
+           ◄── reports ─── │ Pulls │ ◄── granted, refused, … ────
                            └───────┘ ── jobs ──► reader ── results ──►
 
 Every request has a machine (:mod:`pdconn.lifecycle.pull`); the effects that it returns are
@@ -28,12 +28,11 @@ from pdconn.protocol.errors import MessageError, TicketError
 from pdconn.protocol.messages import (
     Checksum,
     ChecksumUnavailable,
-    Claim,
-    Done,
+    Confirmed,
     FromReader,
     Granted,
+    PullReply,
     Reader,
-    Renew,
 )
 from pdconn.protocol.ticket import check_blocks
 from pdconn.puller.commands import ClaimTicket, Command, FailPull, ReadBlocks
@@ -47,7 +46,6 @@ from pdconn.puller.peers import (
     PeerReplied,
     PeerTable,
     PeerWelcomed,
-    PullReply,
 )
 from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connected, Job, JobResult, Read, ReadSettled, Sum, Summed
@@ -215,12 +213,11 @@ class Pulls:
         self._perform(entry, entry.machine.greeted(self._clock()))
 
     def _closed(self, peer: Peer) -> None:
-        """Fail what waits for the peer.  What is being read may still settle in time."""
+        """Fail what waits for the peer, and what is being read: nothing can confirm it."""
         for entry in self._using(peer):
-            if not entry.reading:
-                self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
-                reason = f"{peer.key}: {peer.reason}"
-                self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
+            self.counts[f"pulls_{'unauthenticated' if peer.untrusted else 'unreachable'}"] += 1
+            reason = f"{peer.key}: {peer.reason}"
+            self._perform(entry, entry.machine.fail(reason, self._clock(), tell=False))
         if peer in self.warmup.followed:
             self.warmup.closed(peer)
         self._forget_peer_if_idle(peer)
@@ -239,6 +236,8 @@ class Pulls:
             except MessageError as error:
                 self.peers.close(peer, str(error))
                 return
+        elif isinstance(message, Confirmed):
+            effects = entry.machine.confirmed(message.seq)
         elif isinstance(message, ChecksumUnavailable):
             effects = entry.unverified(message.detail, now, self.counts)
         else:
@@ -271,8 +270,8 @@ class Pulls:
         is_over = entry.machine.state in ENDED
         if is_over and was is PullState.GREETING:
             self.peers.close(entry.peer, "no greeting in time")
-        elif is_over and was is PullState.CLAIMING:
-            self.peers.retire(entry.peer, "a claim was not answered in time")
+        elif is_over and was in (PullState.CLAIMING, PullState.CONFIRMING):
+            self.peers.retire(entry.peer, f"a pull was not answered in time while {was}")
             self._forget_peer_if_idle(entry.peer)
 
     def handle(self, result: JobResult) -> None:
@@ -313,13 +312,8 @@ class Pulls:
 
     def _perform_one(self, entry: PullEntry, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""
-        request = entry.ticket.request_id
-        if isinstance(effect, machine.SendClaim):
-            self._say(entry, Claim(effect.seq, request, entry.reader, entry.digest))
-        elif isinstance(effect, machine.SendRenew):
-            self._say(entry, Renew(effect.seq, request, entry.reader))
-        elif isinstance(effect, machine.SendDone):
-            self._say(entry, Done(request, entry.reader, entry.digest, effect.ok))
+        if isinstance(effect, machine.ToLender):
+            self._say(entry, entry.message(effect))
         elif isinstance(effect, machine.StartRead):
             return self._read(entry)
         elif isinstance(effect, machine.AskChecksums):

@@ -33,7 +33,7 @@ from pdconn.protocol.messages import Described
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
-from pdconn.vllm.plugin import join_vllm_log
+from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
@@ -70,6 +70,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
         self._quarantine = Quarantine()
+        self._shutdown = ShutdownSignal()
         self._worker: PdWorker | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
@@ -77,8 +78,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
         if transfer.is_kv_producer:
+            self._shutdown.watch()
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self._producer = ProducerScheduler(settings, transfer.engine_id, incarnation, sizes)
+            self._producer = ProducerScheduler(
+                settings, transfer.engine_id, incarnation, sizes, drain_s(vllm_config)
+            )
         if transfer.is_kv_consumer:
             self._consumer = ConsumerScheduler(
                 incarnation,
@@ -166,6 +170,12 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._quarantine.end(request_id)
         for request_id in connector_output.finished_recving or ():
             self._consumer.reported(request_id)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine that was asked to stop must wait for what it lends."""
+        if self._producer is None or not self._shutdown.is_requested:
+            return False
+        return self._producer.drain()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

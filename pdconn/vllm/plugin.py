@@ -1,17 +1,34 @@
-"""Our place in vLLM's processes: the plugin entry point, and the log.
+"""Our place in vLLM's processes: the plugin entry point, the log, and the signal to stop.
 
 The entry point registers the connector's name, and changes what machines without a GPU need.
+
+vLLM's engine process notes SIGTERM in a handler of its own, finishes its requests for up to
+``--shutdown-timeout`` seconds, and exits.  Leases are not requests, and no hook tells a connector
+of the signal, so we stand in front of that handler::
+
+    SIGTERM ──► ShutdownSignal ──► vLLM's handler
+                     │
+    engine loop: any work left? ──► has_pending_push_work() ──► leases, if a stop was requested
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
 
 CPU_LAYOUTS = ("LBHNC", "BLHNC", "BHLNC")
 """Layouts that vLLM's CPU kernels run with, since they honour strides."""
 
 _LOGGERS = ("pdconn", "transport", "registration")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_TEARDOWN_S = 1.0
+"""Left of the shutdown time-out for closing the engine, before vLLM kills the process."""
 
 _NAP_S = 0.0002
 _LOOK_MS = 50
@@ -81,3 +98,39 @@ def allow_cpu_layouts() -> None:
         return layouts
 
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported_kv_cache_layouts)
+
+
+def drain_s(config: Any) -> float:
+    """Seconds that leases may hold up an engine that was asked to stop.
+
+    Args:
+        config: vLLM's configuration; without ``--shutdown-timeout`` nothing is waited for.
+    """
+    return max(0.0, getattr(config, "shutdown_timeout", 0) - _TEARDOWN_S)
+
+
+class ShutdownSignal:
+    """Notes that vLLM's engine process was asked to stop.
+
+    Attributes:
+        is_requested: whether a signal came since :meth:`watch`.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    def watch(self) -> None:
+        """Stand in front of vLLM's handlers; handlers of other programs are left alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may, and vLLM's engine process builds us there
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler) and getattr(handler, "__module__", "").startswith("vllm."):
+                signal.signal(number, self._noting(handler))
+
+    def _noting(self, handler: Any) -> Any:
+        def note(number: int, frame: FrameType | None) -> Any:
+            self.is_requested = True
+            return handler(number, frame)
+
+        return note

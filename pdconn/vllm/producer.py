@@ -5,13 +5,19 @@ request itself ends at once.  The other way, which vLLM offers too, is to keep
 the finished request; but then the engine steps a thousand times a second for as long
 as anything is lent, and its idle spinning takes the cores that decode needs.
 
-References are dropped on the engine's thread only, when a request arrives or a step
-is scheduled.  An idle engine therefore shows lent blocks as used until then.
+References are dropped on the engine's thread only: when a request arrives, when a step is
+scheduled, and before the prefix cache is reset.  An idle engine therefore shows lent
+blocks as used until then.
+
+A reset clears KV that may be wrong from then on, as after new weights, so nothing lent before it
+may be read after it: everything lent is taken back first.  An engine that was asked to stop
+lends on until its leases have ended, if it was given time for that.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +32,12 @@ from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
 
 log = logging.getLogger(__name__)
 
+_RESET_S = 1.0
+"""How long a reset waits for what is being read; it is revoked after that."""
+
+_LOOK_S = 0.02
+"""A draining engine looks that often whether its leases have ended, instead of spinning."""
+
 
 class ProducerScheduler:
     """Leases of one prefill engine.
@@ -35,23 +47,38 @@ class ProducerScheduler:
         engine_id: the engine's name in tickets.
         incarnation: this boot's name in tickets.
         sizes: TP and PP size, put in tickets for proxies that look.
+        drain_s: how long an engine that was asked to stop waits for its leases.
     """
 
     def __init__(
-        self, settings: Settings, engine_id: str, incarnation: str, sizes: tuple[int, int]
+        self,
+        settings: Settings,
+        engine_id: str,
+        incarnation: str,
+        sizes: tuple[int, int],
+        drain_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._sizes = sizes
+        self._drain_s = drain_s
+        self._drains_until: float | None = None
         self._lender: Lender | None = None
         self._pool: Any = None
         self._pinned: dict[str, list[Any]] = {}
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
 
     def bind(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to pin blocks in."""
+        """Take vLLM's block pool, to pin blocks in, and take them back before it is reset."""
         self._pool = block_pool
+        resetting = block_pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            self.take_back()
+            return bool(resetting())
+
+        block_pool.reset_prefix_cache = reset_prefix_cache
 
     def serve(self, welcome: Welcome) -> None:
         """Start the side channel, once every worker is registered.
@@ -110,6 +137,51 @@ class ProducerScheduler:
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             # Tail first, so that the head of a prefix stays cached the longest.
             self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
+
+    def take_back(self) -> None:
+        """End every lease and unpin its blocks.  Only on the engine's thread, which waits.
+
+        Unclaimed leases end at once; what is being read gets a second, and is not confirmed
+        after that.
+        """
+        if self._lender is None:
+            return
+        self.unpin_freed()
+        if not self._pinned:
+            return
+        log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self._pinned))
+        self._lender.abort_all()
+        if self._unpinned_within(_RESET_S):
+            return
+        log.warning("pdconn: cache reset: revoking leases being read: leases=%d", len(self._pinned))
+        self._lender.revoke_all()
+        if not self._unpinned_within(_RESET_S):
+            log.error("pdconn: cache reset: still lent: leases=%d", len(self._pinned))
+
+    def drain(self) -> bool:
+        """Whether an engine that was asked to stop must still wait for its leases.
+
+        Waits a little itself, since vLLM asks again at once.  Only on the engine's thread.
+        """
+        self.unpin_freed()
+        if not self._pinned:
+            return False
+        now = time.monotonic()
+        if self._drains_until is None:
+            self._drains_until = now + self._drain_s
+            log.info("pdconn: draining: leases=%d at_most_s=%g", len(self._pinned), self._drain_s)
+        if now >= self._drains_until:
+            log.warning("pdconn: stopping with leases unread: leases=%d", len(self._pinned))
+            return False
+        time.sleep(_LOOK_S)
+        return True
+
+    def _unpinned_within(self, seconds: float) -> bool:
+        give_up = time.monotonic() + seconds
+        while self._pinned and time.monotonic() < give_up:
+            time.sleep(0.001)
+            self.unpin_freed()
+        return not self._pinned
 
     def take_sums(self) -> list[tuple[Terms, tuple[BlockList, ...]]]:
         """What workers are to sum in this step: every finished request has one to come."""

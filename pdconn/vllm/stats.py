@@ -45,6 +45,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "freed_aborted": ("pdconn:leases_aborted", "Leases that the engine aborted."),
     "claims": ("pdconn:claims", "Claims received."),
     "renewals": ("pdconn:renewals", "Renewals received."),
+    "confirmed": ("pdconn:pulls_confirmed", "Reads that ended while they were lent."),
     "checksum_requests": ("pdconn:checksum_requests", "Checksum requests received."),
     "described": ("pdconn:described", "Describe messages answered."),
     "done_rejected": ("pdconn:done_rejected", "Done messages for a claim of another connection."),
@@ -64,10 +65,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "KV pulls whose lender failed to authenticate.",
     ),
     **{
-        f"{side}refused_{why}": (f"pdconn:{name}_{why}", f"{text}: {why}.")
-        for side, name, text in (
-            ("", "claims_refused", "Claims refused"),
-            ("pulls_", "pulls_refused", "KV pulls whose claim was refused"),
+        f"{key}_{why}": (f"pdconn:{name}_{why}", f"{text}: {why}.")
+        for key, name, text in (
+            ("refused", "claims_refused", "Claims refused"),
+            ("pulls_refused", "pulls_refused", "KV pulls whose claim was refused"),
+            ("unconfirmed", "pulls_unconfirmed", "Reads that ended after the lease did"),
         )
         for why in RefusalReason
     },

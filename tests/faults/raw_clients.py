@@ -78,7 +78,7 @@ class RawReader:
         return self.hear(Granted)
 
     def done(self, request: str, ticket: bytes, pull: str) -> None:
-        self.say(Done(request, Reader(pull, 0, 1), ticket, True))
+        self.say(Done(request, Reader(pull, 0, 1), ticket))
 
     def close(self) -> None:
         self._connection.close()

@@ -23,8 +23,8 @@ import pytest
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
+from tests.fakes.credulous import without_leases
 from tests.fakes.model_free_engines import Decode, Prefill
-from tests.fakes.no_deadline import without_deadline
 from tests.faults.prefill_process import PrefillProcess
 from tests.faults.relays import RelayWithoutRenewals
 from tests.transport.contract.rigs import nixl_options
@@ -134,7 +134,7 @@ def test_500_reads_of_reused_blocks_give_no_wrong_token() -> None:
 
 
 def test_without_the_deadline_the_same_gives_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_deadline(monkeypatch)
+    without_leases(monkeypatch)
     assert len(trap(120, enough=lambda decode: len(decode.wrong) > 60).wrong) > 60
 
 
@@ -154,7 +154,7 @@ def test_reads_that_land_about_the_deadline_are_believed_or_not_and_never_wrong(
 
 
 def test_about_the_deadline_too_it_is_the_check_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_deadline(monkeypatch)
+    without_leases(monkeypatch)
     rng = Random(11)
     network = InProcessNetwork(script=lambda _: Late(rng.uniform(0.0, 4 * LEASE_S)))
     enough: Enough = lambda decode: decode.wrong  # noqa: E731
@@ -226,7 +226,7 @@ class TestNixlOverTcp:
     def test_without_the_deadline_the_same_gives_wrong_tokens(
         self, prefill: PrefillProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        without_deadline(monkeypatch)
+        without_leases(monkeypatch)
         enough: Enough = lambda decode: len(decode.wrong) > 12  # noqa: E731
         assert len(self.trap(prefill, 24, LATE, LEASE_S, lossy=True, enough=enough).wrong) > 12
 

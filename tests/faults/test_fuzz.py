@@ -23,6 +23,7 @@ from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     ChecksumRequest,
     Claim,
+    Confirm,
     Describe,
     Done,
     FromReader,
@@ -112,7 +113,8 @@ def body(rng: Random) -> bytes:
         Describe(PROTOCOL_VERSION),
         Claim(1, request, reader, ticket),
         Renew(2, request, reader),
-        Done(request, reader, ticket, True),
+        Confirm(3, request, reader, ticket),
+        Done(request, reader, ticket),
         ChecksumRequest(
             3, request, reader, ChecksumQuery(0, False, (PieceRange(0, 0, 2, 0, 2, 0, 3),))
         ),

@@ -140,6 +140,62 @@ def test_only_a_claim_that_holds_can_be_renewed() -> None:
     assert refusal(lent.renew(Reader("p", 0, 1), 20.5)) is RefusalReason.EXPIRED
 
 
+def test_a_claim_is_confirmed_once_and_is_done_then() -> None:
+    lent, reader = lease(), Reader("p", 0, 1)
+    lent.claim(reader, BLOCKS, 1.0)
+    assert lent.confirm(reader, BLOCKS, 2.0) is None
+    assert lent.freed is Freed.READ
+    again = lent.confirm(reader, BLOCKS, 2.0)
+    assert again is not None
+    assert again.why is RefusalReason.CONSUMED
+
+
+@pytest.mark.parametrize(
+    ("reader", "ticket", "why"),
+    [
+        (Reader("q", 0, 2), BLOCKS, RefusalReason.EXPIRED),
+        (Reader("p", 1, 2), BLOCKS, RefusalReason.EXPIRED),
+        (Reader("p", 0, 3), BLOCKS, RefusalReason.EXPIRED),
+        (Reader("p", 0, 2), b"another", RefusalReason.ALTERED),
+    ],
+    ids=["another pull", "a rank without a claim", "another number of ranks", "another ticket"],
+)
+def test_only_a_claim_is_confirmed(reader: Reader, ticket: bytes, why: RefusalReason) -> None:
+    lent = lease()
+    lent.claim(Reader("p", 0, 2), BLOCKS, 1.0)
+    denied = lent.confirm(reader, ticket, 2.0)
+    assert denied is not None
+    assert denied.why is why
+    assert lent.is_claimed(Reader("p", 0, 2), 2.0)
+
+
+def test_an_expired_claim_is_confirmed_while_the_blocks_were_not_given_back() -> None:
+    lent, slow, other = lease(), Reader("p", 0, 1), Reader("q", 0, 1)
+    lent.claim(slow, BLOCKS, 1.0)
+    lent.claim(other, BLOCKS, 9.0)
+    lent.tick(15.0)
+    assert refusal(lent.renew(slow, 15.0)) is RefusalReason.EXPIRED
+    assert lent.confirm(slow, BLOCKS, 15.0) is None
+
+
+def test_a_revoked_lease_is_free_at_once_and_grants_and_confirms_nothing() -> None:
+    table, reader = LeaseTable(), Reader("p", 0, 1)
+    for name in "abc":
+        table.lend(LeaseOffer(name, BLOCKS, 10.0, 0.0))
+    table.claim("a", reader, BLOCKS, 1.0)
+    assert table.abort_all(2.0) == [FreedLease(name, Freed.ABORTED) for name in "bc"]
+    assert table.renew("a", reader, 2.5) == Grant(10.0)
+    assert table.revoke_all() == [FreedLease("a", Freed.ABORTED)]
+    for name in "abc":
+        assert refusal(table.claim(name, reader, BLOCKS, 3.0)) is RefusalReason.ABORTED
+        assert refusal(table.renew(name, reader, 3.0)) is RefusalReason.ABORTED
+        denied, freed = table.confirm(name, reader, BLOCKS, 3.0)
+        assert denied is not None
+        assert denied.why is RefusalReason.ABORTED
+        assert freed == []
+    assert table.next_deadline() is None
+
+
 def test_time_to_live_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"ttl_s: expected 0\.001 or more, got 0"):
         LeaseOffer("r", BLOCKS, 0, 0.0)
@@ -186,7 +242,7 @@ def test_the_table_forgets_old_endings() -> None:
 
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["claim", "renew", "done", "abort", "tick"]),
+        st.sampled_from(["claim", "renew", "confirm", "done", "abort", "revoke", "tick"]),
         st.sampled_from("pq"),
         st.integers(0, 1),
         st.floats(0, 8, allow_nan=False),
@@ -198,7 +254,10 @@ _STEPS = st.lists(
 @settings(max_examples=300)
 @given(_STEPS)
 def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # type: ignore[no-untyped-def]
-    """Law 3: against a plain list of everything that was ever granted."""
+    """Law 3: against a plain list of everything that was ever granted.
+
+    A lease that is revoked frees what is claimed, and confirms none of it.
+    """
     table, now, freed = LeaseTable(), 0.0, []
     table.lend(LeaseOffer("r", BLOCKS, 10.0, now))
     believed: dict[tuple[str, int], float] = {}
@@ -215,7 +274,18 @@ def test_freed_once_and_never_while_a_claim_can_be_believed(steps) -> None:  # t
         if isinstance(answer, Grant):
             assert not freed
             believed[pull, rank] = now + answer.ttl_s
-        if step == "done":
+        if step == "confirm":
+            denied, ended = table.confirm("r", reader, BLOCKS, now)
+            if denied is None:
+                assert not freed
+                assert (pull, rank) in believed
+                del believed[pull, rank]
+            freed += ended
+        elif step == "revoke":
+            believed.clear()
+            freed += table.revoke_all()
+            assert freed
+        elif step == "done":
             believed.pop((pull, rank), None)
             freed += table.done("r", reader, BLOCKS, now)
         elif step == "abort":

@@ -246,8 +246,8 @@ def test_the_table_tells_what_is_refused_from_what_differs(
 def test_other_versions_cannot_pull() -> None:
     newer = msgspec.structs.replace(engine(), version=99)
     comparison = compare(newer, engine())
-    assert [str(refused) for refused in comparison.b_pulls] == ["version: theirs 99, ours 3"]
-    assert [str(refused) for refused in comparison.a_pulls] == ["version: theirs 3, ours 99"]
+    assert [str(refused) for refused in comparison.b_pulls] == ["version: theirs 99, ours 4"]
+    assert [str(refused) for refused in comparison.a_pulls] == ["version: theirs 4, ours 99"]
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e300"])

@@ -14,6 +14,8 @@ from pdconn.protocol.errors import FrameError, MessageError, TicketError
 from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     Claim,
+    Confirm,
+    Confirmed,
     Done,
     Granted,
     Hello,
@@ -67,7 +69,8 @@ def test_messages_of_readers_are_received_as_sent() -> None:
         Hello(1, "d"),
         Claim(1, "r", READER, DIGEST),
         Renew(2, "r", READER),
-        Done("r", READER, DIGEST, True),
+        Confirm(3, "r", READER, DIGEST),
+        Done("r", READER, DIGEST),
     ]
     assert decode_from_reader(encode(messages)) == messages
 
@@ -76,6 +79,7 @@ def test_messages_of_lenders_are_received_as_sent() -> None:
     messages = [
         Welcome.of("p", "boot", {"model": "m"}, (geometry(),)),
         Granted(1, "r", "pull", 30_000),
+        Confirmed(3, "r", "pull"),
         Refused(2, "r", "pull", RefusalReason.EXPIRED, "late"),
     ]
     assert decode_from_lender(encode(messages)) == messages
@@ -88,6 +92,8 @@ def test_messages_of_lenders_are_received_as_sent() -> None:
         (Claim(1, "r", Reader("p", 0, 0), DIGEST), "reader.of"),
         (Claim(1, "", READER, DIGEST), "request"),
         (Claim(1, "r" * 1000, READER, DIGEST), "request"),
+        (Confirm(1, "r", READER, DIGEST[1:]), "ticket"),
+        (Confirm(1, "r", Reader("p", 3, 2), DIGEST), "reader.rank"),
         (Hello(1, "d", "boot" * 1000), "hello.wants"),
     ],
 )

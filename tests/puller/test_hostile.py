@@ -122,10 +122,10 @@ def test_only_the_connection_that_claimed_may_end_a_claim() -> None:
         with _connected(pair) as victim, _connected(pair) as intruder:
             victim.sendall(frame(encode([Claim(1, "r", reader, digest)])))
             pair.wait(lambda: pair.lender.counts["claims"] == 1)
-            intruder.sendall(frame(encode([Done("r", reader, digest, True)])))
+            intruder.sendall(frame(encode([Done("r", reader, digest)])))
             pair.wait(lambda: pair.lender.counts["done_rejected"] == 1)
             assert pair.lender.collect() == []
-            victim.sendall(frame(encode([Done("r", reader, digest, True)])))
+            victim.sendall(frame(encode([Done("r", reader, digest)])))
             assert pair.freed() == "read"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +14,7 @@ from pdconn.lender.server import Lender, SideChannelInUse
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import PROTOCOL_VERSION, Hello, encode
 from pdconn.protocol.ticket import BlockList
+from tests.fakes.credulous import without_confirmation
 from tests.fakes.pair import Pair
 from transport import PeerLost
 from transport.inprocess.faults import Failing, Held, Late
@@ -48,15 +50,49 @@ def test_neighbouring_blocks_merge_into_one_run() -> None:
         assert pair.records[0].num_descriptors == 1
 
 
-def test_a_read_that_lands_after_the_lease_is_never_reported_received() -> None:
-    """Renewals are refused when the lender takes the lease back, and the data is late."""
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [(Lender.close, "side channel: closed by the peer"), (Lender.revoke_all, "refused, aborted")],
+    ids=["closed", "revoked"],
+)
+def test_a_read_that_lands_after_the_lease_is_never_reported_received(
+    end: Callable[[Lender], None], why: str
+) -> None:
+    """Renewals are refused, or answered by nothing, and the data is late."""
     with Pair(ttl_s=2.5, drain_s=20.0) as pair:
         pair.network.script = lambda _: Late(6.0)
         pair.pull("d", pair.lend("r"))
         pair.wait(pair.network.in_flight)
-        pair.lender.close()
+        end(pair.lender)
         pair.wait(lambda: pair.failed, 20.0)
-        assert "the claim expired" in pair.failed["d"]
+        assert why in pair.failed["d"]
+
+
+def _pull_whose_lease_is_revoked(pair: Pair) -> None:
+    """Long before its claim is over by the reader's clock, and before its data has come."""
+    pair.network.script = lambda _: Held()
+    pair.pull("d", pair.lend("r"))
+    pair.wait(pair.network.in_flight)
+    pair.lender.revoke_all()
+    pair.wait(lambda: pair.lender.counts["freed_aborted"])
+    pair.network.release()
+    pair.wait(lambda: pair.received or pair.failed)
+
+
+def test_the_lender_has_the_last_word_on_whether_a_read_was_in_time() -> None:
+    with Pair(ttl_s=60.0) as pair:
+        _pull_whose_lease_is_revoked(pair)
+        assert pair.received == []
+        assert "refused, aborted" in pair.failed["d"]
+        assert pair.lender.counts["unconfirmed_aborted"] == 1
+
+
+def test_without_its_word_such_a_read_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: this is what a reader's clock alone cannot know."""
+    without_confirmation(monkeypatch)
+    with Pair(ttl_s=60.0) as pair:
+        _pull_whose_lease_is_revoked(pair)
+        assert pair.received == ["d"]
 
 
 def test_renewals_keep_the_lease_while_a_read_is_slow() -> None:

@@ -10,7 +10,7 @@ from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
 from pdconn.lender.checksums import RankSums
-from pdconn.lender.sessions import Abort, LenderSessions, Session
+from pdconn.lender.sessions import Abort, AbortAll, LenderSessions, RevokeAll, Session
 from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
@@ -31,7 +31,7 @@ from pdconn.sidechannel.connection import SideChannelLost
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedWire
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
-from tests.simulation.world import Wire, World, connect
+from tests.simulation.world import EngineClock, Machine, Wire, World, connect
 from transport import HOST
 from transport.inprocess.transport import InProcessTransport
 
@@ -39,6 +39,8 @@ POOL = 24
 SLICE_NBYTES = 200
 """So short that long reads are posted in two parts, cut inside of a block."""
 PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
+RESET_S = 0.1
+"""How long a reset waits for what is being read."""
 TRAITS = {"model": "simulated"}
 
 
@@ -51,8 +53,9 @@ class Clockwork:
 
     late_s = 0.0
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, clock: EngineClock) -> None:
         self._world = world
+        self._clock = clock
         self._set_for: float | None = None
 
     def set(self, deadline: float | None, act: Callable[[], None]) -> None:
@@ -67,7 +70,7 @@ class Clockwork:
             act()
 
         late = self._world.lag() + self.late_s
-        self._world.at(max(0.0, deadline - self._world.now) + late, ring)
+        self._world.at(self._clock.true_seconds(deadline) + late, ring)
 
 
 class Prefill:
@@ -75,11 +78,15 @@ class Prefill:
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
+        self.machine = Machine(world)
         self.name = f"prefill{number}"
         self.port = 7000 + number
         self.memory = Memory("BHLNC", POOL, 0, HEADS)
         self.boots = 0
         self.freed_twice: list[str] = []
+        self.lent_before_reset: list[str] = []
+        self.freed_at: dict[Ticket, float] = {}
+        """True time at which what a ticket names was given back, or lost."""
         self._wires: dict[Session, Wire] = {}
         self._start()
 
@@ -93,26 +100,26 @@ class Prefill:
             Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
         )
         self.free = list(range(1, POOL))
-        self.lent: dict[str, tuple[int, ...]] = {}
-        self._alarm = Clockwork(self.world)
+        self.lent: dict[str, Ticket] = {}
+        self._alarm = Clockwork(self.world, self.machine.clock)
 
     def lend(self, number: int, num_blocks: int, ttl_s: float) -> Ticket | None:
         """Compute and lend a request, or None when there is no room."""
-        self.turn()
+        self._turn()
         if len(self.free) < num_blocks:
             return None
         blocks = tuple(self.free.pop() for _ in range(num_blocks))
         self.memory.write(number, blocks)
         request = f"r{number}"
-        self.lent[request] = blocks
         lists = (BlockList(0, blocks),)
         ticket = Ticket(
             self.name, self.incarnation, request, "127.0.0.1", self.port,
             num_blocks * BLOCK_TOKENS, "prompt", lists,
         )  # fmt: skip
-        now = self.world.now
+        self.lent[request] = ticket
+        now = self.machine.clock()
         self.sessions.apply(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
-        self.turn()
+        self._turn()
         boot = self.incarnation
         self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
         return ticket
@@ -122,12 +129,27 @@ class Prefill:
         if boot == self.incarnation and ticket.request_id in self.lent:
             terms = Terms(ticket.request_id, ticket.num_tokens, sampled=False)
             sums = lent_sums(HostMemory(), self.memory.references, ticket.blocks, terms)
-            self.sessions.apply(RankSums(ticket.request_id, 0, sums), self.world.now)
+            self.sessions.apply(RankSums(ticket.request_id, 0, sums), self.machine.clock())
             self.turn()
 
     def abort(self, request: str) -> None:
-        self.sessions.apply(Abort(request), self.world.now)
+        self.sessions.apply(Abort(request), self.machine.clock())
         self.turn()
+
+    def reset(self) -> None:
+        """Clear the cache, as after new weights: nothing lent before may be read after it."""
+        self.world.counts["resets"] += 1
+        boot, before = self.incarnation, list(self.lent)
+        self.sessions.apply(AbortAll(), self.machine.clock())
+        self.turn()
+
+        def revoke() -> None:
+            if boot == self.incarnation:
+                self.sessions.apply(RevokeAll(), self.machine.clock())
+                self._turn()
+                self.lent_before_reset += [request for request in before if request in self.lent]
+
+        self.world.at(RESET_S, lambda: self.machine.when_awake(revoke))
 
     def crash(self) -> None:
         """End as SIGKILL does, and start anew at once, with other content in memory."""
@@ -139,18 +161,23 @@ class Prefill:
         for poll in self.world.readers.values():
             self.world.at(self.world.lag(), poll)
         self.memory.raw[:] = 1
+        self.freed_at.update((ticket, self.world.now) for ticket in self.lent.values())
         self._start()
 
     def open(self, arrived: Callable[[], None]) -> Wire:
         """A reader dials; return its end of the wire."""
         session = Session("reader")
-        theirs, ours = connect(self.world, arrived, lambda: self._serve(session))
+        serve = lambda: self.machine.when_awake(lambda: self._serve(session))  # noqa: E731
+        theirs, ours = connect(self.world, arrived, serve)
         self._wires[session] = ours
         return theirs
 
     def turn(self) -> None:
         """Free what is over, and set the clock for what will be."""
-        now = self.world.now
+        self.machine.when_awake(self._turn)
+
+    def _turn(self) -> None:
+        now = self.machine.clock()
         turn = self.sessions.turn(now)
         pending = turn.pending
         while turn.wake_at <= now:
@@ -159,7 +186,9 @@ class Prefill:
         for ended in self.sessions.freed:
             if ended.request not in self.lent:
                 self.freed_twice.append(ended.request)
-            self.free += self.lent.pop(ended.request, ())
+            ticket = self.lent.pop(ended.request)
+            self.free += ticket.blocks[0].ids
+            self.freed_at[ticket] = self.world.now
             self.world.counts[f"freed {ended.why}"] += 1
         self.sessions.freed.clear()
         for session in pending:
@@ -172,13 +201,13 @@ class Prefill:
             return
         try:
             for body in wire.receive():
-                self.sessions.handle(session, decode_from_reader(body), self.world.now)
+                self.sessions.handle(session, decode_from_reader(body), self.machine.clock())
         except ProtocolError as error:
             self.sessions.reject(session, error)
         except SideChannelLost:
             del self._wires[session]
             return
-        self.turn()
+        self._turn()
         self._say(session)
 
     def _say(self, session: Session) -> None:
@@ -200,26 +229,27 @@ class DecodeRank:
     def __init__(self, world: World, engine: Decode, rank: int, of: int, warms: bool) -> None:
         self.world = world
         self._engine = engine
+        self.clock = engine.machine.clock
         self.memory = Memory("BLHNC", POOL, rank * HEADS // of, HEADS // of)
         self.transport = InProcessTransport(world.network, f"{engine.name}.{rank}")
         self.transport.register(self.memory.references.memories())
         self.log = ReaderLog()
         me = Rank(engine.name, rank, of, rank, self.memory.references, TRAITS)
         self.reading = TransportJobs(
-            self.transport, self._answer, world.clock, ChunkSizer(SLICE_NBYTES)
+            self.transport, self._answer, self.clock, ChunkSizer(SLICE_NBYTES)
         )
         verify = list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(
             me,
             self,
             self._post,
-            world.clock,
+            self.clock,
             patience=PATIENCE,
             verify=verify,
             warm_up=self._warm_up() if warms else None,
         )
-        self._alarm = Clockwork(world)
-        self._paused_until = 0.0
+        self._alarm = Clockwork(world, self.clock)
+        self._when_awake = engine.machine.when_awake
         world.readers[self.transport.peer_id] = self.poll
         if warms:
             world.at(world.lag(), self.turn)
@@ -234,14 +264,14 @@ class DecodeRank:
     def dial(self, peer: Peer) -> None:
         """As ``pdconn.puller.peers.Dialer.dial``."""
         wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
-        peer.wire = TappedWire(wire, self.log, self.world.clock)
+        peer.wire = TappedWire(wire, self.log, self.clock)
 
     def turn(self) -> None:
         """What the puller's thread does between two waits."""
         self._when_awake(self._turn)
 
     def _turn(self) -> None:
-        self.pulls.tick(self.world.now)
+        self.pulls.tick(self.clock())
         self.pulls.finish_turn()
         while self.pulls.unplanned:
             self.pulls.finish_turn()
@@ -250,19 +280,10 @@ class DecodeRank:
         self.pulls.reports.clear()
         if outcome.records or outcome.failed or outcome.released:
             for record in outcome.records:
-                self.log.received(record.request)
+                ticket = self._engine.requests[record.request].ticket
+                lender = self._engine.lenders[ticket.port]
+                self.log.received(record.request, lender.freed_at.get(ticket, math.inf))
             self._engine.reported(self, outcome)
-
-    def pause(self, seconds: float) -> None:
-        """The whole rank stands still, as a process without a core does."""
-        self._paused_until = self.world.now + seconds
-
-    def _when_awake(self, act: Callable[[], None]) -> None:
-        """Call ``act`` now, or when the rank goes on."""
-        if self.world.now < self._paused_until:
-            self.world.at(self._paused_until - self.world.now, lambda: self._when_awake(act))
-        else:
-            act()
 
     def _soon(self, peer: Peer) -> None:
         self._when_awake(lambda: self._serve(peer))
@@ -288,7 +309,7 @@ class DecodeRank:
 
     def _answer(self, answer: JobResult) -> None:
         if isinstance(answer, ReadSettled) and not isinstance(answer.tag, ProbeRead):
-            self.log.settled(answer.tag.request, self.world.now)  # type: ignore[attr-defined]
+            self.log.settled(answer.tag.request, self.clock(), self.world.now)  # type: ignore[attr-defined]
         self.world.at(self.world.lag(), lambda: self._when_awake(lambda: self._hear(answer)))
 
     def _hear(self, answer: JobResult) -> None:
@@ -321,6 +342,7 @@ class Decode:
         warms: bool = False,
     ) -> None:
         self.world = world
+        self.machine = Machine(world)
         self.number = number
         self.name = f"decode{number}"
         self.lenders = lenders

@@ -31,13 +31,15 @@ class ReaderLog:
 
     Attributes:
         deadlines: time of sending the granted claim or renewal that holds longest + its ttl.
-        too_late: what was reported received and should not have been.
+        too_late: what was reported received, though its claim was over by the rank's own clock.
+        not_lent: what was reported received, though its lender had given the blocks back.
     """
 
     deadlines: dict[str, float] = field(default_factory=dict)
+    not_lent: list[str] = field(default_factory=list)
     too_late: list[str] = field(default_factory=list)
     _sent: dict[tuple[str, int], float] = field(default_factory=dict)
-    _settled: dict[str, float] = field(default_factory=dict)
+    _settled: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def sent(self, body: bytes, now: float) -> None:
         """A frame was sent."""
@@ -52,16 +54,22 @@ class ReaderLog:
                 until = self._sent[message.pull, message.seq] + message.ttl_ms / 1000
                 self.deadlines[message.pull] = max(until, self.deadlines.get(message.pull, until))
 
-    def settled(self, pull: str, now: float) -> None:
-        """A read has settled; the last one counts."""
-        self._settled[pull] = now
+    def settled(self, pull: str, now: float, true: float) -> None:
+        """A read has settled, by the rank's clock and in truth; the last one counts."""
+        self._settled[pull] = now, true
 
-    def received(self, pull: str) -> None:
-        """The rank reports that it has everything, and that it was lent while it was read."""
-        settled, deadline = self._settled[pull], self.deadlines[pull]
-        if settled >= deadline:
+    def received(self, pull: str, freed: float) -> None:
+        """The rank reports that it has everything; it was lent until the true time ``freed``."""
+        (settled, true), deadline = self._settled[pull], self.deadlines[pull]
+        if not self.is_early(settled, deadline):
             late_s = settled - deadline
             self.too_late.append(f"{pull} settled {late_s:.4f} s after its claim was over")
+        if true > freed:
+            self.not_lent.append(f"{pull} settled {true - freed:.4f} s after its lease was freed")
+
+    @staticmethod
+    def is_early(settled: float, deadline: float) -> bool:
+        return settled < deadline
 
 
 @dataclass

@@ -41,6 +41,9 @@ def simulate(seed: int, requests: int, chances: Chances, warms: bool = False) ->
 def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decode]) -> None:
     rng, chances = world.rng, world.chances
     prefill, decode = rng.choice(prefills), rng.choice(decodes)
+    if prefill.machine.is_paused or decode.machine.is_paused:
+        world.counts["stood still"] += 1
+        return
     ticket = prefill.lend(number, rng.randint(1, MAX_BLOCKS), rng.choice(chances.ttl_s))
     if ticket is None:
         world.counts["no room"] += 1
@@ -55,5 +58,13 @@ def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decod
     if world.chance(chances.crash):
         world.at(rng.expovariate(5.0), prefill.crash)
     if world.chance(chances.pause):
-        rank = rng.choice(decode.ranks)
-        world.at(rng.expovariate(5.0), lambda: rank.pause(rng.expovariate(1 / chances.pause_s)))
+        pause_s = rng.expovariate(1 / chances.pause_s)
+        world.at(rng.expovariate(5.0), lambda: decode.machine.pause(pause_s))
+    if world.chance(chances.reset):
+        world.at(rng.expovariate(5.0), prefill.reset)
+    for machine in (prefill.machine, decode.machine):
+        if world.chance(chances.freeze):
+            freeze_s = rng.expovariate(1 / chances.pause_s)
+            world.at(rng.expovariate(5.0), lambda m=machine, s=freeze_s: m.freeze(s))
+        if world.chance(chances.slew):
+            world.at(rng.expovariate(5.0), machine.slew)

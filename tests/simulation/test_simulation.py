@@ -18,13 +18,16 @@ import pytest
 
 from pdconn.faults.frames import MessageFaults
 from pdconn.lender.checksums import ChecksumResponder
-from pdconn.lifecycle.lease import Lease, LeaseState
+from pdconn.lifecycle.lease import Denied, Lease, LeaseState
+from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Effect, Pull, PullState
+from pdconn.protocol.messages import Reader
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.results import FailedPull
-from tests.fakes.no_deadline import without_deadline
+from tests.fakes.credulous import without_confirmation, without_deadline, without_leases
 from tests.simulation import engines
 from tests.simulation.laws import LawBroken, Laws
+from tests.simulation.log import ReaderLog
 from tests.simulation.run import simulate
 from tests.simulation.world import NO_FAULTS, Chances
 
@@ -33,6 +36,8 @@ PER_SEED = min(REQUESTS, 500)
 _SEED = os.environ.get("PDCONN_SEED")
 SEEDS = [int(_SEED)] if _SEED else range(-(-REQUESTS // PER_SEED))
 MUTANT_SEEDS = range(12)
+WRONG_CLOCKS = Chances(drift=0.3, slew=0.05, freeze=0.05, reset=0.03, late_read=0.3)
+"""Clocks that gain or lose a third on each other, and guests that stand still without noticing."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +63,14 @@ def test_the_laws_hold_while_lenders_are_kept_warm_and_all_are_warm_at_the_end(s
     assert counts["received"] > PER_SEED / 5
     assert counts["crashes"] > 0
     assert counts["warm"] == 3 * (1 + 2 + 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_laws_hold_on_clocks_that_drift_freeze_and_are_slewed(seed: int) -> None:
+    counts = simulate(seed, PER_SEED, WRONG_CLOCKS)
+    print(f"seed {seed}: {dict(sorted(counts.items()))}")
+    assert counts["received"] > PER_SEED / 10
+    assert min(counts[what] for what in ("frozen", "slewed", "resets")) > 0
 
 
 @pytest.mark.parametrize("warms", [False, True], ids=["cold", "warm"])
@@ -94,7 +107,7 @@ def test_a_seed_replays_its_run_in_another_process() -> None:
 
 LATE = Chances(late_read=0.5)
 RUNNING_OUT = Chances(
-    MessageFaults(drop=0.1, delay=0.3, delay_s=0.2), late_read=0.7, ttl_s=(0.05, 0.3)
+    MessageFaults(drop=0.2, delay=0.3, delay_s=0.2), late_read=0.7, late_s=0.1, ttl_s=(0.05, 0.1)
 )
 """Renewals get lost while reads are late, so that many settle about when their claim is over."""
 
@@ -110,13 +123,59 @@ def breaks(what: str, chances: Chances = LATE) -> None:
     pytest.fail(f"not noticed in {len(MUTANT_SEEDS)} runs")
 
 
-def test_without_the_deadline_check_wrong_content_is_received(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    without_deadline(monkeypatch)
+def test_without_leases_wrong_content_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_leases(monkeypatch)
     # What is wrong is late, too, and that is noticed first.
     monkeypatch.setattr(Laws, "_everything_received_settled_in_time", lambda _: None)
     breaks("holds another request's KV")
+
+
+def test_a_lender_that_is_asked_suffices_where_the_reader_ignores_its_own_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_deadline(monkeypatch)
+    monkeypatch.setattr(ReaderLog, "is_early", lambda *_: True)
+    assert simulate(0, PER_SEED, WRONG_CLOCKS)["received"] > 0
+    without_confirmation(monkeypatch)
+    breaks("after its lease was freed", WRONG_CLOCKS)
+
+
+def test_a_reader_that_believes_its_own_clock_alone_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_confirmation(monkeypatch)
+    simulate(0, 200, LATE)  # which is right, as long as clocks agree
+    breaks("after its lease was freed", WRONG_CLOCKS)
+
+
+def test_wrong_content_is_received_on_wrong_clocks_without_confirmation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_confirmation(monkeypatch)
+    monkeypatch.setattr(Laws, "_everything_received_settled_in_time", lambda _: None)
+    breaks("holds another request's KV", WRONG_CLOCKS)
+
+
+def test_a_lender_that_confirms_what_it_has_freed_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = LeaseTable.confirm
+
+    def careless(
+        self: LeaseTable, request: str, reader: Reader, ticket: bytes, now: float
+    ) -> tuple[Denied | None, list[FreedLease]]:
+        _, freed = real(self, request, reader, ticket, now)
+        return None, freed
+
+    monkeypatch.setattr(LeaseTable, "confirm", careless)
+    breaks("after its lease was freed", WRONG_CLOCKS)
+
+
+def test_a_reset_that_leaves_claimed_leases_alone_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LeaseTable, "revoke_all", lambda _self: [])
+    breaks("are lent after the reset", WRONG_CLOCKS)
 
 
 @pytest.mark.parametrize("slack_s", [0.005, 0.05])
@@ -129,6 +188,7 @@ def test_a_deadline_that_is_a_little_too_late_is_noticed(
         return real(self, seq, ttl_s + slack_s, now)
 
     monkeypatch.setattr(Pull, "granted", generous)
+    without_confirmation(monkeypatch)
     breaks("after its claim was over", RUNNING_OUT)
 
 
@@ -138,8 +198,7 @@ def test_a_read_that_is_believed_whenever_it_settles_is_noticed(
     """The alarm rings late here, so that only the check at the news itself can tell."""
     monkeypatch.setattr(engines.Clockwork, "late_s", 0.05)
     simulate(0, 200, RUNNING_OUT)  # which costs nothing
-    real = Pull._copied
-    monkeypatch.setattr(Pull, "_copied", lambda self, error, _now: real(self, error, -1.0))
+    without_leases(monkeypatch)
     breaks("after its claim was over", RUNNING_OUT)
 
 
@@ -154,6 +213,7 @@ def test_a_deadline_that_counts_from_the_answer_is_noticed(
         return real(self, seq, ttl_s, now)
 
     monkeypatch.setattr(Pull, "granted", from_hearing)
+    without_confirmation(monkeypatch)
     breaks("after its claim was over", RUNNING_OUT)
 
 

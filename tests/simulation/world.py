@@ -35,6 +35,7 @@ class Chances:
         )
     )
     late_read: float = 0.15
+    late_s: float = 0.5
     failing_read: float = 0.03
     hanging_read: float = 0.01
     cancel: float = 0.08
@@ -44,10 +45,25 @@ class Chances:
     pause: float = 0.03
     pause_s: float = 1.5
     ttl_s: tuple[float, ...] = (0.05, 0.3, 2.0)
+    drift: float = 0.0
+    """Clocks run wrong by up to this part, each by its own; a slewed one by another after that."""
+    slew: float = 0.0
+    reset: float = 0.0
+    freeze: float = 0.0
+    """As a virtual machine: its clocks stand still, too, for ``pause_s`` on average."""
 
 
 NO_FAULTS = Chances(
-    MessageFaults(), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ttl_s=(1.0,)
+    MessageFaults(),
+    late_read=0.0,
+    failing_read=0.0,
+    hanging_read=0.0,
+    cancel=0.0,
+    abort=0.0,
+    replay=0.0,
+    crash=0.0,
+    pause=0.0,
+    ttl_s=(1.0,),
 )  # fmt: skip
 
 
@@ -103,8 +119,72 @@ class World:
         if self.chance(chances.hanging_read):
             return Late(self.rng.uniform(5.0, 60.0))
         if self.chance(chances.late_read):
-            return Late(self.rng.expovariate(2.0))
+            return Late(self.rng.expovariate(1 / chances.late_s))
         return Late(self.lag())
+
+
+class EngineClock:
+    """What one engine takes the time to be: right by a rate of its own, and at times not running.
+
+    Args:
+        world: the true time.
+        rate: its seconds per true second.
+    """
+
+    def __init__(self, world: World, rate: float = 1.0) -> None:
+        self._world = world
+        self._rate = rate
+        self._true, self._read = world.now, world.now
+
+    def __call__(self) -> float:
+        return self._read + (self._world.now - self._true) * self._rate
+
+    def run_at(self, rate: float) -> None:
+        """Go on at another rate; 0 stops it."""
+        self._read, self._true = self(), self._world.now
+        self._rate = rate
+
+    def true_seconds(self, until: float) -> float:
+        """True seconds until it reads ``until``, if its rate stays; 0 when that is past."""
+        return max(0.0, until - self()) / (self._rate or 1.0)
+
+
+class Machine:
+    """What an engine runs on: it can stand still, and its clock can be wrong."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._rate = 1.0 + world.rng.uniform(-1, 1) * world.chances.drift
+        self.clock = EngineClock(world, self._rate)
+        self._paused_until = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        return self.world.now < self._paused_until
+
+    def pause(self, seconds: float) -> None:
+        """Stand still, as a process without a core does, which sees that time has passed."""
+        self._paused_until = max(self._paused_until, self.world.now + seconds)
+
+    def freeze(self, seconds: float) -> None:
+        """Stand still as a virtual machine that its host stops: no time seems to pass."""
+        self.world.counts["frozen"] += 1
+        self.pause(seconds)
+        self.clock.run_at(0.0)
+        self.world.at(seconds, lambda: self.clock.run_at(self._rate))
+
+    def slew(self) -> None:
+        """Somebody corrects the clock: it runs at another rate from now on."""
+        self.world.counts["slewed"] += 1
+        self._rate = 1.0 + self.world.rng.uniform(-1, 1) * self.world.chances.drift
+        self.clock.run_at(self._rate)
+
+    def when_awake(self, act: Callable[[], None]) -> None:
+        """Call ``act`` now, or when the machine goes on."""
+        if self.is_paused:
+            self.world.at(self._paused_until - self.world.now, lambda: self.when_awake(act))
+        else:
+            act()
 
 
 @dataclass(eq=False)
@@ -183,4 +263,4 @@ def connect(
     return here, there
 
 
-__all__ = ["NO_FAULTS", "Chances", "Wire", "World", "connect"]
+__all__ = ["NO_FAULTS", "Chances", "EngineClock", "Machine", "Wire", "World", "connect"]

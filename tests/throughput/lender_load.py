@@ -35,7 +35,8 @@ from pdconn.protocol.framing import Frames, frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
-    Done,
+    Confirm,
+    Confirmed,
     FromReader,
     Granted,
     Hello,
@@ -113,7 +114,7 @@ class Crowd:
                     then = "renew" if what == "claim" else "done"
                     heapq.heappush(due, (at + LEAD_S, number, then))
         give_up = time.monotonic() + 5
-        while sum(self.answers.values()) < 2 * count and time.monotonic() < give_up:
+        while sum(self.answers.values()) < 3 * count and time.monotonic() < give_up:
             for key, _ in self._selector.select(0.1):
                 self._hear(key)
         return count
@@ -126,7 +127,7 @@ class Crowd:
         elif what == "renew":
             self._say(sock, Renew(next(self._seq), request, reader))
         else:
-            self._say(sock, Done(request, reader, digest(number), True))
+            self._say(sock, Confirm(next(self._seq), request, reader, digest(number)))
 
     @staticmethod
     def _say(sock: socket.socket, message: FromReader | Hello) -> None:
@@ -134,8 +135,8 @@ class Crowd:
 
     def _hear(self, key: selectors.SelectorKey) -> None:
         for body in key.data.feed(key.fileobj.recv(1 << 18)):  # type: ignore[union-attr]
-            for message in msgspec.msgpack.decode(body, type=list[Granted | Refused]):
-                self.answers["granted" if isinstance(message, Granted) else "refused"] += 1
+            for message in msgspec.msgpack.decode(body, type=list[Granted | Confirmed | Refused]):
+                self.answers["refused" if isinstance(message, Refused) else "granted"] += 1
 
 
 def crowd(port: int) -> None:
@@ -256,8 +257,8 @@ def _answered(child: subprocess.Popen[str]) -> None:
     """Wait for the crowd; everything must have been granted."""
     assert child.stdout is not None
     report = json.loads(child.stdout.readline())
-    if (report["granted"], report["refused"]) != (2 * report["count"], 0):
-        raise RuntimeError(f"expected every claim and renewal granted, got {report}")
+    if (report["granted"], report["refused"]) != (3 * report["count"], 0):
+        raise RuntimeError(f"expected every claim granted, renewed and confirmed, got {report}")
 
 
 def _cpu_clock(name: str) -> int:

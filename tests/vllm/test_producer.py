@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,17 @@ from pdconn.lab.ports import free_ports
 from pdconn.protocol.framing import frame
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
+    Claim,
+    Confirm,
+    Confirmed,
     Done,
+    Granted,
     Hello,
     RankGeometry,
     Reader,
+    RefusalReason,
+    Refused,
+    Renew,
     Welcome,
     encode,
 )
@@ -25,6 +33,7 @@ from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.pair import Cache
+from tests.faults.raw_clients import RawReader
 
 
 class Block:
@@ -42,6 +51,10 @@ class Pool:
     def touch(self, blocks: list[Block]) -> None:
         for block in blocks:
             block.ref_cnt += 1
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM's: refuses while any block is in use."""
+        return not self.pinned()
 
     def free_blocks(self, blocks: Any) -> None:
         for block in blocks:
@@ -69,10 +82,15 @@ def lease_s() -> float:
 
 
 @pytest.fixture
-def lending(pool: Pool, lease_s: float) -> Iterator[ProducerScheduler]:
+def drain_s() -> float:
+    return 0.0
+
+
+@pytest.fixture
+def lending(pool: Pool, lease_s: float, drain_s: float) -> Iterator[ProducerScheduler]:
     [port] = free_ports(1)
     settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
-    made = ProducerScheduler(settings, "p", "boot", (1, 1))
+    made = ProducerScheduler(settings, "p", "boot", (1, 1), drain_s)
     made.bind(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.of("p", "boot", {}, (geometry,)))
@@ -108,7 +126,7 @@ def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
     ticket = parse_ticket(params)
     began = time.monotonic()
     with socket.create_connection((ticket.host, ticket.port)) as reader:
-        done = Done(ticket.request_id, Reader("d", 0, 1), ticket.digest(), ok=True)
+        done = Done(ticket.request_id, Reader("d", 0, 1), ticket.digest())
         reader.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", ticket.incarnation), done])))
         settle(lending, pool)
     assert pool.freed == [3]
@@ -126,3 +144,113 @@ def test_two_leases_on_one_block_are_two_references(lending: ProducerScheduler, 
     assert pool.blocks[5].ref_cnt == 2
     settle(lending, pool)
     assert pool.blocks[5].ref_cnt == 0
+
+
+# A cache reset: /reset_prefix_cache, /pause?clear_cache=true, new weights.
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_reset_takes_back_what_is_lent_and_succeeds(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    """Otherwise vLLM answers `success: false`, or 500 to a pause, and stays paused."""
+    params = lending.lend(request("r"), ([3, 4],))
+    assert params is not None
+    assert pool.reset_prefix_cache()
+    assert pool.freed == [4, 3]
+    with RawReader(lending_port(params), wants="boot") as reader:
+        ticket = parse_ticket(params)
+        reader.say(Claim(1, "r", Reader("d", 0, 1), ticket.digest()))
+        assert reader.hear(Refused).why is RefusalReason.ABORTED
+    assert lending.take_counts()["freed_aborted"] == 1
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    params = lending.lend(request("r"), ([3],))
+    assert params is not None
+    ticket, me = parse_ticket(params), Reader("d", 0, 1)
+    with RawReader(lending_port(params), wants="boot") as reader:
+        reader.say(Claim(1, "r", me, ticket.digest()))
+        reader.hear(Granted)
+        began = time.monotonic()
+        assert pool.reset_prefix_cache()
+        assert time.monotonic() - began < lease_s / 2
+        assert pool.freed == [3]
+        for message in (Renew(2, "r", me), Confirm(3, "r", me, ticket.digest())):
+            reader.say(message)
+            assert reader.hear(Refused).why is RefusalReason.ABORTED
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_reset_waits_for_what_is_being_read(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    """A reset on an engine in use fails no request that is about to be handed over."""
+    params = lending.lend(request("r"), ([3],))
+    assert params is not None
+    ticket, me = parse_ticket(params), Reader("d", 0, 1)
+    with RawReader(lending_port(params), wants="boot") as reader, ThreadPoolExecutor(1) as other:
+        reader.say(Claim(1, "r", me, ticket.digest()))
+        reader.hear(Granted)
+        done = other.submit(pool.reset_prefix_cache)
+        time.sleep(0.1)
+        assert not done.done()
+        reader.say(Confirm(2, "r", me, ticket.digest()))
+        reader.hear(Confirmed)
+        assert done.result()
+    assert lending.take_counts()["confirmed"] == 1
+
+
+def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
+    assert pool.reset_prefix_cache()
+    pool.touch([pool.blocks[5]])
+    assert not pool.reset_prefix_cache(), "a running request's block is not ours to take back"
+
+
+# Shutdown.
+
+
+@pytest.mark.parametrize(("lease_s", "drain_s"), [(60.0, 60.0)])
+def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
+    lending: ProducerScheduler, pool: Pool, lease_s: float, drain_s: float
+) -> None:
+    """Otherwise every ticket that is not redeemed yet is a failed request."""
+    params = lending.lend(request("r"), ([3],))
+    assert params is not None
+    ticket = parse_ticket(params)
+    looks = 0
+    began = time.monotonic()
+    while lending.drain() and time.monotonic() < began + 0.5:
+        looks += 1
+    assert pool.pinned() == [3]
+    assert looks < 100, "it spins"
+    with RawReader(lending_port(params), wants="boot") as reader:
+        reader.say(Done("r", Reader("d", 0, 1), ticket.digest()))
+        give_up = time.monotonic() + 20
+        while lending.drain():
+            assert time.monotonic() < give_up
+    assert pool.pinned() == []
+
+
+@pytest.mark.parametrize(("lease_s", "drain_s"), [(60.0, 0.3)])
+def test_the_wait_for_leases_is_bounded(
+    lending: ProducerScheduler, pool: Pool, lease_s: float, drain_s: float
+) -> None:
+    lending.lend(request("r"), ([3],))
+    began = time.monotonic()
+    while lending.drain():
+        assert time.monotonic() < began + lease_s / 2
+    assert pool.pinned() == [3]
+
+
+def test_an_engine_that_lends_nothing_stops_at_once(lending: ProducerScheduler) -> None:
+    assert not lending.drain()
+
+
+def lending_port(params: dict[str, Any]) -> int:
+    return parse_ticket(params).port

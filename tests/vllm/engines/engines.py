@@ -260,6 +260,7 @@ def engine(
         num_blocks=None if producer else configuration.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,
+        env={"VLLM_SERVER_DEV_MODE": "1"},  # for resets of its cache
     )
 
 
