@@ -379,4 +379,3 @@ def _check_reader(reader: Reader) -> None:
         raise MessageError("reader.of", f"1 to {MAX_RANKS}", reader.of)
     if not 0 <= reader.rank < reader.of:
         raise MessageError("reader.rank", f"0 to {reader.of - 1}", reader.rank)
-

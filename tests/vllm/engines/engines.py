@@ -55,6 +55,12 @@ class Configuration:
         return f"{self.layout}-{'caching' if self.prefix_caching else 'plain'}"
 
 
+def _num_blocks(layout: str, prefix_caching: bool) -> int | None:
+    if not prefix_caching:
+        return 220
+    return 160 if layout == "BLHNC" else None
+
+
 CONFIGURATIONS = tuple(
     Configuration(
         layout,
@@ -62,8 +68,9 @@ CONFIGURATIONS = tuple(
         # Once with a worker in a process of its own, as engines of several ranks have.
         one_process=not (layout == "BHLNC" and prefix_caching),
         policy="fail" if prefix_caching else "recompute",
-        # Few enough blocks that 32 requests at once wait for each other's.
-        num_blocks=None if prefix_caching else 220,
+        # Few enough blocks that 32 requests at once wait for each other's, and once with prefix
+        # caching so few that requests are preempted.
+        num_blocks=_num_blocks(layout, prefix_caching),
         # Two layouts for checksums, one for a side channel with a secret.
         verify="off" if layout == "BHLNC" else "sample" if prefix_caching else "always",
         guarded=layout == "BHLNC",
@@ -78,6 +85,9 @@ CONFIGURATIONS = tuple(
 CORRUPTED_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BLHNC-plain")
 """Beside this pair run two decode engines that flip a byte of every pull: ``trusting``, which
 believes it, and ``verifying``, which compares checksums."""
+
+PREEMPTING = next(c for c in CONFIGURATIONS if str(c) == "BLHNC-caching")
+"""Its decode engine has prefix caching, and too few blocks for the requests that it admits."""
 
 WIDE_BESIDE = next(c for c in CONFIGURATIONS if str(c) == "BHLNC-caching")
 """Beside this pair runs ``wide``, an engine of two ranks that pulls from its prefill engine and

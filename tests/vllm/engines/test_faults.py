@@ -171,36 +171,6 @@ def test_a_decode_stopped_past_its_lease_believes_no_reused_block(
     assert fleet.hands_over(fleet.failing)
 
 
-# Asked to stop
-
-
-def test_sigterm_amid_20_hand_overs_loses_none(fleet: Fleet, prefill: Engine) -> None:
-    """An engine with `--shutdown-timeout` stays until what it lends is read; then it ends."""
-    prompts = [fleet.prompt(300 + number) for number in range(20)]
-    tickets = [fleet.lent(prompt) for prompt in prompts]
-    before = Client(fleet.decode.url).metrics()["pdconn:pulls_total"]
-    with ThreadPoolExecutor(20) as pool:
-        asked = [
-            pool.submit(ask, fleet.decode, prompt, ticket, 4)
-            for prompt, ticket in zip(prompts[:10], tickets[:10], strict=True)
-        ]
-        prefill.ask_to_stop()
-        stopping = time.monotonic()
-        time.sleep(LEASE_S / 8)
-        asked += [
-            pool.submit(ask, fleet.decode, prompt, ticket, 4)
-            for prompt, ticket in zip(prompts[10:], tickets[10:], strict=True)
-        ]
-        assert all(right(fleet, each.result(WAIT_S)) for each in asked)
-    pulled = Client(fleet.decode.url).metrics()["pdconn:pulls_total"] - before
-    assert pulled == 20, "some were recomputed: their leases were gone"
-    end = prefill.stop()
-    assert end is not None
-    assert (end.exit_code, end.killed) == (0, ())
-    assert time.monotonic() - stopping < prefill.spec.drain_s + LEASE_S
-    assert "pdconn: draining: leases=" in prefill.log.read_text()
-
-
 # Killed
 
 
@@ -373,3 +343,33 @@ def test_a_decode_killed_again_and_again_costs_prefill_nothing(
         assert fleet.serves(prefill)
         assert fleet.hands_over(fleet.decode)
     assert fleet.used(prefill, 2 * LEASE_S) == 0.0
+
+
+# Asked to stop
+
+
+def test_sigterm_amid_20_hand_overs_loses_none(fleet: Fleet, prefill: Engine) -> None:
+    """An engine with `--shutdown-timeout` stays until what it lends is read; then it ends."""
+    prompts = [fleet.prompt(300 + number) for number in range(20)]
+    tickets = [fleet.lent(prompt) for prompt in prompts]
+    before = Client(fleet.decode.url).metrics()["pdconn:pulls_total"]
+    with ThreadPoolExecutor(20) as pool:
+        asked = [
+            pool.submit(ask, fleet.decode, prompt, ticket, 4)
+            for prompt, ticket in zip(prompts[:10], tickets[:10], strict=True)
+        ]
+        prefill.ask_to_stop()
+        stopping = time.monotonic()
+        time.sleep(LEASE_S / 8)
+        asked += [
+            pool.submit(ask, fleet.decode, prompt, ticket, 4)
+            for prompt, ticket in zip(prompts[10:], tickets[10:], strict=True)
+        ]
+        assert all(right(fleet, each.result(WAIT_S)) for each in asked)
+    pulled = Client(fleet.decode.url).metrics()["pdconn:pulls_total"] - before
+    assert pulled == 20, "some were recomputed: their leases were gone"
+    end = prefill.stop()
+    assert end is not None
+    assert (end.exit_code, end.killed) == (0, ())
+    assert time.monotonic() - stopping < prefill.spec.drain_s + LEASE_S
+    assert "pdconn: draining: leases=" in prefill.log.read_text()

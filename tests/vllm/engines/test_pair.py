@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
-from pdconn.lab.compare import Answer
+from pdconn.lab.compare import Answer, compare, make_prompts
 from tests.vllm.engines.engines import (
     MAX_TOKENS,
+    PREEMPTING,
     WIDE_BESIDE,
     Expected,
     PdPair,
@@ -65,6 +66,34 @@ def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) 
     assert expected.mismatches(answers) == []
     pulled = pair.decode.metrics()["pdconn:pulls_total"] - before
     assert pulled >= len({prompt[:2] for prompt in prompts if len(prompt) > 1})  # no two alike
+
+
+@pytest.mark.only(layout=PREEMPTING.layout, prefix_caching=PREEMPTING.prefix_caching)
+def test_100_requests_at_a_decode_that_preempts_are_all_answered_right(
+    pair: PdPair, expected: Expected
+) -> None:
+    """A preempted request loses its blocks, and computes again what it had pulled."""
+    num_tokens = 60
+    prompts = make_prompts([80 + 2 * number for number in range(100)], seed=31)
+    expected.ask(prompts, num_tokens)
+    before = pair.decode.metrics()
+
+    def through(prompt: Prompt) -> Answer:
+        return prefill_then_decode(pair.prefill, pair.decode, prompt, num_tokens)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        seen = dict(zip(prompts, pool.map(through, prompts), strict=True))
+    after = pair.decode.metrics()
+    wrong = [
+        f"{len(prompt)} tokens: {found}"
+        for prompt, answer in seen.items()
+        if (found := compare(expected.answer(prompt, num_tokens), answer))
+    ]
+    assert wrong == []
+    assert len(seen) == 100
+    preempted = "vllm:num_preemptions_total"
+    assert after[preempted] - before.get(preempted, 0.0) > 0
+    assert after["pdconn:pulls_total"] - before.get("pdconn:pulls_total", 0.0) >= 100
 
 
 @pytest.mark.only(prefix_caching=False)
