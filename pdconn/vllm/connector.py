@@ -34,7 +34,7 @@ from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import join_vllm_log
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -58,6 +58,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefill-to-decode KV transfer by one-sided reads, for hybrid models."""
 
     _cache_hit_source = CacheHitSource.P2P
+
+    supports_sleep_mode = False
+    """vLLM 0.33 asks; :func:`check_supported` refuses it in 0.32 as well."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -84,6 +87,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 incarnation,
                 recompute=transfer.kv_load_failure_policy == "recompute",
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+                max_model_len=vllm_config.model_config.max_model_len,
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -121,6 +125,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._producer.unpin_freed()
         if self._consumer is not None:
             self._consumer.arrived(request)
+        else:
+            drop_wrong_params(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A pull restores every group that takes part in transfers."""
