@@ -7,7 +7,7 @@ the transport needs to import nixl or ucxx.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar, Self
 
 
@@ -49,9 +49,45 @@ def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """``value`` for an error text: its repr, shortened to ``limit`` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """``value`` for an error text: its repr, shortened to ``limit`` characters.
+
+    What a peer or a client sent may be of any size and depth; no more of it is looked at than
+    is shown.  An integer that is too long to be shown is given by its size, since Python
+    refuses to write one of more than 4300 digits.
+
+    >>> shown([1, "a", 10**5000])
+    "[1, 'a', <integer of 16610 bits>]"
+    """
+    text = ""
+    for piece in _pieces(value, limit):
+        text += piece
+        if len(text) > limit:
+            return text[: limit - 3] + "..."
+    return text
+
+
+def _pieces(value: object, limit: int) -> Iterator[str]:
+    """The repr of ``value`` from its beginning; every level of nesting adds a character."""
+    if type(value) is dict:
+        yield "{"
+        for number, (key, each) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _pieces(key, limit)
+            yield ": "
+            yield from _pieces(each, limit)
+        yield "}"
+    elif type(value) is list:
+        yield "["
+        for number, each in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(each, limit)
+        yield "]"
+    elif type(value) is int and value.bit_length() > 4 * limit:
+        yield f"<integer of {value.bit_length()} bits>"
+    elif isinstance(value, str | bytes):
+        yield repr(value[: limit + 1])
+    else:
+        yield repr(value)
 
 
 class TransportError(Exception):

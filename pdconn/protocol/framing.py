@@ -31,6 +31,8 @@ def frame(body: bytes) -> bytes:
 class Frames:
     """Splits a byte stream into frames with bodies of at most ``max_nbytes``.
 
+    ``max_later`` is the limit of all bodies but the first, where that is another.
+
     Attributes:
         unfinished: bytes of a frame that has not arrived whole.
 
@@ -42,8 +44,9 @@ class Frames:
         [b'two']
     """
 
-    def __init__(self, max_nbytes: int) -> None:
+    def __init__(self, max_nbytes: int, max_later: int | None = None) -> None:
         self._max_nbytes = max_nbytes
+        self._max_later = max_nbytes if max_later is None else max_later
         self.unfinished = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -75,7 +78,7 @@ class Frames:
             if nbytes < end:
                 break
             bodies.append(_checked(stream[body - _CRC : body], bytes(stream[body:end])))
-            start = end
+            start, self._max_nbytes = end, self._max_later
         return bodies, start
 
 

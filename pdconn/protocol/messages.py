@@ -255,12 +255,15 @@ FromReader = Hello | Describe | Claim | Renew | ChecksumRequest | Confirm | Done
 PullReply = Granted | Confirmed | Refused | Checksum | ChecksumUnavailable
 """What a lender says to one pull."""
 
-FromLender = Welcome | Described | Rejected | PullReply
+ToReader = Welcome | Rejected | PullReply
+ToTool = Described | Rejected
+FromLender = ToReader | ToTool
 
 _WITH_TICKET = (Claim, Confirm, Done)
 _encoder = msgspec.msgpack.Encoder()
 _from_reader = msgspec.msgpack.Decoder(list[FromReader])
-_from_lender = msgspec.msgpack.Decoder(list[FromLender])
+_to_reader = msgspec.msgpack.Decoder(list[ToReader])
+_to_tool = msgspec.msgpack.Decoder(list[ToTool])
 
 
 def encode_frames(
@@ -304,13 +307,15 @@ def decode_from_reader(body: bytes) -> list[FromReader]:
     return messages
 
 
-def decode_from_lender(body: bytes) -> list[FromLender]:
-    """The messages of a prefill engine.
+def decode_from_lender(body: bytes, to_tool: bool = False) -> list[FromLender]:
+    """The messages of a prefill engine to a decode engine, or to an operator's tool.
+
+    What is meant for the other one is refused by its tag, before the rest of it is decoded.
 
     Raises:
         MessageError: not a list of known messages, or a value out of bounds.
     """
-    messages: list[FromLender] = _decoded(_from_lender, body)
+    messages: list[FromLender] = _decoded(_to_tool if to_tool else _to_reader, body)
     for message in messages:
         if isinstance(message, Welcome | Described):
             check_geometry(message)

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pdconn.lifecycle.peer import PeerState
 from pdconn.puller.peers import Peer, PeerTable
 from pdconn.sidechannel.connection import Connection
-from pdconn.sidechannel.dial import MAX_WELCOME, Address, connecting_to, literal_address, resolve
+from pdconn.sidechannel.dial import (
+    MAX_REPLIES,
+    MAX_WELCOME,
+    Address,
+    connecting_to,
+    literal_address,
+    resolve,
+)
 from pdconn.sidechannel.security import Security, Unprotected
 
 MAX_LOOKUPS = 32
@@ -95,7 +102,8 @@ class SocketDialer:
     def _open(self, peer: Peer, address: Address) -> None:
         host, port = peer.key.host, peer.key.port
         policy = self._security.for_reader(host, f"{host}:{port}")
-        connection = Connection(connecting_to(address), MAX_WELCOME, policy=policy)
+        sock = connecting_to(address)
+        connection = Connection(sock, MAX_WELCOME, policy=policy, max_later=MAX_REPLIES)
         connection.watch(self._selector, peer, connecting=True)
         peer.wire = connection
 

@@ -38,6 +38,7 @@ class Connection:
         max_frame: longest frame accepted, in bytes.
         max_unsent: bytes that may wait to be sent.
         policy: from :class:`pdconn.sidechannel.security.Security`; None trusts any peer.
+        max_later: longest frame accepted after the first, where that is less.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class Connection:
         max_frame: int,
         max_unsent: int = MAX_UNSENT,
         policy: AuthPolicy | None = None,
+        max_later: int | None = None,
     ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = sock
-        self._session = SecureSession(max_frame, policy)
+        self._session = SecureSession(max_frame, policy, max_later)
         self._max_unsent = max_unsent
         self._selector: selectors.BaseSelector | None = None
         self._data: object = None

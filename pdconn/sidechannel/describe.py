@@ -54,7 +54,7 @@ def describe(
 
 
 def _described(body: bytes) -> Described:
-    messages = decode_from_lender(body)
+    messages = decode_from_lender(body, to_tool=True)
     if len(messages) != 1:
         raise MessageError("answer", "one message", len(messages))
     message = messages[0]

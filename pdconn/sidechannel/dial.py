@@ -8,8 +8,11 @@ import os
 import socket
 from typing import Any
 
-MAX_WELCOME = 1 << 24
-"""Bytes of a Welcome: some 4000 ranks of 60 layers each."""
+MAX_WELCOME = 1 << 21
+"""Bytes of a Welcome: some 200 ranks of 60 layers each.  Decoding as many takes 0.2 s."""
+
+MAX_REPLIES = 1 << 20
+"""Bytes of a frame after a Welcome; lenders cut their replies at half of it."""
 
 Address = tuple[socket.AddressFamily, Any]
 

@@ -85,20 +85,25 @@ class SecureSession:
         max_frame: longest message accepted, in bytes; until the peer is authenticated,
             frames are limited to 1 KiB.
         policy: None trusts any peer.
+        max_later: longest message accepted after the first; ``max_frame`` unless given.
 
     Attributes:
         out: bytes to send; the owner removes what it has sent.
         awaits_bytes: whether the handshake, or what arrived of a frame, is unfinished.
     """
 
-    def __init__(self, max_frame: int, policy: AuthPolicy | None) -> None:
+    def __init__(
+        self, max_frame: int, policy: AuthPolicy | None, max_later: int | None = None
+    ) -> None:
         self._awaits_reader = isinstance(policy, LenderAuthPolicy)
         self._tls: Tls | None = None
         self._auth: LenderAuth | ReaderAuth | None = None
         if policy is not None:
             self._tls, self._auth = policy.open()
         self._handshake = Frames(MAX_HANDSHAKE_NBYTES)
-        self._frames = Frames(max_frame + (TAG_NBYTES if self._auth is not None else 0))
+        sealed = TAG_NBYTES if self._auth is not None else 0
+        later = max_frame if max_later is None else max_later
+        self._frames = Frames(max_frame + sealed, later + sealed)
         self._held: list[bytes] = []
         self._first = b""
         self._has_sent = self._has_received = False

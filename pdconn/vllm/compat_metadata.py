@@ -8,6 +8,7 @@ different places.
 from __future__ import annotations
 
 import os
+from itertools import groupby
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -30,13 +31,31 @@ def block_traits(config: VllmConfig, layers: dict[str, Any], enforce: bool) -> d
     if not enforce:
         return {}
     model = config.model_config
-    shape = {name: getattr(model.hf_text_config, name, None) for name in _SHAPE}
+    layer_configs = _layer_configs(model.hf_text_config)
+    shape = {name: _of_layers([getattr(c, name, None) for c in layer_configs]) for name in _SHAPE}
     return {
         "model": os.path.basename(os.path.normpath(str(model.model))),
-        **{f"model.{name}": str(value)[:MAX_TEXT] for name, value in shape.items()},
+        **{f"model.{name}": value[:MAX_TEXT] for name, value in shape.items()},
         "kv_dtype": f"{config.cache_config.cache_dtype}/{model.dtype}",
         "block_content": _content(layers),
     }
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer where layers differ; else the one of all.
+
+    ``transformers`` raises when a whole model is asked for what differs between its layers.
+    """
+    differ = getattr(config, "is_heterogeneous", False)
+    return list(config.per_layer_config) if differ else [config]
+
+
+def _of_layers(values: list[Any]) -> str:
+    """The value of all layers, or each with how many layers in a row have it: ``256 x5, 512``."""
+    runs = [(str(value), len(list(run))) for value, run in groupby(values)]
+    if len(runs) == 1:
+        return runs[0][0]
+    return ", ".join(value if count == 1 else f"{value} x{count}" for value, count in runs)
 
 
 def _content(layers: dict[str, Any]) -> str:

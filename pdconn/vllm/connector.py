@@ -34,7 +34,7 @@ from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -59,6 +59,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
 
+    supports_sleep_mode = False
+    """vLLM 0.33 asks; :func:`check_supported` refuses it in 0.32 as well."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -80,14 +83,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.is_kv_producer:
             self._shutdown.watch()
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self._producer = ProducerScheduler(
-                settings, transfer.engine_id, incarnation, sizes, drain_s(vllm_config)
-            )
+            self._producer = ProducerScheduler(settings, transfer.engine_id, incarnation, sizes)
+            self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
             self._consumer = ConsumerScheduler(
                 incarnation,
                 recompute=transfer.kv_load_failure_policy == "recompute",
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+                max_model_len=vllm_config.model_config.max_model_len,
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -125,6 +128,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._producer.unpin_freed()
         if self._consumer is not None:
             self._consumer.arrived(request)
+        else:
+            drop_wrong_params(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A pull restores every group that takes part in transfers."""
@@ -175,7 +180,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether an engine that was asked to stop must wait for what it lends."""
         if self._producer is None or not self._shutdown.is_requested:
             return False
-        return self._producer.drain()
+        return self._producer.drain(self._drain_s)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -14,20 +14,19 @@ consumed by then: it waits likewise, or computes for itself.
 from __future__ import annotations
 
 import logging
-import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.ticket import Ticket, parse_ticket, trimmed
+from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
+from transport.errors import shown
 
 log = logging.getLogger(__name__)
 
-_CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 _REMEMBERED = 4096
 
 
@@ -59,12 +58,16 @@ class ConsumerScheduler:
         recompute: whether the engine recomputes what cannot be pulled; otherwise
             such requests fail.
         prefix_caching: whether a finished pull can be hit by the next request.
+        max_model_len: tokens of the longest prompt that the engine takes.
     """
 
-    def __init__(self, incarnation: str, recompute: bool, prefix_caching: bool) -> None:
+    def __init__(
+        self, incarnation: str, recompute: bool, prefix_caching: bool, max_model_len: int
+    ) -> None:
         self._incarnation = incarnation
         self._recompute = recompute
         self._prefix_caching = prefix_caching
+        self._max_model_len = max_model_len
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
@@ -75,16 +78,22 @@ class ConsumerScheduler:
         return len(self._tracked)
 
     def arrived(self, request: Any) -> None:
-        """A request entered the engine; claim its ticket if it has one."""
+        """A request entered the engine; claim its ticket if it has one.
+
+        Clients write ``kv_transfer_params``, which may be anything.  What is no dict, and what
+        is no ticket, is a wrong ticket: it costs its own request what the policy says.
+        """
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not params or (isinstance(params, dict) and not params.get("do_remote_prefill")):
             return
-        parent = _parent(request.request_id)
+        parent = parent_of(request.request_id)
         try:
-            ticket = parse_ticket(params)
+            ticket = parse_ticket(params, max_blocks_for(self._num_tokens(request)))
         except TicketError as error:
             self._tracked[request.request_id] = _Tracked(None, str(error), parent)
-            log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, error)
+            log.warning("pdconn: ticket of %s is wrong: %s", shown(request.request_id), error)
+            if not isinstance(params, dict):  # vLLM asks it next, and we ask it later
+                request.kv_transfer_params = {"do_remote_prefill": True}
             return
         tracked = self._tracked[request.request_id] = _Tracked(ticket, None, parent)
         if self._was_started(ticket, parent):
@@ -165,6 +174,15 @@ class ConsumerScheduler:
         commands, self._commands = self._commands, []
         return commands
 
+    def _num_tokens(self, request: Any) -> int:
+        """Tokens of the prompt that the ticket of ``request`` is for, at most.
+
+        For a request that the frontend rejected vLLM sends one of a single token, with the
+        ticket, so that it is given back.
+        """
+        rejected = getattr(request, "abort_immediately", False)
+        return self._max_model_len if rejected else int(request.num_prompt_tokens)
+
     def _check(self, request: Any, tracked: _Tracked) -> None:
         """Compare ticket and prompt, once, and only if something is to be pulled."""
         if tracked.checked or tracked.ticket is None:
@@ -172,7 +190,8 @@ class ConsumerScheduler:
         tracked.checked = True
         tracked.problem = _problem(request, tracked.ticket)
         if tracked.problem is not None:
-            log.warning("pdconn: ticket of %s is wrong: %s", request.request_id, tracked.problem)
+            name = shown(request.request_id)
+            log.warning("pdconn: ticket of %s is wrong: %s", name, tracked.problem)
 
     def _fail(self, request_id: str, tracked: _Tracked) -> None:
         self._tracked[request_id] = tracked
@@ -207,12 +226,6 @@ class ConsumerScheduler:
 
 def _key(ticket: Ticket) -> tuple[str, str]:
     return ticket.incarnation, ticket.request_id
-
-
-def _parent(request_id: str) -> str | None:
-    """Best-of-n children are named ``<index>_<parent>`` by vLLM."""
-    child = _CHILD.fullmatch(request_id)
-    return child.group(1) if child else None
 
 
 def _problem(request: Any, ticket: Ticket) -> str | None:

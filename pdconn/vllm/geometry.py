@@ -9,6 +9,7 @@ check that this module and the engine agree on every stride.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -55,7 +56,7 @@ def kv_cache_references(
     kv_caches: dict[str, torch.Tensor],
     *,
     layout: str,
-    total_kv_heads: int | None,
+    total_kv_heads: Callable[[str], int | None],
     tp_rank: int,
     tp_size: int,
     opaque_tokens: bool,
@@ -66,8 +67,8 @@ def kv_cache_references(
         config: the worker's KV cache configuration.
         kv_caches: the registered views, ``[B, H, N, C]`` by layer name.
         layout: the resolved layout's name.
-        total_kv_heads: KV heads of every layer of the whole model, before tensor
-            parallelism; None when its layers differ.
+        total_kv_heads: gives a layer's KV heads in the whole model, before tensor
+            parallelism; None where they are not known.
         opaque_tokens: whether the backend packs tokens inside a head's block, as
             vLLM's CPU kernels do, so that a block can only move whole.
 
@@ -84,7 +85,7 @@ def kv_cache_references(
             if name not in placed:
                 continue  # shares another layer's cache, and that one is described
             spec = _layer_spec(specs, name)
-            first_head = _first_head(spec, total_kv_heads, tp_rank, tp_size)
+            first_head = _first_head(spec, total_kv_heads(name), tp_rank, tp_size)
             chunk = _chunk(spec, layout, placed[name], first_head, opaque_tokens)
             layers.append(_layer(name, placed[name], kv_caches[name], config, chunk))
         kind, window = _kind(_layer_spec(specs, group.layer_names[0]))
@@ -92,10 +93,19 @@ def kv_cache_references(
     return build_kv_cache_references(groups)
 
 
-def total_kv_heads(model: Any) -> int | None:
-    """KV heads of a layer of the whole model; None when its config names several numbers."""
+def total_kv_heads(model: Any, layer: str) -> int | None:
+    """KV heads of ``layer`` in the whole model; None when its config names several numbers.
+
+    Where layers differ and ``transformers`` says so (Gemma 4), its config refuses to name one
+    number, and vLLM knows every layer's.  A drafter's layers come after the model's.
+    """
     if model.use_mla:
         return 1
+    arch = model.model_arch_config
+    if getattr(arch, "per_layer_overrides", None) is not None:
+        index = next(int(part) for part in layer.split(".") if part.isdecimal())
+        of_the_model = index < arch.total_num_hidden_layers
+        return int(arch[index].total_num_kv_heads) if of_the_model else None
     total: int = model.get_total_num_kv_heads()
     names = [name for name in vars(model.hf_text_config) if name.endswith(_HEAD_COUNTS)]
     counts = {getattr(model.hf_text_config, name) for name in names} - {None}

@@ -12,23 +12,31 @@ blocks as used until then.
 A reset clears KV that may be wrong from then on, as after new weights, so nothing lent before it
 may be read after it: everything lent is taken back first.  An engine that was asked to stop
 lends on until its leases have ended, if it was given time for that.
+
+vLLM makes a request of each answer of a best-of-n request (``n > 1``), and shows the client
+the ticket of the child that finishes last.  Which one that is, and how many there are, the
+engine does not know.  So the first child that finishes is lent, and its siblings, which have
+the same prompt, return its ticket.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdconn.integrity.lent import LentSums
 from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
+from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import Welcome
-from pdconn.protocol.ticket import BlockList, Ticket, trimmed
+from pdconn.protocol.ticket import BlockList, Ticket, check_block_count, max_blocks_for, trimmed
 from pdconn.puller.verification import Verify
+from pdconn.sidechannel.clock import steady
 from pdconn.vllm.config import Settings
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prompt_digest
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
+from transport.errors import shown
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +47,48 @@ _LOOK_S = 0.02
 """A draining engine looks that often whether its leases have ended, instead of spinning."""
 
 
+def drop_wrong_params(request: Any) -> None:
+    """Serve a request whose ``kv_transfer_params`` are no dict as if it had none.
+
+    Clients write them; vLLM looks into them after us, and we do at the request's end.
+    """
+    params = request.kv_transfer_params
+    if params is not None and not isinstance(params, dict):
+        error = TicketError("kv_transfer_params", "an object", params)
+        log.warning("pdconn: ignored: %s request=%s", error, shown(request.request_id))
+        request.kv_transfer_params = None
+
+
+class SharedTickets:
+    """Tickets that the children of best-of-n requests share, while they are lent."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[str, tuple[Ticket, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def find(self, request_id: str, prompt: str, now: float) -> Ticket | None:
+        """The ticket of a sibling with the same prompt, unless it is too old to be shared."""
+        parent = parent_of(request_id)
+        if parent is None or parent not in self._tickets:
+            return None
+        ticket, until = self._tickets[parent]
+        return ticket if ticket.prompt == prompt and now < until else None
+
+    def add(self, ticket: Ticket, until: float) -> None:
+        """Siblings that finish before ``until`` share ``ticket``."""
+        parent = parent_of(ticket.request_id)
+        if parent is not None:
+            self._tickets[parent] = ticket, until
+
+    def forget(self, request_id: str) -> None:
+        """The lease of ``request_id`` has ended."""
+        parent = parent_of(request_id)
+        if parent in self._tickets and self._tickets[parent][0].request_id == request_id:
+            del self._tickets[parent]
+
+
 class ProducerScheduler:
     """Leases of one prefill engine.
 
@@ -47,7 +97,7 @@ class ProducerScheduler:
         engine_id: the engine's name in tickets.
         incarnation: this boot's name in tickets.
         sizes: TP and PP size, put in tickets for proxies that look.
-        drain_s: how long an engine that was asked to stop waits for its leases.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -56,17 +106,18 @@ class ProducerScheduler:
         engine_id: str,
         incarnation: str,
         sizes: tuple[int, int],
-        drain_s: float = 0.0,
+        clock: Callable[[], float] = steady,
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._sizes = sizes
-        self._drain_s = drain_s
         self._drains_until: float | None = None
         self._lender: Lender | None = None
         self._pool: Any = None
+        self._clock = clock
         self._pinned: dict[str, list[Any]] = {}
+        self._shared = SharedTickets()
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
 
     def bind(self, block_pool: Any) -> None:
@@ -104,29 +155,24 @@ class ProducerScheduler:
         if request.request_id in self._pinned:
             log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
-        if has_embeddings(request):
-            log.warning("pdconn: not lent: %s: request=%s", EMBEDDINGS, request.request_id)
+        try:
+            ticket = self._ticket(request, tuple(trimmed(ids) for ids in block_ids))
+        except TicketError as error:  # decode would refuse it, and it would be lent in vain
+            log.warning("pdconn: not lent: %s request=%s", error, shown(request.request_id))
             return None
+        now, ttl_s = self._clock(), self._settings.kv_lease_duration
+        shared = self._shared.find(request.request_id, ticket.prompt, now)
+        if shared is not None:
+            return shared.to_params(*self._sizes)
         held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
         self._pool.touch(held)
         self._pinned[request.request_id] = held
-        blocks = tuple(trimmed(ids) for ids in block_ids)
-        ticket = Ticket(
-            self._engine_id,
-            self._incarnation,
-            request.request_id,
-            self._settings.side_channel_host,
-            self._settings.side_channel_port,
-            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
-            prompt_digest(request),
-            blocks,
-        )
-        ttl_s = self._settings.kv_lease_duration
+        self._shared.add(ticket, now + ttl_s / 2)
         self._lender.lend(request.request_id, ticket.digest(), ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
             terms = Terms(request.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
-            self._to_sum.append((terms, blocks))
+            self._to_sum.append((terms, ticket.blocks))
         return ticket.to_params(*self._sizes)
 
     def unpin_freed(self) -> None:
@@ -137,6 +183,7 @@ class ProducerScheduler:
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             # Tail first, so that the head of a prefix stays cached the longest.
             self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
+            self._shared.forget(lease.request)
 
     def take_back(self) -> None:
         """End every lease and unpin its blocks.  Only on the engine's thread, which waits.
@@ -158,18 +205,19 @@ class ProducerScheduler:
         if not self._unpinned_within(_RESET_S):
             log.error("pdconn: cache reset: still lent: leases=%d", len(self._pinned))
 
-    def drain(self) -> bool:
+    def drain(self, at_most_s: float) -> bool:
         """Whether an engine that was asked to stop must still wait for its leases.
 
-        Waits a little itself, since vLLM asks again at once.  Only on the engine's thread.
+        ``at_most_s`` counts from the first call.  Waits a little itself, since vLLM asks again
+        at once.  Only on the engine's thread.
         """
         self.unpin_freed()
         if not self._pinned:
             return False
-        now = time.monotonic()
+        now = self._clock()
         if self._drains_until is None:
-            self._drains_until = now + self._drain_s
-            log.info("pdconn: draining: leases=%d at_most_s=%g", len(self._pinned), self._drain_s)
+            self._drains_until = now + at_most_s
+            log.info("pdconn: draining: leases=%d at_most_s=%g", len(self._pinned), at_most_s)
         if now >= self._drains_until:
             log.warning("pdconn: stopping with leases unread: leases=%d", len(self._pinned))
             return False
@@ -203,3 +251,24 @@ class ProducerScheduler:
         if self._lender is not None:
             self._lender.close()
             self._lender = None
+
+    def _ticket(self, request: Any, blocks: tuple[BlockList, ...]) -> Ticket:
+        """The ticket for a finished request.
+
+        Raises:
+            TicketError: decode would refuse it.
+        """
+        if has_embeddings(request):
+            raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
+        most = max_blocks_for(request.num_prompt_tokens)
+        check_block_count(sum(len(group.ids) for group in blocks), most)
+        return Ticket(
+            self._engine_id,
+            self._incarnation,
+            request.request_id,
+            self._settings.side_channel_host,
+            self._settings.side_channel_port,
+            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
+            prompt_digest(request),
+            blocks,
+        )

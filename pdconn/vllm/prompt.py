@@ -8,6 +8,7 @@ rather than answered with another prompt's KV.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ import msgspec
 _HEX = 32
 _TOKENS = msgspec.msgpack.Encoder(enc_hook=int)
 """Of a kind that msgpack does not know, such as numpy's, a token is still a number."""
+
+_CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 
 EMBEDDINGS = "prompts given as embeddings are not handed over"
 
@@ -37,3 +40,13 @@ def prompt_digest(request: Any) -> str:
     for feature in getattr(request, "mm_features", None) or ():
         digest.update(f"|{feature.identifier}".encode())
     return digest.hexdigest()[:_HEX]
+
+
+def parent_of(request_id: str) -> str | None:
+    """The request that a best-of-n child belongs to, or None.
+
+    vLLM makes a request of each answer, and names it ``<index>_<parent>``.  Its number of
+    siblings is not known in the engine.
+    """
+    child = _CHILD.fullmatch(request_id)
+    return child.group(1) if child else None

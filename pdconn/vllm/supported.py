@@ -13,14 +13,25 @@ _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_s
 
 
 def check_supported(config: VllmConfig) -> None:
+    """Refuse what would be answered wrongly, or not as the user asked for.
+
+    Raises:
+        ConfigError: naming what was expected and what came.
+    """
+    _check_blocks(config)
+    _check_memory(config)
+    outputs = getattr(config, "aux_output_config", None)
+    if getattr(outputs, "enable_return_routed_experts", False):
+        hint = "decode does not compute the prompt, so it cannot tell its experts"
+        raise ConfigError("enable_return_routed_experts", False, True, hint)
+
+
+def _check_blocks(config: VllmConfig) -> None:
     """Whether one block id means the same rows on every rank, in one pool of blocks.
 
     Under context parallelism it does not: a block's tokens are spread over ranks, and
     the ranks of one stage hold different tokens under equal ids.  HiSparse keeps its
     source blocks in a pool of its own on the host.
-
-    Raises:
-        ConfigError: naming what was expected and what came.
     """
     for name in _CONTEXT_PARALLEL:
         size = getattr(config.parallel_config, name, 1)
@@ -31,3 +42,17 @@ def check_supported(config: VllmConfig) -> None:
     if getattr(attention, "hisparse_config", None) is not None:
         hint = "pdconn cannot lend blocks of its host pool yet"
         raise ConfigError("attention_config.hisparse_config", "none", "one", hint)
+
+
+def _check_memory(config: VllmConfig) -> None:
+    """Whether KV memory is registered where it is, and stays where it was registered.
+
+    An engine that sleeps unmaps its KV memory, and maps other pages when it wakes.
+    """
+    if config.model_config.enable_sleep_mode:
+        hint = "peers would read memory that was unmapped"
+        raise ConfigError("enable_sleep_mode", False, True, hint)
+    device, buffer = config.device_config.device_type, config.kv_transfer_config.kv_buffer_device
+    if buffer == "cpu" != device:
+        hint = "pdconn registers KV memory where it is, without buffers on the host"
+        raise ConfigError("kv_buffer_device", device, buffer, hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -259,7 +260,7 @@ class PdWorker:
             self._kv_cache_config,
             kv_caches,
             layout=layout.name,
-            total_kv_heads=total_kv_heads(model),
+            total_kv_heads=partial(total_kv_heads, model),
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
             opaque_tokens=self._config.device_config.device_type == "cpu",

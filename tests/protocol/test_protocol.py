@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,10 +15,13 @@ from hypothesis import strategies as st
 
 from pdconn.protocol.errors import FrameError, MessageError, TicketError
 from pdconn.protocol.framing import Frames, frame
+from pdconn.protocol.limits import MAX_TEXT
 from pdconn.protocol.messages import (
+    PROTOCOL_VERSION,
     Claim,
     Confirm,
     Confirmed,
+    Described,
     Done,
     Granted,
     Hello,
@@ -34,6 +40,7 @@ from pdconn.protocol.ticket import (
     BlockList,
     Ticket,
     block_digest,
+    max_blocks_for,
     parse_ticket,
     trimmed,
 )
@@ -141,6 +148,14 @@ def test_a_long_frame_is_refused_by_its_length_alone() -> None:
         Frames(max_nbytes=64).feed((69).to_bytes(4, "big"))
 
 
+def test_later_frames_may_have_another_limit() -> None:
+    """Without one, each frame after a Welcome may be as long as a Welcome."""
+    frames = Frames(max_nbytes=64, max_later=8)
+    assert frames.feed(frame(b"w" * 64) + frame(b"12345678")) == [b"w" * 64, b"12345678"]
+    with pytest.raises(FrameError, match="4 to 12, got 13"):
+        frames.feed(frame(b"123456789"))
+
+
 def test_a_body_with_one_wrong_bit_is_refused() -> None:
     sent = frame(b"body")
     for bit in range(32, 8 * len(sent)):
@@ -149,6 +164,38 @@ def test_a_body_with_one_wrong_bit_is_refused() -> None:
         with pytest.raises(FrameError, match="CRC"):
             Frames(max_nbytes=64).feed(bytes(corrupted))
     assert Frames(max_nbytes=64).feed(sent) == [b"body"]
+
+
+def described() -> Described:
+    return Described(PROTOCOL_VERSION, "p", "boot", {}, (geometry(),))
+
+
+def test_each_side_is_told_what_is_meant_for_it_alone() -> None:
+    welcome = encode([Welcome.of("p", "boot", {}, (geometry(),))])
+    assert decode_from_lender(encode([described()]), to_tool=True) == [described()]
+    for body, to_tool in ((encode([described()]), False), (welcome, True)):
+        with pytest.raises(MessageError, match="message: expected a list of known messages"):
+            decode_from_lender(body, to_tool)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def test_a_description_is_refused_without_being_decoded() -> None:
+    """One of 12 MB held decode's interpreter for 0.8 s, and was then of no use to it."""
+    ranks = (geometry(),) * 4000
+    body = encode([Described(PROTOCOL_VERSION, "p", "boot", {}, ranks)])
+    assert len(body) > 1 << 20
+
+    def refused() -> None:
+        with pytest.raises(MessageError):
+            decode_from_lender(body)
+
+    whole_s = seconds(lambda: decode_from_lender(body, to_tool=True))
+    assert seconds(refused) < whole_s / 10
 
 
 def test_a_ticket_survives_the_proxy() -> None:
@@ -218,6 +265,79 @@ def test_a_wrong_ticket_names_the_field_what_was_expected_and_seen(
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: expected ")
     assert ", got " in str(caught.value)
+
+
+@pytest.mark.parametrize("params", [None, 0, 1, "", "a ticket", [], [ticket().to_params(1, 1)]])
+def test_a_ticket_that_is_no_object_is_refused(params: object) -> None:
+    """Without the check, ``"do_remote_prefill" in params`` and the like end the engine's step."""
+    with pytest.raises(TicketError, match="kv_transfer_params: expected an object, got"):
+        parse_ticket(params)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [10**5000, [[[[[]]]]] * 1000, {"a": {"b": 1e308}}, float("nan"), "\u200b" * 600],
+    ids=["an integer", "lists", "an object", "no number", "a text"],
+)
+@pytest.mark.parametrize(
+    "field",
+    ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_num_tokens"],
+)
+def test_a_value_of_any_size_is_a_typed_error_of_one_line(field: str, wrong: object) -> None:
+    """The text of an integer of more than 4300 digits raised ValueError in the engine's step."""
+    for changed in (_with(**{field: wrong}), _with(remote_block_ids=[[wrong], [5]])):
+        with pytest.raises(TicketError) as caught:
+            parse_ticket(changed)
+        assert len(str(caught.value)) < 250
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"request_id": "r" * (MAX_TEXT + 1)}, "remote_request_id"),
+        ({"request_id": "r\u200b"}, "remote_request_id"),
+        ({"request_id": ""}, "remote_request_id"),
+        ({"engine_id": "a\nb"}, "remote_engine_id"),
+        ({"host": ""}, "remote_host"),
+        ({"port": 0}, "remote_port"),
+        ({"num_tokens": -1}, "remote_num_tokens"),
+    ],
+)
+def test_a_ticket_that_would_be_refused_cannot_be_made(change: dict[str, Any], field: str) -> None:
+    """Or prefill lends what decode refuses, and pins it for a whole lease."""
+    with pytest.raises(TicketError) as caught:
+        replace(ticket(), **change)
+    assert caught.value.field == field
+
+
+def many_blocks(count: int) -> dict[str, Any]:
+    return _with(remote_block_ids=[list(range(1, count)), [5]])
+
+
+def test_a_prompt_bounds_the_blocks_of_its_ticket() -> None:
+    most = max_blocks_for(1000)
+    assert parse_ticket(many_blocks(most), most).blocks[0].ids[-1] == most - 1
+    with pytest.raises(TicketError, match=f"remote_block_ids: expected at most {most} blocks"):
+        parse_ticket(many_blocks(most + 1), most)
+
+
+def test_a_ticket_of_too_many_blocks_is_refused_before_they_are_looked_at() -> None:
+    """Four million ids held decode's engine for 1 to 2 s."""
+    params = many_blocks(1 << 20)
+
+    def refused() -> None:
+        with pytest.raises(TicketError, match="remote_block_ids: expected at most"):
+            parse_ticket(params, max_blocks_for(1000))
+
+    assert seconds(refused) < seconds(lambda: parse_ticket(params)) / 20
+
+
+@pytest.mark.parametrize("tokens", [1, 4096, 131_072, 1 << 20])
+@pytest.mark.parametrize("groups", [1, 7, 60])
+def test_what_engines_lend_is_within_the_bound(tokens: int, groups: int) -> None:
+    """Blocks of 16 tokens in every group, each rounded up."""
+    assert groups * -(-tokens // 16) <= max_blocks_for(tokens)
 
 
 def test_holes_at_the_head_are_trimmed() -> None:

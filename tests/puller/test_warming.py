@@ -350,10 +350,10 @@ def _warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("changed", ["engine_id", "incarnation"])
 @pytest.mark.parametrize("name", ["", "x" * 10_000, "a\nb"], ids=["none", "long", "two lines"])
 def test_a_name_that_is_none_is_refused_when_it_is_heard(changed: str, name: str) -> None:
-    for answer in (welcome, described):
-        decode_from_lender(answer())
+    for answer, to_tool in ((welcome, False), (described, True)):
+        decode_from_lender(answer(), to_tool)
         with pytest.raises(MessageError, match=changed):
-            decode_from_lender(answer(**{changed: name}))
+            decode_from_lender(answer(**{changed: name}), to_tool)
 
 
 def test_a_silent_lender_is_left_in_time() -> None:

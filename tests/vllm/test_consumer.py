@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 
 PROMPT = list(range(100, 140))
+MAX_MODEL_LEN = 100_000
 BLOCKS = ([1, 2, 3], [0, 5, 6])
 
 
@@ -37,7 +39,7 @@ def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) ->
 
 
 def consumer(recompute: bool = False, prefix_caching: bool = False) -> ConsumerScheduler:
-    return ConsumerScheduler("here", recompute, prefix_caching)
+    return ConsumerScheduler("here", recompute, prefix_caching, max_model_len=MAX_MODEL_LEN)
 
 
 def kinds(commands: list[Command]) -> list[type[Command]]:
@@ -161,6 +163,62 @@ def test_a_wrong_ticket_is_recomputed_when_that_is_the_policy() -> None:
     side.allocated(asked, BLOCKS, 0)
     assert side.take_commands() == []
     assert len(side) == 0
+
+
+NO_DICT = ["a ticket", 7, 10**5000, 1.5, [{"do_remote_prefill": True}], True]
+
+
+@pytest.mark.parametrize("params", NO_DICT, ids=lambda params: type(params).__name__)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_parameters_that_are_no_dict_are_a_wrong_ticket(
+    params: object, recompute: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They ended the engine's step: ``'str' object has no attribute 'get'``."""
+    side, asked = consumer(recompute), request()
+    asked.kv_transfer_params = params
+    with caplog.at_level(logging.WARNING, logger="pdconn"):
+        side.arrived(asked)
+    assert asked.kv_transfer_params.get("do_remote_prefill"), "vLLM asks a dict next"
+    assert side.matched(asked, 0) == ((0, False) if recompute else (39, True))
+    side.allocated(asked, BLOCKS, 0 if recompute else 39)
+    assert kinds(side.take_commands()) == ([] if recompute else [FailPull])
+    side.reported("d")
+    assert len(side) == 0
+    [line] = caplog.messages
+    assert line.startswith("pdconn: ticket of 'd' is wrong: kv_transfer_params: expected an object")
+    assert len(line) < 250
+
+
+@pytest.mark.parametrize("params", [None, {}, "", [], 0], ids=repr)
+def test_no_parameters_are_no_ticket(params: object) -> None:
+    side, asked = consumer(), request()
+    asked.kv_transfer_params = params
+    side.arrived(asked)
+    assert len(side) == 0
+
+
+def blocks_listed(count: int) -> dict[str, Any]:
+    return {"remote_block_ids": [list(range(1, count)), [1]]}
+
+
+def test_a_ticket_of_more_blocks_than_its_prompt_can_have_is_wrong() -> None:
+    """Of a prompt of 40 tokens; one of millions of ids held the engine for seconds."""
+    side, asked = consumer(), request(**blocks_listed(100_000))
+    side.arrived(asked)
+    side.matched(asked, 0)
+    side.allocated(asked, BLOCKS, 39)
+    [failed] = side.take_commands()
+    assert isinstance(failed, FailPull)
+    assert failed.reason == "remote_block_ids: expected at most 4256 blocks, got 100000"
+
+
+def test_a_rejected_request_gives_the_ticket_of_a_long_prompt_back() -> None:
+    """vLLM sends one token in its stead; judged by that, its lease would wait for its end."""
+    side, asked = consumer(), request(prompt=[0], **blocks_listed(100_000))
+    asked.abort_immediately = True
+    side.arrived(asked)
+    side.finished(asked)
+    assert kinds(side.take_commands()) == [ClaimTicket, CancelPull]
 
 
 def test_another_prompts_ticket_is_refused_and_given_up() -> None:

@@ -58,7 +58,9 @@ class Decode:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._consumer = ConsumerScheduler("here", recompute=False, prefix_caching=True)
+        self._consumer = ConsumerScheduler(
+            "here", recompute=False, prefix_caching=True, max_model_len=1 << 20
+        )
         # A worker takes its puller from its engine's memory; here there is no engine.
         self._worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
         self._worker._puller = pair.puller
@@ -145,7 +147,7 @@ def arriving_s(count: int, kind: type[ConsumerScheduler] = ConsumerScheduler) ->
     """The least processor time that the scheduler's half takes for a request, of ``count``."""
     took = []
     for _ in range(_ROUNDS):
-        side = kind("here", recompute=False, prefix_caching=True)
+        side = kind("here", recompute=False, prefix_caching=True, max_model_len=1 << 20)
         requests = [request(f"r{number}", 5600) for number in range(count)]
         gc.collect()
         gc.disable()

@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+import vllm.config  # noqa: F401 - before its parts, which import each other
+from transformers import Gemma4TextConfig
+from vllm.transformers_utils.model_arch_config_convertor import Gemma4ModelArchConfigConvertor
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -20,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from pdconn.vllm.compat_metadata import block_traits
 from pdconn.vllm.geometry import _first_head, kv_cache_references, total_kv_heads
 from registration import AttentionKind, RegistrationError
 
@@ -40,7 +44,7 @@ def described(spec: Any) -> Any:
         config,
         {},
         layout="LBHNC",
-        total_kv_heads=2,
+        total_kv_heads=lambda layer: 2,
         tp_rank=0,
         tp_size=1,
         opaque_tokens=False,
@@ -106,9 +110,88 @@ def test_heads_that_cannot_be_determined_are_refused(heads: int, total: int | No
 )
 def test_a_config_that_names_several_head_counts(config: dict[str, Any], total: int | None) -> None:
     model = SimpleNamespace(
-        use_mla=False, get_total_num_kv_heads=lambda: 8, hf_text_config=SimpleNamespace(**config)
+        use_mla=False,
+        get_total_num_kv_heads=lambda: 8,
+        hf_text_config=SimpleNamespace(**config),
+        model_arch_config=SimpleNamespace(per_layer_overrides=None),
     )
-    assert total_kv_heads(model) == total
+    assert total_kv_heads(model, "model.layers.3.self_attn.attn") == total
+
+
+def gemma_4(**changes: Any) -> Any:
+    """What vLLM makes of a small Gemma 4: its full-attention layer has fewer and larger heads."""
+    config = Gemma4TextConfig(
+        **{
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            **changes,
+        }
+    )
+    arch = Gemma4ModelArchConfigConvertor(config, config).convert()
+    return SimpleNamespace(
+        model="models/gemma",
+        dtype="float32",
+        use_mla=False,
+        hf_text_config=config,
+        model_arch_config=arch,
+        get_total_num_kv_heads=lambda: arch.total_num_kv_heads,
+    )
+
+
+def layer_heads(model: Any, count: int) -> list[int | None]:
+    return [total_kv_heads(model, f"model.layers.{i}.self_attn.attn") for i in range(count)]
+
+
+def test_layers_that_differ_in_their_heads_have_each_their_own_number() -> None:
+    """Gemma 4 did not start: its config raises when it is asked for one number, on TP 1 too."""
+    model = gemma_4()
+    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
+        _ = model.hf_text_config.num_key_value_heads
+    assert layer_heads(model, 6) == [8, 8, 8, 8, 8, 2]
+
+
+def test_a_drafters_layers_are_not_taken_for_the_models() -> None:
+    assert layer_heads(gemma_4(), 8)[5:] == [2, None, None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_layers_that_differ_in_their_heads_are_split_over_ranks(rank: int) -> None:
+    """Each by its own number: TP above 1 was refused, as if no layer's were known."""
+    firsts = []
+    for heads, total in zip((4, 4, 4, 4, 4, 1), layer_heads(gemma_4(), 6), strict=True):
+        spec = FullAttentionSpec(**{**ATTENTION, "num_kv_heads": heads})
+        firsts.append(_first_head(spec, total, rank, 2))
+    assert firsts == [4 * rank] * 5 + [rank]
+
+
+def traits_of(model: Any) -> dict[str, str]:
+    config: Any = SimpleNamespace(
+        model_config=model, cache_config=SimpleNamespace(cache_dtype="auto")
+    )
+    return block_traits(config, {}, enforce=True)
+
+
+def test_what_differs_between_layers_is_compared_layer_by_layer() -> None:
+    """Asking the whole config for it raised, after the heads were known."""
+    traits = traits_of(gemma_4())
+    assert traits["model.num_key_value_heads"] == "8 x5, 2"
+    assert traits["model.head_dim"] == "32 x5, 64"
+    assert traits["model.num_attention_heads"] == "8"
+    for changed in ({"num_global_key_value_heads": 4}, {"global_head_dim": 128}):
+        assert traits_of(gemma_4(**changed)) != traits
+
+
+def test_a_model_of_equal_layers_has_the_traits_that_it_had() -> None:
+    """Engines of an earlier release compare them."""
+    model = gemma_4(num_global_key_value_heads=8, global_head_dim=32)
+    assert model.model_arch_config.per_layer_overrides is None
+    traits = traits_of(model)
+    assert (traits["model.num_key_value_heads"], traits["model.head_dim"]) == ("8", "32")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
 
@@ -65,10 +66,23 @@ class Pool:
         return [block.block_id for block in self.blocks if block.ref_cnt]
 
 
-def request(name: str) -> Any:
+def request(name: str, prompt: tuple[int, ...] = (1, 2, 3)) -> Any:
     return SimpleNamespace(
-        request_id=name, prompt_token_ids=[1, 2, 3], num_computed_tokens=3, mm_features=[]
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=len(prompt),
+        mm_features=[],
     )
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -82,15 +96,15 @@ def lease_s() -> float:
 
 
 @pytest.fixture
-def drain_s() -> float:
-    return 0.0
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def lending(pool: Pool, lease_s: float, drain_s: float) -> Iterator[ProducerScheduler]:
+def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[ProducerScheduler]:
     [port] = free_ports(1)
     settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
-    made = ProducerScheduler(settings, "p", "boot", (1, 1), drain_s)
+    made = ProducerScheduler(settings, "p", "boot", (1, 1), clock)
     made.bind(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.of("p", "boot", {}, (geometry,)))
@@ -215,9 +229,9 @@ def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(
 # Shutdown.
 
 
-@pytest.mark.parametrize(("lease_s", "drain_s"), [(60.0, 60.0)])
+@pytest.mark.parametrize("lease_s", [60.0])
 def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
-    lending: ProducerScheduler, pool: Pool, lease_s: float, drain_s: float
+    lending: ProducerScheduler, pool: Pool, lease_s: float
 ) -> None:
     """Otherwise every ticket that is not redeemed yet is a failed request."""
     params = lending.lend(request("r"), ([3],))
@@ -225,32 +239,134 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
     ticket = parse_ticket(params)
     looks = 0
     began = time.monotonic()
-    while lending.drain() and time.monotonic() < began + 0.5:
+    while lending.drain(lease_s) and time.monotonic() < began + 0.5:
         looks += 1
     assert pool.pinned() == [3]
-    assert looks < 100, "it spins"
+    assert 0 < looks < 100, "it spins, or does not wait"
     with RawReader(lending_port(params), wants="boot") as reader:
         reader.say(Done("r", Reader("d", 0, 1), ticket.digest()))
         give_up = time.monotonic() + 20
-        while lending.drain():
+        while lending.drain(lease_s):
             assert time.monotonic() < give_up
     assert pool.pinned() == []
 
 
-@pytest.mark.parametrize(("lease_s", "drain_s"), [(60.0, 0.3)])
+@pytest.mark.parametrize("lease_s", [60.0])
 def test_the_wait_for_leases_is_bounded(
-    lending: ProducerScheduler, pool: Pool, lease_s: float, drain_s: float
+    lending: ProducerScheduler, pool: Pool, clock: Clock, lease_s: float
 ) -> None:
     lending.lend(request("r"), ([3],))
-    began = time.monotonic()
-    while lending.drain():
-        assert time.monotonic() < began + lease_s / 2
+    assert lending.drain(9.0)
+    clock.now += 8.9
+    assert lending.drain(9.0)
+    clock.now += 0.1
+    assert not lending.drain(9.0)
     assert pool.pinned() == [3]
 
 
 def test_an_engine_that_lends_nothing_stops_at_once(lending: ProducerScheduler) -> None:
-    assert not lending.drain()
+    assert not lending.drain(60.0)
 
 
 def lending_port(params: dict[str, Any]) -> int:
     return parse_ticket(params).port
+
+
+@pytest.mark.parametrize(
+    "name", ["r" * 600, "cmpl-\u200b1", "a\tb"], ids=["long", "zero width", "a tab"]
+)
+def test_what_decode_would_refuse_is_not_lent(
+    lending: ProducerScheduler, pool: Pool, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was lent, decode refused its ticket, and its blocks stayed pinned for a whole lease."""
+    with caplog.at_level(logging.WARNING, logger="pdconn"):
+        assert lending.lend(request(name), ([3, 4],)) is None
+    assert pool.pinned() == []
+    [line] = caplog.messages
+    assert line.startswith("pdconn: not lent: remote_request_id: expected 1 to 512 printable")
+    assert line.isprintable()
+    assert len(line) < 300
+
+
+def test_the_longest_name_that_decode_takes_is_lent(lending: ProducerScheduler) -> None:
+    params = lending.lend(request("r" * 512), ([3],))
+    assert parse_ticket(params).request_id == "r" * 512
+
+
+def test_more_blocks_than_decode_takes_are_not_lent(lending: ProducerScheduler, pool: Pool) -> None:
+    assert lending.lend(request("r"), ([3] * 5000,)) is None
+    assert pool.pinned() == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_the_children_of_a_request_share_one_lease(
+    lending: ProducerScheduler, pool: Pool, order: tuple[int, ...], lease_s: float
+) -> None:
+    """vLLM shows the ticket of the last one: n - 1 leases were pinned until they expired.
+
+    The prompt's blocks are shared by prefix caching (3, 4), and the last one is each child's.
+    """
+    answers = [lending.lend(request(f"{n}_cmpl-x"), ([3, 4, 5 + n],)) for n in order]
+    assert answers == [answers[0]] * 3
+    assert len({id(answer) for answer in answers}) == 3, "vLLM adds to each answer"
+    shown = parse_ticket(answers[-1])
+    assert shown.request_id == f"{order[0]}_cmpl-x"
+    assert pool.pinned() == [3, 4, 5 + order[0]]
+    with socket.create_connection((shown.host, shown.port)) as reader:
+        done = Done(shown.request_id, Reader("d", 0, 1), shown.digest())
+        reader.sendall(frame(encode([Hello(PROTOCOL_VERSION, "d", shown.incarnation), done])))
+        settle(lending, pool)
+    assert pool.pinned() == []
+    assert len(lending._shared) == 0
+
+
+def test_children_of_several_requests_share_nothing(lending: ProducerScheduler) -> None:
+    children = [request("0_a"), request("0_b"), request("1_a", prompt=(7, 8)), request("c")]
+    answers = [lending.lend(child, ([3],)) for child in children]
+    lent = [parse_ticket(params).request_id for params in answers]
+    assert lent == ["0_a", "0_b", "1_a", "c"]
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_child_that_finishes_late_gets_a_lease_that_is_not_about_to_end(
+    lending: ProducerScheduler, clock: Clock, lease_s: float
+) -> None:
+    names = []
+    for number, waited_s in enumerate((0.0, 0.4 * lease_s, 0.2 * lease_s)):
+        clock.now += waited_s
+        params = lending.lend(request(f"{number}_a"), ([3],))
+        names.append(parse_ticket(params).request_id)
+    assert names == ["0_a", "0_a", "2_a"]
+
+
+def test_a_child_whose_sibling_is_not_lent_any_more_is_lent(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
+    lending.lend(request("0_a"), ([3],))
+    settle(lending, pool)
+    params = lending.lend(request("1_a"), ([3],))
+    assert parse_ticket(params).request_id == "1_a"
+
+
+@pytest.mark.parametrize("params", ["text", 7, 10**5000, [], True], ids=lambda p: type(p).__name__)
+def test_a_prefill_engine_ignores_parameters_that_are_no_dict(
+    params: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM asks them next: ``'str' object has no attribute 'get'`` ended the engine."""
+    asked = SimpleNamespace(request_id="r", kv_transfer_params=params)
+    with caplog.at_level(logging.WARNING, logger="pdconn"):
+        drop_wrong_params(asked)
+    assert asked.kv_transfer_params is None
+    [line] = caplog.messages
+    assert "kv_transfer_params: expected an object, got" in line
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}])
+def test_a_prefill_engine_leaves_other_parameters_alone(
+    params: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = SimpleNamespace(request_id="r", kv_transfer_params=params)
+    drop_wrong_params(asked)
+    assert asked.kv_transfer_params == params
+    assert not caplog.messages

@@ -1,7 +1,8 @@
-"""Engines whose block ids mean something else on every rank are refused."""
+"""Engines that would answer wrongly, or not as asked, are refused at their start."""
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,17 +11,55 @@ import pytest
 from pdconn.vllm.config import ConfigError
 from pdconn.vllm.supported import check_supported
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.connector import PdConnector
 
-def config(hisparse: object = None, **parallel: int) -> Any:
+
+def config(
+    hisparse: object = None,
+    sleeps: bool = False,
+    experts: bool = False,
+    device: str = "cuda",
+    buffer: str = "cuda",
+    **parallel: int,
+) -> Any:
     sizes = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1} | parallel
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes),
         attention_config=SimpleNamespace(hisparse_config=hisparse),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
+        device_config=SimpleNamespace(device_type=device),
+        kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer),
     )
 
 
-def test_an_engine_without_them_is_served() -> None:
-    check_supported(config())
+@pytest.mark.parametrize(
+    ("device", "buffer"), [("cuda", "cuda"), ("cpu", "cpu"), ("xpu", "xpu"), ("cpu", "cuda")]
+)
+def test_an_engine_without_them_is_served(device: str, buffer: str) -> None:
+    """A CPU engine's buffers are where its KV memory is, whatever its configuration says."""
+    check_supported(config(device=device, buffer=buffer))
+
+
+def test_sleep_mode_is_refused() -> None:
+    """Peers read pages that were unmapped; 0.32 says nothing to the connector, 0.33 asks it."""
+    with pytest.raises(ConfigError, match="enable_sleep_mode: expected False, got True"):
+        check_supported(config(sleeps=True))
+    assert PdConnector.supports_sleep_mode is False
+
+
+def test_routed_experts_are_refused() -> None:
+    """Those of the prompt are missing: decode does not compute it."""
+    with pytest.raises(ConfigError, match="enable_return_routed_experts: expected False, got True"):
+        check_supported(config(experts=True))
+
+
+def test_buffers_on_the_host_of_a_gpu_are_refused() -> None:
+    """GPU memory was registered where the user asked for host buffers."""
+    with pytest.raises(ConfigError, match="kv_buffer_device: expected cuda, got cpu"):
+        check_supported(config(device="cuda", buffer="cpu"))
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
@@ -38,8 +77,24 @@ def test_vllm_has_these_settings_under_these_names() -> None:
     """Or the checks would look at nothing."""
     from dataclasses import fields
 
-    from vllm.config import AttentionConfig, ParallelConfig
+    from vllm.config import (
+        AttentionConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+    )
+    from vllm.config.aux_output import AuxOutputConfig
 
+    for kind, name in (
+        (ModelConfig, "enable_sleep_mode"),
+        (AuxOutputConfig, "enable_return_routed_experts"),
+        (VllmConfig, "aux_output_config"),
+        (DeviceConfig, "device_type"),
+        (KVTransferConfig, "kv_buffer_device"),
+    ):
+        assert name in {field.name for field in fields(kind)}
     parallel = {field.name for field in fields(ParallelConfig)}
     assert {"prefill_context_parallel_size", "decode_context_parallel_size"} <= parallel
     assert "hisparse_config" in {field.name for field in fields(AttentionConfig)}

@@ -17,15 +17,23 @@ UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "1032K", "TCP_RX_SEG_SIZE": "1032K"}
 """With UCX's own segments of 8 KiB a READ over TCP reaches a fifth of the throughput.  A block
 of 1 MiB and its header fit one segment; of 256 KiB segments such a block would need one more."""
 
+UCX_TABLES = {"PRINT_TRANSPORT_TABLES": "y"}
+"""Lets UCX print the transports that it chose for each connection; NIXL cannot be asked."""
+
 _ONE_ENDPOINT = ("num_workers", "num_threads")
 """With several workers one peer has several endpoints, and the failure of one
 says nothing about READs on the others: we could not know when they have ended."""
 
 
 def backend_params(
-    backends: Sequence[str], options: Mapping[str, Mapping[str, str]] | None
+    backends: Sequence[str],
+    options: Mapping[str, Mapping[str, str]] | None,
+    show_transports: bool = False,
 ) -> dict[str, dict[str, str]]:
     """Each backend's parameters: the user's ``options`` over our defaults.
+
+    Args:
+        show_transports: let UCX print which transports it chose.
 
     Raises:
         ValueError: no backend, options for one that is not used, an
@@ -43,19 +51,20 @@ def backend_params(
         for option in _ONE_ENDPOINT:
             if int(ucx.get(option, "0")) > 1:
                 raise ValueError(f"UCX {option}={ucx[option]}: reads need one endpoint per peer")
-        ucx[_ENGINE_CONFIG] = merged_engine_config(ucx.get(_ENGINE_CONFIG, ""))
+        ours = UCX_DEFAULTS | (UCX_TABLES if show_transports else {})
+        ucx[_ENGINE_CONFIG] = merged_engine_config(ucx.get(_ENGINE_CONFIG, ""), ours)
     return params
 
 
-def merged_engine_config(user: str) -> str:
-    """``KEY=value,…`` with our UCX defaults first and the user's settings over them.
+def merged_engine_config(user: str, ours: Mapping[str, str] = UCX_DEFAULTS) -> str:
+    """``KEY=value,…`` with our UCX settings first and the user's over them.
 
     Raises:
         ValueError: a part without ``=``.  NIXL splits at every comma and skips
             such parts, so ``TLS=rc,cuda_copy`` would silently mean ``TLS=rc``;
             lists must be set in the environment.
     """
-    settings = dict(UCX_DEFAULTS)
+    settings = dict(ours)
     for part in filter(None, (part.strip() for part in user.split(","))):
         key, equals, value = part.partition("=")
         if not equals:

@@ -21,8 +21,9 @@ import importlib.metadata
 import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from transport.address import MAX_NAME_CHARS, pack, unpack
 from transport.base import Transport
@@ -36,11 +37,12 @@ from transport.errors import (
 )
 from transport.hugepages import CollapseReport, collapse, small_page_warning
 from transport.nixl.agent import Agent, NixlLibrary
+from transport.nixl.cuda import bind_thread
 from transport.nixl.errors import ChangedConnection
 from transport.nixl.options import backend_params, ucx_environment, ucx_version
 from transport.nixl.reads import REPOST_S, NixlPeer, Reads
 from transport.regions import Regions
-from transport.types import Memory, PeerId, ReadId, Settled, Spans
+from transport.types import HOST, Device, Memory, PeerId, ReadId, Settled, Spans
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class NixlTransport(Transport):
         close_wait_s: how long ``close`` waits for reads in flight.
         repost_s: how long to wait before a read that NIXL took only in part is posted again.
         boot: the suffix; random by default.
+        bind: makes a GPU the calling thread's, for threads that connect or read.
 
     Raises:
         TransportUnavailable: nixl or one of the backends cannot be used here.
@@ -105,6 +108,7 @@ class NixlTransport(Transport):
         repost_s: float = REPOST_S,
         boot: str | None = None,
         library: NixlLibrary | None = None,
+        bind: Callable[[Device], object] = bind_thread,
     ) -> None:
         agent_name = f"{name}-{boot or secrets.token_hex(4)}"
         if len(agent_name) > MAX_NAME_CHARS or not name:
@@ -114,7 +118,8 @@ class NixlTransport(Transport):
                 f"progress_delay_us: expected at least 1000, got {progress_delay_us}: below it "
                 "NIXL's progress thread spins"
             )
-        self._params = backend_params(backends, backend_options)
+        shows = _log.isEnabledFor(logging.DEBUG)
+        self._params = backend_params(backends, backend_options, show_transports=shows)
         self._library = library or load_library()
         self._settings = {"progress_delay_us": progress_delay_us, "telemetry": telemetry}
         self._agent = Agent(
@@ -124,6 +129,8 @@ class NixlTransport(Transport):
             progress_delay_us=progress_delay_us,
             telemetry=telemetry,
         )
+        self._bind = bind
+        self._bound: tuple[int, Device] | None = None
         self._registered = Regions()
         self._reads = Reads(self._agent, self._registered, time.perf_counter, repost_s=repost_s)
         self._peers: dict[PeerId, NixlPeer] = {}
@@ -176,6 +183,7 @@ class NixlTransport(Transport):
         peer_id = PeerId(envelope.name)
         if peer_id == self._agent.name:
             raise BadAddress(f"{peer_id} is this transport itself")
+        self._bind_thread()
         known = self._peers.get(peer_id) or self._leaving.get(peer_id)
         if known and known.lost:
             self._forget(known)
@@ -199,6 +207,8 @@ class NixlTransport(Transport):
         self._check_open()
         if peer not in self._peers:
             raise PeerUnknown(f"{peer} is not connected to {self._agent.name}")
+        if spans.local_device.kind == "cuda":
+            self._bind_thread()
         return self._reads.start(self._peers[peer], spans)
 
     def poll(self, read: ReadId) -> Settled | None:
@@ -247,6 +257,16 @@ class NixlTransport(Transport):
         self._reads.clear()
         self._agent.close()
         self._state = "closed"
+
+    def _bind_thread(self) -> None:
+        """Bind this thread to the GPU whose memory is registered, if it is not yet."""
+        device = next((memory.device for memory in self._registered if memory.device != HOST), None)
+        thread = threading.get_ident()
+        if device is not None and self._bound != (thread, device):
+            self._bind(device)
+            self._bound = thread, device
+            name = threading.current_thread().name
+            _log.info("pdconn: bound to %s: thread=%s agent=%s", device, name, self._agent.name)
 
     def _collapse(self, memory: Memory) -> None:
         if memory.device.kind == "cpu" and self._huge_page_s > 0:

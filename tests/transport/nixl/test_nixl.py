@@ -6,6 +6,7 @@ gives rarely: a post that fails half way, peers that it forgets by itself.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -413,6 +414,16 @@ def test_the_users_settings_win_over_ours() -> None:
     )
     assert backend_params(["POSIX"], {"POSIX": {"a": "b"}}) == {"POSIX": {"a": "b"}}
     assert backend_params(["UCX"], {"UCX": {"num_workers": "1"}})["UCX"]["num_workers"] == "1"
+
+
+def test_ucx_prints_what_it_chose_where_we_log_it(caplog: pytest.LogCaptureFixture) -> None:
+    """NIXL cannot be asked which transports a connection has.  It does so at DEBUG alone."""
+    printing = "PRINT_TRANSPORT_TABLES=y"
+    assert printing not in World().reader.describe()["UCX"]
+    caplog.set_level(logging.DEBUG, logger="transport")
+    assert printing in World().reader.describe()["UCX"]
+    options = {"UCX": {"engine_config": "PRINT_TRANSPORT_TABLES=n"}}
+    assert printing not in World(backend_options=options).reader.describe()["UCX"]
 
 
 def test_ucx_may_be_absent() -> None:

@@ -159,6 +159,49 @@ def test_several_answers_from_one_ticket(quiet: PdPair, expected: Expected) -> N
     assert quiet.lent_after_one_more() == 0.0
 
 
+@pytest.mark.only(layout="BHLNC", prefix_caching=True)
+def test_several_answers_asked_of_prefill_are_one_lease(quiet: PdPair, expected: Expected) -> None:
+    """As proxies do that send ``n`` on: two leases of three were pinned until they expired."""
+    prompt = prompt_of(5)
+    lent = quiet.prefill.metrics().get("pdconn:leases_granted_total", 0.0)
+    body = {
+        "model": quiet.prefill.model,
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "n": 3,
+        "kv_transfer_params": dict(ASK_FOR_REMOTE_DECODE),
+    }
+    ticket = quiet.prefill.post("/v1/completions", body)["kv_transfer_params"]
+    answer = quiet.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket)
+    assert compare(expected[prompt], answer) is None
+    assert quiet.lent_after_one_more() == 0.0
+    assert quiet.prefill.metrics()["pdconn:leases_granted_total"] == lent + 1
+
+
+@FAILING
+def test_a_request_of_a_name_that_no_ticket_may_have_is_not_lent(quiet: PdPair) -> None:
+    """Decode refused its ticket, and its blocks were pinned for a whole lease."""
+    prompt = prompt_of(6)
+    text = json.dumps(
+        {
+            "model": quiet.prefill.model,
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "kv_transfer_params": dict(ASK_FOR_REMOTE_DECODE),
+        }
+    )
+    parts = urlsplit(quiet.prefill.url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port or 80)
+    headers = {"Content-Type": "application/json", "X-Request-Id": "r" * 600}
+    connection.request("POST", "/v1/completions", text, headers)
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    assert answer["choices"], "it is computed all the same"
+    assert answer["kv_transfer_params"] is None
+    assert quiet.lent_after_one_more() == 0.0
+
+
 @pytest.mark.only(layout="BHLNC")
 def test_prompt_logprobs_are_computed_by_decode_itself(quiet: PdPair, expected: Expected) -> None:
     """vLLM recomputes a prompt whose log-probabilities are asked; the claim is given up."""

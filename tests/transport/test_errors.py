@@ -1,0 +1,51 @@
+"""What was seen, in an error's text: short, and cheap whatever it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from transport.errors import shown
+
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 7, -1.5, "text", b"bytes", [], {}, [1, "a", None], {"a": [1, {"b": 2}]}, (1, 2)],
+    ids=repr,
+)
+def test_what_is_short_is_shown_whole(value: object) -> None:
+    assert shown(value) == repr(value)
+
+
+@pytest.mark.parametrize("value", ["x" * 1000, list(range(1000)), dict.fromkeys(range(1000), "v")])
+def test_what_is_long_is_shown_from_its_beginning(value: object) -> None:
+    assert shown(value) == repr(value)[:77] + "..."
+
+
+def test_an_integer_that_python_does_not_write_is_given_by_its_size() -> None:
+    """``repr`` raises ValueError above 4300 digits, which ended the engine's step."""
+    with pytest.raises(ValueError, match="4300 digits"):
+        repr(10**5000)
+    assert shown(10**5000) == "<integer of 16610 bits>"
+    assert shown({"port": [-(10**5000)]}) == "{'port': [<integer of 16610 bits>]}"
+
+
+def test_what_is_nested_too_deep_for_repr_is_shown() -> None:
+    with pytest.raises(RecursionError):
+        repr(DEEP)
+    assert shown(DEEP) == "[" * 77 + "..."
+
+
+def test_what_is_shown_costs_no_more_for_what_is_not() -> None:
+    huge = [list(range(1000))] * 1000
+    began = time.perf_counter()
+    repr(huge)
+    whole_s, began = time.perf_counter() - began, time.perf_counter()
+    shown(huge)
+    assert time.perf_counter() - began < whole_s / 20
