@@ -1,7 +1,8 @@
 """A model's shape from its Hugging Face ``config.json``.
 
-Keys differ between model families.  A layer's kind is decided by the first of these that
-is present::
+Only the families of ``families`` are read, with their defaults for what the file leaves
+out; a file without ``model_type`` is taken at its word.  A layer's kind is decided by the
+first of these that is present::
 
     layer_types                       a kind per layer, by name
     attention_chunk_size              Llama 4: local where no_rope_layers is 1
@@ -10,8 +11,8 @@ is present::
     sliding_window                    all layers (Mistral)
     none of these                     full attention everywhere
 
-Other stored state (state space layers, sparse indexers) is refused: a forecast without it
-would be wrong.
+A family may have variants with other stored state (sparse indexers, layers of other sizes):
+keys that tell of it are refused too.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from reprlib import repr  # noqa: A004 - shortens long values
 from typing import Any
 
 from pdconn.forecast.errors import UnreadableConfig
+from pdconn.forecast.families import FAMILIES
 from pdconn.forecast.model import MAX_LAYERS, ModelShape, sorts_of
 from registration.references import AttentionKind
+from transport.errors import did_you_mean
 
 _NESTED = ("text_config", "llm_config", "language_config")
 
@@ -31,7 +34,8 @@ _FOREIGN = (
     "ssm_cfg", "ssm_state_size", "state_size", "mamba_d_state", "mamba_state_dim",
     "mamba_expand", "mamba_num_heads", "linear_num_key_heads", "linear_attn_config",
     "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "lru_width",
-    "compress_ratios", "index_topk", "cross_attention_layers", "block_configs",
+    "compress_ratios", "index_topk", "cross_attention_layers", "block_configs", "attn_type_list",
+    "use_bidirectional_attention",
 )  # fmt: skip
 
 _KINDS = {
@@ -46,9 +50,6 @@ _ITEM_NBYTES = {
     "float32": 2, "float16": 2, "bfloat16": 2, "half": 2, "float": 2, "float8_e4m3fn": 1,
 }  # fmt: skip
 
-# Patterns that are in the model's code and not in older configurations.
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-
 
 def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShape:
     """The shape of the model that ``config`` (a parsed ``config.json``) describes.
@@ -60,8 +61,11 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
         UnreadableConfig: a key is missing, wrong or not supported.
     """
     keys = _text_keys(config)
+    family = keys.get("model_type")
+    keys = {**_defaults(family), **keys}
     _refuse_foreign(keys)
     layers = _number(keys, "num_hidden_layers", MAX_LAYERS)
+    _check_family(family)
     kinds, window = _kinds(keys, layers)
     shared = _optional(keys, "num_kv_shared_layers", 0)
     if shared >= layers:
@@ -69,11 +73,28 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
     kinds = kinds[: layers - shared]
     heads, row_items = _heads(keys)
     made = sorts_of(kinds, window, heads, row_items * _item_nbytes(keys))
-    return ModelShape(name or str(keys.get("model_type", "model")), made)
+    return ModelShape(name or str(family or "model"), made)
+
+
+def _defaults(family: object) -> Mapping[str, Any]:
+    return FAMILIES.get(family, {}) if isinstance(family, str) else {}
+
+
+def _check_family(family: object) -> None:
+    if family is None or (isinstance(family, str) and family in FAMILIES):
+        return
+    near = did_you_mean(str(family), FAMILIES, cutoff=0.8)
+    hint = near if near.startswith("did you mean") else "pdconn plan --list has them"
+    expected = "a family whose KV cache the forecast understands"
+    raise UnreadableConfig("model_type", expected, repr(family), hint)
 
 
 def _text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's keys, over those of the outer level (such as its dtype)."""
+    """The language model's keys, over those of the outer level (such as its dtype).
+
+    A null of the inner level gives way to a value of the outer one, and is kept without one:
+    it says "none", where a missing key says "the default".
+    """
     if not isinstance(config, Mapping):
         raise UnreadableConfig("config", "a JSON object", type(config).__name__)
     for key in _NESTED:
@@ -81,7 +102,8 @@ def _text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         if inner is not None:
             if not isinstance(inner, Mapping):
                 raise UnreadableConfig(key, "an object", repr(inner))
-            return {**config, **{k: v for k, v in inner.items() if v is not None}}
+            kept = {k: v for k, v in inner.items() if v is not None or k not in config}
+            return {**config, **kept}
     return dict(config)
 
 
@@ -142,10 +164,10 @@ def _chunked_kinds(keys: Mapping[str, Any], layers: int) -> list[AttentionKind]:
 
 def _pattern(keys: Mapping[str, Any]) -> int:
     """Every n-th layer is full; 0 without such a pattern."""
-    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+    for key in ("_sliding_window_pattern", "sliding_window_pattern"):
         if keys.get(key) is not None:
             return _number(keys, key)
-    return _PATTERNS.get(str(keys.get("model_type")), 0)
+    return 0
 
 
 def _heads(keys: Mapping[str, Any]) -> tuple[int, int]:
