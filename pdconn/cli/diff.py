@@ -39,7 +39,7 @@ examples:
 exit codes:
   0  each can pull from the other (layouts, block sizes and parallelism may differ)
   1  one of them cannot pull from the other: the fields that prevent it are shown
-  2  an engine does not answer, a file is not a description, or bad options
+  2  an engine does not answer, a file is not a description or cannot be written, or bad options
 """
 
 
@@ -133,7 +133,8 @@ def _described(where: str, timeout_s: float, security: Security) -> Described:
     try:
         return describe(host.strip("[]"), int(port), timeout_s, security)
     except (OSError, SideChannelLost, ProtocolError) as error:
-        raise NoDescription(f"{where}: {error}") from error
+        why = str(error).removeprefix(f"{where}: ")
+        raise NoDescription(f"{where}: {why}") from error
 
 
 def _text(comparison: Comparison, a: str, b: str) -> str:

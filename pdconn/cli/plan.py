@@ -12,9 +12,8 @@ from pdconn.cli.options import BadArgument, check_file, tokens
 from pdconn.forecast.advice import Advice, advise
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError, UnreadableConfig
-from pdconn.forecast.families import FAMILIES
 from pdconn.forecast.forecast import Cost, Forecast, forecast
-from pdconn.forecast.hf_config import model_shape
+from pdconn.forecast.hf_config import FAMILIES, model_shape
 from pdconn.forecast.link import PRESETS, Link, parse_link
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.picture import draw

@@ -295,13 +295,14 @@ async def _serve(config: ProxyConfig, events: _Events) -> int:
 
 
 def _on_first_signal(act: Callable[[], object]) -> None:
-    """Call ``act`` on the first SIGTERM or SIGINT; the next one has its default effect."""
+    """Call ``act`` on the first SIGTERM or SIGINT; the next one ends the process at once."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def once() -> None:
         for number in numbers:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # Python's own of SIGINT would drain to the end
         act()
 
     for number in numbers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import socket
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -145,3 +148,30 @@ def test_ctrl_c_before_a_command_runs_ends_with_130(monkeypatch, capsys):
     monkeypatch.setattr(plan, "configure", interrupt)
     assert main(["plan", "--list"]) == 130
     assert capsys.readouterr().err == "pdconn: interrupted\n"
+
+
+def test_a_second_ctrl_c_ends_the_proxy_without_draining():
+    """The first one waits for the request that is under way; the control is its message.
+
+    Without the fix the second one waits for it too.  Ended by SIGINT: a shell calls that 130.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        words = ["proxy", "--prefill", engine, "--decode", engine, "--port", "0", "--json"]
+        words += ["--drain-timeout", "600"]
+        process = subprocess.Popen([*PDCONN, *words], stdout=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout is not None
+            url = urlsplit(json.loads(process.stdout.readline())["url"])
+            client = http.client.HTTPConnection(str(url.hostname), url.port, timeout=60)
+            body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 1})
+            client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            accepted = [silent.accept()[0] for _ in range(2)]  # a probe, and the request
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            assert json.loads(process.stdout.readline())["event"] == "draining"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == -signal.SIGINT
+        client.close()
+        for sock in accepted:
+            sock.close()

@@ -3,8 +3,7 @@
 import pytest
 
 from pdconn.forecast.errors import ShapeError, UnreadableConfig
-from pdconn.forecast.families import FAMILIES
-from pdconn.forecast.hf_config import model_shape
+from pdconn.forecast.hf_config import FAMILIES, model_shape
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.shapes import SHAPES, built_in
 from registration.references import AttentionKind

@@ -250,6 +250,8 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, ssl.SSLError):  # its errno is OpenSSL's, and means something else
         plain = cause.reason == "WRONG_VERSION_NUMBER"
         return f"TLS: {cause.reason or cause}" + ("; is it an http:// server?" if plain else "")
+    if isinstance(cause, socket.gaierror):  # its errno is the resolver's
+        return str(cause.strerror)
     if isinstance(cause, OSError) and cause.errno:
         return os.strerror(cause.errno)
     return str(cause) or type(cause).__name__
