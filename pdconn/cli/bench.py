@@ -13,9 +13,10 @@ examples:
   pdconn bench serve --help
 
 exit codes:
-  0  measured, and every byte or token was right
-  1  it failed, or brought wrong bytes or tokens
-  2  invalid options
+  0    measured, and every byte or token was right
+  1    it failed, or brought wrong bytes or tokens
+  2    invalid options
+  130  interrupted by Ctrl-C
 """
 
 
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench_transfer.configure(transfer)
-    transfer.set_defaults(bench=bench_transfer.run)
+    transfer.set_defaults(bench=bench_transfer.run, prog=transfer.prog)
     serve = kinds.add_parser(
         "serve",
         help="measure prefill and decode, the in-tree connector and a single engine, in turns",
@@ -38,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench_serve.configure(serve)
-    serve.set_defaults(bench=bench_serve.run)
+    serve.set_defaults(bench=bench_serve.run, prog=serve.prog)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,8 @@ from pdconn.bench.serving.replies import TurnResult
 from pdconn.bench.serving.report import Report, render, to_json
 from pdconn.bench.serving.summary import Bounds
 from pdconn.bench.serving.turns import Log, RunPlan, measure
+from pdconn.cli.options import BadArgument, check_file, tokens
+from pdconn.lab.demo import check_dependencies
 from pdconn.lab.errors import LabError
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.spec import SERVED_NAME, EngineSpec
@@ -53,9 +55,11 @@ examples:
       --prompt 2000 --output 200 --requests 100 --rate 5 --ttft-bound 300 --itl-bound 30
 
 exit codes:
-  0  measured, and every answer was complete and equal to the reference's
-  1  an answer was wrong, a request failed, or a contestant did not start or answer
-  2  invalid options
+  0    measured, and every answer was complete and equal to the reference's
+  1    an answer was wrong, a request failed, a contestant did not start or answer, or
+       standard output was closed before the result
+  2    invalid options
+  130  interrupted by Ctrl-C
 """
 
 
@@ -82,8 +86,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of targets: what they call it (the first of /v1/models); "
         f"else one of {', '.join(SPECS)} ({_MODEL})",
     )
-    add("--prompt", type=int, default=1000, metavar="TOKENS", help="(%(default)s)")
-    add("--output", type=int, default=32, metavar="TOKENS", help="of each answer (%(default)s)")
+    add("--prompt", type=tokens, default=1000, metavar="TOKENS", help="k: times 1024 (%(default)s)")
+    add("--output", type=tokens, default=32, metavar="TOKENS", help="of each answer (%(default)s)")
     add("--requests", type=int, default=8, metavar="N", help="requests of each turn (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each contestant (%(default)s)")
     pace = parser.add_mutually_exclusive_group()
@@ -133,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         names = [one.name for one in targets] or _names(args.contestants)
         if not targets:
             _check_lab(args, plan)
-    except BadOption as error:
+        check_file("json", args.json)
+    except (BadOption, BadArgument) as error:
         print(f"pdconn bench serve: {error}", file=sys.stderr)
         return 2
     try:
@@ -153,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
 def _measured_here(
     args: argparse.Namespace, names: Sequence[str], plan: RunPlan, log: Log
 ) -> list[TurnResult]:
+    check_dependencies()
     model = write_model(args.directory / "models", SPECS[args.model or _MODEL])
     directory = args.directory / "run"
     log(f"starting {', '.join(names)}; logs are in {directory}")

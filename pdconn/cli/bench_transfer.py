@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from pdconn.bench.errors import BadOption, BenchError
@@ -21,6 +20,7 @@ from pdconn.bench.transfer.report import CaseResult, draw, render, to_json
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
+from pdconn.cli.options import BadArgument, check_file, check_picture, tokens
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError
 from pdconn.forecast.model import ModelShape
@@ -49,9 +49,10 @@ examples:
   on the host that measures:   pdconn bench transfer --remote 10.0.0.1:7777 --path auto
 
 exit codes:
-  0  measured, and every byte was right
-  1  a read failed, or brought wrong bytes
-  2  invalid options
+  0    measured, and every byte was right
+  1    a read failed, or brought wrong bytes; or the output was closed before the result
+  2    invalid options
+  130  interrupted by Ctrl-C; a lender that serves ends with 0
 """
 
 
@@ -66,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, default=0, help="the decode rank that pulls (%(default)s)")
     add("--layout", default="", metavar="L,...", help="memory orders, e.g. BLHNC,LBHNC")
     add("--block", default="", metavar="N,...", help="tokens per block")
-    add("--prompt", default="2048", metavar="N,...", help="tokens (%(default)s)")
+    add("--prompt", default="2048", metavar="N,...", help="tokens, k: times 1024 (%(default)s)")
     add("--ids", default="random", metavar="ORDER,...", help=f"of block ids: {', '.join(IDS)}")
     add("--concurrency", default="1", metavar="N,...", help="pulls at once (%(default)s)")
     add("--path", default="shm-huge", metavar="PATH,...", help=f"{paths} (%(default)s)")
@@ -87,11 +88,14 @@ def run(args: argparse.Namespace) -> int:
         if args.serve:
             return _serve(args)
         cases = _cases(args)
-    except (BadOption, ForecastError, PlanningError, OSError) as error:
+        remote = _address(args.remote) if args.remote else None
+        check_file("json", args.json)
+        check_picture("plot", args.plot)
+    except (BadOption, BadArgument, ForecastError, PlanningError, OSError) as error:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
         return 2
     try:
-        results = _measured(args, cases)
+        results = _measured(args, remote, cases)
         document = json.dumps(to_json(results, manifest()), indent=1)
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
@@ -112,10 +116,14 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -> list[CaseResult]:
+def _measured(
+    args: argparse.Namespace,
+    remote: tuple[str, int] | None,
+    cases: Sequence[tuple[str, Workload]],
+) -> list[CaseResult]:
     rng = random.Random(args.seed)
     results = []
-    with ListeningLender(*_address(args.remote)) if args.remote else LocalLender() as lender:
+    with ListeningLender(*remote) if remote else LocalLender() as lender:
         for number, (path, workload) in enumerate(cases, 1):
             progress = _CaseProgress(f"case {number} of {len(cases)}")
             with OpenCase(workload, PATHS[path], lender.control, mooncake=args.mooncake) as rig:
@@ -131,8 +139,6 @@ def _measured(args: argparse.Namespace, cases: Sequence[tuple[str, Workload]]) -
 def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
     if args.rounds < 1:
         raise BadOption("rounds", "at least 1", args.rounds)
-    if args.plot and find_spec("matplotlib") is None:
-        raise BadOption("plot", "matplotlib to be installed (pdconn[demo])", "no matplotlib")
     model = built_in(args.model)
     for path in _listed(args.path):
         if path not in PATHS:
@@ -143,7 +149,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
         _listed(args.layout) or [""],
         _listed(args.block) or [""],
         _listed(args.ids),
-        _numbers("prompt", args.prompt),
+        _prompts(args.prompt),
         _numbers("concurrency", args.concurrency),
     ):
         prefill, decode = (
@@ -173,6 +179,17 @@ def _numbers(field: str, text: str) -> list[int]:
     if not words or not all(word.isascii() and word.isdigit() for word in words):
         raise BadOption(field, "whole numbers, separated by commas", text or "nothing")
     return [int(word) for word in words]
+
+
+def _prompts(text: str) -> list[int]:
+    try:
+        found = [tokens(word) for word in _listed(text)]
+    except argparse.ArgumentTypeError:
+        found = []
+    if not found:
+        expected = "whole numbers such as 2048 or 128k (131072), separated by commas"
+        raise BadOption("prompt", expected, text or "nothing")
+    return found
 
 
 def _address(text: str) -> tuple[str, int]:

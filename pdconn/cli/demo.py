@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
-from pdconn.lab.demo import DemoPlan, DemoRow, draw, run_demo
+from pdconn.cli.options import BadArgument, check_file, check_picture, tokens
+from pdconn.forecast.memory import LAYOUTS
+from pdconn.lab.demo import MORE, DemoPlan, DemoRow, check_dependencies, draw, run_demo
 from pdconn.lab.errors import LabError
+from pdconn.lab.model import TINY, write_model
 from pdconn.lab.table import table
 
 _EPILOG = """\
@@ -26,9 +30,11 @@ examples:
   pdconn demo --gpu --model google/gemma-3-1b-it --tolerance 0.05
 
 exit codes:
-  0  every answer agrees
-  1  an answer differs, or a process could not be started (the end of its log is shown)
-  2  bad options
+  0    every answer agrees
+  1    an answer differs, a process could not be started (the end of its log is shown), or
+       standard output was closed before the verdict
+  2    bad options
+  130  interrupted by Ctrl-C
 """
 
 
@@ -47,11 +53,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="largest difference of log-probabilities, in nats (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=16, help="tokens of each answer (default: %(default)s)"
+        "--max-tokens", type=tokens, default=16, help="tokens of each answer (default: %(default)s)"
     )
     parser.add_argument(
         "--max-model-len",
-        type=int,
+        type=tokens,
         default=4096,
         help="tokens of prompt and answer together (default: %(default)s)",
     )
@@ -76,15 +82,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if all answers agree."""
-    args.directory.mkdir(parents=True, exist_ok=True)
+    try:
+        _check(args)
+    except BadArgument as error:
+        print(f"pdconn demo: {error}", file=sys.stderr)
+        return 2
     began = time.monotonic()
 
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     try:
+        check_dependencies()
+        args.directory.mkdir(parents=True, exist_ok=True)
         rows = run_demo(_plan(args), say)
-    except LabError as error:
+    except (LabError, OSError) as error:
         print(f"pdconn demo: {error}", file=sys.stderr)
         return 1
     print(render(rows))
@@ -127,9 +139,41 @@ def render(rows: list[DemoRow]) -> str:
     )
 
 
-def _plan(args: argparse.Namespace) -> DemoPlan:
-    from pdconn.lab.model import TINY, write_model
+def _check(args: argparse.Namespace) -> None:
+    """Check all options, before three engines take minutes to start.
 
+    Raises:
+        BadArgument: an option makes no sense.
+    """
+    if args.layout is not None and args.layout.upper() not in LAYOUTS:
+        raise BadArgument("--layout", f"one of {', '.join(LAYOUTS)}", args.layout)
+    if args.model is not None:
+        _check_model(args.model)
+    if args.max_tokens < 1:
+        raise BadArgument("--max-tokens", "at least 1", args.max_tokens)
+    least = 1 + MORE + args.max_tokens
+    most = math.inf if args.model else TINY.max_positions
+    if not least <= args.max_model_len <= most:
+        bound = f"at least {least}" if args.model else f"{least} to {most}, which the model has"
+        raise BadArgument("--max-model-len", bound, args.max_model_len)
+    if not 0 <= args.tolerance < math.inf:
+        raise BadArgument("--tolerance", "nats, at least 0", args.tolerance)
+    if args.port is not None and not 0 < args.port < 1 << 16:
+        raise BadArgument("--port", "1 to 65535", args.port)
+    check_file("--json", args.json)
+    check_picture("--picture", args.picture)
+
+
+def _check_model(model: str) -> None:
+    """A folder must be a model's; what looks like a path must exist; the rest is a hub's name."""
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise BadArgument("--model", "a folder with a config.json", model)
+    if not path.exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise BadArgument("--model", "a folder that exists, or a name such as OWNER/NAME", model)
+
+
+def _plan(args: argparse.Namespace) -> DemoPlan:
     model: str | Path = args.model or write_model(args.directory)
     on_cpu = not args.gpu
     return DemoPlan(
@@ -137,7 +181,7 @@ def _plan(args: argparse.Namespace) -> DemoPlan:
         directory=args.directory,
         vocab=TINY.vocab if args.model is None else 20_000,
         device="cpu" if on_cpu else "gpu",
-        layout=args.layout or ("BHLNC" if on_cpu else None),
+        layout=args.layout.upper() if args.layout else "BHLNC" if on_cpu else None,
         max_tokens=args.max_tokens,
         max_model_len=args.max_model_len,
         tolerance=args.tolerance,

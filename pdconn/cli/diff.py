@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdconn.cli.options import BadArgument, check_file
 from pdconn.lab.table import table
 from pdconn.planning.compare import Comparison, compare
 from pdconn.protocol.compat import Difference
@@ -38,7 +39,7 @@ examples:
 exit codes:
   0  each can pull from the other (layouts, block sizes and parallelism may differ)
   1  one of them cannot pull from the other: the fields that prevent it are shown
-  2  an engine does not answer, a file is not a description, or bad options
+  2  an engine does not answer, a file is not a description or cannot be written, or bad options
 """
 
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         print("pdconn diff: give a second engine, or --save FILE", file=sys.stderr)
         return 2
     try:
+        check_file("--save", args.save)
         security = _security(args)
         a = _described(args.a, args.timeout, security)
         if args.save is not None:
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         if args.b is None:
             return 0
         b = _described(args.b, args.timeout, security)
-    except (NoDescription, SecurityError, OSError) as error:
+    except (NoDescription, BadArgument, SecurityError, OSError) as error:
         print(f"pdconn diff: {error}", file=sys.stderr)
         return 2
     comparison = compare(a, b)
@@ -122,13 +124,17 @@ def _described(where: str, timeout_s: float, security: Security) -> Described:
         except (msgspec.DecodeError, RegistrationError, ProtocolError, RecursionError) as error:
             raise NoDescription(f"{where}: expected an engine's description: {error}") from error
         return described
+    if "://" in where:
+        expected = "expected HOST:PORT of a side channel or an existing file"
+        raise NoDescription(f"{where}: {expected}, no URL: the side channel is not the HTTP port")
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise NoDescription(f"{where!r}: expected HOST:PORT or an existing file")
     try:
         return describe(host.strip("[]"), int(port), timeout_s, security)
     except (OSError, SideChannelLost, ProtocolError) as error:
-        raise NoDescription(f"{where}: {error}") from error
+        why = str(error).removeprefix(f"{where}: ")
+        raise NoDescription(f"{where}: {why}") from error
 
 
 def _text(comparison: Comparison, a: str, b: str) -> str:

@@ -20,10 +20,11 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from pdconn import __version__
+from pdconn.cli.output import OutputClosed, watch_stdout
+from pdconn.cli.parser import Parser
 
-EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class CommandModule(Protocol):
@@ -38,19 +39,33 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One row of ``pdconn --help``."""
+    """One row of ``pdconn --help``.
+
+    ``needs_reader``: the output is the result, so closing it early is a failure.
+    """
 
     name: str
     module: str
     summary: str
+    needs_reader: bool = False
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "pdconn.cli.demo", "run engines and proxy here, and check every answer"),
+    Command(
+        "demo",
+        "pdconn.cli.demo",
+        "run engines and proxy here, and check every answer",
+        needs_reader=True,
+    ),
     Command("diff", "pdconn.cli.diff", "check whether two engines can exchange KV"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
     Command("score", "pdconn.cli.score", "explain how the router scores a request's prefix"),
-    Command("bench", "pdconn.cli.bench", "measure transfers, or the latencies that clients see"),
+    Command(
+        "bench",
+        "pdconn.cli.bench",
+        "measure transfers, or the latencies that clients see",
+        needs_reader=True,
+    ),
     Command("plan", "pdconn.cli.plan", "predict the cost of a pull, without engines"),
 )
 
@@ -65,16 +80,18 @@ examples:
   pdconn proxy --help
 
 exit codes:
-  0  success
-  1  a check failed, or something could not be started or reached
-  2  bad command line or settings
+  0    success
+  1    a check failed, or something could not be started or reached
+  2    bad command line or settings
+  130  interrupted by Ctrl-C
+demo and bench also end with 1 if standard output is closed before the result is written.
 pdconn COMMAND --help has the options, examples and exit codes of a command.
 """
 
 
-def build_parser(configured: str | None = None) -> argparse.ArgumentParser:
+def build_parser(configured: str | None = None) -> Parser:
     """The whole command line; only the command ``configured`` has its options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pdconn",
         description="Transfer KV caches from prefill to decode engines of vLLM.",
         epilog=_EXAMPLES,
@@ -94,7 +111,7 @@ def build_parser(configured: str | None = None) -> argparse.ArgumentParser:
         if command.name == configured:
             module = cast(CommandModule, import_module(command.module))
             module.configure(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(run=module.run, prog=sub.prog)
     return parser
 
 
@@ -102,13 +119,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, or argparse raises it."""
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = next((word for word in argv if not word.startswith("-")), None)
-    args = build_parser(configured=asked).parse_args(argv)
+    watch_stdout(needs_reader=any(one.needs_reader for one in COMMANDS if one.name == asked))
+    name = "pdconn"
     try:
+        args = build_parser(configured=asked).parse_args(argv)
+        name = args.prog
         code: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output closed it, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+    except KeyboardInterrupt:
+        return _fail(name, "interrupted", EXIT_INTERRUPTED)
+    except (OutputClosed, BrokenPipeError) as error:
+        return _fail(name, str(error), EXIT_FAILED)
+    return code
+
+
+def _fail(name: str, why: str, code: int) -> int:
+    """Say why on standard error, which may be closed too."""
+    try:
+        print(f"{name}: {why}", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # nothing to flush at exit
     return code
 
 

@@ -6,13 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from textwrap import fill
 
+from pdconn.cli.options import BadArgument, check_file, tokens
 from pdconn.forecast.advice import Advice, advise
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError, UnreadableConfig
 from pdconn.forecast.forecast import Cost, Forecast, forecast
-from pdconn.forecast.hf_config import model_shape
-from pdconn.forecast.link import PRESETS, parse_link
+from pdconn.forecast.hf_config import FAMILIES, model_shape
+from pdconn.forecast.link import PRESETS, Link, parse_link
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.picture import draw
 from pdconn.forecast.report import to_json
@@ -56,16 +58,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--decode", default="", metavar="ENGINE", help="the decode engine, e.g. tp=2"
     )
     parser.add_argument(
-        "--prompt", type=int, default=8192, help="tokens of the prompt (default: %(default)s)"
+        "--prompt",
+        type=tokens,
+        default=8192,
+        help="tokens of the prompt, e.g. 32k (default: %(default)s)",
     )
     parser.add_argument(
-        "--hit", type=int, default=0, help="tokens that decode has cached (default: %(default)s)"
+        "--hit", type=tokens, default=0, help="tokens that decode has cached (default: %(default)s)"
     )
     presets = ", ".join(preset.name for preset in PRESETS)
     parser.add_argument(
         "--link",
         default="400Gb/s",
-        help=f"{presets}, or a speed like 50GB/s (default: %(default)s)",
+        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
     )
     parser.add_argument(
         "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
@@ -98,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         print(_listing())
         return 0
     try:
+        check_file("--svg", args.svg)
+        check_file("--json", args.json)
         made = _forecast(args)
         advice = advise(made)
         svg = draw(made.prefill, made.decode, args.group) if args.svg else ""
@@ -106,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             args.svg.write_text(svg)
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
-    except (ForecastError, PlanningError, OSError) as error:
+    except (BadArgument, ForecastError, PlanningError, OSError) as error:
         print(f"pdconn plan: {error}", file=sys.stderr)
         return 2
     print(document if args.json == "-" else render(made, advice))
@@ -129,7 +139,7 @@ def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
             str(one.group.block_tokens),
             _numbers(one.sources),
             *_amounts(one.cost),
-            f"{1e3 * one.busiest.seconds(made.link):,.3f}",
+            f"{1e3 * made.seconds_of(one):,.3f}",
         ]
         for one in made.groups
     ]
@@ -151,15 +161,29 @@ def _header(made: Forecast) -> str:
         f"decode recomputes the last\n"
         f"prefill  {made.prefill}\n"
         f"decode   {made.decode}\n"
-        f"link     {made.link.name}: {made.link.bytes_per_s / 1e9:g} GB/s and "
-        f"{made.link.descriptor_s * 1e6:g} us a run per decode rank ({made.link.source})"
+        f"{_links(made)}"
+    )
+
+
+def _links(made: Forecast) -> str:
+    link, theirs = made.link, made.prefill_link
+    run = f"{link.descriptor_s * 1e6:g} us a run"
+    if theirs == link:
+        return (
+            f"link     {link.name}: {link.bytes_per_s / 1e9:g} GB/s a rank, {run} ({link.source})"
+        )
+    return (
+        f"links    prefill {theirs.name}: {theirs.bytes_per_s / 1e9:g} GB/s a rank; "
+        f"decode {link.name}: {link.bytes_per_s / 1e9:g} GB/s a rank, {run} ({link.source})"
     )
 
 
 def _verdict(made: Forecast) -> str:
     clipped = made.total.clipping
     saved = f"; windows save a factor of {clipped:.1f}" if clipped > 1 else ""
-    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by decode rank {made.busiest_rank}{saved}"
+    slowest = made.slowest
+    by = f"{slowest.side} rank {slowest.rank}"
+    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by {by}{saved}"
 
 
 def _amounts(cost: Cost) -> list[str]:
@@ -187,8 +211,16 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         args.prompt,
         args.hit,
         parse_link(args.link, args.descriptor_us),
+        prefill_link=_prefill_link(args.prefill_link),
         ids=args.ids,
     )
+
+
+def _prefill_link(text: str | None) -> Link | None:
+    try:
+        return None if text is None else parse_link(text)
+    except ShapeError as error:
+        raise error.of("prefill-") from error
 
 
 def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
@@ -234,4 +266,5 @@ def _listing() -> str:
         "model", "layers", "kind", "window", "KV heads", "bytes a row\nand head", "tokens\na row",
         "block\n(fixed)",
     ]  # fmt: skip
-    return table(headings, rows)
+    families = f"a config.json is read if its model_type is one of {', '.join(FAMILIES)}"
+    return f"{table(headings, rows)}\n\n{fill(families, 100)}"

@@ -72,9 +72,10 @@ examples:
       -d '{"model": "m", "prompt": "Once upon a time", "max_tokens": 16}'
 
 exit codes:
-  0  stopped by SIGTERM or SIGINT, after draining
-  1  --wait is over and a role has no engine that answers, or a second signal
-  2  bad options, or the address is not available
+  0    stopped by SIGTERM or SIGINT, after draining
+  1    --wait is over and a role has no engine that answers
+  2    bad options, or the address is not available
+  130  a second SIGINT: stopped without draining
 """
 
 
@@ -214,8 +215,6 @@ def run(args: argparse.Namespace) -> int:
     except EnginesMissing as error:
         print(f"pdconn proxy: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 1  # a second signal during the drain
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -296,13 +295,14 @@ async def _serve(config: ProxyConfig, events: _Events) -> int:
 
 
 def _on_first_signal(act: Callable[[], object]) -> None:
-    """Call ``act`` on the first SIGTERM or SIGINT; the next one has its default effect."""
+    """Call ``act`` on the first SIGTERM or SIGINT; the next one ends the process at once."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def once() -> None:
         for number in numbers:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # Python's own of SIGINT would drain to the end
         act()
 
     for number in numbers:

@@ -54,10 +54,10 @@ def _slow_runs(made: Forecast) -> Iterator[Advice]:
 
 
 def is_slow(made: Forecast) -> bool:
-    """Whether descriptors of small runs take most of the busiest rank's time."""
+    """Whether descriptors of small runs take most of the time of a decode rank that sets it."""
     cost = made.busiest.runs * made.link.descriptor_s
     small = 0 < made.busiest.mean_run_nbytes < SMALL_RUN_NBYTES
-    return small and cost > SLOW_SHARE * made.seconds
+    return small and made.slowest.side == "decode" and cost > SLOW_SHARE * made.seconds
 
 
 def _again(made: Forecast, prefill: EngineShape, decode: EngineShape) -> float:
@@ -68,6 +68,7 @@ def _again(made: Forecast, prefill: EngineShape, decode: EngineShape) -> float:
         made.prompt_tokens,
         made.hit_tokens,
         made.link,
+        prefill_link=made.prefill_link,
         ids=made.ids,
         seed=made.seed,
     ).seconds
@@ -193,15 +194,16 @@ def _replicas(made: Forecast) -> Iterator[Advice]:
 
 
 def _busy_source(made: Forecast) -> Iterator[Advice]:
-    """The forecast assumes that decode's links are the bottleneck; with fan-out they may not be."""
-    most = max(made.sent)
-    if most > 1.5 * max(cost.nbytes for cost in made.received):
-        rank = made.sent.index(most)
+    """With fan-out a prefill rank sends more than any decode rank reads."""
+    slowest = made.slowest
+    if slowest.side == "prefill":
+        sent = made.sent[slowest.rank]
+        most = max(cost.nbytes for cost in made.received)
         yield Advice(
             "busy-source",
-            f"prefill rank {rank} is read {most / 1e6:,.1f} MB, more than any decode rank "
-            f"reads: if its own link is no faster, the pull takes at least "
-            f"{_ms(most / made.link.bytes_per_s)}",
+            f"prefill rank {slowest.rank} sends {sent / 1e6:,.1f} MB, {sent / most:.1f} times what "
+            "any decode rank reads: a faster link there (--prefill-link), or more ranks on "
+            "prefill, would make the pull faster",
         )
 
 

@@ -2,10 +2,11 @@
 
 Two engine shapes describe their memory, a request gets blocks on both, and
 ``pdconn.planning`` lays out the reads of every decode rank.  Only the time is an
-estimate::
+estimate, that of the slowest rank of either side::
 
-    seconds = bytes of the busiest decode rank / bytes per second of its link
-              + its descriptors x seconds per descriptor
+    decode rank    bytes it reads / bytes per second of its link
+                   + its descriptors x seconds per descriptor
+    prefill rank   bytes that all decode ranks read from it / bytes per second of its link
 
 Decode pulls all but the last token of the prompt, which it recomputes to have something
 to sample from.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
+from typing import Literal
 
 import numpy as np
 
@@ -77,7 +79,8 @@ class GroupForecast:
 
     ``sources`` are the prefill ranks that any decode rank reads from,
     ``their_block_tokens`` tokens per block there; ``cost`` is of all decode ranks,
-    ``busiest`` of the one that takes longest over the whole pull.
+    ``busiest`` of the one that takes longest over the whole pull; ``sent`` are the bytes
+    read from each prefill rank.
     """
 
     number: int
@@ -86,14 +89,24 @@ class GroupForecast:
     sources: tuple[int, ...]
     cost: Cost
     busiest: Cost
+    sent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowestRank:
+    """The rank whose link sets the time of a pull, on one of the two sides."""
+
+    side: Literal["prefill", "decode"]
+    rank: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """One pull by every rank of ``decode`` from the ranks of ``prefill``.
 
-    ``sent`` are the bytes read from each prefill rank, ``received`` the cost of each decode
-    rank's pull.
+    ``link`` is a decode rank's, ``prefill_link`` a prefill rank's.  ``sent`` are the bytes
+    read from each prefill rank, ``received`` the cost of each decode rank's pull.
     """
 
     prefill: EngineShape
@@ -101,6 +114,7 @@ class Forecast:
     prompt_tokens: int
     hit_tokens: int
     link: Link
+    prefill_link: Link
     ids: Ids
     groups: tuple[GroupForecast, ...]
     received: tuple[Cost, ...]
@@ -125,7 +139,24 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Predicted time of the pull."""
-        return self.busiest.seconds(self.link)
+        return self.slowest.seconds
+
+    @property
+    def slowest(self) -> SlowestRank:
+        """The rank of either side that takes longest."""
+        reads = SlowestRank("decode", self.busiest_rank, self.busiest.seconds(self.link))
+        most = max(self.sent)
+        sends = self.prefill_link.seconds_to_send(most)
+        return max(
+            reads, SlowestRank("prefill", self.sent.index(most), sends), key=lambda one: one.seconds
+        )
+
+    def seconds_of(self, group: GroupForecast) -> float:
+        """The part of ``seconds`` that the slowest rank needs for one group."""
+        slowest = self.slowest
+        if slowest.side == "decode":
+            return group.busiest.seconds(self.link)
+        return self.prefill_link.seconds_to_send(group.sent[slowest.rank])
 
 
 def forecast(
@@ -135,6 +166,7 @@ def forecast(
     hit_tokens: int,
     link: Link,
     *,
+    prefill_link: Link | None = None,
     ids: Ids = "random",
     seed: int = 0,
     max_laid_out_runs: int = MAX_LAID_OUT_RUNS,
@@ -144,6 +176,7 @@ def forecast(
     Args:
         prompt_tokens: tokens of the prompt, all computed by prefill.
         hit_tokens: tokens at its start that decode has cached.
+        link: of every decode rank, and of every prefill rank unless ``prefill_link`` is given.
         ids: order of each engine's block ids; random ones are drawn with ``seed``.
         max_laid_out_runs: runs of a group on a rank that are laid out, not only counted.
 
@@ -170,11 +203,17 @@ def forecast(
         _group(number, group, [row[number] for row in table], busiest, prefill)
         for number, group in enumerate(decode.groups)
     )
-    sent: Counter[int] = sum((pulled.sent for row in table for pulled in row), Counter())
-    each = tuple(sent[rank] for rank in range(prefill.ranks))
+    sent = _sent([pulled for row in table for pulled in row], prefill)
     return Forecast(
-        prefill, decode, prompt_tokens, hit_tokens, link, ids, groups, received, each, seed
-    )
+        prefill, decode, prompt_tokens, hit_tokens, link, prefill_link or link, ids, groups,
+        received, sent, seed,
+    )  # fmt: skip
+
+
+def _sent(pulled: Sequence[_Pulled], prefill: EngineShape) -> tuple[int, ...]:
+    """Bytes read from each prefill rank."""
+    sent: Counter[int] = sum((one.sent for one in pulled), Counter())
+    return tuple(sent[rank] for rank in range(prefill.ranks))
 
 
 def _check_tokens(prompt_tokens: int, hit_tokens: int) -> None:
@@ -210,6 +249,7 @@ def _group(
         tuple(sorted(frozenset().union(*(one.sources for one in pulled)))),
         reduce(add, (one.cost for one in pulled)),
         pulled[busiest].cost,
+        _sent(pulled, prefill),
     )
 
 

@@ -1,7 +1,8 @@
 """A model's shape from its Hugging Face ``config.json``.
 
-Keys differ between model families.  A layer's kind is decided by the first of these that
-is present::
+Only ``FAMILIES`` are read, with their defaults for what the file leaves out; a file without
+``model_type`` is taken at its word.  A layer's kind is decided by the first of these that is
+present::
 
     layer_types                       a kind per layer, by name
     attention_chunk_size              Llama 4: local where no_rope_layers is 1
@@ -10,19 +11,21 @@ is present::
     sliding_window                    all layers (Mistral)
     none of these                     full attention everywhere
 
-Other stored state (state space layers, sparse indexers) is refused: a forecast without it
-would be wrong.
+A family may have variants with other stored state (sparse indexers, layers of other sizes):
+keys that tell of it are refused too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from reprlib import repr  # noqa: A004 - shortens long values
+from types import MappingProxyType
 from typing import Any
 
 from pdconn.forecast.errors import UnreadableConfig
 from pdconn.forecast.model import MAX_LAYERS, ModelShape, sorts_of
 from registration.references import AttentionKind
+from transport.errors import did_you_mean
 
 _NESTED = ("text_config", "llm_config", "language_config")
 
@@ -31,7 +34,8 @@ _FOREIGN = (
     "ssm_cfg", "ssm_state_size", "state_size", "mamba_d_state", "mamba_state_dim",
     "mamba_expand", "mamba_num_heads", "linear_num_key_heads", "linear_attn_config",
     "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "lru_width",
-    "compress_ratios", "index_topk", "cross_attention_layers", "block_configs",
+    "compress_ratios", "index_topk", "cross_attention_layers", "block_configs", "attn_type_list",
+    "use_bidirectional_attention",
 )  # fmt: skip
 
 _KINDS = {
@@ -46,8 +50,110 @@ _ITEM_NBYTES = {
     "float32": 2, "float16": 2, "bfloat16": 2, "half": 2, "float": 2, "float8_e4m3fn": 1,
 }  # fmt: skip
 
-# Patterns that are in the model's code and not in older configurations.
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+
+Defaults = Mapping[str, int | bool | None]
+
+
+def _family(
+    layers: int, hidden: int, heads: int, kv_heads: int | None, head_dim: int | None = None,
+    **more: int | bool,
+) -> Defaults:  # fmt: skip
+    return MappingProxyType(
+        {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            **more,
+        }
+    )
+
+
+def _windows_after(first: int) -> Mapping[str, int | bool]:
+    """Qwen: windows from layer ``first`` on, and only if they are switched on."""
+    return {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": first}
+
+
+_LLAMA = _family(32, 4096, 32, None)
+_QWEN_VL = _family(80, 8192, 64, 8, **_windows_after(80))
+_QWEN3_VL = _family(32, 4096, 32, 32, 128)
+_QWEN3_VL_MOE = _family(24, 2048, 16, 16)
+_GEMMA3 = _family(26, 2304, 8, 4, 256, sliding_window=4096, sliding_window_pattern=6)
+_GEMMA3N = _family(
+    35, 2048, 8, 2, 256, sliding_window=512, sliding_window_pattern=5, num_kv_shared_layers=15
+)
+_LLAMA4 = _family(48, 5120, 40, 8, 128, attention_chunk_size=8192)
+_GLM = _family(40, 4096, 32, 2, 128)
+_GIVEN: Defaults = MappingProxyType({})
+
+FAMILIES: Mapping[str, Defaults] = MappingProxyType(
+    {
+        "apertus": _LLAMA,
+        "arcee": _family(32, 2560, 32, None),
+        "cohere": _family(40, 8192, 64, None),
+        "cohere2": _family(40, 8192, 64, None, sliding_window=4096, sliding_window_pattern=4),
+        "deepseek_v2": _family(32, 4096, 32, None, kv_lora_rank=512, qk_rope_head_dim=64),
+        "deepseek_v3": _family(61, 7168, 128, 128, kv_lora_rank=512, qk_rope_head_dim=64),
+        "ernie4_5": _family(18, 1024, 16, 2, 128),
+        "ernie4_5_moe": _family(28, 2560, 20, 4),
+        "exaone4": _family(32, 4096, 32, 32, sliding_window=4096, sliding_window_pattern=4),
+        "gemma": _family(28, 3072, 16, 16, 256),
+        "gemma2": _family(26, 2304, 8, 4, 256, sliding_window=4096, sliding_window_pattern=2),
+        "gemma3": _GEMMA3,
+        "gemma3_text": _GEMMA3,
+        "gemma3n": _GEMMA3N,
+        "gemma3n_text": _GEMMA3N,
+        "glm": _GLM,
+        "glm4": _GLM,
+        "glm4_moe": _GIVEN,
+        "gpt_oss": _family(36, 2880, 64, 8, 64, sliding_window=128, sliding_window_pattern=2),
+        "granite": _LLAMA,
+        "granitemoe": _LLAMA,
+        "hunyuan_v1_dense": _LLAMA,
+        "internlm2": _GIVEN,
+        "internlm3": _GIVEN,
+        "kimi_k2": _GIVEN,
+        "llama": _LLAMA,
+        "llama4": _LLAMA4,
+        "llama4_text": _LLAMA4,
+        "minimax_m2": _family(62, 3072, 48, 8, 128),
+        "ministral": _family(32, 4096, 32, 8, sliding_window=4096),
+        "ministral3": _family(34, 4096, 32, 8, 128),
+        "mistral": _family(32, 4096, 32, 8, sliding_window=4096),
+        "mixtral": _family(32, 4096, 32, 8),
+        "nemotron": _family(32, 6144, 48, None),
+        "olmo2": _LLAMA,
+        "olmo3": _family(32, 4096, 32, None, sliding_window=4096, sliding_window_pattern=4),
+        "olmoe": _family(16, 2048, 16, None),
+        "phi3": _family(32, 3072, 32, None),
+        "phimoe": _family(32, 4096, 32, 8),
+        "qwen2": _family(32, 4096, 32, 32, **_windows_after(28)),
+        "qwen2_5_vl": _QWEN_VL,
+        "qwen2_5_vl_text": _QWEN_VL,
+        "qwen2_moe": _family(24, 2048, 16, 16, **_windows_after(28)),
+        "qwen2_vl": _QWEN_VL,
+        "qwen2_vl_text": _QWEN_VL,
+        "qwen3": _family(32, 4096, 32, 32, 128, **_windows_after(28)),
+        "qwen3_moe": _family(24, 2048, 32, 4, use_sliding_window=False, sliding_window=4096),
+        "qwen3_vl": _QWEN3_VL,
+        "qwen3_vl_moe": _QWEN3_VL_MOE,
+        "qwen3_vl_moe_text": _QWEN3_VL_MOE,
+        "qwen3_vl_text": _QWEN3_VL,
+        "seed_oss": _family(64, 4096, 80, 8, 128),
+        "smollm3": _family(36, 2048, 16, 4, use_sliding_window=False),
+        "stablelm": _family(32, 2560, 32, 32),
+        "starcoder2": _family(30, 3072, 24, 2),
+    }
+)
+"""The families whose KV cache the forecast understands, by ``model_type``, and the defaults of
+their configurations.
+
+A ``config.json`` may leave out what equals the default of its family's class, as Gemma 3's
+do; an explicit null is not replaced.  A family that is not here may keep other state than
+keys and values, or in other layers: it is refused, since its forecast could be wrong in
+silence.  A family without numbers has configurations that give all of them.
+"""
 
 
 def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShape:
@@ -60,8 +166,11 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
         UnreadableConfig: a key is missing, wrong or not supported.
     """
     keys = _text_keys(config)
+    family = keys.get("model_type")
+    keys = {**_defaults(family), **keys}
     _refuse_foreign(keys)
     layers = _number(keys, "num_hidden_layers", MAX_LAYERS)
+    _check_family(family)
     kinds, window = _kinds(keys, layers)
     shared = _optional(keys, "num_kv_shared_layers", 0)
     if shared >= layers:
@@ -69,11 +178,28 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
     kinds = kinds[: layers - shared]
     heads, row_items = _heads(keys)
     made = sorts_of(kinds, window, heads, row_items * _item_nbytes(keys))
-    return ModelShape(name or str(keys.get("model_type", "model")), made)
+    return ModelShape(name or str(family or "model"), made)
+
+
+def _defaults(family: object) -> Mapping[str, Any]:
+    return FAMILIES.get(family, {}) if isinstance(family, str) else {}
+
+
+def _check_family(family: object) -> None:
+    if family is None or (isinstance(family, str) and family in FAMILIES):
+        return
+    near = did_you_mean(str(family), FAMILIES, cutoff=0.8)
+    hint = near if near.startswith("did you mean") else "pdconn plan --list has them"
+    expected = "a family whose KV cache the forecast understands"
+    raise UnreadableConfig("model_type", expected, repr(family), hint)
 
 
 def _text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's keys, over those of the outer level (such as its dtype)."""
+    """The language model's keys, over those of the outer level (such as its dtype).
+
+    A null of the inner level gives way to a value of the outer one, and is kept without one:
+    it says "none", where a missing key says "the default".
+    """
     if not isinstance(config, Mapping):
         raise UnreadableConfig("config", "a JSON object", type(config).__name__)
     for key in _NESTED:
@@ -81,7 +207,8 @@ def _text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         if inner is not None:
             if not isinstance(inner, Mapping):
                 raise UnreadableConfig(key, "an object", repr(inner))
-            return {**config, **{k: v for k, v in inner.items() if v is not None}}
+            kept = {k: v for k, v in inner.items() if v is not None or k not in config}
+            return {**config, **kept}
     return dict(config)
 
 
@@ -142,10 +269,10 @@ def _chunked_kinds(keys: Mapping[str, Any], layers: int) -> list[AttentionKind]:
 
 def _pattern(keys: Mapping[str, Any]) -> int:
     """Every n-th layer is full; 0 without such a pattern."""
-    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+    for key in ("_sliding_window_pattern", "sliding_window_pattern"):
         if keys.get(key) is not None:
             return _number(keys, key)
-    return _PATTERNS.get(str(keys.get("model_type")), 0)
+    return 0
 
 
 def _heads(keys: Mapping[str, Any]) -> tuple[int, int]:

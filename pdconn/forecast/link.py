@@ -1,6 +1,7 @@
 """The bandwidth of a link, and the cost of each descriptor of a read.
 
-Predicted seconds = bytes / bandwidth + descriptors x seconds each.  The presets are medians
+A rank that reads needs bytes / bandwidth + descriptors x seconds each, a rank that is read
+bytes / bandwidth of its own link.  The presets are medians
 of NIXL 1.5.1 reads between two processes of one machine, host memory, two cores.  For other
 speeds the nominal bandwidth is used, and the cost per descriptor is an assumption.
 """
@@ -16,9 +17,10 @@ from pdconn.forecast.errors import ShapeError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of one decode rank.
+    """The link of one rank.
 
-    ``source`` says where the numbers come from.
+    ``source`` says where the numbers come from.  ``reader_copies``: the reader's core copies
+    the bytes, so that a rank that is read sets no limit.
 
     Raises:
         ShapeError: the speed is below 1 byte per second, or the cost is negative.
@@ -28,6 +30,7 @@ class Link:
     bytes_per_s: float
     descriptor_s: float
     source: str
+    reader_copies: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s >= 1):
@@ -41,12 +44,16 @@ class Link:
         """Time to read ``nbytes`` bytes in ``descriptors`` pieces."""
         return nbytes / self.bytes_per_s + descriptors * self.descriptor_s
 
+    def seconds_to_send(self, nbytes: int) -> float:
+        """Time in which a rank at this link can be read ``nbytes`` bytes; 0 without a limit."""
+        return 0.0 if self.reader_copies else nbytes / self.bytes_per_s
+
 
 _ASSUMED_DESCRIPTOR_S = 0.2e-6
 
 PRESETS: tuple[Link, ...] = (
-    Link("shm", 7.5e9, 2.2e-6, "measured: CMA between two processes, 4 KiB pages"),
-    Link("shm-huge", 18e9, 2.2e-6, "measured: CMA between two processes, huge pages"),
+    Link("shm", 7.5e9, 2.2e-6, "measured: CMA between two processes, 4 KiB pages", True),
+    Link("shm-huge", 18e9, 2.2e-6, "measured: CMA between two processes, huge pages", True),
     Link("tcp", 6.5e9, 7e-6, "measured: UCX tcp on loopback, 256 KiB segments"),
 )
 

@@ -22,12 +22,14 @@ def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "prefill": _engine(made.prefill),
         "decode": _engine(made.decode),
         "link": _link(made.link),
-        "groups": [_group(group, made.link) for group in made.groups],
+        "prefill_link": _link(made.prefill_link),
+        "groups": [_group(group, made) for group in made.groups],
         "ranks": [_cost(cost, made.link) for cost in made.received],
         "sent_bytes": list(made.sent),
         "total": {**_amounts(made.total), "clipping": made.total.clipping},
         "busiest": {"rank": made.busiest_rank, **_cost(made.busiest, made.link)},
         "seconds": made.seconds,
+        "slowest": {"side": made.slowest.side, "rank": made.slowest.rank},
         "warnings": [{"code": one.code, "text": one.text} for one in advice],
     }
 
@@ -50,17 +52,18 @@ def _link(link: Link) -> dict[str, Any]:
     }
 
 
-def _group(made: GroupForecast, link: Link) -> dict[str, Any]:
+def _group(one: GroupForecast, made: Forecast) -> dict[str, Any]:
     return {
-        "group": made.number,
-        "kind": str(made.group.kind),
-        "window": made.group.window,
-        "layers": made.group.num_layers,
-        "their_block_tokens": made.their_block_tokens,
-        "our_block_tokens": made.group.block_tokens,
-        "sources": list(made.sources),
-        **_amounts(made.cost),
-        "busiest": _cost(made.busiest, link),
+        "group": one.number,
+        "kind": str(one.group.kind),
+        "window": one.group.window,
+        "layers": one.group.num_layers,
+        "their_block_tokens": one.their_block_tokens,
+        "our_block_tokens": one.group.block_tokens,
+        "sources": list(one.sources),
+        **_amounts(one.cost),
+        "busiest": _cost(one.busiest, made.link),
+        "seconds": made.seconds_of(one),
     }
 
 

@@ -26,6 +26,8 @@ from pdconn.lab.spec import EngineSpec
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
 EXTENDED = 1000
 """Length of the prompt that is sent again, then with more tokens, to show prefix hits."""
+MORE = 120
+"""Those tokens."""
 
 Say = Callable[[str], None]
 
@@ -106,7 +108,6 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
     Raises:
         LabError: a process could not be started, or died; nothing is left running.
     """
-    check_dependencies()
     if plan.port is not None and not is_free(plan.port):
         raise PortInUse("proxy", LOCALHOST, plan.port)
     with (
@@ -149,8 +150,9 @@ def _prompts(plan: DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
     prompts = make_prompts(lengths, seed=1, vocab=plan.vocab)
     for number, prompt in enumerate(prompts, 1):
         yield f"prompt {number} of {len(prompts) + 2}, {len(prompt)} tokens", prompt
-    seen = next((prompt for prompt in prompts if len(prompt) == EXTENDED), prompts[-1])
-    more = make_prompts([120], seed=2, vocab=plan.vocab)[0]
+    room = plan.max_model_len - plan.max_tokens - MORE
+    seen = max((one for one in prompts if len(one) <= min(room, EXTENDED)), key=len)
+    more = make_prompts([MORE], seed=2, vocab=plan.vocab)[0]
     total = len(prompts) + 2
     yield f"prompt {total - 1} of {total}, asked before", seen
     yield f"prompt {total} of {total}, asked before and {len(more)} tokens more", seen + more

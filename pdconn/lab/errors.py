@@ -16,7 +16,7 @@ class MissingDependency(LabError):
     def __init__(self, package: str) -> None:
         super().__init__(
             f"{package} is not installed; 'make venv' installs all that is needed on a CPU, "
-            "and 'pip install pdconn[engine]' on a machine with a GPU"
+            "and docs/quickstart.md says what a machine with a GPU needs"
         )
         self.package = package
 

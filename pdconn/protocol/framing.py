@@ -72,14 +72,22 @@ class Frames:
         while nbytes - start >= _PREFIX:
             length = int.from_bytes(stream[start : start + _PREFIX], "big")
             if not _CRC <= length <= self._max_nbytes + _CRC:
-                most = self._max_nbytes + _CRC
-                raise FrameError("frame length", f"{_CRC} to {most}", length)
+                raise _bad_length(bytes(stream[start : start + _PREFIX]), self._max_nbytes + _CRC)
             body, end = start + _PREFIX + _CRC, start + _PREFIX + length
             if nbytes < end:
                 break
             bodies.append(_checked(stream[body - _CRC : body], bytes(stream[body:end])))
             start, self._max_nbytes = end, self._max_later
         return bodies, start
+
+
+def _bad_length(prefix: bytes, most: int) -> FrameError:
+    """The error of a length that is none; text of another protocol is shown as text."""
+    expected = f"{_CRC} to {most}"
+    if not (prefix.isascii() and prefix.decode().isprintable()):
+        return FrameError("frame length", expected, int.from_bytes(prefix, "big"))
+    what = "an HTTP server answers here" if prefix == b"HTTP" else "this is text"
+    return FrameError("frame length", expected, prefix, f"{what}, not a side channel")
 
 
 def _checked(crc: bytes | bytearray, body: bytes) -> bytes:

@@ -52,10 +52,10 @@ class TlsFiles:
 
 
 def load_secret(path: str, field: str = "secret_file") -> Secret:
-    """The secret in a file that only its owner and group may read.
+    """The secret in a file that only its owner may write, and only owner and group may read.
 
     Raises:
-        SecurityError: it cannot be read, is world-readable, or is too short.
+        SecurityError: it cannot be read, has another mode, or is too short.
     """
     try:
         return Secret(_read_private(field, path))
@@ -140,18 +140,26 @@ def _require_pem(field: str, path: str, data: bytes, what: bytes) -> None:
 
 
 def _read(field: str, path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise SecurityError(field, "a readable file", f"{path}: {why}") from None
+    return _read_with_mode(field, path)[0]
 
 
 def _read_private(field: str, path: str) -> bytes:
-    data = _read(field, path)
-    mode = stat.S_IMODE(os.stat(path).st_mode)
+    """The content of a file with a secret: a reader would know it, a writer could choose it."""
+    data, mode = _read_with_mode(field, path)
     if mode & stat.S_IROTH:
         expected = "a file that is not world-readable (chmod o-rwx; Kubernetes: defaultMode 0400)"
         raise SecurityError(field, expected, f"mode {mode:04o} of {path}")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        expected = "a file that only its owner can write (chmod go-w; Kubernetes: defaultMode 0400)"
+        raise SecurityError(field, expected, f"mode {mode:04o} of {path}")
     return data
+
+
+def _read_with_mode(field: str, path: str) -> tuple[bytes, int]:
+    """Content and permission bits of one open file, which no rename can take apart."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(), stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise SecurityError(field, "a readable file", f"{path}: {why}") from None

@@ -244,9 +244,9 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "secret_file", "path", "`PDCONN_SECRET_FILE`, then `PDCONN_SECRET`", _text, "both",
-        "File with the shared secret: 16 bytes or more, not world-readable. A secret "
-        "or TLS is required unless the side channel is on loopback. No key takes the secret "
-        "itself, since configurations are logged.",
+        "File with the shared secret: 16 bytes or more, not world-readable, writable by "
+        "its owner only. A secret or TLS is required unless the side channel is on loopback. "
+        "No key takes the secret itself, since configurations are logged.",
     ),
     Key(
         "tls_cert", "path", "none", _text, "both",
@@ -255,7 +255,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "tls_key", "path", "none", _text, "both",
-        "Key of `tls_cert`, without passphrase, not world-readable.",
+        "Key of `tls_cert`, without passphrase, not world-readable, writable by its owner only.",
     ),
     Key(
         "tls_ca", "path", "none", _text, "both",

@@ -1,6 +1,7 @@
 """``pdconn plan``, as a user runs it."""
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -92,6 +93,32 @@ def test_a_config_is_read_from_a_file_or_its_directory(capsys, tmp_path):
     assert by_folder == built_in_one.replace("llama-3.1-8b", "my-llama")
 
 
+def test_the_time_has_one_number_and_names_the_side_that_sets_it(capsys):
+    """One prefill rank feeds eight decode ranks.
+
+    Without the fix: "predicted: 2.95 ms", then "takes at least 5.54 ms".
+    """
+    words = ["--model", "gpt-oss-20b", "--decode", "tp=8", "--link", "400Gb/s"]
+    out = printed(capsys, *words)
+    predicted = re.search(r"predicted: ([\d.]+) ms, set by prefill rank 0", out)
+    assert predicted is not None
+    total = next(line for line in out.splitlines() if line.strip().startswith("all 8 ranks"))
+    assert float(total.split()[-1]) == pytest.approx(float(predicted[1]), abs=0.006)
+    assert set(re.findall(r"([\d.]+) ms", out)) == {predicted[1]}
+    found = json.loads(printed(capsys, *words, "--json"))
+    assert found["slowest"] == {"side": "prefill", "rank": 0}
+    assert found["seconds"] == found["sent_bytes"][0] / 50e9
+    assert sum(group["seconds"] for group in found["groups"]) == pytest.approx(found["seconds"])
+
+
+def test_each_side_has_a_link_of_its_own(capsys):
+    words = ["--model", "gpt-oss-20b", "--decode", "tp=8", "--link", "400Gb/s"]
+    out = printed(capsys, *words, "--prefill-link", "3200Gb/s")
+    assert "links    prefill 3200Gb/s: 400 GB/s a rank; decode 400Gb/s: 50 GB/s a rank" in out
+    assert "set by decode rank 0" in out
+    assert "busy-source" not in out
+
+
 def test_warnings_are_no_failure(capsys):
     out = printed(
         capsys, "--model", "llama-3.1-8b", "--prefill", "tp=2,layout=BLNHC", "--decode", "tp=4",
@@ -111,6 +138,7 @@ def test_warnings_are_no_failure(capsys):
         (["--model", "qwen3-8b", "--prompt", "1"], "prompt: expected 2 to"),
         (["--model", "qwen3-8b", "--hit", "8192"], "hit: expected 0 to 8190"),
         (["--model", "qwen3-8b", "--link", "fast"], "link: expected shm"),
+        (["--model", "qwen3-8b", "--prefill-link", "fast"], "prefill-link: expected shm"),
         (["--model", "qwen3-8b", "--descriptor-us", "nan"], "descriptor-us: expected"),
         (["--model", "qwen3-8b", "--svg", "/nowhere/plan.svg"], "/nowhere/plan.svg"),
         (["--model", "qwen3-8b", "--json", "/nowhere/plan.json"], "/nowhere/plan.json"),
@@ -135,6 +163,7 @@ def test_what_makes_no_sense_ends_with_2_and_one_line(words, wrong, capsys):
         (b"[]", "config: expected a JSON object"),
         (json.dumps({**LLAMA, "mamba_d_state": 16}).encode(), "mamba_d_state: expected attention"),
         (json.dumps({"model_type": "gpt2"}).encode(), "num_hidden_layers: expected"),
+        (json.dumps({**LLAMA, "model_type": "bert"}).encode(), "model_type: expected a family"),
         (None, "config.json"),
     ],
 )

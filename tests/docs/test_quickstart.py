@@ -49,8 +49,18 @@ def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
     elif first == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = project["optional-dependencies"]
+        if command.words[1] == "freeze":  # what the next command must not move
+            assert command.words[-2:] == [">", "installed.txt"]
+            return
         assert command.words[1] == "install"
         ours, *others = command.words[2:]
+        if "-c" in others:
+            at = others.index("-c")
+            assert others[at + 1] == "installed.txt"
+            assert any(
+                one.page == command.page and one.words[:2] == ["pip", "freeze"] for one in COMMANDS
+            )
+            del others[at : at + 2]
         extra = re.fullmatch(r"\.\[(\w+)\]", ours)
         if extra is not None:
             assert extra[1] in extras
@@ -121,6 +131,37 @@ def test_a_transfer_configuration_is_one_that_we_take(command: Command) -> None:
     _settings(config.get("kv_connector_extra_config", {}))
     if config["kv_role"] == "kv_consumer":
         assert config["kv_load_failure_policy"] == "recompute"
+
+
+FILES = [*every_page(), *sorted((ROOT / "docker").glob("*.y*ml")), *(ROOT / "examples").glob("*")]
+DECODES = re.compile(r'"kv_role": *"kv_(consumer|both)"')
+RECOMPUTES = re.compile(r'"kv_load_failure_policy": *"recompute"')
+
+
+def num_that_fail(text: str) -> int:
+    """How many configurations of decode engines have vLLM's default: fail the request."""
+    return max(0, len(DECODES.findall(text)) - len(RECOMPUTES.findall(text)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_configuration_of_decode_recomputes_what_fails(path: Path) -> None:
+    """A user copies it: with vLLM's default, a request fails whose pull fails."""
+    assert num_that_fail(path.read_text()) == 0
+
+
+def test_a_configuration_of_decode_with_vllm_s_default_is_found() -> None:
+    """Negative control: each page that shows one, without the policy."""
+    shown = [path for path in FILES if DECODES.search(path.read_text())]
+    assert {path.name for path in shown} >= {"README.md", "quickstart.md", "compose.gpu.yaml"}
+    assert all(num_that_fail(RECOMPUTES.sub("", path.read_text())) for path in shown)
+
+
+def test_nothing_that_is_installed_beside_vllm_moves_it() -> None:
+    """``[engine]`` brings vLLM and torch: no page or image tells to add it where they are."""
+    for command in COMMANDS:
+        if command.words[:2] == ["pip", "install"] and "nixl==" in command.text:
+            assert command.words[-2:] == ["-c", "installed.txt"], str(command)
+    assert "[engine]" not in (ROOT / "docker/Dockerfile.gpu").read_text()
 
 
 def test_a_transfer_configuration_with_a_fault_is_refused() -> None:

@@ -103,12 +103,38 @@ def test_copies_are_counted():
     assert "replicated-heads" not in advice_of(pull("qwen3-30b-a3b", {}, {"tp": 4}))
 
 
-def test_a_source_that_feeds_many_is_named():
-    """One prefill rank sends what four decode ranks read."""
+def test_a_source_that_feeds_many_is_named_and_sets_the_time():
+    """One prefill rank sends what four decode ranks read.
+
+    Without the fix the prediction is a decode rank's, a quarter of it, and the warning below
+    it contradicts it.
+    """
     made = pull("llama-3.1-8b", {}, {"tp": 4})
     text = advice_of(made)["busy-source"]
-    at_least = re.search(r"at least ([\d.]+) ms", text)
-    assert at_least is not None
     nbytes = 8192 * (128 << 10)
-    assert float(at_least[1]) == pytest.approx(1e3 * nbytes / 50e9, rel=0.01)
+    assert made.seconds == pytest.approx(nbytes / 50e9, rel=0.01)
+    assert "prefill rank 0 sends 1,073.7 MB, 4.0 times what any decode rank reads" in text
+    assert not re.search(r"\d ms", text), "one number, and it is the prediction"
     assert "busy-source" not in advice_of(pull("llama-3.1-8b", {"tp": 4}, {"tp": 4}))
+
+
+def test_a_faster_link_of_the_source_ends_that():
+    model = built_in("llama-3.1-8b")
+    link, fast = parse_link("400Gb/s"), parse_link("1600Gb/s")
+    sides = EngineShape(model), EngineShape(model, tp=4)
+    made = forecast(*sides, 8192, 0, link, prefill_link=fast)
+    assert made.slowest.side == "decode"
+    assert made.seconds == made.busiest.seconds(link)
+    assert "busy-source" not in advice_of(made)
+    slow = forecast(*sides, 8192, 0, link, prefill_link=parse_link("100Gb/s"))
+    assert slow.seconds == pytest.approx(sum(slow.sent) / 12.5e9)
+    assert slow.slowest.side == "prefill"
+
+
+def test_descriptors_are_not_blamed_where_the_source_sets_the_time():
+    """A remedy for decode's runs would promise what prefill's link cannot give."""
+    model = built_in("llama-3.1-8b")
+    slow = EngineShape(model, "BLNHC", tp=2), EngineShape(model, "BLNHC", tp=4)
+    link = parse_link("400Gb/s")
+    assert is_slow(forecast(*slow, 8192, 0, link))
+    assert not is_slow(forecast(*slow, 8192, 0, link, prefill_link=parse_link("1Gb/s")))

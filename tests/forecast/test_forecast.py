@@ -127,7 +127,8 @@ def test_totals_are_sums(shape):
         busiest = sum(getattr(group.busiest, name) for group in made.groups)
         assert busiest == getattr(made.busiest, name)
     slowest = max(cost.seconds(LINK) for cost in made.received)
-    assert made.seconds == made.busiest.seconds(LINK) == slowest
+    assert made.busiest.seconds(LINK) == slowest
+    assert made.seconds == max(slowest, max(made.sent) / 1e9)
 
 
 def test_time_is_bytes_and_descriptors():
@@ -135,6 +136,34 @@ def test_time_is_bytes_and_descriptors():
     made = pull(uniform(1, 1, 1024), {}, {}, 17)
     assert made.total.runs == 1
     assert made.seconds == pytest.approx(16384 / 1e9 + 1e-6)
+
+
+def test_a_rank_that_is_read_sets_the_time_where_it_sends_more_than_any_rank_reads():
+    """One block of 16 rows of 1 KiB in 4 heads: one rank sends all, four read a quarter each."""
+    made = pull(uniform(1, 4, 1024), {}, {"tp": 4}, 17)
+    assert made.sent == (65536,)
+    assert {cost.nbytes for cost in made.received} == {16384}
+    assert made.seconds == pytest.approx(65536 / 1e9)
+    assert (made.slowest.side, made.slowest.rank) == ("prefill", 0)
+    assert made.busiest.seconds(LINK) == pytest.approx(16384 / 1e9 + 1e-6)
+
+
+def test_a_rank_that_is_read_sets_no_limit_where_readers_copy():
+    """Shared memory: the core of the reader does all of the work."""
+    copied = replace(LINK, reader_copies=True)
+    sides = EngineShape(uniform(1, 4, 1024)), EngineShape(uniform(1, 4, 1024), tp=4)
+    made = forecast(*sides, 17, 0, copied)
+    assert made.slowest.side == "decode"
+    assert {one.name for one in PRESETS if one.reader_copies} == {"shm", "shm-huge"}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("our", [{"tp": 4}, {}])
+def test_the_times_of_groups_add_up_to_the_prediction(shape, our):
+    """Whichever side sets it."""
+    made = pull(shape, {}, our, 3000)
+    assert made.slowest.side == ("prefill" if our else "decode")
+    assert sum(map(made.seconds_of, made.groups)) == pytest.approx(made.seconds)
 
 
 def test_hits_are_not_pulled():

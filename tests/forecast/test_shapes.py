@@ -3,7 +3,7 @@
 import pytest
 
 from pdconn.forecast.errors import ShapeError, UnreadableConfig
-from pdconn.forecast.hf_config import model_shape
+from pdconn.forecast.hf_config import FAMILIES, model_shape
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.shapes import SHAPES, built_in
 from registration.references import AttentionKind
@@ -74,6 +74,49 @@ LLAMA_4 = {
         "num_key_value_heads": 8,
         "no_rope_layers": [],
     },
+}
+# As published: what equals the default of Gemma3TextConfig is left out.
+GEMMA_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+GEMMA_12B = {
+    **GEMMA_4B,
+    "text_config": {
+        **GEMMA_4B["text_config"],
+        "hidden_size": 3840,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+}
+# Lightning attention in 7 of 8 layers: 0 in the list.
+MINIMAX_TEXT = {
+    "architectures": ["MiniMaxText01ForCausalLM"],
+    "model_type": "minimax_text_01",
+    "attn_type_list": ([0] * 7 + [1]) * 10,
+    "head_dim": 128,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+}
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "torch_dtype": "float32",
 }
 
 
@@ -226,6 +269,69 @@ def test_what_cannot_be_understood_is_named(key, value):
         model_shape({**LLAMA, key: value})
     assert refused.value.field == key
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "full", "heads", "row_nbytes"),
+    [
+        (GEMMA_4B, 34, 5, 4, 2 * 256 * 2),
+        (GEMMA_12B, 48, 8, 8, 2 * 256 * 2),  # 3840 / 16 heads is 240, which it is not
+    ],
+)
+def test_a_config_without_the_defaults_of_its_family_is_read(
+    config, layers, full, heads, row_nbytes
+):
+    """Without the fix gemma-3-4b is refused, and gemma-3-12b has heads of 240 numbers."""
+    shape = model_shape(config)
+    assert shape.num_layers == layers
+    assert len(kinds(shape)[AttentionKind.FULL]) == full
+    assert {(one.heads, one.row_nbytes) for one in shape.sorts} == {(heads, row_nbytes)}
+    assert {one.window for one in shape.sorts} == {1024, None}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (MINIMAX_TEXT, "attn_type_list"),
+        ({**MINIMAX_TEXT, "attn_type_list": None}, "minimax_text_01"),
+        (BERT, "bert"),
+        ({**LLAMA, "model_type": "mamba2"}, "mamba2"),
+        ({**LLAMA, "model_type": ["llama"]}, "model_type"),
+    ],
+)
+def test_a_family_that_is_not_known_is_refused(config, named):
+    """Without the fix MiniMax-Text is 80 layers of full attention, and BERT has a KV cache."""
+    with pytest.raises(UnreadableConfig, match=named) as refused:
+        model_shape(config)
+    assert refused.value.field in ("model_type", "attn_type_list")
+    assert len(str(refused.value)) < 300
+
+
+def test_a_family_that_is_nearly_known_is_hinted_at():
+    with pytest.raises(UnreadableConfig, match=r"model_type: .*did you mean 'qwen3_moe'"):
+        model_shape({**LLAMA, "model_type": "qwen3_moes"})
+
+
+def test_a_config_without_a_family_is_taken_at_its_word():
+    explicit = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    assert model_shape(explicit, "a").sorts == model_shape(LLAMA, "a").sorts
+
+
+def test_an_explicit_null_is_not_a_default():
+    """Mistral Small 3.1: no window, where the default of its family is 4096."""
+    text = {**LLAMA, "model_type": "mistral", "sliding_window": None}
+    for config in (text, {"model_type": "mistral3", "text_config": text}):
+        assert set(kinds(model_shape(config))) == {AttentionKind.FULL}
+    del text["sliding_window"]
+    assert set(kinds(model_shape(text))) == {AttentionKind.SLIDING_WINDOW}
+
+
+@pytest.mark.parametrize("family", [name for name, given in FAMILIES.items() if given])
+def test_defaults_are_those_of_the_family_s_own_class(family):
+    """The oracle: the class that ``transformers`` reads a ``config.json`` of the family with."""
+    config = pytest.importorskip("transformers").AutoConfig.for_model(family).to_dict()
+    assert config["model_type"] == family
+    assert model_shape(config, "a") == model_shape({"model_type": family}, "a")
 
 
 def test_windows_need_their_size():

@@ -98,6 +98,25 @@ def test_a_secret_that_everybody_may_read_is_refused_by_its_mode(tmp_path: Path,
         load_secret(path)
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o660, 0o602, 0o622])
+def test_a_secret_that_others_may_write_is_refused_by_its_mode(tmp_path: Path, mode: int) -> None:
+    """Another user could put a secret there that he knows.  Without the fix it is taken."""
+    path = written(tmp_path / "s", SECRET, mode)
+    with pytest.raises(
+        SecurityError, match=f"only its owner can write .* mode 0{mode:o} of {path}"
+    ):
+        load_secret(path)
+
+
+def test_a_tls_key_that_others_may_write_is_refused(files: TlsFiles) -> None:
+    Security(tls=files)  # the control
+    Path(files.key).chmod(0o620)
+    with pytest.raises(
+        SecurityError, match="tls_key: expected a file that only its owner can write"
+    ):
+        Security(tls=files)
+
+
 @pytest.mark.parametrize("data", [b"", b"\n", SECRET[:15], SECRET[:15] + b"\n"])
 def test_a_short_secret_is_refused_by_its_length(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(SecurityError, match="secret_file: expected at least 16 bytes in") as error:

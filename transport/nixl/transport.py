@@ -62,8 +62,8 @@ def load_library() -> NixlLibrary:
         import nixl._bindings as bindings
     except (ImportError, OSError) as error:
         raise TransportUnavailable(
-            f"nixl cannot be imported: {error}. Install pdconn[engine]; nixl needs Linux, "
-            "and nixl-cu12 or nixl-cu13 as fits the CUDA of this machine"
+            f"nixl cannot be imported: {error}. Install nixl as docs/quickstart.md shows; it needs "
+            "Linux, and nixl-cu12 or nixl-cu13 as fits the CUDA of this machine"
         ) from error
     try:
         version = importlib.metadata.version("nixl")

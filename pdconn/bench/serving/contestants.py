@@ -16,7 +16,6 @@ from typing import Protocol
 
 from pdconn.bench.errors import BenchError
 from pdconn.bench.serving.lineup import assign_engines, engine_specs
-from pdconn.lab.demo import check_dependencies
 from pdconn.lab.engine import Engine, Progress, running
 from pdconn.lab.proxy import running_proxy
 
@@ -116,13 +115,12 @@ def running_contestants(
 
     Raises:
         TooLittleMemory: before anything is started.
-        LabError: something is not installed, could not be started, or died.
+        LabError: an engine could not be started, or died.
     """
     specs = engine_specs(names, model, cores)
     free = _available_nbytes(meminfo)
     if free is not None and free < len(specs) * ENGINE_NBYTES:
         raise TooLittleMemory(len(specs), free)
-    check_dependencies()
     with running(specs, directory, timeout_s=START_TIMEOUT_S, progress=progress) as engines:
         contestants = []
         for name, its_engines in assign_engines(names, engines):

@@ -129,7 +129,10 @@ def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) ->
 
 
 class LocalLender(Closing):
-    """A lender in a process of its own, on this host, which ends with this object."""
+    """A lender in a process of its own, on this host, which ends with this object.
+
+    It is in a session of its own, so that Ctrl-C reaches this process only.
+    """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -139,6 +142,7 @@ class LocalLender(Closing):
                 [sys.executable, "-m", "pdconn.bench.transfer.lender", str(fd)],
                 pass_fds=[fd],
                 env=env,
+                start_new_session=True,
             )
         self.control = ControlConnection(ours, AT_READER)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace, TracebackType
@@ -244,6 +245,13 @@ async def _note_sent(
 def _reason(error: Exception) -> str:
     """One line for logs and errors; some of aiohttp's have no text."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"TLS: {cause.verify_message}"
+    if isinstance(cause, ssl.SSLError):  # its errno is OpenSSL's, and means something else
+        plain = cause.reason == "WRONG_VERSION_NUMBER"
+        return f"TLS: {cause.reason or cause}" + ("; is it an http:// server?" if plain else "")
+    if isinstance(cause, socket.gaierror):  # its errno is the resolver's
+        return str(cause.strerror)
     if isinstance(cause, OSError) and cause.errno:
         return os.strerror(cause.errno)
     return str(cause) or type(cause).__name__

@@ -189,7 +189,8 @@ def engine_name(field: str, url: str) -> str:
     except ValueError as error:
         raise BadSetting(field, f"{expected} ({error})", url) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise BadSetting(field, expected, url)
+        hint = "" if "://" in url or not url else f"did you mean {'http://' + url!r}?"
+        raise BadSetting(field, expected, url, hint)
     if parts.username is not None or parts.query or parts.fragment:
         raise BadSetting(field, f"{expected} without user, query or fragment", url)
     if any(letter.isspace() for letter in url):

