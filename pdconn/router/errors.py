@@ -24,18 +24,24 @@ class Refusal(Exception):
     kind: ClassVar[str]
     param: str | None = None
 
-    def details(self) -> dict[str, object]:
+    def message(self, *, name_engines: bool) -> str:
+        """What the client reads; ``name_engines``: it may learn their addresses."""
+        del name_engines
+        return str(self)
+
+    def details(self, *, name_engines: bool) -> dict[str, object]:
         """Fields beside the four that every client knows."""
+        del name_engines
         return {}
 
-    def body(self) -> bytes:
+    def body(self, *, name_engines: bool) -> bytes:
         """The answer's JSON."""
         error = {
-            "message": str(self),
+            "message": self.message(name_engines=name_engines),
             "type": self.kind,
             "param": self.param,
             "code": self.status,
-            **self.details(),
+            **self.details(name_engines=name_engines),
         }
         return msgspec.json.encode({"error": error})
 
@@ -60,6 +66,16 @@ class BodyTooLarge(FieldRefusal):
 
     status = 413
     kind = "RequestEntityTooLargeError"
+
+
+class Unauthorized(Refusal):
+    """The client sent none of the keys of ``--api-key-file``."""
+
+    status = 401
+    kind = "AuthenticationError"
+
+    def __init__(self) -> None:
+        super().__init__("Authorization: expected 'Bearer KEY' with a key of this service")
 
 
 class NotFound(FieldRefusal):
@@ -99,8 +115,14 @@ class NoEngineLeft(Refusal):
         self.role = role
         self.failures = failures
 
-    def details(self) -> dict[str, object]:
+    def message(self, *, name_engines: bool) -> str:
+        """Without the engines and the reasons, which may hold addresses too."""
+        return str(self) if name_engines else f"no {self.role} engine answers"
+
+    def details(self, *, name_engines: bool) -> dict[str, object]:
         """The role, and each of its engines with the reason why it was not used."""
+        if not name_engines:
+            return {"role": self.role}
         engines = [{"engine": one.engine, "why": one.why} for one in self.failures]
         return {"role": self.role, "engines": engines}
 
