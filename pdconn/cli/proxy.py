@@ -141,6 +141,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="answer longer request bodies with 413 (%(default)g)",
     )
+    _configure_output(parser)
+
+
+def _configure_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print events as JSON, one per line, and the log too"
     )
