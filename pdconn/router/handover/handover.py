@@ -63,6 +63,7 @@ class Handover:
     async def _run(self, request: RoutedRequest) -> EngineAnswer:
         while True:
             if not self.engines.live(Role.DECODE):  # else prefill would lend blocks for nothing
+                request.decision = self.router.no_choice(request, "no decode engine is up")
                 raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
             request.decision = decision = await self.router.decide(request)
             try:

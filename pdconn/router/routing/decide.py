@@ -27,6 +27,7 @@ from pdconn.router.routing.policy import (
     TOKENS_PER_DECODE_REQUEST,
     Candidate,
     Policy,
+    Ranking,
     Role,
     RouteQuery,
 )
@@ -101,6 +102,16 @@ class RequestRouter:
         )
         self.decisions.add(decision)
         self.metrics.decided(decision)
+        return decision
+
+    def no_choice(self, request: RoutedRequest, why: str) -> Decision:
+        """The record of a request for which there is nothing to decide."""
+        num_tokens = _query(request, None, False).num_tokens
+        ranking = Ranking((), (), why=why)
+        decision = Decision(
+            request.request_id, time.time(), self.policy.name, num_tokens, ranking, unknown=why
+        )
+        self.decisions.add(decision)
         return decision
 
     async def _look_up(

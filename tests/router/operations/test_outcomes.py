@@ -68,8 +68,10 @@ async def test_without_an_engine_it_ends_as_refused(role):
     """It stayed under way for ever: the page shows a fleet at work while all requests fail."""
     async with deployment(without_prefill="refuse") as d:
         await getattr(d, role)[0].stop()
-        assert (await d.complete()).status == 503
-        assert await ended(d) == ("no_engine", 503)
+        for number in range(1, 3):  # tried without success, then known to be down
+            assert (await d.complete()).status == 503
+            assert await ended(d) == ("no_engine", 503)
+            assert len(d.proxy.router.decisions) == number
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
