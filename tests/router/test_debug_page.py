@@ -425,7 +425,7 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_no_engine_that_le
         assert "handed over" in strange
         assert f"100 {made.prefill.url} 64 hit {made.decode.url} 32 hit handed over" in long
         assert long.split(" handed over ")[1].startswith(
-            "prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled"
+            "ok HTTP 200 prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled"
         )
         assert 'href="debug/route/the-long-one"' in dom
         assert '<p id="offline" role="alert" hidden' in dom
