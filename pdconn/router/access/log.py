@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -30,6 +31,8 @@ log = logging.getLogger("pdconn.access")
 
 #: Of one value in the log, in characters.
 _MOST_SHOWN = 200
+#: Printable ASCII without spaces, quotes, equals signs and backslashes.
+_PLAIN = re.compile(rf"[!#$%&(-<>-\[\]-~]{{1,{_MOST_SHOWN}}}")
 
 
 @dataclass(slots=True)
@@ -76,8 +79,7 @@ def _value(value: str | float | None) -> str:
         return "-"
     if not isinstance(value, str):
         return f"{value:g}" if isinstance(value, float) else str(value)
-    plain = value.isascii() and value.isprintable() and not set(value) & set(" \"'=\\")
-    return value if plain and 0 < len(value) <= _MOST_SHOWN else shown(value, _MOST_SHOWN)
+    return value if _PLAIN.fullmatch(value) else shown(value, _MOST_SHOWN)
 
 
 def logging_access(on_end: Callable[[RoutedRequest], object]) -> Middleware:
