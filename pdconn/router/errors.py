@@ -8,7 +8,7 @@ An engine's own error is not here: it reaches the client as the engine wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ class Refusal(Exception):
 
     status: ClassVar[int]
     kind: ClassVar[str]
+    headers: ClassVar[Mapping[str, str]] = {}
     param: str | None = None
 
     def message(self, *, name_engines: bool) -> str:
@@ -68,16 +69,6 @@ class BodyTooLarge(FieldRefusal):
     kind = "RequestEntityTooLargeError"
 
 
-class Unauthorized(Refusal):
-    """The client sent none of the keys of ``--api-key-file``."""
-
-    status = 401
-    kind = "AuthenticationError"
-
-    def __init__(self) -> None:
-        super().__init__("Authorization: expected 'Bearer KEY' with a key of this service")
-
-
 class NotFound(FieldRefusal):
     """The router does not serve this path, or does not remember this request id."""
 
@@ -90,6 +81,17 @@ class NoPrompt(FieldRefusal):
 
     status = 409
     kind = "ConflictError"
+
+
+class Unauthorized(Refusal):
+    """The client sent none of the keys of ``--api-key-file``."""
+
+    status = 401
+    kind = "AuthenticationError"
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+    def __init__(self) -> None:
+        super().__init__("Authorization: expected 'Bearer KEY' with a key of this service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class NoEngineLeft(Refusal):
 
     status = 503
     kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
     def __init__(self, role: str, failures: tuple[EngineFailure, ...]) -> None:
         super().__init__(f"no {role} engine answers: {_listed(failures) or 'none is known'}")

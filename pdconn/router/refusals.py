@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.errors import NoEngineLeft, NotFound, Refusal, Unauthorized
+from pdconn.router.errors import NotFound, Refusal
 
 
 def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
@@ -30,10 +30,5 @@ def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
 
 
 def _refuse(refusal: Refusal, name_engines: bool) -> web.Response:
-    headers = {}
-    if isinstance(refusal, NoEngineLeft):
-        headers["Retry-After"] = "1"
-    if isinstance(refusal, Unauthorized):
-        headers["WWW-Authenticate"] = "Bearer"
     body = refusal.body(name_engines=name_engines)
-    return web.json_response(body=body, status=refusal.status, headers=headers)
+    return web.json_response(body=body, status=refusal.status, headers=refusal.headers)
