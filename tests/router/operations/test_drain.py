@@ -13,7 +13,7 @@ from aiohttp import web
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.server import Limits
-from tests.fakes.fake_engine import ANSWER, Deployment, deployment, hang, in_loop, until
+from tests.fakes.fake_engine import ANSWER, CHUNKS, Deployment, deployment, hang, in_loop, until
 
 DELAY_S = 2.0
 
@@ -151,3 +151,23 @@ async def test_the_last_tickets_wait_no_longer_than_they_may():
 def test_a_delay_that_makes_no_sense_is_refused():
     with pytest.raises(BadSetting, match="--drain-delay"):
         ProxyConfig.of(["http://p:1"], ["http://d:1"], drain_delay_s=-1.0)
+
+
+@in_loop
+async def test_an_end_in_the_middle_of_twenty_hand_overs_loses_none():
+    """They are spread over prefill, decode and the stream of the answer."""
+    async with deployment(num_prefill=2, num_decode=2, drain_timeout_s=60.0) as d:
+        for number, engine in enumerate(d.prefill + d.decode):
+            engine.admission_s = 0.1 * (number + 1)
+            engine.chunk_pause_s = 0.1
+        asking = []
+        for _ in range(20):
+            asking.append(asyncio.create_task(d.complete(stream=True)))
+            await asyncio.sleep(0.02)
+        stages = [len(engine.seen) for engine in d.prefill + d.decode]
+        outcome, leases = d.outcome, d.leases
+    assert 0 < sum(stages[2:]) < sum(stages[:2]), "some are with prefill, some with decode"
+    replies = await asyncio.gather(*asking)
+    assert {(reply.status, reply.body) for reply in replies} == {(200, b"".join(CHUNKS))}
+    assert outcome("ok") == 20
+    assert (leases.granted, leases.held) == (20, set())
