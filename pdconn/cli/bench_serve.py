@@ -36,7 +36,8 @@ frozen.  The report has medians and 99th percentiles of:
   TTFT       from the request (its due time under --rate) to the first token
   ITL        between chunks of an answer, over all answers
   handover   from the end of prefill's answer to the first byte of decode's, as
-             pdconn proxy reports it for each request; - where it is not reported
+             pdconn proxy reports it for each request on its admin pages (of a target:
+             NAME=URL,admin=URL); - where it is not reported
   goodput    requests a second that are complete, right, within --ttft-bound and, on
              average per token after the first, within --itl-bound
 
@@ -77,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     contestants.add_argument(
         "--target",
         action="append",
-        metavar="NAME=URL",
+        metavar="NAME=URL[,admin=URL]",
         help="measure a service that runs; may be repeated, the first is the reference",
     )
     add(
@@ -210,17 +211,22 @@ def _bounds(args: argparse.Namespace) -> Bounds:
 def _targets(words: Sequence[str]) -> list[Target]:
     targets: list[Target] = []
     for word in words:
-        name, found, url = word.partition("=")
-        try:
-            parts = urlsplit(url)
-        except ValueError as error:
-            raise BadOption("target", "NAME=http://HOST:PORT", f"{word}: {error}") from None
-        if not (found and name and parts.scheme in ("http", "https") and parts.hostname):
-            raise BadOption("target", "NAME=http://HOST:PORT", word)
+        name, found, urls = word.partition("=")
+        url, comma, admin = urls.partition(",admin=")
+        if not (found and name and _is_url(url) and (not comma or _is_url(admin))):
+            raise BadOption("target", "NAME=http://HOST:PORT[,admin=http://HOST:PORT]", word)
         if name in [one.name for one in targets]:
             raise BadOption("target", "a name for each", f"{name} twice")
-        targets.append(Target(name, url))
+        targets.append(Target(name, url, admin.rstrip("/") if comma else None))
     return targets
+
+
+def _is_url(word: str) -> bool:
+    try:
+        parts = urlsplit(word)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _names(text: str) -> list[str]:

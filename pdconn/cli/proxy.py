@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import logging
-import signal
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
-from pdconn.router.config import ProxyConfig
+from pdconn.cli.logs import FORMATS, fail, log_to_stderr
+from pdconn.cli.serving import Events, serve
+from pdconn.router.config import ADMIN_ABOVE, WITHOUT_PREFILL, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
 from pdconn.router.prefix.hashing import ALGORITHMS
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing.policy import POLICIES, PrefixAware
-from pdconn.router.server import EngineReady, Running, running_proxy
 
 _EPILOG = """\
 An OpenAI-compatible router for disaggregated serving. It sends each request to a
@@ -54,20 +51,37 @@ fleets that change:
 
 Decode serves these requests alone and computes the prompt itself; /metrics counts
 them by reason: several prompts in one body, n > 1, beam search, echo,
-prompt_logprobs, prompt_embeds, truncate_prompt_tokens, a prefix that decode holds.
+prompt_logprobs, prompt_embeds, truncate_prompt_tokens, a prefix that decode holds,
+and every request while no prefill engine answers (--without-prefill refuse: 503).
 
-routes:
-  POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+routes for clients:
+  POST /v1/completions, /v1/chat/completions     GET /v1/models
+  GET  /health                 503 if no request can be served, 200 if some can: "ok",
+                               or "degraded" without prefill
+  GET  /readyz                 the same, and 503 once SIGTERM has come
+  GET  /livez                  200 while the process runs
+
+admin pages, on --admin-host and --admin-port, without key or TLS:
   GET  /                       live page: engines, pods, hits, decisions with reasons
   GET  /debug/state            the same as JSON
   GET  /debug/route/ID         the decision for the request with this X-Request-Id;
                                ?snapshot=1: as a file for pdconn score
+  GET  /metrics                for Prometheus; also /health, /readyz, /livez
+
+signals:
+  SIGTERM, SIGINT  /readyz answers 503 for --drain-delay; then the proxy stops
+                   listening, requests have --drain-timeout to finish, and tickets of
+                   those cut off are given back. A second one ends it at once
+  SIGHUP           reads --fleet, --api-key-file, --tls-cert and --tls-key again and
+                   resolves DNS names; a file with a mistake changes nothing
 
 examples:
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
   pdconn proxy --prefill http://p0:8000,events=tcp://{host}:5557,replay=tcp://{host}:5657 \\
       --decode http://d0:8000,events=tcp://{host}:5557 --host 0.0.0.0 --wait 300
   pdconn proxy --fleet fleet.toml --policy prefix
+  pdconn proxy --fleet fleet.toml --host 0.0.0.0 --api-key-file keys.txt \\
+      --tls-cert proxy.pem --tls-key proxy.key --drain-delay 5
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model": "m", "prompt": "Once upon a time", "max_tokens": 16}'
 
@@ -86,16 +100,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", help="engines that compute prompts", **urls)  # type: ignore[arg-type]
     parser.add_argument("--decode", help="engines that generate answers", **urls)  # type: ignore[arg-type]
     parser.add_argument("--fleet", metavar="FILE", help="TOML file of engines, polled for changes")
-    _configure_policy(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0: any free one (%(default)s)"
+        "--without-prefill",
+        default=WITHOUT_PREFILL[0],
+        choices=WITHOUT_PREFILL,
+        help="without prefill engines: decode computes prompts itself, or 503 (%(default)s)",
     )
+    _configure_policy(parser)
+    _configure_listeners(parser)
     parser.add_argument(
         "--wait",
         type=float,
         metavar="SECONDS",
         help="before listening, wait up to this long for the engines' /health (no wait)",
+    )
+    parser.add_argument(
+        "--drain-delay",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="on SIGTERM, first answer /readyz with 503 for this long and serve on (%(default)g)",
     )
     parser.add_argument(
         "--drain-timeout",
@@ -118,12 +142,57 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="answer longer request bodies with 413 (%(default)g)",
     )
-    parser.add_argument("--json", action="store_true", help="print events as JSON, one per line")
+    _configure_output(parser)
+
+
+def _configure_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="print events as JSON, one per line, and the log too"
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        help="of the log on stderr, which has a line per request (text; json with --json)",
+    )
     parser.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
         help="level of the log on stderr (%(default)s)",
+    )
+
+
+def _configure_listeners(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0: any free one (%(default)s)"
+    )
+    parser.add_argument(
+        "--admin-host", default="127.0.0.1", help="address of the admin pages (%(default)s)"
+    )
+    parser.add_argument(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help=f"port of the admin pages; 0: any free one ({ADMIN_ABOVE} above --port)",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="keys of clients, one a line, of which each request names one as "
+        "'Authorization: Bearer KEY' (none: no key is needed)",
+    )
+    parser.add_argument(
+        "--forward-authorization",
+        action="store_true",
+        help="pass the client's key on to engines (without --api-key-file it always passes)",
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain for clients, PEM")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM without passphrase")
+    parser.add_argument(
+        "--show-engines",
+        action="store_true",
+        help="tell clients engines' addresses: X-Pdconn-Engine, reasons of a 503, /health",
     )
 
 
@@ -183,38 +252,48 @@ def _weight(word: str) -> tuple[str, float]:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0, 1 or 2 as ``--help`` says."""
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_format = args.log_format or ("json" if args.json else "text")
+    log_to_stderr(args.log_level, log_format)
     try:
-        config = ProxyConfig.of(
-            args.prefill,
-            args.decode,
-            fleet=args.fleet,
-            policy=args.policy,
-            alone_below=args.alone_below,
-            hash_algorithm=args.hash_algorithm,
-            hash_block_tokens=args.hash_block_tokens,
-            hash_seed=args.hash_seed,
-            eagle_groups=tuple(args.eagle_group),
-            weights={**DEFAULT_WEIGHTS, **dict(args.weight)},
-            host=args.host,
-            port=args.port,
-            max_body_mib=args.max_body_mib,
-            connect_timeout_s=args.connect_timeout,
-            drain_timeout_s=args.drain_timeout,
-            wait_s=args.wait,
-        )
+        config = _config(args)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(config, _Events(args.json)))
+            return runner.run(serve(config, Events(args.json)))
     except (BadSetting, CannotListen) as error:
-        print(f"pdconn proxy: {error}", file=sys.stderr)
+        fail("pdconn proxy", error, log_format)
         return 2
     except EnginesMissing as error:
-        print(f"pdconn proxy: {error}", file=sys.stderr)
+        fail("pdconn proxy", error, log_format)
         return 1
+
+
+def _config(args: argparse.Namespace) -> ProxyConfig:
+    return ProxyConfig.of(
+        args.prefill,
+        args.decode,
+        fleet=args.fleet,
+        policy=args.policy,
+        alone_below=args.alone_below,
+        hash_algorithm=args.hash_algorithm,
+        hash_block_tokens=args.hash_block_tokens,
+        hash_seed=args.hash_seed,
+        eagle_groups=tuple(args.eagle_group),
+        weights={**DEFAULT_WEIGHTS, **dict(args.weight)},
+        host=args.host,
+        port=args.port,
+        max_body_mib=args.max_body_mib,
+        connect_timeout_s=args.connect_timeout,
+        drain_delay_s=args.drain_delay,
+        drain_timeout_s=args.drain_timeout,
+        wait_s=args.wait,
+        without_prefill=args.without_prefill,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
+        api_key_file=args.api_key_file,
+        forward_authorization=args.forward_authorization,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        show_engines=args.show_engines,
+    )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -223,87 +302,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
     return factory
-
-
-class _Events:
-    """Progress on stdout, as sentences or as JSON lines."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def emit(self, sentence: str, event: str, **facts: object) -> None:
-        line = json.dumps({"event": event, **facts}) if self._as_json else sentence
-        print(line, flush=True)
-
-    def waiting(self, config: ProxyConfig) -> None:
-        engines = list(dict.fromkeys(config.prefill + config.decode))
-        engines += [] if config.fleet is None else [config.fleet]
-        self.emit(
-            f"waiting up to {config.wait_s:g} s for {', '.join(engines)}",
-            "waiting",
-            engines=engines,
-            wait_s=config.wait_s,
-        )
-
-    def ready(self, one: EngineReady) -> None:
-        self.emit(
-            f"{one.engine} ready after {one.after_s:.1f} s ({one.num_ready} of {one.num_engines})",
-            "engine_ready",
-            engine=one.engine,
-            after_s=round(one.after_s, 3),
-        )
-
-    def listening(self, proxy: Running) -> None:
-        config = proxy.config
-        fleet = "" if config.fleet is None else f"; fleet file {config.fleet}"
-        self.emit(
-            f"pdconn proxy on {proxy.url} ({config.policy}): "
-            f"prefill by {', '.join(config.prefill) or 'none'}; "
-            f"decode by {', '.join(config.decode) or 'none'}{fleet}",
-            "listening",
-            url=proxy.url,
-            policy=config.policy,
-            prefill=config.prefill,
-            decode=config.decode,
-            fleet=config.fleet,
-        )
-
-    def draining(self, config: ProxyConfig) -> None:
-        self.emit(
-            f"stopping: requests have {config.drain_timeout_s:g} s to finish",
-            "draining",
-            drain_timeout_s=config.drain_timeout_s,
-        )
-
-
-async def _serve(config: ProxyConfig, events: _Events) -> int:
-    task = asyncio.current_task()
-    assert task is not None  # a coroutine runs in one
-    _on_first_signal(task.cancel)
-    if config.wait_s is not None:
-        events.waiting(config)
-    try:
-        async with running_proxy(config, events.ready) as proxy:
-            stop = asyncio.Event()
-            _on_first_signal(stop.set)
-            events.listening(proxy)
-            await stop.wait()
-            events.draining(config)
-    except asyncio.CancelledError:
-        pass  # stopped before listening: there is nothing to drain
-    return 0
-
-
-def _on_first_signal(act: Callable[[], object]) -> None:
-    """Call ``act`` on the first SIGTERM or SIGINT; the next one ends the process at once."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def once() -> None:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)  # Python's own of SIGINT would drain to the end
-        act()
-
-    for number in numbers:
-        loop.add_signal_handler(number, once)

@@ -39,13 +39,14 @@ snapshot, version 1:
   group 0 counts as full attention and others do not count. "group": null is for engines
   that do not name groups, and counts as full attention. A block of several hash blocks
   is listed by the hash of its last one. "eagle": true in a group: a hit needs one block
-  more than it counts. A running router serves such a snapshot at
-  /debug/route/REQUEST-ID?snapshot=1.
+  more than it counts. A running router serves such a snapshot
+  on its admin pages, at /debug/route/REQUEST-ID?snapshot=1; its hashes compare with
+  those of other snapshots of the same boot only.
 
 examples:
   pdconn score snapshot.json
   pdconn score --json snapshot.json
-  curl -s "localhost:8000/debug/route/$ID?snapshot=1" | pdconn score -
+  curl -s "localhost:9000/debug/route/$ID?snapshot=1" | pdconn score -
 
 exit codes:
   0  scored

@@ -20,7 +20,7 @@ from pdconn.lab.compare import compare, make_prompts
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.errors import MissingDependency, PortInUse
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.spec import EngineSpec
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
@@ -108,13 +108,14 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
     Raises:
         LabError: a process could not be started, or died; nothing is left running.
     """
-    if plan.port is not None and not is_free(plan.port):
-        raise PortInUse("proxy", LOCALHOST, plan.port)
+    for port in () if plan.port is None else (plan.port, plan.port + 1):  # its admin pages' too
+        if not is_free(port):
+            raise PortInUse("proxy", LOCALHOST, port)
     with (
         _engines(plan, say) as (prefill, decode, alone),
         running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
     ):
-        say(f"proxy ready at {url}")
+        say(f"proxy ready at {url}, its admin pages at {admin_url(url)}")
         through, reference = Client(url), Client(alone.url)
         say("warming up: an engine's first request is its slowest")
         for client in (through, reference):
@@ -187,7 +188,7 @@ def _row(
 def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
     samples = Client(decode.url).metrics()
     counted = {name: samples.get(sample, 0.0) for name, sample in _COUNTED.items()}
-    proxied = Client(proxy_url).metrics()
+    proxied = Client(admin_url(proxy_url)).metrics()
     counted["handover_s"] = proxied.get("pdconn_router_decode_first_byte_seconds_sum", 0.0)
     return counted
 

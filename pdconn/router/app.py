@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import logging
-import re
 import uuid
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
-from pdconn.router.debug_page import DebugPage
-from pdconn.router.errors import (
-    BadBody,
-    BodyTooLarge,
-    EngineFailure,
-    NoEngineLeft,
-    NotFound,
-    Refusal,
-)
+from pdconn.router.access.keys import ApiKeys, requiring
+from pdconn.router.access.log import current, logging_access
+from pdconn.router.admin.probes import Probes
+from pdconn.router.config import ProxyConfig
+from pdconn.router.errors import BadBody, BodyTooLarge, EngineFailure, NoEngineLeft
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.stream import REQUEST_ID_HEADER, StreamEnd, relay
-from pdconn.router.metrics import RequestEnd
 from pdconn.router.openai.headers import keep_end_to_end
 from pdconn.router.openai.requests import Route, parse_body
+from pdconn.router.refusals import refusing
 from pdconn.router.routing.policy import Role
-from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _SERVED = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/models",
     "/health",
-    "/metrics",
-    "/",
-    "/debug/state",
-    "/debug/route/ID",
+    "/livez",
+    "/readyz",
 )
-_PAGE = Path(__file__).with_name("page.html")
-#: Answers contain what clients sent: browsers must not guess another content type.
-_NOSNIFF = {"X-Content-Type-Options": "nosniff"}
 
 _ENDS = {
     StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
@@ -61,15 +45,17 @@ _ENDS = {
 class RouterApp:
     """Answers clients."""
 
-    def __init__(self, handover: Handover, debug_page: DebugPage, max_body_nbytes: int) -> None:
+    def __init__(
+        self, handover: Handover, probes: Probes, config: ProxyConfig, keys: ApiKeys | None
+    ) -> None:
         self._handover = handover
-        self._debug_page = debug_page
+        self._probes = probes
+        self._config = config
+        self._keys = keys
         self._engines = handover.engines
         self._health = handover.health
         self._metrics = handover.metrics
-        self._max_body_nbytes = max_body_nbytes
-        self._page_body = _PAGE.read_bytes()
-        self._page_headers = _page_headers(self._page_body)
+        self._max_body_nbytes = config.max_body_nbytes
         self._num_inflight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,16 +63,22 @@ class RouterApp:
 
     def app(self) -> web.Application:
         """The routes, as an aiohttp application."""
-        app = web.Application(client_max_size=self._max_body_nbytes, middlewares=[_refusals])
+        middlewares = [
+            logging_access(self._ended),
+            refusing(_SERVED, name_engines=self._config.show_engines),
+            *([] if self._keys is None else [requiring(self._keys)]),
+        ]
+        app = web.Application(client_max_size=self._max_body_nbytes, middlewares=middlewares)
         for route in Route:
             app.router.add_post(route.path, self._generating(route))
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._report_health)
-        app.router.add_get("/metrics", self._report_metrics)
-        app.router.add_get("/", self._page)
-        app.router.add_get("/debug/state", self._state)
-        app.router.add_get("/debug/route/{request_id:.+}", self._route)
+        self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
+
+    def _ended(self, request: RoutedRequest) -> None:
+        """Keep the final outcome for the admin pages."""
+        if request.decision is not None:
+            self._handover.router.decisions.end(request.decision, request.outcome())
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no generating request is left."""
@@ -111,6 +103,7 @@ class RouterApp:
             finally:
                 self._count_inflight(-1)
                 self._metrics.request_ended(route, end)
+                current().end = end
             return response
 
         return handle
@@ -126,10 +119,13 @@ class RouterApp:
     async def _generate(
         self, route: Route, http: web.Request
     ) -> tuple[web.StreamResponse, RequestEnd]:
+        request_id, headers = self._identify(http)
         body = parse_body(route, await self._read_body(http))
-        request = RoutedRequest(*_identify(http), body)
+        request = current().routed = RoutedRequest(request_id, headers, body)
         answer = await self._handover.answer(request)
-        response, end = await relay(http, answer, request.request_id)
+        response, end = await relay(
+            http, answer, request.request_id, name_engine=self._config.show_engines
+        )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
             self._health.report_down(answer.engine, why, request.request_id)
@@ -154,7 +150,7 @@ class RouterApp:
         return BodyTooLarge("body", f"at most {self._max_body_nbytes} bytes", "more")
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        request_id, headers = _identify(http)
+        request_id, headers = self._identify(http)
         failures: list[EngineFailure] = []
         for engine in self._engines.live(Role.DECODE):
             try:
@@ -164,88 +160,19 @@ class RouterApp:
                 self._health.report_down(engine, str(error), request_id)
                 failures.append(EngineFailure(engine, str(error)))
                 continue
-            response, _ = await relay(http, answer, request_id)
+            response, _ = await relay(
+                http, answer, request_id, name_engine=self._config.show_engines
+            )
             return response
         raise NoEngineLeft(Role.DECODE.value, self._engines.failures(Role.DECODE, failures))
 
-    async def _report_health(self, http: web.Request) -> web.StreamResponse:
-        del http
-        page = await self._health.page()
-        status = 200 if page["status"] == "ok" else 503
-        return web.json_response(body=msgspec.json.encode(page), status=status)
-
-    async def _page(self, http: web.Request) -> web.StreamResponse:
-        del http
-        return web.Response(body=self._page_body, headers=self._page_headers)
-
-    async def _state(self, http: web.Request) -> web.StreamResponse:
-        del http
-        return _json(self._debug_page.state())
-
-    async def _route(self, http: web.Request) -> web.StreamResponse:
-        request_id = http.match_info["request_id"]
-        if http.query.get("snapshot"):
-            return _json(self._debug_page.snapshot(request_id))
-        return _json(self._debug_page.route(request_id))
-
-    async def _report_metrics(self, http: web.Request) -> web.StreamResponse:
-        del http
-        return web.Response(
-            body=self._metrics.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
-
-
-def _page_headers(page: bytes) -> dict[str, str]:
-    """A policy that allows the page's own script and style, and requests to this router.
-
-    The page shows what clients sent.  If that ever got into it as a script, its digest would
-    not be in the policy.
-    """
-    digests = {}
-    for tag in ("script", "style"):
-        inside = re.search(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)
-        digest = hashlib.sha256(inside[1] if inside else b"").digest()
-        digests[tag] = base64.b64encode(digest).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digests['script']}'; "
-        f"style-src 'sha256-{digests['style']}'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return {
-        "Content-Type": "text/html; charset=utf-8",
-        "Content-Security-Policy": policy,
-        "Cache-Control": "no-cache",
-        **_NOSNIFF,
-    }
-
-
-def _json(body: bytes) -> web.Response:
-    return web.json_response(body=body, headers={"Cache-Control": "no-store", **_NOSNIFF})
-
-
-def _identify(http: web.Request) -> tuple[str, CIMultiDict[str]]:
-    """The request's id, the client's if it sent one, and the headers for engines."""
-    headers = keep_end_to_end(http.headers)
-    request_id = headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
-    headers[REQUEST_ID_HEADER] = request_id
-    # The body was read as JSON, and vLLM refuses JSON under any other content type.
-    headers["Content-Type"] = "application/json"
-    return request_id, headers
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The router's own errors, in the shape that OpenAI clients read."""
-    try:
-        return await handler(request)
-    except Refusal as refusal:
-        return _refuse(refusal)
-    except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-        seen = f"{request.method} {request.path}"
-        return _refuse(NotFound("path", f"one of {', '.join(_SERVED)}", seen))
-
-
-def _refuse(refusal: Refusal) -> web.Response:
-    headers = {"Retry-After": "1"} if isinstance(refusal, NoEngineLeft) else {}
-    return web.json_response(body=refusal.body(), status=refusal.status, headers=headers)
+    def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
+        """The request's id, the client's if it sent one, and the headers for engines."""
+        headers = keep_end_to_end(http.headers)
+        request_id = headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+        current().request_id = headers[REQUEST_ID_HEADER] = request_id
+        # The body was read as JSON, and vLLM refuses JSON under any other content type.
+        headers["Content-Type"] = "application/json"
+        if not self._config.passes_authorization:
+            headers.popall("Authorization", None)
+        return request_id, headers

@@ -7,12 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from pdconn.router.access.tls import ServerTls
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
+
+WITHOUT_PREFILL = ("decode", "refuse")
+"""What becomes of a request when no prefill engine answers."""
+ADMIN_ABOVE = 1000
+"""The admin pages' port, if it is not given, lies so far above ``port``."""
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,9 @@ class ProxyConfig:
     ``prefill`` and ``decode`` are words as ``parse_source`` reads them: base URLs with the
     endpoints of their KV events, or DNS names.  An engine may be in both, and in the file
     ``fleet`` too.  Port 0 takes any free port.
+
+    ``without_prefill`` is a word of ``WITHOUT_PREFILL``.  ``drain_delay_s`` passes between the
+    end of readiness and the end of listening; ``drain_timeout_s`` begins after it.
 
     Raises:
         BadSetting: a value makes no sense; ``field`` is its command-line option.
@@ -41,8 +51,17 @@ class ProxyConfig:
     port: int = 8000
     max_body_mib: float = 64.0
     connect_timeout_s: float = 5.0
+    drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
     wait_s: float | None = None
+    without_prefill: str = "decode"
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    api_key_file: str | None = None
+    forward_authorization: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    show_engines: bool = False
 
     def __post_init__(self) -> None:
         for option, words in (("--prefill", self.prefill), ("--decode", self.decode)):
@@ -57,17 +76,46 @@ class ProxyConfig:
         for medium, weight in self.weights.items():
             if not (math.isfinite(weight) and weight >= 0):
                 raise BadSetting("--weight", f"{medium}=NUMBER, at least 0", weight)
-        if not 0 <= self.port <= 65535:
-            raise BadSetting("--port", "a number from 0 to 65535", self.port)
+        self._check_listeners()
+        if self.without_prefill not in WITHOUT_PREFILL:
+            expected = f"one of {', '.join(WITHOUT_PREFILL)}"
+            raise BadSetting("--without-prefill", expected, self.without_prefill)
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
         for option, value, least in (
             ("--connect-timeout", self.connect_timeout_s, 0.001),
+            ("--drain-delay", self.drain_delay_s, 0.0),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
             ("--wait", self.wait_s or 0.0, 0.0),
         ):
             if not (math.isfinite(value) and value >= least):
                 raise BadSetting(option, f"seconds, at least {least:g}", value)
+
+    def _check_listeners(self) -> None:
+        if not 0 <= self.port <= LAST_PORT:
+            raise BadSetting("--port", f"a number from 0 to {LAST_PORT}", self.port)
+        if not 0 <= self.effective_admin_port <= LAST_PORT:
+            expected = f"a number from 0 to {LAST_PORT} (default: {ADMIN_ABOVE} above --port)"
+            raise BadSetting("--admin-port", expected, self.effective_admin_port)
+        if self.tls_cert is None and self.tls_key is not None:
+            raise BadSetting("--tls-cert", "a file beside --tls-key", None)
+        if self.tls_key is None and self.tls_cert is not None:
+            raise BadSetting("--tls-key", "a file beside --tls-cert", None)
+        if self.forward_authorization and self.api_key_file is None:
+            expected = "--api-key-file beside it; without keys Authorization is always passed on"
+            raise BadSetting("--forward-authorization", expected, None)
+
+    @property
+    def effective_admin_port(self) -> int:
+        """The port of the admin pages; 0 takes any free one."""
+        if self.admin_port is not None:
+            return self.admin_port
+        return 0 if self.port == 0 else self.port + ADMIN_ABOVE
+
+    @property
+    def passes_authorization(self) -> bool:
+        """Whether engines get a client's ``Authorization``: unless it is the router's key."""
+        return self.api_key_file is None or self.forward_authorization
 
     @property
     def max_body_nbytes(self) -> int:
@@ -117,6 +165,21 @@ class ProxyConfig:
         except BadScheme as error:
             option = f"--hash-{error.field.replace('_', '-')}"
             raise BadSetting(option, error.expected, error.seen) from error
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether decode computes prompts itself while no prefill engine answers."""
+        return self.without_prefill == "decode"
+
+    def make_tls(self) -> ServerTls | None:
+        """The certificate for clients; None where they connect in the clear.
+
+        Raises:
+            BadSetting: a file is missing or wrong.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerTls(self.tls_cert, self.tls_key)
 
     def make_policy(self) -> Policy:
         """A new policy."""

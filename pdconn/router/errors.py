@@ -8,7 +8,7 @@ An engine's own error is not here: it reaches the client as the engine wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,20 +22,27 @@ class Refusal(Exception):
 
     status: ClassVar[int]
     kind: ClassVar[str]
+    headers: ClassVar[Mapping[str, str]] = {}
     param: str | None = None
 
-    def details(self) -> dict[str, object]:
+    def message(self, *, name_engines: bool) -> str:
+        """What the client reads; ``name_engines``: it may learn their addresses."""
+        del name_engines
+        return str(self)
+
+    def details(self, *, name_engines: bool) -> dict[str, object]:
         """Fields beside the four that every client knows."""
+        del name_engines
         return {}
 
-    def body(self) -> bytes:
+    def body(self, *, name_engines: bool) -> bytes:
         """The answer's JSON."""
         error = {
-            "message": str(self),
+            "message": self.message(name_engines=name_engines),
             "type": self.kind,
             "param": self.param,
             "code": self.status,
-            **self.details(),
+            **self.details(name_engines=name_engines),
         }
         return msgspec.json.encode({"error": error})
 
@@ -76,6 +83,17 @@ class NoPrompt(FieldRefusal):
     kind = "ConflictError"
 
 
+class Unauthorized(Refusal):
+    """The client sent none of the keys of ``--api-key-file``."""
+
+    status = 401
+    kind = "AuthenticationError"
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+    def __init__(self) -> None:
+        super().__init__("Authorization: expected 'Bearer KEY' with a key of this service")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
     """An engine that failed this request, or was skipped because it is known to be down."""
@@ -93,14 +111,21 @@ class NoEngineLeft(Refusal):
 
     status = 503
     kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
     def __init__(self, role: str, failures: tuple[EngineFailure, ...]) -> None:
         super().__init__(f"no {role} engine answers: {_listed(failures) or 'none is known'}")
         self.role = role
         self.failures = failures
 
-    def details(self) -> dict[str, object]:
+    def message(self, *, name_engines: bool) -> str:
+        """Without the engines and the reasons, which may hold addresses too."""
+        return str(self) if name_engines else f"no {self.role} engine answers"
+
+    def details(self, *, name_engines: bool) -> dict[str, object]:
         """The role, and each of its engines with the reason why it was not used."""
+        if not name_engines:
+            return {"role": self.role}
         engines = [{"engine": one.engine, "why": one.why} for one in self.failures]
         return {"role": self.role, "engines": engines}
 

@@ -23,7 +23,7 @@ from pdconn.router.events.tracker import State
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.policy import Role
-from pdconn.router.routing.routed_request import Decision
+from pdconn.router.routing.routed_request import Decision, RequestEnd
 
 _ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
@@ -57,7 +57,7 @@ METRICS = (
         "pdconn_router_direct_requests_total",
         "counter",
         ("reason",),
-        "Requests that decode served without a ticket, by reason",
+        "Requests that decode served without a ticket, by reason; no_prefill: prefill is down",
     ),
     RouterMetric(
         "pdconn_router_retries_total",
@@ -206,18 +206,6 @@ METRICS = (
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
 
 Statuses = Callable[[], Mapping[str, Status]]
-
-
-class RequestEnd(Enum):
-    """How a client's request ended: the label ``outcome`` of ``requests_total``."""
-
-    OK = "ok"
-    REFUSED = "refused"
-    ENGINE_ERROR = "engine_error"
-    NO_ENGINE = "no_engine"
-    CLIENT_LEFT = "client_left"
-    BROKEN_STREAM = "broken_stream"
-    CUT_OFF = "cut_off"
 
 
 class TicketEnd(Enum):

@@ -1,11 +1,12 @@
 """A router's life: bind, wait for engines, serve, drain.
 
-    bind ──► wait (--wait) ──► listen ──► serve ──SIGTERM──► drain ──► exit
-      │         │                │
+    bind ──► wait (--wait) ──► listen ──► serve ──SIGTERM──► not ready ──► drain ──► exit
+      │         │                │                     (--drain-delay)  (--drain-timeout)
       └─────────┴────────────────┴─► CannotListen, EnginesMissing
 
-It binds its address before the wait, so that a port in use is reported at once, and listens
-after it, so that a client that can connect is served.
+It binds its addresses before the wait, so that a port in use is reported at once, and listens
+after it, so that a client that can connect is served.  The admin pages are there from before
+the wait until after the drain.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
 
+from pdconn.router.access.keys import ApiKeys
+from pdconn.router.access.tls import ServerTls
+from pdconn.router.admin.app import AdminApp
+from pdconn.router.admin.debug_page import DebugPage
+from pdconn.router.admin.probes import Probes
 from pdconn.router.app import RouterApp
 from pdconn.router.config import ProxyConfig
-from pdconn.router.debug_page import DebugPage
-from pdconn.router.errors import CannotListen, EngineFailure, EnginesMissing
+from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet import registry, sources
@@ -37,6 +42,7 @@ from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.metrics import RouterMetrics
+from pdconn.router.reload import Reloader
 from pdconn.router.routing import tokenize
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy, Role
@@ -47,8 +53,6 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 #: To write the last bytes of finished answers, before the others are cut off.
 _CUT_OFF_S = 0.25
-#: To finish abandoned requests and return tickets, once all clients are gone.
-_ABANDONED_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,14 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A router that serves."""
+    """A router that serves; ``reload`` reads its files again and returns the mistakes."""
 
     config: ProxyConfig
     url: str
+    admin_url: str
     metrics: RouterMetrics
     router: RequestRouter
+    reload: Callable[[], Awaitable[tuple[BadSetting, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class Limits:
         first_backoff_s: until the first probe of an engine that went down.
         patience_s: for the requests of clients that left.
         ticket_return_s, most_ticket_returns: for the tickets that are returned.
+        last_returns_s: for both once all clients are gone, whatever ``--drain-timeout`` is: a
+            prefill that was cut off needs ``patience_s`` before its ticket can be returned.
         tokenize_s, most_tokens, most_token_nbytes: for prompts that are tokenized.
     """
 
@@ -90,6 +98,7 @@ class Limits:
     patience_s: float = abandoned.PATIENCE_S
     ticket_return_s: float = ticket_return.GIVE_UP_S
     most_ticket_returns: int = ticket_return.MOST_RETURNS
+    last_returns_s: float = 3.0
     tokenize_s: float = tokenize.TIMEOUT_S
     most_tokens: int = tokenize.MOST_TOKENS
     most_token_nbytes: int = tokenize.MAX_NBYTES
@@ -114,16 +123,26 @@ async def running_proxy(
     >>> async with running_proxy(ProxyConfig.of([p], [d], port=0)) as proxy:  # doctest: +SKIP
     ...     print(proxy.url)
     """
-    sock = _bind(config.host, config.port)
-    try:
-        async with _services(config, policy or config.make_policy(), limits) as services:
+    with ExitStack() as stack:
+        sock = stack.enter_context(_bind(config.host, config.port))
+        admin = stack.enter_context(_bind_admin(config))
+        async with (
+            _services(config, policy or config.make_policy(), limits) as services,
+            _serving_admin(services.admin, admin, config),
+        ):
             if config.wait_s is not None:
-                await _wait_for_engines(services, config.wait_s, limits.ready_pause_s, on_ready)
-            async with _listening(services.app, sock, config):
-                url = _url_of(config.host, sock)
-                yield Running(config, url, services.metrics, services.router)
-    finally:
-        sock.close()
+                await _wait_for_engines(services, config, limits.ready_pause_s, on_ready)
+            async with _listening(services.app, sock, config, services.tls):
+                yield Running(
+                    config,
+                    _url_of("http" if services.tls is None else "https", config.host, sock),
+                    _url_of("http", config.admin_host, admin),
+                    services.metrics,
+                    services.router,
+                    services.reloader.reload,
+                )
+                services.probes.start_draining()
+                await asyncio.sleep(config.drain_delay_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,43 +154,35 @@ class _Services:
     metrics: RouterMetrics
     router: RequestRouter
     app: RouterApp
+    admin: AdminApp
+    probes: Probes
+    tls: ServerTls | None
+    reloader: Reloader
 
 
 @asynccontextmanager
 async def _services(
     config: ProxyConfig, policy: Policy, limits: Limits
 ) -> AsyncIterator[_Services]:
+    keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
+    tls = config.make_tls()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
-    health = Health(engines, client, metrics)
-    tickets = TicketReturner(
-        engines,
-        client,
-        metrics,
-        give_up_s=limits.ticket_return_s,
-        most_returns=limits.most_ticket_returns,
-    )
-    left = AbandonedRequests(tickets, limits.patience_s)
-    caches = PrefixCaches(
-        scheme=config.scheme(),
-        seed=config.hash_seed,
-        weights=config.weights,
-        eagle_groups=frozenset(config.eagle_groups),
-    )
+    health = Health(engines, client, metrics, decodes_alone=config.decodes_alone)
+    left = _abandoned(engines, client, metrics, limits)
+    caches = _caches(config)
     feeds = EventFeeds(caches)
     loads = LoadPoller(engines, client)
-    tokeniser = Tokeniser(
-        engines,
-        client,
-        timeout_s=limits.tokenize_s,
-        most_tokens=limits.most_tokens,
-        max_nbytes=limits.most_token_nbytes,
+    tokeniser = _tokeniser(engines, client, limits)
+    router = RequestRouter(
+        engines, policy, caches, tokeniser, loads, metrics, decodes_alone=config.decodes_alone
     )
-    router = RequestRouter(engines, policy, caches, tokeniser, loads, metrics)
     metrics.watch(caches, feeds.statuses, policy.name)
     handover = Handover(engines, client, router, health, metrics, left)
-    app = RouterApp(handover, DebugPage(router, feeds.statuses), config.max_body_nbytes)
+    probes = Probes(health)
+    app = RouterApp(handover, probes, config, keys)
+    admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
     def fleet_changed(members: Members) -> None:
         changes = engines.update(members)
@@ -182,18 +193,68 @@ async def _services(
         feeds.fleet_changed(members)
 
     try:
-        async with FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s), loads:
-            yield _Services(engines, health, metrics, router, app)
+        watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
+        async with watch, loads:
+            reloader = Reloader(config.fleet, watch, keys, tls)
+            yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
     finally:
-        await left.close(min(_ABANDONED_GRACE_S, config.drain_timeout_s))
+        await left.close(limits.last_returns_s)
         await feeds.close()
         await health.close()
         await client.close()
 
 
+def _abandoned(
+    engines: EngineRegistry, client: EngineClient, metrics: RouterMetrics, limits: Limits
+) -> AbandonedRequests:
+    tickets = TicketReturner(
+        engines,
+        client,
+        metrics,
+        give_up_s=limits.ticket_return_s,
+        most_returns=limits.most_ticket_returns,
+    )
+    return AbandonedRequests(tickets, limits.patience_s)
+
+
+def _caches(config: ProxyConfig) -> PrefixCaches:
+    return PrefixCaches(
+        scheme=config.scheme(),
+        seed=config.hash_seed,
+        weights=config.weights,
+        eagle_groups=frozenset(config.eagle_groups),
+    )
+
+
+def _tokeniser(engines: EngineRegistry, client: EngineClient, limits: Limits) -> Tokeniser:
+    return Tokeniser(
+        engines,
+        client,
+        timeout_s=limits.tokenize_s,
+        most_tokens=limits.most_tokens,
+        max_nbytes=limits.most_token_nbytes,
+    )
+
+
+@asynccontextmanager
+async def _serving_admin(
+    admin: AdminApp, sock: socket.socket, config: ProxyConfig
+) -> AsyncIterator[None]:
+    runner = web.AppRunner(admin.app(), access_log=None, shutdown_timeout=_CUT_OFF_S)
+    await runner.setup()
+    try:
+        try:
+            await web.SockSite(runner, sock).start()
+        except OSError as error:
+            raise _cannot_listen_admin(config, error) from error
+        yield
+    finally:
+        await runner.cleanup()
+
+
 @asynccontextmanager
 async def _listening(
-    router_app: RouterApp, sock: socket.socket, config: ProxyConfig
+    router_app: RouterApp, sock: socket.socket, config: ProxyConfig, tls: ServerTls | None
 ) -> AsyncIterator[None]:
     app = router_app.app()
 
@@ -209,7 +270,8 @@ async def _listening(
     )
     await runner.setup()
     try:
-        site = web.SockSite(runner, sock, backlog=_BACKLOG)
+        context = None if tls is None else tls.context
+        site = web.SockSite(runner, sock, backlog=_BACKLOG, ssl_context=context)
         try:
             await site.start()
         except OSError as error:
@@ -237,19 +299,31 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _url_of(host: str, sock: socket.socket) -> str:
+def _bind_admin(config: ProxyConfig) -> socket.socket:
+    try:
+        return _bind(config.admin_host, config.effective_admin_port)
+    except CannotListen as error:
+        raise _cannot_listen_admin(config, error.__cause__ or error) from error
+
+
+def _cannot_listen_admin(config: ProxyConfig, error: BaseException) -> CannotListen:
+    why = f"{getattr(error, 'strerror', None) or error} (for the admin pages; see --admin-port)"
+    return CannotListen(config.admin_host, config.effective_admin_port, why)
+
+
+def _url_of(scheme: str, host: str, sock: socket.socket) -> str:
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{sock.getsockname()[1]}"
+    return f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
 async def _wait_for_engines(
     services: _Services,
-    wait_s: float,
+    config: ProxyConfig,
     pause_s: float,
     on_ready: Callable[[EngineReady], None],
 ) -> None:
-    """Return when every engine answers, or after ``wait_s`` if each role has one."""
-    engines, health = services.engines, services.health
+    """Return when every engine answers and each role has one, or after ``wait_s`` if each has."""
+    engines, health, wait_s = services.engines, services.health, config.wait_s or 0.0
     started_s = time.monotonic()
     ready: set[str] = set()
     while True:
@@ -259,12 +333,21 @@ async def _wait_for_engines(
             if reasons[name] is None and name not in ready:
                 ready.add(name)
                 on_ready(EngineReady(name, waited_s, len(ready), len(engines.names)))
-        if all(name in ready for name in engines.names if not engines.is_draining(name)):
+        complete = all(ready.intersection(engines.of(role)) for role in Role)
+        if complete and all(name in ready or engines.is_draining(name) for name in engines.names):
             return
         if waited_s >= wait_s:
             break
         await asyncio.sleep(min(pause_s, wait_s - waited_s))
-    if not all(ready.intersection(engines.of(role)) for role in Role):
+    if not complete:
         missing = (name for name in engines.names if name not in ready)
-        failures = tuple(EngineFailure(name, reasons[name] or "") for name in missing)
-        raise EnginesMissing(wait_s, failures)
+        failures = [EngineFailure(name, reasons[name] or "") for name in missing]
+        failures += [_no_engine(role, config) for role in Role if not engines.of(role)]
+        raise EnginesMissing(wait_s, tuple(failures))
+
+
+def _no_engine(role: Role, config: ProxyConfig) -> EngineFailure:
+    """Of a role whose sources name no engine: a DNS name without addresses, or a file."""
+    words = config.prefill if role is Role.PREFILL else config.decode
+    sources = [*words, *([] if config.fleet is None else [config.fleet])]
+    return EngineFailure(", ".join(sources), f"no {role.value} engine")

@@ -58,7 +58,7 @@ def load_secret(path: str, field: str = "secret_file") -> Secret:
         SecurityError: it cannot be read, has another mode, or is too short.
     """
     try:
-        return Secret(_read_private(field, path))
+        return Secret(read_private(field, path))
     except AuthError as error:
         raise SecurityError(field, f"{error.expected} in {path}", str(error.seen)) from None
 
@@ -109,7 +109,7 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     _require_pem("tls_cert", files.cert, _read("tls_cert", files.cert), b"CERTIFICATE")
-    _require_pem("tls_key", files.key, _read_private("tls_key", files.key), b"PRIVATE KEY")
+    _require_pem("tls_key", files.key, read_private("tls_key", files.key), b"PRIVATE KEY")
     _require_pem("tls_ca", files.ca, _read("tls_ca", files.ca), b"CERTIFICATE")
 
     def passphrase() -> str:
@@ -143,8 +143,12 @@ def _read(field: str, path: str) -> bytes:
     return _read_with_mode(field, path)[0]
 
 
-def _read_private(field: str, path: str) -> bytes:
-    """The content of a file with a secret: a reader would know it, a writer could choose it."""
+def read_private(field: str, path: str) -> bytes:
+    """The content of a file with a secret: a reader would know it, a writer could choose it.
+
+    Raises:
+        SecurityError: naming the setting ``field`` and the path.
+    """
     data, mode = _read_with_mode(field, path)
     if mode & stat.S_IROTH:
         expected = "a file that is not world-readable (chmod o-rwx; Kubernetes: defaultMode 0400)"

@@ -30,9 +30,14 @@ def two() -> Iterator[FakeServer]:
 
 
 def serve(*servers: FakeServer | str, more: list[str] | None = None) -> int:
-    urls = [server if isinstance(server, str) else server.url for server in servers]
+    urls = [server if isinstance(server, str) else _with_admin(server) for server in servers]
     options = [f"--target={name}={url}" for name, url in zip(("one", "two"), urls, strict=False)]
     return main(["bench", "serve", *options, *SMALL, *PATIENT, *(more or [])])
+
+
+def _with_admin(server: FakeServer) -> str:
+    """As ``--target`` names a service whose requests are explained, if this one explains any."""
+    return server.url if server.route is None else f"{server.url},admin={server.url}"
 
 
 def measured(path: Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ async def test_a_handover_is_what_is_left_of_the_first_tokens_time_after_prefill
     async with deployment() as d:
         d.prefill[0].script, d.decode[0].script = _slow_prefill, _tokens
         plan = RunPlan(20, 4, requests=3, rounds=1, concurrency=3)
-        target = Target("pd", d.proxy.url)
+        target = Target("pd", d.proxy.url, d.proxy.admin_url)
         [turn] = await asyncio.to_thread(measure, [target], plan, lambda _: None, watch=False)
         assert len(d.decode[0].seen) == WARMUP_REQUESTS + 3
         for reply in turn.replies:

@@ -90,7 +90,7 @@ def unscraped(stack: Stack, scraping: Mapping[str, Any]) -> list[str]:
         f"{name}:{port}"
         for name, service in stack.services.items()
         if name in stack.engines() or "proxy" in service.get("command", ())
-        if (port := option(service["command"], "port"))
+        if (port := _metrics_port(service["command"]))
     }
     targets = {
         target
@@ -99,6 +99,11 @@ def unscraped(stack: Stack, scraping: Mapping[str, Any]) -> list[str]:
         for target in group["targets"]
     }
     return sorted(served ^ targets)
+
+
+def _metrics_port(words: list[str]) -> str | None:
+    """Where a command shows metrics: the router on its admin pages, engines where they serve."""
+    return option(words, "admin-port" if "proxy" in words else "port")
 
 
 def scraping() -> dict[str, Any]:

@@ -235,6 +235,17 @@ def bad_health(stack: Stack) -> list[str]:
     return wrong
 
 
+def held_up(stack: Stack) -> list[str]:
+    """Services that do not start while an engine, or the router that needs one, is sick."""
+    engines = stack.engines().keys()
+    sick = engines | {n for n, one in stack.services.items() if "proxy" in one.get("command", ())}
+    return [
+        f"{name}: waits for {other}"
+        for name in stack.services
+        for other in sorted(_all_before(stack, name) & sick)
+    ]
+
+
 def _all_before(stack: Stack, name: str) -> set[str]:
     """All that a service waits for, directly or not."""
     before: set[str] = set()
@@ -261,4 +272,5 @@ CHECKS = (
     bad_volumes,
     bad_secrets,
     bad_health,
+    held_up,
 )

@@ -100,9 +100,15 @@ def test_every_gpu_is_one_engines() -> None:
         (laws.bad_secrets, lambda d: d["secrets"].pop("pdconn_secret")),
         (laws.bad_secrets, lambda d: d["secrets"]["pdconn_secret"].update(file="./key")),
         (laws.bad_health, lambda d: d["services"]["d1"].pop("healthcheck")),
-        (laws.bad_health, lambda d: d["services"]["router"]["depends_on"].update(p3=HEALTHY)),
+        (laws.bad_health, lambda d: d["services"]["router"].update(depends_on={"p3": HEALTHY})),
         (laws.bad_health, lambda d: d["services"]["model"].update(depends_on={"p1": HEALTHY})),
         (laws.bad_health, lambda d: d["services"]["p1"].update(depends_on={"model": HEALTHY})),
+        (laws.held_up, lambda d: d["services"]["router"].update(depends_on={"p1": HEALTHY})),
+        (laws.held_up, lambda d: d["services"]["d1"].update(depends_on={"p1": HEALTHY})),
+        (
+            laws.held_up,
+            lambda d: d["services"]["prometheus"].update(depends_on={"router": HEALTHY}),
+        ),
     ],
 )
 def test_a_stack_with_a_fault_is_refused(
@@ -126,7 +132,7 @@ def proxy_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> ProxyConf
         made.append(config)
         return 0
 
-    monkeypatch.setattr("pdconn.cli.proxy._serve", serve)
+    monkeypatch.setattr("pdconn.cli.proxy.serve", serve)
     if (code := main(words)) != 0:
         raise SystemExit(code)
     return made[0]
@@ -267,8 +273,8 @@ def routers_metrics() -> Exported:
 def test_every_engine_and_the_router_are_scraped(stack: Stack) -> None:
     assert unscraped(stack, scraping()) == []
     fewer = scraping()
-    fewer["scrape_configs"][0]["static_configs"][0]["targets"] = ["router:8001"]
-    assert unscraped(stack, fewer) == ["router:8000", "router:8001"]
+    fewer["scrape_configs"][0]["static_configs"][0]["targets"] = ["router:8000"]
+    assert unscraped(stack, fewer) == ["router:8000", "router:9000"]
 
 
 def test_what_is_asked_of_the_router_it_says(routers_metrics: Exported) -> None:

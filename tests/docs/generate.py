@@ -146,7 +146,7 @@ def router_metrics() -> str:
     )
     try:
         assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
+        url = json.loads(process.stdout.readline())["admin_url"]
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
             text = page.read().decode()
     finally:

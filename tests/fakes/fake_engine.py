@@ -269,7 +269,10 @@ class Deployment:
     client: aiohttp.ClientSession
 
     def url(self, path: str) -> str:
-        return path if path.startswith("http") else self.proxy.url + path
+        """Of a path; those of the admin pages have a listener of their own."""
+        if path.startswith("http"):
+            return path
+        return (self.proxy.admin_url if is_admin(path) else self.proxy.url) + path
 
     def metric(self, name: str, **labels: str) -> float:
         value = self.proxy.metrics.registry.get_sample_value(f"pdconn_router_{name}", labels)
@@ -299,6 +302,11 @@ class Deployment:
         writer.write((head + text).encode())
         await writer.drain()
         return writer
+
+
+def is_admin(path: str) -> bool:
+    """Whether a path is one of the admin pages."""
+    return path == "/" or path.startswith(("/debug/", "/metrics"))
 
 
 async def leave(writer: asyncio.StreamWriter) -> None:
@@ -335,7 +343,8 @@ async def deployment(
             stack.push_async_callback(engine.stop)
         prefill, decode = engines[:num_prefill], engines[num_prefill:]
         turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
-        settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **settings}
+        shown = {"show_engines": True}
+        settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **shown, **settings}
         config = ProxyConfig.of([word(e) for e in prefill], [word(e) for e in decode], **settings)
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         proxy = await stack.enter_async_context(  # goes before its client

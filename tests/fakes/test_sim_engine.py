@@ -24,7 +24,7 @@ from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Prompt, Scorer
-from pdconn.router.server import running_proxy
+from pdconn.router.server import Running, running_proxy
 from tests.property.scale import at_least
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
@@ -294,14 +294,14 @@ def test_a_router_that_misses_batches_is_wrong(sim: Any) -> None:
 # --- on sockets ---------------------------------------------------------------------------
 
 
-async def ask(client: aiohttp.ClientSession, url: str, prompt: list[int]) -> dict[str, Any]:
+async def ask(client: aiohttp.ClientSession, proxy: Running, prompt: list[int]) -> dict[str, Any]:
     """A request to the router, and what it tells of it."""
     body = {"model": "sim", "prompt": prompt, "max_tokens": 3}
-    async with client.post(f"{url}/v1/completions", json=body) as response:
+    async with client.post(f"{proxy.url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
         request_id = response.headers["X-Request-Id"]
         assert (await response.json())["usage"]["prompt_tokens"] == len(prompt)
-    async with client.get(f"{url}/debug/route/{request_id}") as response:
+    async with client.get(f"{proxy.admin_url}/debug/route/{request_id}") as response:
         route: dict[str, Any] = await response.json()
         return route
 
@@ -342,12 +342,12 @@ def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
                 counting(engine, published)
             config = ProxyConfig.of([p.word, q.word], [d.word], port=0, alone_below=8)
             async with running_proxy(config) as proxy:
-                await events_applied(client, proxy.url, published)
-                cold = await ask(client, proxy.url, prompt)
-                await events_applied(client, proxy.url, published)
-                warm = await ask(client, proxy.url, prompt + list(range(300)))
-                await events_applied(client, proxy.url, published)
-                again = await ask(client, proxy.url, prompt)
+                await events_applied(client, proxy.admin_url, published)
+                cold = await ask(client, proxy, prompt)
+                await events_applied(client, proxy.admin_url, published)
+                warm = await ask(client, proxy, prompt + list(range(300)))
+                await events_applied(client, proxy.admin_url, published)
+                again = await ask(client, proxy, prompt)
             assert cold["cached_tokens"] == 0
             assert warm["prefill"] == cold["prefill"]
             assert warm["cached_tokens"] == warm["prefill_hit_tokens"] == 992

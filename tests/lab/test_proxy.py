@@ -10,24 +10,25 @@ import pytest
 from pdconn.lab.client import Client
 from pdconn.lab.errors import EngineDied, PortInUse
 from pdconn.lab.ports import free_ports, is_free
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 
 _OTHER = "127.0.0.2"
 _NOBODY = ["http://127.0.0.1:1"]
 
 
 def test_it_is_waited_for_at_its_address(tmp_path: Path) -> None:
-    (port,) = free_ports(1, _OTHER)
+    port, _ = free_ports(2, _OTHER, in_a_row=True)
     with running_proxy(_NOBODY, _NOBODY, tmp_path, port, host=_OTHER) as url:
         assert url == f"http://{_OTHER}:{port}"
-        assert "pdconn_router_inflight_requests" in Client(url).get("/metrics")
+        assert Client(url).get("/livez")
+        assert "pdconn_router_inflight_requests" in Client(admin_url(url)).get("/metrics")
     assert is_free(port, _OTHER)
 
 
 def test_words_in_front_of_its_command_are_run(tmp_path: Path) -> None:
     there = ("env", "PDCONN_TRIED=1")
     with running_proxy(_NOBODY, _NOBODY, tmp_path, within=there) as url:
-        assert Client(url).get("/metrics")
+        assert Client(admin_url(url)).get("/metrics")
     nowhere = running_proxy(_NOBODY, _NOBODY, tmp_path, within=("false",))
     with pytest.raises(EngineDied), nowhere:
         pytest.fail("it must not be handed over")

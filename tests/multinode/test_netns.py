@@ -243,7 +243,7 @@ def test_requests_for_a_prefill_that_stays_away_go_to_the_other(machines: Cluste
 
 def test_the_dashboards_queries_find_their_metrics_on_the_live_pages(machines: Cluster) -> None:
     """As ``test_compose`` says from the code; a page that lacks ours is the control."""
-    pages = [machines.router.get("/metrics")]
+    pages = [machines.pages.get("/metrics")]
     pages += [machines.client(name).get("/metrics") for name in ("p1", "d1")]
     wanted = {name for each in expressions(dashboard()) for name in asked(each).names}
     assert wanted - shown(pages) == set()

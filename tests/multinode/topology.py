@@ -23,7 +23,7 @@ from pathlib import Path
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import Answer, compare, make_prompts
 from pdconn.lab.engine import Engine, running
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.spec import EngineSpec
 from tests.multinode.namespaces import Machine, Network
 from tests.vllm.engines.engines import cache_beside, transfer_config
@@ -46,7 +46,10 @@ PATIENCE_S = 90.0
 _HTTP, _SIDE_CHANNEL = 8000, 5600
 _RETRIES = 4
 """How often the router's kernel retransmits what is not acknowledged: about 6 s."""
-_ROUTER = ("--policy", "round-robin", "--connect-timeout", "1")
+_ROUTER = (
+    *("--policy", "round-robin", "--connect-timeout", "1"),
+    *("--without-prefill", "refuse"),  # else decode would hide that prefill is not reached
+)
 
 
 class WrongAnswer(Exception):
@@ -67,6 +70,7 @@ class Cluster:
     network: Network
     engines: Mapping[str, Engine]
     router: Client
+    pages: Client
     directory: Path
     _right: dict[tuple[Prompt, int], Answer] = field(default_factory=dict)
 
@@ -135,13 +139,13 @@ class Cluster:
     def up(self, engine: str) -> bool:
         """Whether the router believes that an engine is up."""
         line = f'engine="{self.engines[engine].url}"'
-        page = self.router.get("/metrics").splitlines()
+        page = self.pages.get("/metrics").splitlines()
         [up] = [each for each in page if "engine_up{" in each and line in each]
         return up.endswith(" 1.0")
 
     def routed(self, metric: str) -> float:
         """A metric of the router, summed over its labels."""
-        return self.router.metrics().get(metric, 0.0)
+        return self.pages.metrics().get(metric, 0.0)
 
 
 def until(true: Callable[[], bool], what: str) -> None:
@@ -175,7 +179,7 @@ def cluster(model: Path, directory: Path) -> Iterator[Cluster]:
         with running(specs, directory, cache=cache, timeout_s=START_TIMEOUT_S) as engines:
             by_name = {engine.spec.name: engine for engine in engines}
             with _router(network["router"], by_name, directory) as url:
-                yield Cluster(network, by_name, Client(url), directory)
+                yield Cluster(network, by_name, Client(url), Client(admin_url(url)), directory)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdconn.router import app as proxy_module
+from pdconn.router.admin import app as pages_module
 from pdconn.router.config import ProxyConfig
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.router.server import Running, running_proxy
@@ -108,7 +108,7 @@ class Fleet:
     client: aiohttp.ClientSession
 
     async def get(self, path: str) -> Reply:
-        async with self.client.get(self.router.url + path) as reply:
+        async with self.client.get(self.router.admin_url + path) as reply:
             return Reply(reply.status, reply.headers, await reply.read())
 
     async def state(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ async def test_the_page_runs_nothing_but_its_own_script():
 
 
 def test_the_page_needs_no_other_host_and_makes_no_markup():
-    page = proxy_module._PAGE.read_text()
+    page = pages_module._PAGE.read_text()
     assert not re.search(r"https?://|//[a-z]+\.", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bon\w+=", page)
     assert not re.search(r"\sstyle=", page)  # the policy would refuse it
@@ -287,7 +287,7 @@ async def test_no_client_learns_the_seed_of_the_hashes():
             text = "[]"
             while '"xxhash"' not in text:  # until the pod is known
                 await engine.hold(LONG)
-                async with client.get(f"{router.url}/debug/state") as reply:
+                async with client.get(f"{router.admin_url}/debug/state") as reply:
                     text = await reply.text()
             assert '"seeded":true' in text
             assert seed not in text
@@ -407,7 +407,7 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_no_engine_that_le
         await made.ask(STRANGE, EVIL)  # prefill then held 64 of 220, decode 64 of 260
         made.remove_busy()
         await made.state_with(lambda state: len(state["pods"]) == len(state["engines"]) == 2)
-        dom = await seen(made.router.url, tmp_path)
+        dom = await seen(made.router.admin_url, tmp_path)
         pods, engines, decisions = (rows(dom, name) for name in ("pods", "engines", "decisions"))
         assert "LIVE 4 0: full attention" in row_of(made.prefill.url, pods)
         assert "sha256_cbor blocks of 16" in row_of(made.prefill.url, pods)
@@ -425,7 +425,7 @@ async def test_the_page_shows_pods_hit_rates_and_decisions_and_no_engine_that_le
         assert "handed over" in strange
         assert f"100 {made.prefill.url} 64 hit {made.decode.url} 32 hit handed over" in long
         assert long.split(" handed over ")[1].startswith(
-            "prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled"
+            "ok HTTP 200 prefill: 36 uncached + 3584 of others decode: 3620 at prefill + 8 pulled"
         )
         assert 'href="debug/route/the-long-one"' in dom
         assert '<p id="offline" role="alert" hidden' in dom
@@ -445,7 +445,7 @@ async def flaky(num_failures: int) -> AsyncIterator[str]:
         return web.json_response({"policy": "p", "hashes": 0, "remembered": 0, **none})
 
     async def page(http: web.Request) -> web.FileResponse:
-        return web.FileResponse(proxy_module._PAGE)
+        return web.FileResponse(pages_module._PAGE)
 
     app = web.Application()
     app.router.add_get("/", page)

@@ -39,7 +39,7 @@ import aiohttp
 
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.process import Process
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.quiet import Neighbours
 from pdconn.lab.table import table
 from tests.fakes.stream_engine import KNOWN
@@ -146,9 +146,9 @@ async def take(way: Way, rng: random.Random) -> Taken:
             *(_stream(way, session, p, d, taken) for p, d in zip(prompts, delays, strict=True))
         )
         if way.beside is not None:
-            async with session.get(f"{way.url}/debug/state") as response:
+            async with session.get(f"{admin_url(way.url)}/debug/state") as response:
                 decisions = (await response.json())["decisions"][:STREAMS]
-            taken.decided_ms = statistics.median(one["took_ms"] for one in decisions)
+            taken.decided_ms = statistics.median(one["decision_ms"] for one in decisions)
     return taken
 
 

@@ -30,7 +30,7 @@ from pdconn.lab.compare import compare
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.model import write_model
 from pdconn.lab.ports import LOCALHOST, free_ports
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.spec import EngineSpec
 from pdconn.lab.table import table
 
@@ -136,7 +136,7 @@ def run(
             _say(f"{policy}: {number + 1} of {len(prompts)}")
             time.sleep(0.05)
         name = 'pdconn_router_direct_requests_total{reason="prefix_held"}'
-        held = _labelled(client.get("/metrics"), name)
+        held = _labelled(Client(admin_url(url)).get("/metrics"), name)
     computed = []
     for engine, was in zip((prefill, decode), before, strict=True):
         now = _counts(engine)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.table import table
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class Client:
     async def _note(
         self, request_id: str, num_tokens: int, ttft_s: float, cached: int | None
     ) -> None:
-        async with self._session.get(f"{self._url}/debug/route/{request_id}") as response:
+        pages = admin_url(self._url)
+        async with self._session.get(f"{pages}/debug/route/{request_id}") as response:
             course: dict[str, Any] = await response.json()
         alone = bool(course["alone"])
         side = "decode" if alone else "prefill"

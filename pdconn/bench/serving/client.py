@@ -51,16 +51,27 @@ class _ModelList(msgspec.Struct):
 
 
 class Service:
-    """One server, reached through ``session``; ``timeout_s`` is for a complete answer."""
+    """One server, reached through ``session``; ``timeout_s`` is for a complete answer.
+
+    ``admin``: the URL of the admin pages, if it is a ``pdconn proxy`` that shows them.
+    """
 
     def __init__(
-        self, name: str, url: str, model: str, timeout_s: float, session: aiohttp.ClientSession
+        self,
+        name: str,
+        url: str,
+        model: str,
+        timeout_s: float,
+        session: aiohttp.ClientSession,
+        *,
+        admin: str | None = None,
     ) -> None:
         self._name = name
         self._url = url.rstrip("/")
         self._model = model
         self._timeout_s = timeout_s
         self._session = session
+        self._admin = admin
         self._ids: dict[int, str] = {}
 
     async def ask(
@@ -95,11 +106,11 @@ class Service:
     async def with_handover(self, reply: Reply) -> Reply:
         """``reply`` with the handover time that ``pdconn proxy`` reports for it.
 
-        Unchanged if the server is no such proxy, or did not hand over.
+        Unchanged if its admin pages are not known, or it did not hand over.
         """
-        if not isinstance(reply, CompleteReply):
+        if not isinstance(reply, CompleteReply) or self._admin is None:
             return reply
-        url = f"{self._url}/debug/route/{quote(self._ids[reply.prompt])}"
+        url = f"{self._admin}/debug/route/{quote(self._ids[reply.prompt])}"
         try:
             async with asyncio.timeout(_CONNECT_S), self._session.get(url) as response:
                 route = msgspec.json.decode(await response.read(), type=_RouteTimes)
@@ -112,7 +123,7 @@ class Service:
 
 @asynccontextmanager
 async def service(
-    name: str, url: str, model: str | None, timeout_s: float
+    name: str, url: str, model: str | None, timeout_s: float, *, admin: str | None = None
 ) -> AsyncIterator[Service]:
     """A client of the server at ``url``; without ``model``, for the first model that it lists.
 
@@ -125,7 +136,7 @@ async def service(
         read_bufsize=_LINE_NBYTES,
     ) as session:
         model = model or await _first_model(name, url, session)
-        yield Service(name, url, model, timeout_s, session)
+        yield Service(name, url, model, timeout_s, session, admin=admin)
 
 
 async def _first_model(name: str, url: str, session: aiohttp.ClientSession) -> str:

@@ -17,7 +17,7 @@ from typing import Protocol
 from pdconn.bench.errors import BenchError
 from pdconn.bench.serving.lineup import assign_engines, engine_specs
 from pdconn.lab.engine import Engine, Progress, running
-from pdconn.lab.proxy import running_proxy
+from pdconn.lab.proxy import admin_url, running_proxy
 
 #: Memory of an engine that has served the small model, its share of common pages included.
 ENGINE_NBYTES = 1_600 << 20
@@ -46,18 +46,30 @@ class Contestant(Protocol):
     def active(self) -> AbstractContextManager[str]:
         """Run it for one turn; gives the URL that it serves."""
 
+    def admin_of(self, url: str) -> str | None:
+        """Where the ``pdconn proxy`` that serves ``url`` explains requests; None: there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A service that runs already; it is neither started nor frozen."""
+    """A service that runs already; it is neither started nor frozen.
+
+    ``admin``: the URL of its admin pages, if it is a ``pdconn proxy`` that shows them here.
+    """
 
     name: str
     url: str
+    admin: str | None = None
 
     @contextmanager
     def active(self) -> Iterator[str]:
         """Give its URL; there is nothing to start."""
         yield self.url
+
+    def admin_of(self, url: str) -> str | None:
+        """As it was given."""
+        del url
+        return self.admin
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,10 @@ class LocalEngines:
                 yield url
         finally:
             self.freeze()
+
+    def admin_of(self, url: str) -> str | None:
+        """The router's, if its engines are behind one."""
+        return None if len(self.engines) == 1 else admin_url(url)
 
     def freeze(self) -> None:
         """Pause its engines, those that still run."""

@@ -80,14 +80,17 @@ def measure(
     for number in range(1, plan.rounds + 1):
         for name in order(list(by_name), number):
             with by_name[name].active() as url:
-                turn = asyncio.run(_turn(name, url, plan, number, watch))
+                admin = by_name[name].admin_of(url)
+                turn = asyncio.run(_turn(name, url, plan, number, admin=admin, watch=watch))
             turns.append(turn)
             log(f"round {number} of {plan.rounds}: {name}: {_in_words(turn)}")
     return turns
 
 
-async def _turn(name: str, url: str, plan: RunPlan, number: int, watch: bool) -> TurnResult:
-    async with service(name, url, plan.model, plan.timeout_s) as target:
+async def _turn(
+    name: str, url: str, plan: RunPlan, number: int, *, admin: str | None, watch: bool
+) -> TurnResult:
+    async with service(name, url, plan.model, plan.timeout_s, admin=admin) as target:
         await _warm_up(target, name, url, plan, number)
         neighbours = Neighbours([os.getpid()]) if watch else None
         wanted = prompts(plan.requests, plan.prompt_tokens, plan.seed, number)

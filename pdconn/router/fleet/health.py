@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from multidict import CIMultiDict
 
@@ -29,8 +30,14 @@ class Health:
     """Keeps the outages of ``EngineRegistry`` up to date."""
 
     def __init__(
-        self, engines: EngineRegistry, client: EngineClient, metrics: RouterMetrics
+        self,
+        engines: EngineRegistry,
+        client: EngineClient,
+        metrics: RouterMetrics,
+        *,
+        decodes_alone: bool = True,
     ) -> None:
+        self._decodes_alone = decodes_alone
         self._engines = engines
         self._client = client
         self._metrics = metrics
@@ -125,19 +132,34 @@ class Health:
                 self._report_up(engine)
         return reasons
 
-    async def page(self) -> dict[str, object]:
-        """The router's own ``/health``: each role needs a healthy engine that does not drain."""
+    async def page(self, *, name_engines: bool) -> dict[str, object]:
+        """The router's own ``/health``: each role needs a healthy engine that does not drain.
+
+        Without prefill it is ``degraded`` where decode computes prompts itself.  Unless
+        ``name_engines``, it holds neither addresses nor reasons, which may contain some.
+        """
         reasons = await self.probe_all()
-        ok = all(
-            any(reasons[name] is None and not self._engines.is_draining(name) for name in names)
-            for names in map(self._engines.of, Role)
-        )
-        roles = {
-            role.value: [self._line(name, reasons[name]) for name in self._engines.of(role)]
+        lines = {
+            role.value: [
+                self._line(name, reasons[name], name_engines) for name in self._engines.of(role)
+            ]
             for role in Role
         }
-        return {"status": "ok" if ok else "unavailable", **roles}
+        return {"status": self._status(reasons), **lines}
 
-    def _line(self, engine: str, why: str | None) -> dict[str, object]:
+    def _status(self, reasons: Mapping[str, str | None]) -> str:
+        served = {
+            role
+            for role in Role
+            for name in self._engines.of(role)
+            if reasons[name] is None and not self._engines.is_draining(name)
+        }
+        if served == set(Role):
+            return "ok"
+        return "degraded" if self._decodes_alone and Role.DECODE in served else "unavailable"
+
+    def _line(self, engine: str, why: str | None, name_engines: bool) -> dict[str, object]:
         draining = {"draining": True} if self._engines.is_draining(engine) else {}
+        if not name_engines:
+            return {"up": why is None, **draining}
         return {"engine": engine, "up": why is None, "why": why, **draining}

@@ -24,6 +24,7 @@ The lease frees what none of this does.
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pdconn.router.background import Background
 from pdconn.router.errors import NoEngineLeft
@@ -52,9 +53,10 @@ class AbandonedRequests:
         self._running = Background(limit=MOST_ABANDONED)
 
     async def close(self, grace_s: float) -> None:
-        """Wait up to ``grace_s`` for running work, tickets last."""
+        """Wait up to ``grace_s`` for running work and then for the tickets that it leaves."""
+        began_s = time.monotonic()
         await self._running.close(grace_s)
-        await self._tickets.close(grace_s)
+        await self._tickets.close(grace_s - (time.monotonic() - began_s))
 
     def give_back(self, request: RoutedRequest) -> None:
         """Return the request's ticket, if it has one; it will not be used."""

@@ -63,14 +63,15 @@ class Handover:
     async def _run(self, request: RoutedRequest) -> EngineAnswer:
         while True:
             if not self.engines.live(Role.DECODE):  # else prefill would lend blocks for nothing
+                request.decision = self.router.no_choice(request, "no decode engine is up")
                 raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
-            decision = await self.router.decide(request)
-            answer = None
+            request.decision = decision = await self.router.decide(request)
             try:
                 answer = await self._serve(request, decision)
+                if answer is not None and request.end is None:
+                    request.status = answer.status
             finally:
-                status = None if answer is None else answer.status
-                self.router.decisions.end(decision, request.outcome(status))
+                self.router.decisions.end(decision, request.outcome())
             if answer is not None:
                 return answer
 
@@ -80,9 +81,11 @@ class Handover:
         if request.body.direct is not None:
             self.metrics.served_direct(request.body.direct)
         elif ranking.alone and ranking.decode:
-            return await self._decode_alone(request, ranking.decode[0].candidate)
+            no_prefill = self.router.decodes_alone and not ranking.prefill
+            reason = Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD
+            return await self._decode_alone(request, ranking.decode[0].candidate, reason)
         else:
-            refusal = await self._prefill(request, decision)
+            refusal = await self._prefill_if_any(request, decision)
             if refusal is not None:
                 return refusal
         try:
@@ -92,9 +95,9 @@ class Handover:
             raise
 
     async def _decode_alone(
-        self, request: RoutedRequest, candidate: Candidate
+        self, request: RoutedRequest, candidate: Candidate, reason: Direct
     ) -> EngineAnswer | None:
-        """The answer of the decode engine that holds the prefix.
+        """The answer of a decode engine that computes what it lacks of the prompt.
 
         None if that engine is gone: the others would compute the whole prompt alone, so
         another decision is needed.
@@ -105,8 +108,20 @@ class Handover:
             if not self.engines.live(Role.DECODE):
                 raise
             return None
-        self.metrics.served_direct(Direct.PREFIX_HELD)
+        self.metrics.served_direct(reason)
         return answer
+
+    async def _prefill_if_any(
+        self, request: RoutedRequest, decision: Decision
+    ) -> EngineAnswer | None:
+        """``_prefill``, without which decode computes the prompt itself, if it may."""
+        try:
+            return await self._prefill(request, decision)
+        except NoEngineLeft:
+            if not self.router.decodes_alone:
+                raise
+        self.metrics.served_direct(Direct.NO_PREFILL)
+        return None
 
     async def _prefill(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """Get the request its ticket; what this returns is prefill's refusal."""

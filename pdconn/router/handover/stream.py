@@ -27,11 +27,12 @@ class StreamEnd(Enum):
 
 
 async def relay(
-    http: web.Request, answer: EngineAnswer, request_id: str
+    http: web.Request, answer: EngineAnswer, request_id: str, *, name_engine: bool
 ) -> tuple[web.StreamResponse, StreamEnd]:
     """Write an answer to the client of ``http``, and close the answer."""
     headers = answer.headers
-    headers[ENGINE_HEADER] = answer.engine
+    if name_engine:
+        headers[ENGINE_HEADER] = answer.engine
     headers[REQUEST_ID_HEADER] = request_id
     if answer.is_complete:
         return await _at_once(answer, headers), StreamEnd.WHOLE

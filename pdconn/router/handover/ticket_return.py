@@ -65,7 +65,8 @@ class TicketReturner:
                 end = await self._try_each(request, body)
         except TimeoutError:
             pass
-        self._ended(end, request)
+        finally:  # also of one that is cancelled since the router ends
+            self._ended(end, request)
 
     async def _try_each(self, request: RoutedRequest, body: bytes) -> TicketEnd:
         """Any decode engine can return it: a ticket names its lender, not its reader."""

@@ -57,6 +57,8 @@ class Direct(Enum):
     NO_TICKET = "no_ticket"
     #: Decode lacks so little of the prompt that a hand-over would cost more.
     PREFIX_HELD = "prefix_held"
+    #: No prefill engine answers, so decode computes the prompt itself.
+    NO_PREFILL = "no_prefill"
     #: A decode engine failed while it had the ticket, which may be used up.
     TICKET_SPENT = "ticket_spent"
 

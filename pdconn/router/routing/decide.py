@@ -27,6 +27,7 @@ from pdconn.router.routing.policy import (
     TOKENS_PER_DECODE_REQUEST,
     Candidate,
     Policy,
+    Ranking,
     Role,
     RouteQuery,
 )
@@ -60,6 +61,8 @@ class RequestRouter:
             predicted hits of an engine with less trust count less.
         since: by engine when it joined the fleet, in seconds since the epoch: older decisions
             say nothing about it.
+        decodes_alone: decode computes prompts itself while no prefill engine answers; False:
+            such requests are refused.
     """
 
     engines: EngineRegistry
@@ -73,13 +76,14 @@ class RequestRouter:
     trust: dict[str, float] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
     usage: KvUsage = field(default_factory=KvUsage)
+    decodes_alone: bool = True
 
     async def decide(self, request: RoutedRequest) -> Decision:
         """The engines to try for a request."""
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
-        query = _query(request, tokenised)
         prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
+        query = _query(request, tokenised, bool(prefill) or not self.decodes_alone)
         loads = self.loads.fresh(LOAD_FOR_S)
         ranking = self.policy.decide(
             query,
@@ -98,6 +102,16 @@ class RequestRouter:
         )
         self.decisions.add(decision)
         self.metrics.decided(decision)
+        return decision
+
+    def no_choice(self, request: RoutedRequest, why: str) -> Decision:
+        """The record of a request for which there is nothing to decide."""
+        num_tokens = _query(request, None, False).num_tokens
+        ranking = Ranking((), (), why=why)
+        decision = Decision(
+            request.request_id, time.time(), self.policy.name, num_tokens, ranking, unknown=why
+        )
+        self.decisions.add(decision)
         return decision
 
     async def _look_up(
@@ -176,9 +190,9 @@ class RequestRouter:
         return best.hit, best.rank if len(ranks) > 1 and gained >= TIE_TOKENS else None
 
 
-def _query(request: RoutedRequest, tokenised: Tokenised | None) -> RouteQuery:
+def _query(request: RoutedRequest, tokenised: Tokenised | None, has_prefill: bool) -> RouteQuery:
     body = request.body
-    can_hand_over = body.direct is None
+    can_hand_over = has_prefill and body.direct is None
     if tokenised is None:
         prompt = memoryview(body.fields.get(body.route.prompt) or b"")
         guess = min(len(prompt) // BYTES_A_TOKEN, MOST_GUESSED)

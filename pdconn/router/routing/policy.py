@@ -92,7 +92,8 @@ class RouteQuery:
     Attributes:
         num_tokens: of its prompt; an estimate where the prompt was not tokenized.
         beginning: what prompts that begin alike have in common.
-        can_hand_over: False for requests that decode has to serve alone anyway.
+        can_hand_over: False for requests that decode has to serve alone anyway, since they
+            cannot use a ticket or no prefill engine is up.
     """
 
     num_tokens: int
@@ -202,7 +203,8 @@ class PrefixAware:
         """The candidates of each role, cheapest first."""
         if not query.can_hand_over:
             decode_order = self._order(query, [_alone_cost(query, one) for one in decode])
-            return Ranking((), decode_order, alone=True, why="decode has to serve it alone")
+            why = "decode has to serve it alone" if prefill else "no prefill engine is up"
+            return Ranking((), decode_order, alone=True, why=why)
         prefill_order = self._order(query, [_prefill_cost(query, one) for one in prefill])
         prefill_cost = prefill_order[0].cost if prefill_order else 0.0
         decode_order = self._order(

@@ -9,8 +9,8 @@
 - A ``RoutedRequest`` travels.  It is the only one of the three that changes, and the hand-over
   changes it.
 - A ``Decision`` says which engines to try, and why.
-- An ``Outcome`` says which engines served the request and how long they took.  It is written
-  once, when the answer begins or no engine is left.
+- An ``Outcome`` says which engines served the request, how long they took and how it ended.
+  It is written when the answer begins, and finally when it ends.
 
 ``DecisionLog`` keeps the last decisions with their outcomes, and no request: those hold bodies.
 """
@@ -34,6 +34,18 @@ MOST_DECISIONS = 512
 MOST_HASHES = 1_000_000
 
 
+class RequestEnd(Enum):
+    """How a client's request ended: the label ``outcome`` of ``requests_total``."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    ENGINE_ERROR = "engine_error"
+    NO_ENGINE = "no_engine"
+    CLIENT_LEFT = "client_left"
+    BROKEN_STREAM = "broken_stream"
+    CUT_OFF = "cut_off"
+
+
 class Stage(Enum):
     """The kind of engine that has the request."""
 
@@ -43,7 +55,7 @@ class Stage(Enum):
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """A client's request, until the first byte of its answer.
+    """A client's request, from its body to the end of its answer.
 
     Attributes:
         request_id, headers: as engines get them.
@@ -55,7 +67,8 @@ class RoutedRequest:
         ticket: from prefill, while it may still be used.
         prefill, decode: the engines that answered, so far.
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
-        ticket_s, first_byte_s: see ``Outcome``.
+        ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
+        decision: the last one, for the log of decisions.
     """
 
     request_id: str
@@ -71,6 +84,10 @@ class RoutedRequest:
     cached_tokens: int | None = None
     ticket_s: float | None = None
     first_byte_s: float | None = None
+    status: int | None = None
+    end: RequestEnd | None = None
+    total_s: float | None = None
+    decision: Decision | None = None
 
     def enter(self, stage: Stage) -> None:
         """The next engine is about to be asked."""
@@ -82,15 +99,21 @@ class RoutedRequest:
         """Seconds since the engine was asked."""
         return time.perf_counter() - self.asked_at_s
 
-    def outcome(self, status: int | None) -> Outcome:
-        """How the request ended; ``status`` is the answer's, None without an answer."""
+    def finish(self, end: RequestEnd, status: int | None, total_s: float) -> None:
+        """The client has its answer, or will not get one."""
+        self.end, self.status, self.total_s = end, status, total_s
+
+    def outcome(self) -> Outcome:
+        """How the request ended, as far as it has."""
         return Outcome(
-            status,
+            self.status,
             self.prefill,
             self.decode,
             self.cached_tokens,
             self.ticket_s,
             self.first_byte_s,
+            self.end,
+            self.total_s,
         )
 
 
@@ -143,11 +166,13 @@ class Outcome:
     """How a routed request ended.
 
     Attributes:
-        status: HTTP status of the answer; None while there is none.
+        status: HTTP status of the answer, the router's own too; None where there is none.
         prefill, decode: the engines that answered.
         cached_tokens: prompt tokens that prefill reported as cached.
         ticket_s: from asking prefill until its ticket arrived; None where decode had none.
         first_byte_s: from asking decode until the first byte of its answer.
+        end: how it ended; None while it is under way.
+        total_s: from the request's arrival until its end.
     """
 
     status: int | None = None
@@ -156,6 +181,8 @@ class Outcome:
     cached_tokens: int | None = None
     ticket_s: float | None = None
     first_byte_s: float | None = None
+    end: RequestEnd | None = None
+    total_s: float | None = None
 
 
 PENDING = Outcome()
@@ -182,7 +209,7 @@ class DecisionLog:
             self._drop(next(iter(self._entries)))
 
     def end(self, decision: Decision, outcome: Outcome) -> None:
-        """Keep the outcome beside its decision, if that is still kept."""
+        """Keep the outcome beside its decision, if that is still kept; replaces an earlier one."""
         entry = self._entries.get(decision.request_id)
         if entry is not None and entry[0] is decision:
             self._entries[decision.request_id] = decision, outcome

@@ -174,7 +174,7 @@ async def test_health_shows_what_drains_and_needs_one_that_does_not():
         members = [Member(p.url, P), Member(d0.url, D, draining=True), Member(d1.url, D)]
         engines = EngineRegistry.from_members(members)
         async with health_of(engines) as (health, _):
-            page = await health.page()
+            page = await health.page(name_engines=True)
             assert page == {
                 "status": "ok",
                 "prefill": [{"engine": p.url, "up": True, "why": None}],
@@ -184,7 +184,7 @@ async def test_health_shows_what_drains_and_needs_one_that_does_not():
                 ],
             }
             d1.health_status = 503
-            assert (await health.page())["status"] == "unavailable"
+            assert (await health.page(name_engines=True))["status"] == "unavailable"
 
 
 @in_loop

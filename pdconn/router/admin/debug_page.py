@@ -2,18 +2,19 @@
 
 The page at ``/`` draws ``/debug/state``.  ``/debug/route/ID`` shows the decision for one
 request, its reasons, and the hits that a lookup would find now; with ``?snapshot=1`` it is a
-snapshot for ``pdconn score``.  Neither contains text of a prompt, or the seed of block hashes.
+snapshot for ``pdconn score``.  Neither contains text of a prompt, its block hashes, or their seed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, product
 
 import msgspec
 
+from pdconn.router.admin.disguise import Disguise
 from pdconn.router.errors import NoPrompt, NotFound
 from pdconn.router.events.subscriber import Status
 from pdconn.router.fleet.metrics import Load
@@ -58,6 +59,7 @@ class DebugPage:
 
     router: RequestRouter
     statuses: Callable[[], Mapping[str, Status]]
+    disguise: Disguise = field(default_factory=Disguise)
 
     def state(self) -> bytes:
         """Engines, pods and the last decisions, as JSON."""
@@ -97,7 +99,8 @@ class DebugPage:
     def snapshot(self, request_id: str) -> bytes:
         """What pods hold of a request's prompt now, as ``pdconn score`` reads it.
 
-        Where engines hash in several ways, only pods that hash as the first known one.
+        Where engines hash in several ways, only pods that hash as the first known one.  The
+        hashes are disguised: they compare with those of other snapshots of this boot only.
 
         Raises:
             NotFound: the request is not kept.
@@ -111,7 +114,8 @@ class DebugPage:
         caches = self.router.caches
         scheme, prompt = next(iter(lookup.prompts.items()))
         pods = caches.pods_by(scheme)
-        return msgspec.json.encode(take_snapshot(caches.index, prompt, caches.weights, pods))
+        taken = take_snapshot(caches.index, prompt, caches.weights, pods)
+        return msgspec.json.encode(self.disguise.snapshot(taken))
 
     def _logged(self, request_id: str) -> Logged:
         logged = self.router.decisions.get(request_id)
@@ -197,8 +201,10 @@ def _brief(logged: Logged) -> dict[str, object]:
         "unknown": decision.unknown,
         "alone": decision.ranking.alone,
         "why": decision.ranking.why,
-        "took_ms": round(decision.took_s * 1000, 3),
+        "decision_ms": round(decision.took_s * 1000, 3),
+        "outcome": None if outcome.end is None else outcome.end.value,
         "status": outcome.status,
+        "total_ms": _in_ms(outcome.total_s),
         "prefill": outcome.prefill,
         "decode": outcome.decode,
         "prefill_hit_tokens": _hit_tokens(decision, outcome.prefill),

@@ -1,0 +1,90 @@
+"""The keys of clients: ``Authorization: Bearer KEY``, compared in constant time.
+
+The file holds one key a line, so that a new one can be added before the old one goes; empty
+lines and lines that begin with ``#`` are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pdconn.router.admin.probes import PROBES
+from pdconn.router.errors import BadSetting, Unauthorized
+from pdconn.sidechannel.credentials import SecurityError, read_private
+
+OPTION = "--api-key-file"
+MOST_KEYS = 1024
+_SCHEME = "bearer"
+
+
+class ApiKeys:
+    """The keys of a file.
+
+    Raises:
+        BadSetting: the file cannot be read, is open to others, or holds no good key.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._digests = _read(path)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def reload(self) -> None:
+        """Read the file again.
+
+        Raises:
+            BadSetting: as at the start; the keys of before stay.
+        """
+        self._digests = _read(self._path)
+
+    def allow(self, authorization: str | None) -> bool:
+        """Whether a header's value holds a key.
+
+        Every key is compared, and each as a digest, so that the time tells neither how much of a
+        key was right nor how long it is.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = _digest(key.strip().encode(errors="surrogateescape"))
+        known = False
+        for one in self._digests:
+            known |= hmac.compare_digest(one, digest)
+        return known and scheme.lower() == _SCHEME
+
+
+def requiring(keys: ApiKeys) -> Middleware:
+    """A middleware that refuses requests without a key, but for probes: those have none."""
+
+    @web.middleware
+    async def require(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in PROBES and not keys.allow(request.headers.get("Authorization")):
+            raise Unauthorized
+        return await handler(request)
+
+    return require
+
+
+def _read(path: str) -> tuple[bytes, ...]:
+    try:
+        data = read_private(OPTION, path)
+    except SecurityError as error:
+        raise BadSetting(error.field, error.expected, error.seen) from error
+    lines = [line.strip() for line in data.splitlines()]
+    keys = [line for line in lines if line and not line.startswith(b"#")]
+    if not 1 <= len(keys) <= MOST_KEYS:
+        expected = f"1 to {MOST_KEYS} keys in {path}, one a line"
+        raise BadSetting(OPTION, expected, f"{len(keys)} keys")
+    for number, key in enumerate(keys, start=1):
+        if not all(0x21 <= byte <= 0x7E for byte in key):
+            expected = f"keys of printable ASCII without spaces in {path}"
+            raise BadSetting(OPTION, expected, f"another character in key {number}")
+    return tuple(map(_digest, keys))
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

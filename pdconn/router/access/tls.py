@@ -1,0 +1,56 @@
+"""TLS of the listener for clients: a certificate chain and its key."""
+
+from __future__ import annotations
+
+import ssl
+
+from pdconn.router.errors import BadSetting
+from pdconn.sidechannel.credentials import SecurityError, read_private
+
+
+class ServerTls:
+    """What the listener shows to clients: TLS 1.2 or newer, HTTP/1.1.
+
+    Raises:
+        BadSetting: a file is missing or wrong.
+    """
+
+    def __init__(self, cert: str, key: str) -> None:
+        self._cert, self._key = cert, key
+        self.context = _new_context()
+        self.reload()
+
+    def reload(self) -> None:
+        """Read both files again, for connections that are still to come.
+
+        Raises:
+            BadSetting: as at the start; the certificate of before stays.
+        """
+        _load(_new_context(), self._cert, self._key)  # a context that fails may be half loaded
+        _load(self.context, self._cert, self._key)
+
+
+def _new_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _load(context: ssl.SSLContext, cert: str, key: str) -> None:
+    def passphrase() -> str:
+        raise BadSetting("--tls-key", "a key without passphrase", key)
+
+    try:
+        read_private("--tls-key", key)
+        context.load_cert_chain(cert, key, passphrase)
+    except SecurityError as error:
+        raise BadSetting(error.field, error.expected, error.seen) from error
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise BadSetting("--tls-key", f"the key of {cert}", f"another one in {key}") from error
+        expected = "a certificate chain and its key in PEM"
+        raise BadSetting("--tls-cert", expected, f"{cert}, {key}: {error.reason}") from error
+    except OSError as error:
+        seen = f"{cert}: {error.strerror or error}"
+        raise BadSetting("--tls-cert", "a readable file", seen) from error

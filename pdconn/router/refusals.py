@@ -1,0 +1,34 @@
+"""The router's own errors as HTTP answers, in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pdconn.router.errors import NotFound, Refusal
+
+
+def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
+    """A middleware that answers refusals, and paths that are not ``served``.
+
+    ``name_engines``: whether answers may contain addresses of engines.
+    """
+
+    @web.middleware
+    async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as refusal:
+            return _refuse(refusal, name_engines)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+            seen = f"{request.method} {request.path}"
+            return _refuse(NotFound("path", f"one of {', '.join(served)}", seen), name_engines)
+
+    return refusals
+
+
+def _refuse(refusal: Refusal, name_engines: bool) -> web.Response:
+    body = refusal.body(name_engines=name_engines)
+    return web.json_response(body=body, status=refusal.status, headers=refusal.headers)
