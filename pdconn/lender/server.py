@@ -28,9 +28,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdconn.integrity.lent import LentSums
-from pdconn.lender.admission import AdmissionControl, ConnectionLimits
+from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import RankSums
 from pdconn.lender.sessions import Abort, EngineCommand, LenderSessions, Session, Turn
+from pdconn.lifecycle.admission import AdmissionControl
 from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError

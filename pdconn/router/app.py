@@ -8,28 +8,28 @@ import contextlib
 import hashlib
 import logging
 import re
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 
+from pdconn.router.admission.bodies import BodyReader
+from pdconn.router.admission.budget import HeldBody
+from pdconn.router.admission.connections import ClientAdmission
+from pdconn.router.admission.log import QuietLog
 from pdconn.router.debug_page import DebugPage
-from pdconn.router.errors import (
-    BadBody,
-    BodyTooLarge,
-    EngineFailure,
-    NoEngineLeft,
-    NotFound,
-    Refusal,
+from pdconn.router.errors import Busy, EngineFailure, NoEngineLeft, NotFound, Refusal
+from pdconn.router.fleet.client import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineAnswer,
+    OutOfResources,
 )
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.stream import REQUEST_ID_HEADER, StreamEnd, relay
+from pdconn.router.handover.stream import StreamEnd, relay
 from pdconn.router.metrics import RequestEnd
-from pdconn.router.openai.headers import keep_end_to_end
+from pdconn.router.openai.headers import REQUEST_ID_HEADER, from_client
 from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RoutedRequest
@@ -61,13 +61,17 @@ _ENDS = {
 class RouterApp:
     """Answers clients."""
 
-    def __init__(self, handover: Handover, debug_page: DebugPage, max_body_nbytes: int) -> None:
+    def __init__(
+        self, handover: Handover, debug_page: DebugPage, bodies: BodyReader, xargs: Collection[str]
+    ) -> None:
         self._handover = handover
         self._debug_page = debug_page
         self._engines = handover.engines
         self._health = handover.health
         self._metrics = handover.metrics
-        self._max_body_nbytes = max_body_nbytes
+        self._bodies = bodies
+        self._xargs = xargs
+        self._busy_log = QuietLog(log)
         self._page_body = _PAGE.read_bytes()
         self._page_headers = _page_headers(self._page_body)
         self._num_inflight = 0
@@ -75,9 +79,14 @@ class RouterApp:
         self._idle.set()
         self._draining = False
 
+    @property
+    def admission(self) -> ClientAdmission:
+        """Of the connections that its requests come from."""
+        return self._bodies.admission
+
     def app(self) -> web.Application:
         """The routes, as an aiohttp application."""
-        app = web.Application(client_max_size=self._max_body_nbytes, middlewares=[_refusals])
+        app = web.Application(middlewares=[self.admission.observing, _refusals])
         for route in Route:
             app.router.add_post(route.path, self._generating(route))
         app.router.add_get("/v1/models", self._models)
@@ -100,7 +109,12 @@ class RouterApp:
             end = RequestEnd.REFUSED
             self._count_inflight(1)
             try:
-                response, end = await self._generate(route, http)
+                with self._bodies.budget.request():
+                    response, end = await self._generate(route, http)
+            except Busy as refusal:
+                end = RequestEnd.BUSY
+                self._busy_log.warning("%s path=%s", refusal, route.path)
+                raise
             except NoEngineLeft as refusal:
                 end = RequestEnd.NO_ENGINE
                 log.warning("pdconn: %s path=%s", refusal, route.path)
@@ -126,39 +140,34 @@ class RouterApp:
     async def _generate(
         self, route: Route, http: web.Request
     ) -> tuple[web.StreamResponse, RequestEnd]:
-        body = parse_body(route, await self._read_body(http))
-        request = RoutedRequest(*_identify(http), body)
-        answer = await self._handover.answer(request)
-        response, end = await relay(http, answer, request.request_id)
+        answer, request_id = await self._answer(route, http)
+        response, end = await relay(http, answer, request_id)
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
-            self._health.report_down(answer.engine, why, request.request_id)
-            log.error(
-                "pdconn: stream broken engine=%s request=%s", answer.engine, request.request_id
-            )
+            self._health.report_down(answer.engine, why, request_id)
+            log.error("pdconn: stream broken engine=%s request=%s", answer.engine, request_id)
         ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
         return response, _ENDS.get(end, ok)
 
-    async def _read_body(self, http: web.Request) -> bytes:
-        """The body; too long a one is refused unread if its length is announced."""
-        if (http.content_length or 0) > self._max_body_nbytes:
-            raise self._too_large()
-        try:
-            return await http.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise self._too_large() from error
-        except (web.RequestPayloadError, ConnectionError) as error:
-            raise BadBody("body", "as many bytes as announced", "fewer") from error
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge("body", f"at most {self._max_body_nbytes} bytes", "more")
+    async def _answer(self, route: Route, http: web.Request) -> tuple[EngineAnswer, str]:
+        """An engine's answer, and the request's id; the body is held no longer than that."""
+        with HeldBody(self._bodies.budget) as held:
+            body = parse_body(route, await self._bodies.read(http, held), self._xargs)
+            headers = from_client(http.headers)
+            request = RoutedRequest(headers[REQUEST_ID_HEADER], headers, body, held)
+            held.when_free = request.drop_body
+            del body
+            return await self._handover.answer(request), request.request_id
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        request_id, headers = _identify(http)
+        headers = from_client(http.headers)
+        request_id = headers[REQUEST_ID_HEADER]
         failures: list[EngineFailure] = []
         for engine in self._engines.live(Role.DECODE):
             try:
                 answer = await self._handover.client.get(engine, "/v1/models", headers)
+            except OutOfResources:
+                raise  # our own fault, and no engine's
             except (ConnectFailed, ConnectionLost) as error:
                 self._metrics.retried(Role.DECODE, engine)
                 self._health.report_down(engine, str(error), request_id)
@@ -224,16 +233,6 @@ def _json(body: bytes) -> web.Response:
     return web.json_response(body=body, headers={"Cache-Control": "no-store", **_NOSNIFF})
 
 
-def _identify(http: web.Request) -> tuple[str, CIMultiDict[str]]:
-    """The request's id, the client's if it sent one, and the headers for engines."""
-    headers = keep_end_to_end(http.headers)
-    request_id = headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
-    headers[REQUEST_ID_HEADER] = request_id
-    # The body was read as JSON, and vLLM refuses JSON under any other content type.
-    headers["Content-Type"] = "application/json"
-    return request_id, headers
-
-
 @web.middleware
 async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The router's own errors, in the shape that OpenAI clients read."""
@@ -247,5 +246,4 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def _refuse(refusal: Refusal) -> web.Response:
-    headers = {"Retry-After": "1"} if isinstance(refusal, NoEngineLeft) else {}
-    return web.json_response(body=refusal.body(), status=refusal.status, headers=headers)
+    return web.json_response(body=refusal.body(), status=refusal.status, headers=refusal.headers)

@@ -8,7 +8,7 @@ An engine's own error is not here: it reaches the client as the engine wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ class Refusal(Exception):
 
     status: ClassVar[int]
     kind: ClassVar[str]
+    headers: ClassVar[Mapping[str, str]] = {}
     param: str | None = None
 
     def details(self) -> dict[str, object]:
@@ -62,6 +63,32 @@ class BodyTooLarge(FieldRefusal):
     kind = "RequestEntityTooLargeError"
 
 
+class BodyTooSlow(FieldRefusal):
+    """Too little of the client's body arrives."""
+
+    status = 408
+    kind = "RequestTimeoutError"
+
+
+class UnsupportedEncoding(FieldRefusal):
+    """The client's body is compressed."""
+
+    status = 415
+    kind = "UnsupportedMediaTypeError"
+    headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "identity"}
+
+
+class Busy(Refusal):
+    """The router holds as much as it may, for all clients together."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the router is busy: {why}")
+
+
 class NotFound(FieldRefusal):
     """The router does not serve this path, or does not remember this request id."""
 
@@ -93,6 +120,7 @@ class NoEngineLeft(Refusal):
 
     status = 503
     kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
     def __init__(self, role: str, failures: tuple[EngineFailure, ...]) -> None:
         super().__init__(f"no {role} engine answers: {_listed(failures) or 'none is known'}")

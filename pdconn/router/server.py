@@ -20,6 +20,11 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from pdconn.router.admission.bodies import BodyReader
+from pdconn.router.admission.budget import RequestBudget
+from pdconn.router.admission.connections import ClientAdmission
+from pdconn.router.admission.listener import AdmittingSite, limits_of_process
+from pdconn.router.admission.log import ServerLog
 from pdconn.router.app import RouterApp
 from pdconn.router.config import ProxyConfig
 from pdconn.router.debug_page import DebugPage
@@ -171,7 +176,6 @@ async def _services(
     router = RequestRouter(engines, policy, caches, tokeniser, loads, metrics)
     metrics.watch(caches, feeds.statuses, policy.name)
     handover = Handover(engines, client, router, health, metrics, left)
-    app = RouterApp(handover, DebugPage(router, feeds.statuses), config.max_body_nbytes)
 
     def fleet_changed(members: Members) -> None:
         changes = engines.update(members)
@@ -183,12 +187,25 @@ async def _services(
 
     try:
         async with FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s), loads:
+            bodies = _admission(config, metrics, len(engines.names))
+            app = RouterApp(handover, DebugPage(router, feeds.statuses), bodies, config.xargs)
             yield _Services(engines, health, metrics, router, app)
     finally:
         await left.close(min(_ABANDONED_GRACE_S, config.drain_timeout_s))
         await feeds.close()
         await health.close()
         await client.close()
+
+
+def _admission(config: ProxyConfig, metrics: RouterMetrics, num_engines: int) -> BodyReader:
+    """What clients may open, send and hold, by the options and this process's limits."""
+    limits = limits_of_process(config.stall_timeout_s, num_engines)
+    log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
+    admission = ClientAdmission(limits, metrics.connection_dropped)
+    budget = RequestBudget(config.max_bodies_nbytes, config.max_requests)
+    metrics.connections.set_function(lambda: len(admission))
+    metrics.body_bytes.set_function(lambda: budget.nbytes)
+    return BodyReader(admission, budget, config.max_body_nbytes)
 
 
 @asynccontextmanager
@@ -204,12 +221,14 @@ async def _listening(
     runner = web.AppRunner(
         app,
         access_log=None,
+        logger=ServerLog(log),
+        auto_decompress=False,  # compressed bodies are refused
         handler_cancellation=True,  # cancels the handler of a client that leaves
         shutdown_timeout=_CUT_OFF_S,
     )
     await runner.setup()
     try:
-        site = web.SockSite(runner, sock, backlog=_BACKLOG)
+        site = AdmittingSite(runner, sock, router_app.admission, backlog=_BACKLOG)
         try:
             await site.start()
         except OSError as error:
