@@ -113,7 +113,7 @@ class RouterApp:
                     response, end = await self._generate(route, http)
             except Busy as refusal:
                 end = RequestEnd.BUSY
-                self._busy_log.warning("%s path=%s", refusal, route.path)
+                self._busy_log.warning("pdconn: %s path=%s", refusal, route.path)
                 raise
             except NoEngineLeft as refusal:
                 end = RequestEnd.NO_ENGINE

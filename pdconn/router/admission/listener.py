@@ -136,7 +136,7 @@ class AdmittingSite(web.BaseSite):
             except OSError as error:  # no file descriptor or memory: a retry would fail at once
                 pause_s = self._admission.limits.accept_pause_s
                 self._admission.accept_failed()
-                self._log.warning("accept() failed; new connections wait: %s", error)
+                self._log.warning("pdconn: accept() failed; new connections wait: %s", error)
                 await asyncio.sleep(pause_s)
                 continue
             self._open(sock, str(address[0]))
@@ -165,10 +165,18 @@ class AdmittingSite(web.BaseSite):
             await loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._ssl_context, **in_time
             )
-        except (OSError, asyncio.CancelledError) as error:  # the client has left, or no TLS
-            sock.close()
-            self._admission.forget(connection, handler)
-            self._log.warning("connection failed: %s", error or type(error).__name__)
+        except OSError as error:  # the client has left, or speaks no TLS
+            self._log.warning("pdconn: connection failed: %s", str(error) or type(error).__name__)
+            self._abandon(sock, connection, handler)
+        except asyncio.CancelledError:
+            self._abandon(sock, connection, handler)
+            raise
+
+    def _abandon(
+        self, sock: socket.socket, connection: ClientConnection, handler: RequestHandler
+    ) -> None:
+        sock.close()
+        self._admission.forget(connection, handler)
 
     @property
     def _stall_s(self) -> float:

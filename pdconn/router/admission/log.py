@@ -31,7 +31,7 @@ class QuietLog:
             return
         if self._num_suppressed:
             text += f" ({self._num_suppressed} similar warnings suppressed)"
-        self._to.warning("pdconn: " + text, *values)
+        self._to.warning(text, *values)
         self._quiet_until, self._num_suppressed = now + _PAUSE_S, 0
 
 
@@ -53,6 +53,6 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
         if isinstance(exc_info, HttpProcessingError):
             why = " ".join(exc_info.message.split())[:_MOST_SHOWN]
             peer = args[0] if args else None
-            self._quiet.warning("malformed request refused peer=%s why=%r", peer, why)
+            self._quiet.warning("pdconn: malformed request refused peer=%s why=%r", peer, why)
         else:
             super().exception(msg, *args, exc_info=exc_info, **kwargs)

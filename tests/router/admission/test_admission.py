@@ -157,7 +157,7 @@ def test_few_of_many_warnings_are_logged_and_the_others_counted(
     times = iter((0.0, 0.1, 0.2, 5.0))
     quiet = QuietLog(logging.getLogger("test"), clock=lambda: next(times))
     for _ in range(4):
-        quiet.warning("n=%d", 7)
+        quiet.warning("pdconn: n=%d", 7)
     assert [record.getMessage() for record in caplog.records] == [
         "pdconn: n=7",
         "pdconn: n=7 (2 similar warnings suppressed)",
