@@ -10,8 +10,11 @@ from importlib.util import find_spec
 
 from pdconn.cli.logs import FORMATS, fail, log_to_stderr
 from pdconn.cli.serving import Events, serve
+from pdconn.router.admission.budget import MAX_NBYTES, MAX_REQUESTS
+from pdconn.router.admission.listener import STALL_S
 from pdconn.router.config import ADMIN_ABOVE, WITHOUT_PREFILL, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
+from pdconn.router.openai.requests import XARGS
 from pdconn.router.prefix.hashing import ALGORITHMS
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing.policy import POLICIES, PrefixAware
@@ -142,6 +145,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="answer longer request bodies with 413 (%(default)g)",
     )
+    _configure_admission(parser)
     _configure_output(parser)
 
 
@@ -193,6 +197,39 @@ def _configure_listeners(parser: argparse.ArgumentParser) -> None:
         "--show-engines",
         action="store_true",
         help="tell clients engines' addresses: X-Pdconn-Engine, reasons of a 503, /health",
+    )
+
+
+def _configure_admission(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-bodies-mib",
+        type=float,
+        default=MAX_NBYTES / (1 << 20),
+        metavar="MIB",
+        help="answer 503 while all request bodies together would be longer (%(default)g)",
+    )
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=MAX_REQUESTS,
+        metavar="N",
+        help="answer 503 while this many requests are in flight (%(default)s)",
+    )
+    parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=STALL_S,
+        metavar="SECONDS",
+        help="close a client's connection that does not send its request or read its answer "
+        "(%(default)g)",
+    )
+    parser.add_argument(
+        "--allow-xargs",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help=f"further names that clients may use in vllm_xargs (always: {', '.join(XARGS)})",
     )
 
 
@@ -281,6 +318,10 @@ def _config(args: argparse.Namespace) -> ProxyConfig:
         host=args.host,
         port=args.port,
         max_body_mib=args.max_body_mib,
+        max_bodies_mib=args.max_bodies_mib,
+        max_requests=args.max_requests,
+        stall_timeout_s=args.stall_timeout,
+        allow_xargs=tuple(args.allow_xargs),
         connect_timeout_s=args.connect_timeout,
         drain_delay_s=args.drain_delay,
         drain_timeout_s=args.drain_timeout,

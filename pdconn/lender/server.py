@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdconn.integrity.lent import LentSums
-from pdconn.lender.admission import AdmissionControl, ConnectionLimits
+from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import RankSums
 from pdconn.lender.sessions import (
     Abort,
@@ -39,6 +39,7 @@ from pdconn.lender.sessions import (
     Session,
     Turn,
 )
+from pdconn.lifecycle.admission import AdmissionControl
 from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError

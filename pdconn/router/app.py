@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
+from collections.abc import Collection
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -14,12 +14,21 @@ from multidict import CIMultiDict
 from pdconn.router.access.keys import ApiKeys, requiring
 from pdconn.router.access.log import current, logging_access
 from pdconn.router.admin.probes import Probes
+from pdconn.router.admission.bodies import BodyReader
+from pdconn.router.admission.budget import HeldBody
+from pdconn.router.admission.connections import ClientAdmission
+from pdconn.router.admission.log import QuietLog
 from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadBody, BodyTooLarge, EngineFailure, NoEngineLeft
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost
+from pdconn.router.errors import Busy, EngineFailure, NoEngineLeft
+from pdconn.router.fleet.client import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineAnswer,
+    OutOfResources,
+)
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.stream import REQUEST_ID_HEADER, StreamEnd, relay
-from pdconn.router.openai.headers import keep_end_to_end
+from pdconn.router.handover.stream import StreamEnd, relay
+from pdconn.router.openai.headers import REQUEST_ID_HEADER, from_client
 from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.policy import Role
@@ -46,29 +55,42 @@ class RouterApp:
     """Answers clients."""
 
     def __init__(
-        self, handover: Handover, probes: Probes, config: ProxyConfig, keys: ApiKeys | None
+        self,
+        handover: Handover,
+        probes: Probes,
+        bodies: BodyReader,
+        config: ProxyConfig,
+        keys: ApiKeys | None,
     ) -> None:
         self._handover = handover
         self._probes = probes
+        self._bodies = bodies
+        self._xargs: Collection[str] = config.xargs
+        self._busy_log = QuietLog(log)
         self._config = config
         self._keys = keys
         self._engines = handover.engines
         self._health = handover.health
         self._metrics = handover.metrics
-        self._max_body_nbytes = config.max_body_nbytes
         self._num_inflight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
 
+    @property
+    def admission(self) -> ClientAdmission:
+        """Of the connections that its requests come from."""
+        return self._bodies.admission
+
     def app(self) -> web.Application:
         """The routes, as an aiohttp application."""
         middlewares = [
+            self.admission.observing,
             logging_access(self._ended),
             refusing(_SERVED, name_engines=self._config.show_engines),
             *([] if self._keys is None else [requiring(self._keys)]),
         ]
-        app = web.Application(client_max_size=self._max_body_nbytes, middlewares=middlewares)
+        app = web.Application(middlewares=middlewares)
         for route in Route:
             app.router.add_post(route.path, self._generating(route))
         app.router.add_get("/v1/models", self._models)
@@ -92,7 +114,12 @@ class RouterApp:
             end = RequestEnd.REFUSED
             self._count_inflight(1)
             try:
-                response, end = await self._generate(route, http)
+                with self._bodies.budget.request():
+                    response, end = await self._generate(route, http)
+            except Busy as refusal:
+                end = RequestEnd.BUSY
+                self._busy_log.warning("pdconn: %s path=%s", refusal, route.path)
+                raise
             except NoEngineLeft as refusal:
                 end = RequestEnd.NO_ENGINE
                 log.warning("pdconn: %s path=%s", refusal, route.path)
@@ -119,35 +146,24 @@ class RouterApp:
     async def _generate(
         self, route: Route, http: web.Request
     ) -> tuple[web.StreamResponse, RequestEnd]:
-        request_id, headers = self._identify(http)
-        body = parse_body(route, await self._read_body(http))
-        request = current().routed = RoutedRequest(request_id, headers, body)
-        answer = await self._handover.answer(request)
-        response, end = await relay(
-            http, answer, request.request_id, name_engine=self._config.show_engines
-        )
+        answer, request_id = await self._answer(route, http)
+        response, end = await relay(http, answer, request_id, name_engine=self._config.show_engines)
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
-            self._health.report_down(answer.engine, why, request.request_id)
-            log.error(
-                "pdconn: stream broken engine=%s request=%s", answer.engine, request.request_id
-            )
+            self._health.report_down(answer.engine, why, request_id)
+            log.error("pdconn: stream broken engine=%s request=%s", answer.engine, request_id)
         ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
         return response, _ENDS.get(end, ok)
 
-    async def _read_body(self, http: web.Request) -> bytes:
-        """The body; too long a one is refused unread if its length is announced."""
-        if (http.content_length or 0) > self._max_body_nbytes:
-            raise self._too_large()
-        try:
-            return await http.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise self._too_large() from error
-        except (web.RequestPayloadError, ConnectionError) as error:
-            raise BadBody("body", "as many bytes as announced", "fewer") from error
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge("body", f"at most {self._max_body_nbytes} bytes", "more")
+    async def _answer(self, route: Route, http: web.Request) -> tuple[EngineAnswer, str]:
+        """An engine's answer, and the request's id; the body is held no longer than that."""
+        request_id, headers = self._identify(http)
+        with HeldBody(self._bodies.budget) as held:
+            body = parse_body(route, await self._bodies.read(http, held), self._xargs)
+            request = current().routed = RoutedRequest(request_id, headers, body, held)
+            held.when_free = request.drop_body
+            del body
+            return await self._handover.answer(request), request_id
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         request_id, headers = self._identify(http)
@@ -155,6 +171,8 @@ class RouterApp:
         for engine in self._engines.live(Role.DECODE):
             try:
                 answer = await self._handover.client.get(engine, "/v1/models", headers)
+            except OutOfResources:
+                raise  # our own fault, and no engine's
             except (ConnectFailed, ConnectionLost) as error:
                 self._metrics.retried(Role.DECODE, engine)
                 self._health.report_down(engine, str(error), request_id)
@@ -168,11 +186,8 @@ class RouterApp:
 
     def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
         """The request's id, the client's if it sent one, and the headers for engines."""
-        headers = keep_end_to_end(http.headers)
-        request_id = headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
-        current().request_id = headers[REQUEST_ID_HEADER] = request_id
-        # The body was read as JSON, and vLLM refuses JSON under any other content type.
-        headers["Content-Type"] = "application/json"
+        headers = from_client(http.headers)
+        request_id = current().request_id = headers[REQUEST_ID_HEADER]
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
         return request_id, headers

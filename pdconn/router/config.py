@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from pdconn.router.access.tls import ServerTls
+from pdconn.router.admission import budget, listener
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
+from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
@@ -50,6 +52,10 @@ class ProxyConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_mib: float = 64.0
+    max_bodies_mib: float = budget.MAX_NBYTES / (1 << 20)
+    max_requests: int = budget.MAX_REQUESTS
+    stall_timeout_s: float = listener.STALL_S
+    allow_xargs: tuple[str, ...] = ()
     connect_timeout_s: float = 5.0
     drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
@@ -82,7 +88,9 @@ class ProxyConfig:
             raise BadSetting("--without-prefill", expected, self.without_prefill)
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
+        self._check_admission()
         for option, value, least in (
+            ("--stall-timeout", self.stall_timeout_s, 0.001),
             ("--connect-timeout", self.connect_timeout_s, 0.001),
             ("--drain-delay", self.drain_delay_s, 0.0),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
@@ -117,10 +125,30 @@ class ProxyConfig:
         """Whether engines get a client's ``Authorization``: unless it is the router's key."""
         return self.api_key_file is None or self.forward_authorization
 
+    def _check_admission(self) -> None:
+        if not (math.isfinite(self.max_bodies_mib) and self.max_bodies_mib >= self.max_body_mib):
+            expected = f"MiB, at least --max-body-mib ({self.max_body_mib:g})"
+            raise BadSetting("--max-bodies-mib", expected, self.max_bodies_mib)
+        if self.max_requests < 1:
+            raise BadSetting("--max-requests", "a number, at least 1", self.max_requests)
+        for name in self.allow_xargs:
+            if not name or name in NAMES_MEMORY:
+                raise BadSetting("--allow-xargs", "a name that clients may use", name)
+
     @property
     def max_body_nbytes(self) -> int:
         """The longest request body that is read."""
         return int(self.max_body_mib * (1 << 20))
+
+    @property
+    def max_bodies_nbytes(self) -> int:
+        """Of all request bodies that are held at once."""
+        return int(self.max_bodies_mib * (1 << 20))
+
+    @property
+    def xargs(self) -> frozenset[str]:
+        """Names that clients may use in ``vllm_xargs``."""
+        return frozenset((*XARGS, *self.allow_xargs))
 
     @classmethod
     def of(cls, prefill: Sequence[str], decode: Sequence[str], **settings: object) -> Self:

@@ -69,6 +69,32 @@ class BodyTooLarge(FieldRefusal):
     kind = "RequestEntityTooLargeError"
 
 
+class BodyTooSlow(FieldRefusal):
+    """Too little of the client's body arrives."""
+
+    status = 408
+    kind = "RequestTimeoutError"
+
+
+class UnsupportedEncoding(FieldRefusal):
+    """The client's body is compressed."""
+
+    status = 415
+    kind = "UnsupportedMediaTypeError"
+    headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "identity"}
+
+
+class Busy(Refusal):
+    """The router holds as much as it may, for all clients together."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the router is busy: {why}")
+
+
 class NotFound(FieldRefusal):
     """The router does not serve this path, or does not remember this request id."""
 

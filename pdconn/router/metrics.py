@@ -9,17 +9,15 @@ Metrics of pods are read when the page is requested, so there is nothing to keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pdconn.router.admission.connections import Dropped
 from pdconn.router.events.caches import PrefixCaches
-from pdconn.router.events.subscriber import Status
-from pdconn.router.events.tracker import State
+from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.policy import Role
@@ -52,6 +50,25 @@ METRICS = (
         "gauge",
         (),
         "Client requests that have not finished",
+    ),
+    RouterMetric(
+        "pdconn_router_connections",
+        "gauge",
+        (),
+        "Open connections of clients",
+    ),
+    RouterMetric(
+        "pdconn_router_connections_dropped_total",
+        "counter",
+        ("reason",),
+        "Connections of clients that the router closed early, by reason; accept_failed: it could "
+        "not open one (file descriptors)",
+    ),
+    RouterMetric(
+        "pdconn_router_body_bytes",
+        "gauge",
+        (),
+        "Bytes of request bodies that are held until an engine's answer begins",
     ),
     RouterMetric(
         "pdconn_router_direct_requests_total",
@@ -205,8 +222,6 @@ METRICS = (
 
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
 
-Statuses = Callable[[], Mapping[str, Status]]
-
 
 class TicketEnd(Enum):
     """What happened to an unused ticket: the label ``outcome`` of ``unused_tickets_total``."""
@@ -231,6 +246,9 @@ class RouterMetrics:
         self._up = self._gauge("engine_up")
         self._draining = self._gauge("engine_draining")
         self.inflight = self._gauge("inflight_requests")
+        self.connections = self._gauge("connections")
+        self.body_bytes = self._gauge("body_bytes")
+        self._dropped = self._counter("connections_dropped_total")
         self.time_to_ticket = self._histogram("time_to_ticket_seconds")
         self.decode_first_byte = self._histogram("decode_first_byte_seconds")
         self._decisions = self._counter("decisions_total")
@@ -262,6 +280,8 @@ class RouterMetrics:
                 self._requests.labels(route.path, end.value)
         for reason in Direct:
             self._direct.labels(reason.value)
+        for dropped in Dropped:
+            self._dropped.labels(dropped.value)
         for ticket in TicketEnd:
             self._tickets.labels(ticket.value)
         for role in Role:
@@ -291,7 +311,7 @@ class RouterMetrics:
 
     def watch(self, caches: PrefixCaches, statuses: Statuses, policy: str) -> None:
         """Show the pods too, and the policy's decisions from the start."""
-        self.registry.register(_Pods(caches, statuses))
+        self.registry.register(PodCollector(caches, statuses, _ROWS))
         for alone in (False, True):
             self._decisions.labels(policy, _decision(alone))
 
@@ -300,6 +320,10 @@ class RouterMetrics:
     def request_ended(self, route: Route, end: RequestEnd) -> None:
         """Count a client's request."""
         self._requests.labels(route.path, end.value).inc()
+
+    def connection_dropped(self, reason: Dropped) -> None:
+        """Count a client's connection that the router closed early."""
+        self._dropped.labels(reason.value).inc()
 
     def served_direct(self, reason: Direct) -> None:
         """Count a request that decode serves without a ticket."""
@@ -341,39 +365,3 @@ class RouterMetrics:
 
 def _decision(alone: bool) -> str:
     return "decode_alone" if alone else "hand_over"
-
-
-@dataclass(frozen=True, slots=True)
-class _Pods:
-    """A collector that reads what is known of each pod."""
-
-    caches: PrefixCaches
-    statuses: Statuses
-
-    def collect(self) -> Iterator[Metric]:
-        pods, statuses = self.caches.index.pods, self.statuses()
-        live = {name: one.state is State.LIVE for name, one in statuses.items()}
-        lags = {name: one.lag_s for name, one in statuses.items() if one.lag_s is not None}
-        values: dict[str, Mapping[str, float]] = {
-            "blocks": {name: pod.num_blocks for name, pod in pods.items()},
-            "unknown_removals_total": {name: pod.unknown_removals for name, pod in pods.items()},
-            "refused_blocks_total": {name: pod.refused for name, pod in pods.items()},
-            "event_lag_seconds": lags,
-            "complete": live,
-            "events_total": {name: one.events for name, one in statuses.items()},
-            "undecodable_events_total": {name: one.undecodable for name, one in statuses.items()},
-            "malformed_messages_total": {name: one.malformed for name, one in statuses.items()},
-            "event_gaps_total": {name: one.gaps for name, one in statuses.items()},
-            "event_replays_total": {name: one.replays for name, one in statuses.items()},
-            "restarts_total": {name: one.restarts for name, one in statuses.items()},
-        }
-        for name, per_pod in values.items():
-            yield _family(_ROWS[f"pod_{name}"], per_pod)
-
-
-def _family(row: RouterMetric, per_pod: Mapping[str, float]) -> Metric:
-    kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-    family = kind(row.name, row.help, labels=row.labels)
-    for pod, value in per_pod.items():
-        family.add_metric([pod], float(value))
-    return family

@@ -26,6 +26,11 @@ from pdconn.router.access.tls import ServerTls
 from pdconn.router.admin.app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
+from pdconn.router.admission.bodies import BodyReader
+from pdconn.router.admission.budget import RequestBudget
+from pdconn.router.admission.connections import ClientAdmission
+from pdconn.router.admission.listener import AdmittingSite, limits_of_process
+from pdconn.router.admission.log import ServerLog
 from pdconn.router.app import RouterApp
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
@@ -181,7 +186,6 @@ async def _services(
     metrics.watch(caches, feeds.statuses, policy.name)
     handover = Handover(engines, client, router, health, metrics, left)
     probes = Probes(health)
-    app = RouterApp(handover, probes, config, keys)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
     def fleet_changed(members: Members) -> None:
@@ -195,6 +199,8 @@ async def _services(
     try:
         watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, loads:
+            bodies = _admission(config, metrics, len(engines.names))
+            app = RouterApp(handover, probes, bodies, config, keys)
             reloader = Reloader(config.fleet, watch, keys, tls)
             yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
     finally:
@@ -252,6 +258,17 @@ async def _serving_admin(
         await runner.cleanup()
 
 
+def _admission(config: ProxyConfig, metrics: RouterMetrics, num_engines: int) -> BodyReader:
+    """What clients may open, send and hold, by the options and this process's limits."""
+    limits = limits_of_process(config.stall_timeout_s, num_engines)
+    log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
+    admission = ClientAdmission(limits, metrics.connection_dropped)
+    budget = RequestBudget(config.max_bodies_nbytes, config.max_requests)
+    metrics.connections.set_function(lambda: len(admission))
+    metrics.body_bytes.set_function(lambda: budget.nbytes)
+    return BodyReader(admission, budget, config.max_body_nbytes)
+
+
 @asynccontextmanager
 async def _listening(
     router_app: RouterApp, sock: socket.socket, config: ProxyConfig, tls: ServerTls | None
@@ -265,13 +282,17 @@ async def _listening(
     runner = web.AppRunner(
         app,
         access_log=None,
+        logger=ServerLog(log),
+        auto_decompress=False,  # compressed bodies are refused
         handler_cancellation=True,  # cancels the handler of a client that leaves
         shutdown_timeout=_CUT_OFF_S,
     )
     await runner.setup()
     try:
         context = None if tls is None else tls.context
-        site = web.SockSite(runner, sock, backlog=_BACKLOG, ssl_context=context)
+        site = AdmittingSite(
+            runner, sock, router_app.admission, ssl_context=context, backlog=_BACKLOG
+        )
         try:
             await site.start()
         except OSError as error:

@@ -1,13 +1,12 @@
 """Pods, stores and evictions drawn at random, and a plain account of what is held.
 
-The account knows nothing of slots, planes or bits: it is a counter of
+The account knows nothing of slots, planes or bits: it is a set of
 (pod, group, medium, hash), and ``longest`` asks every length in turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -33,10 +32,10 @@ class Held:
 
     described: dict[int, GroupSpec]
     seen: set[int] = field(default_factory=set)
-    blocks: Counter[Key] = field(default_factory=Counter)
+    blocks: set[Key] = field(default_factory=set)
 
     def has(self, group: int | None, block: int) -> bool:
-        return any(self.blocks[group, medium, block] > 0 for medium in MEDIA)
+        return any((group, medium, block) in self.blocks for medium in MEDIA)
 
 
 @dataclass
@@ -115,7 +114,7 @@ class World:
         found: list[float] = []
         sizes = dict(full) if full else dict(self.counted(held))
         groups: set[int | None] = {group for group, _ in full} or set(range(8))
-        for group, medium, _ in [key for key, times in held.blocks.items() if times > 0]:
+        for group, medium, _ in held.blocks:
             if group not in groups and group is not None:
                 continue
             specs = sizes.values() if group is None and full else [sizes.get(group)]  # type: ignore[arg-type]
@@ -125,7 +124,7 @@ class World:
                     every = spec.block_tokens // self.prompt.hash_block_tokens
                 last = (block // every + 1) * every - 1
                 there = last < len(self.prompt.hashes)
-                if there and held.blocks[group, medium, self.prompt.hashes[last]] > 0:
+                if there and (group, medium, self.prompt.hashes[last]) in held.blocks:
                     found.append(WEIGHTS.get(medium, 1.0))
         return max(found, default=1.0)
 
@@ -212,10 +211,10 @@ def _step(rng: Random, world: World, name: str) -> None:
         world.index.clear(name)
         held.blocks.clear()
         return
-    there = sorted(held.blocks.elements(), key=str)
+    there = sorted(held.blocks, key=str)
     some = rng.sample(there, rng.randint(0, len(there)))
     for group, medium, block in some:
-        if kind < 0.4:
+        if kind < 0.4:  # again, as an engine does that has two copies, or repeats itself
             _store(world, name, group, medium, [block])
         else:
             _remove(world, name, group, medium, block)
@@ -234,4 +233,4 @@ def _store(world: World, name: str, group: int | None, medium: str, blocks: list
 def _remove(world: World, name: str, group: int | None, medium: str, block: int) -> None:
     world.index.remove(name, group, medium, [block])
     held = world.account[name]
-    held.blocks[group, medium, block] -= 1
+    held.blocks.discard((group, medium, block))

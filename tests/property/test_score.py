@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -92,20 +93,29 @@ def test_a_scorer_that_forgets_eagle_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert any(problems(seed) for seed in range(200))
 
 
-def test_an_index_that_counts_no_duplicates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(index: Index, pod: object, key: object) -> None:
-        del index, pod, key
+def test_an_index_that_counts_duplicates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where a block that was stored twice is still held after it was removed."""
+    again: Counter[tuple[Index, str, int | None, str, int]] = Counter()
 
     def store(index: Index, name: str, group: int | None, medium: str, hashes: list[int]) -> None:
+        held = index.held_by(name, hashes).get((group, medium), [])
+        again.update((index, name, group, medium, block) for block in held)
         STORE(index, name, group, medium, hashes)
-        index.pods[name].again.clear()
 
-    monkeypatch.setattr(Index, "_hold_once_less", forget)
+    def remove(index: Index, name: str, group: int | None, medium: str, hashes: list[int]) -> None:
+        for block in hashes:
+            key = (index, name, group, medium, block)
+            if again[key]:
+                again[key] -= 1
+            else:
+                REMOVE(index, name, group, medium, [block])
+
+    monkeypatch.setattr(Index, "remove", remove)
     monkeypatch.setattr(Index, "store", store)
     assert any(problems(seed) for seed in range(300))
 
 
-STORE = Index.store
+STORE, REMOVE = Index.store, Index.remove
 
 
 @pytest.mark.parametrize("part", range(PARTS))

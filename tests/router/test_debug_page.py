@@ -313,7 +313,7 @@ async def test_an_engine_that_left_takes_its_hit_rate_with_it(tmp_path):
         assert (back["hit_rate"], stayed["hit_rate"]) == (None, 64 / 160)
 
 
-@pytest.mark.parametrize("request_id", [EVIL, "a/b?c#d", "100%25", 'é"\\'])
+@pytest.mark.parametrize("request_id", [EVIL, "a/b?c#d", "100%25", '"\\'])
 @in_loop
 async def test_any_request_id_is_listed_and_can_be_asked_about(request_id):
     async with deployment() as d:
@@ -346,7 +346,8 @@ async def test_a_request_id_that_is_no_text_does_not_hide_the_state():
         reply = await d.send("/debug/state", method="GET")
         assert reply.status == 200
         listed = json.loads(reply.body)["decisions"]
-        assert [one["request_id"] for one in listed] == ["\\udcff\\udcfe"]
+        [shown] = [one["request_id"] for one in listed]
+        assert re.fullmatch("[0-9a-f]{32}", shown), "it gets an id of the router's"
 
 
 @in_loop

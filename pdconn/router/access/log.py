@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pdconn.router.admin.probes import PROBES
-from pdconn.router.handover.stream import REQUEST_ID_HEADER
+from pdconn.router.openai.headers import REQUEST_ID_HEADER
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
 from transport.errors import shown
 

@@ -8,12 +8,13 @@ that engines hash.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.router.events.subscriber import EventSource, Status
-from pdconn.router.prefix.chains import Chains
+from pdconn.router.prefix.chains import Chains, finish
 from pdconn.router.prefix.detect import can_tell, detect
 from pdconn.router.prefix.events import Batch, Stored
 from pdconn.router.prefix.hashing import Extras, HashScheme
@@ -144,13 +145,28 @@ class PrefixCaches:
 
     def lookup(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
         """The hits of a prompt."""
+        return finish(self._lookup(tokens, extras))
+
+    async def lookup_in_turns(self, tokens: Sequence[int], extras: Extras) -> PrefixLookup:
+        """The hits of a prompt; a long one is hashed in turns with other work of the loop."""
+        steps = self._lookup(tokens, extras)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: PrefixLookup = end.value
+                return found
+            await asyncio.sleep(0)
+
+    def _lookup(self, tokens: Sequence[int], extras: Extras) -> Generator[None, None, PrefixLookup]:
         prompts: dict[HashScheme, Prompt] = {}
         pods: dict[str, Hit] = {}
         for scheme in self.schemes:
             chains = self._chains.get(scheme)
             if chains is None:
                 chains = self._chains[scheme] = Chains(scheme, max_tokens=REMEMBERED_TOKENS)
-            prompt = Prompt(chains.of(tokens, extras), len(tokens), scheme.block_tokens)
+            hashes = yield from chains.steps(tokens, extras)
+            prompt = Prompt(hashes, len(tokens), scheme.block_tokens)
             prompts[scheme] = prompt
             for name, hit in self._scorer.score(prompt).items():
                 if name in self.feeds and self.feeds[name].scheme == scheme:

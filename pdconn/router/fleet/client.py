@@ -8,12 +8,16 @@ errors tell that:
     ConnectionLost   the connection broke after the request began to leave: a ticket in it
                      may be claimed, or used up, by now
 
+``OutOfResources`` is a ``ConnectFailed`` that says nothing of the engine: this process has no
+file descriptor or memory left.
+
 Answers pass byte for byte: nothing is decompressed, decoded or joined, and no cookie of one
 client reaches another.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
@@ -27,6 +31,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from pdconn.router.errors import Busy
 from pdconn.router.openai.headers import OF_THE_ANSWER, keep_end_to_end
 
 #: vLLM's server closes an idle connection after 5 s.  The router must close it first, or now
@@ -44,6 +49,10 @@ _ONE_PIECE_NBYTES = 1 << 20
 
 class ConnectFailed(Exception):
     """There was no connection: the engine has not seen the request."""
+
+
+class OutOfResources(Busy, ConnectFailed):
+    """There was no connection because this process could not open one."""
 
 
 class ConnectionLost(Exception):
@@ -200,6 +209,8 @@ class EngineClient:
                 trace_request_ctx=delivery,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if _is_our_fault(error):
+                raise OutOfResources(f"it cannot open a connection ({_reason(error)})") from error
             raise ConnectFailed(_reason(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(_reason(error)) from error
@@ -240,6 +251,24 @@ async def _note_sent(
     del session, params
     if isinstance(context.trace_request_ctx, Delivery):
         context.trace_request_ctx.begun = True
+
+
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def _is_our_fault(error: Exception) -> bool:
+    """Whether this process, not the engine, kept a connection from being made."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return not _can_open_a_file()  # the look-up needs one, and does not say that it had none
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _OURS
+
+
+def _can_open_a_file() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in _OURS
+    return True
 
 
 def _reason(error: Exception) -> str:

@@ -27,7 +27,7 @@ import asyncio
 import time
 
 from pdconn.router.background import Background
-from pdconn.router.errors import NoEngineLeft
+from pdconn.router.errors import Refusal
 from pdconn.router.fleet.client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.routing.routed_request import RoutedRequest, Stage
@@ -67,7 +67,9 @@ class AbandonedRequests:
     def client_left(self, request: RoutedRequest, task: asyncio.Task[EngineAnswer]) -> None:
         """Take over ``task``, which is still running the request."""
         request.client_left = True
+        request.held.use()
         if not self._running.spawn(self._finish(request, task), "finish an abandoned request"):
+            request.held.release()
             task.cancel()
             task.add_done_callback(_close)
 
@@ -81,10 +83,12 @@ class AbandonedRequests:
             task.add_done_callback(_close)
             if not request.delivery.begun:
                 self.give_back(request)
-        except (Abandoned, NoEngineLeft):
+        except (Abandoned, Refusal):
             pass
         else:
             answer.close()
+        finally:
+            request.held.release()
 
     def _wait_s(self, request: RoutedRequest) -> float:
         """Seconds before the engine's connection may be closed."""

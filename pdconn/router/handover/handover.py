@@ -16,21 +16,26 @@ from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
-from pdconn.router.errors import EngineFailure, NoEngineLeft
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, EngineClient
+from pdconn.router.errors import EngineFailure, NoEngineLeft, Refusal
+from pdconn.router.fleet.client import (
+    ConnectFailed,
+    ConnectionLost,
+    EngineAnswer,
+    EngineClient,
+    OutOfResources,
+)
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
+from pdconn.router.openai.headers import RANK_HEADER
 from pdconn.router.openai.requests import Direct
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Role
 from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
 
 log = logging.getLogger(__name__)
-
-RANK_HEADER = "X-data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class Handover:
 
         Raises:
             NoEngineLeft: no engine of some role answers.
+            OutOfResources: the router cannot open a connection.
+            BadBody: the prompt is longer than the model's length.
         """
         task = asyncio.create_task(self._run(request))
         try:
@@ -90,7 +97,7 @@ class Handover:
                 return refusal
         try:
             return await self._decode(request, self._candidates(Role.DECODE, decision))
-        except (NoEngineLeft, Abandoned):
+        except (Refusal, Abandoned):
             self.abandoned.give_back(request)
             raise
 
@@ -224,6 +231,8 @@ class Handover:
     def _note_failure(
         self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
     ) -> EngineFailure:
+        if isinstance(error, OutOfResources):
+            raise error  # our own fault, and another engine would not help
         self.metrics.retried(role, engine)
         self.health.report_down(engine, str(error), request.request_id)
         return EngineFailure(engine, str(error))

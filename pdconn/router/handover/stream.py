@@ -12,10 +12,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectionLost, EngineAnswer
+from pdconn.router.openai.headers import REQUEST_ID_HEADER
 
 #: The engine that an answer comes from.
 ENGINE_HEADER = "X-Pdconn-Engine"
-REQUEST_ID_HEADER = "X-Request-Id"
 
 
 class StreamEnd(Enum):

@@ -50,7 +50,9 @@ class TicketReturner:
 
     def give_back(self, request: RoutedRequest, ticket: Raw) -> None:
         """Start returning a ticket; nothing waits for it."""
+        request.held.use()
         if not self._running.spawn(self._give_back(request, ticket), "return a ticket"):
+            request.held.release()
             self._ended(TicketEnd.TOO_MANY, request)
 
     async def close(self, grace_s: float) -> None:
@@ -66,6 +68,7 @@ class TicketReturner:
         except TimeoutError:
             pass
         finally:  # also of one that is cancelled since the router ends
+            request.held.release()
             self._ended(end, request)
 
     async def _try_each(self, request: RoutedRequest, body: bytes) -> TicketEnd:

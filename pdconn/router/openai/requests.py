@@ -11,8 +11,8 @@ slower, never wrong.  ``Direct`` lists the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NoReturn
 
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Raw
 
 from pdconn.router.errors import BadBody
+from transport.errors import did_you_mean, shown
 
 Fields = Mapping[str, Raw]
 
@@ -77,7 +78,16 @@ _GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
 
 TICKET_FIELD = "kv_transfer_params"
 #: Both name memory of engines.  vLLM reads them from ``vllm_xargs`` too.
-_NAMES_MEMORY = (TICKET_FIELD, "ec_transfer_params")
+NAMES_MEMORY = (TICKET_FIELD, "ec_transfer_params")
+
+XARGS = ("ngram_size", "session_id", "whitelist_token_ids", "window_size")
+"""Names in ``vllm_xargs`` that a client may use: what vLLM's own models read there.  It hands
+all others to the scheduler too, where ``kv_cache_report_mode`` alters what caches report."""
+
+MAX_FIELDS = 256
+"""Of one JSON object.  A request of every field that vLLM knows has a third as many."""
+_MAX_BLANK = 64
+"""Bytes that are searched for something else than white space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +106,29 @@ class ParsedBody:
     fields: Fields
     direct: Direct | None
 
+    def emptied(self) -> ParsedBody:
+        """The same without its bytes, for a request that needs them no more."""
+        return replace(self, raw=b"", fields={})
 
-def parse_body(route: Route, raw: bytes) -> ParsedBody:
+
+def parse_body(route: Route, raw: bytes, xargs: Collection[str] = XARGS) -> ParsedBody:
     """Split and check a client's body.
 
+    Args:
+        route: where it was sent.
+        raw: its bytes.
+        xargs: names that it may use in ``vllm_xargs``.
+
     Raises:
-        BadBody: not a JSON object, no prompt, or a prompt that names memory.
+        BadBody: not a JSON object, too many fields, no prompt, a prompt that names memory, or a
+            name in ``vllm_xargs`` that clients may not use.
 
     >>> parse_body(Route.COMPLETIONS, b'{"prompt": ["a", "b"]}').direct
     <Direct.SEVERAL_PROMPTS: 'several_prompts'>
     """
     fields = _split(raw)
     _refuse_named_memory(fields)
+    _check_xargs(fields.get("vllm_xargs"), xargs)
     direct = _why_direct(fields)
     if direct is not Direct.PROMPT_EMBEDS:
         _check_prompt(route, fields)
@@ -116,27 +137,51 @@ def parse_body(route: Route, raw: bytes) -> ParsedBody:
     return ParsedBody(route=route, raw=raw, fields=fields, direct=direct)
 
 
-def _split(raw: bytes, field: str = "body") -> dict[str, Raw]:
+class _Name(str):
+    """The name of a field, of a type that msgspec asks us to make."""
+
+    __slots__ = ()
+
+
+def _split(raw: bytes | Raw, field: str = "body") -> dict[str, Raw]:
+    """The fields of an object, of which there are at most ``MAX_FIELDS``."""
+    names: list[str] = []
+
+    def named(kind: type, name: str) -> _Name:
+        # Called for each field before its value is kept, so that an object of a million fields
+        # costs no more than one of MAX_FIELDS.
+        names.append(name)
+        if len(names) > MAX_FIELDS:
+            raise BadBody(field, f"at most {MAX_FIELDS} fields", "more")
+        return _Name(name)
+
     try:
-        return msgspec.json.decode(raw, type=dict[str, Raw])
+        fields = msgspec.json.decode(raw, type=dict[_Name, Raw], dec_hook=named)
     except msgspec.ValidationError as error:
         raise BadBody(field, "a JSON object", str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        seen = f"{len(raw)} bytes that are not JSON ({error})"
+        seen = f"{len(memoryview(raw))} bytes that are not JSON ({error})"
         raise BadBody(field, "a JSON object", seen) from error
+    return {str(name): value for name, value in fields.items()}
 
 
 def _refuse_named_memory(fields: Fields) -> None:
     """A client that could name blocks could read another client's prompt."""
-    for name in _NAMES_MEMORY:
+    for name in NAMES_MEMORY:
         if name in fields and not is_empty(fields[name]):
             _refuse(name, fields[name])
-    extra = fields.get("vllm_xargs")
-    if extra is not None and kind_of(extra) == "an object":
-        inner = _split(bytes(extra), "vllm_xargs")
-        for name in _NAMES_MEMORY:
-            if name in inner:
-                _refuse(f"vllm_xargs.{name}", inner[name])
+
+
+def _check_xargs(given: Raw | None, known: Collection[str]) -> None:
+    if given is None or kind_of(given) != "an object":
+        return
+    for name, value in _split(given, "vllm_xargs").items():
+        if name in NAMES_MEMORY:
+            _refuse(f"vllm_xargs.{name}", value)
+        if name not in known:
+            expected = f"one of {', '.join(sorted(known)) or 'no names'}"
+            hint = did_you_mean(name[:80], known) if known else ""
+            raise BadBody("vllm_xargs", f"{expected} (--allow-xargs adds more)", shown(name), hint)
 
 
 def _refuse(field: str, seen: Raw) -> NoReturn:
@@ -162,15 +207,19 @@ def _why_direct(fields: Fields) -> Direct | None:
 def _holds_several(prompt: Raw) -> bool:
     """Whether a prompt field holds more than one prompt.
 
-    A list of numbers is one prompt.  Only the first element is looked at, because a long
+    A list of numbers is one prompt.  No more than two elements are looked at, because a long
     prompt has a hundred thousand; the engine checks the rest.
     """
     if kind_of(prompt) != "a list":
         return False
-    after = next((byte for byte in memoryview(prompt)[1:] if byte not in b" \t\n\r"), None)
-    if after not in (ord('"'), ord("[")):
+    begins = bytes(memoryview(prompt)[1:_MAX_BLANK]).lstrip()[:1]
+    if begins and begins not in b'"[':
         return False
-    return len(msgspec.json.decode(prompt, type=list[Raw])) > 1
+    try:
+        msgspec.json.decode(prompt, type=tuple[Raw])  # gives up at a second element
+    except msgspec.ValidationError:
+        return True
+    return False
 
 
 _KINDS = {b"{": "an object", b"[": "a list", b'"': "a string", b"t": "true", b"f": "false"}
@@ -188,5 +237,7 @@ def kind_of(value: Raw) -> str:
 
 def is_empty(value: Raw) -> bool:
     """Null or ``{}``, which some clients send for every field that they do not use."""
+    inside = memoryview(value)[1:-1]
     kind = kind_of(value)
-    return kind == "null" or (kind == "an object" and not bytes(memoryview(value)[1:-1]).strip())
+    blank = len(inside) < _MAX_BLANK and not bytes(inside).strip()
+    return kind == "null" or (kind == "an object" and blank)

@@ -14,8 +14,9 @@ run exactly as far as their hashes are equal, whatever adapter, salt or images t
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,20 @@ from pdconn.router.prefix.hashing import (
 )
 
 Label: TypeAlias = "tuple[bytes, Keys]"
+T = TypeVar("T")
+
+STEP_TOKENS = 8192
+"""Tokens that are hashed without a pause: a millisecond or two with blocks of 16."""
+
+
+def finish(steps: Generator[None, None, T]) -> T:
+    """The result of work in steps, without its pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @dataclass(slots=True)
@@ -114,6 +129,13 @@ class Chains:
         Raises:
             BadPrompt: for tokens that no model has.
         """
+        return finish(self.steps(tokens, extras))
+
+    def steps(self, tokens: Tokens, extras: Extras = NOTHING) -> Generator[None, None, list[int]]:
+        """The same with a pause after each ``STEP_TOKENS`` that are hashed.
+
+        Other prompts may be hashed in a pause.
+        """
         size = self.scheme.block_tokens
         vector = as_array(tokens)
         num_blocks = len(vector) // size
@@ -122,16 +144,26 @@ class Chains:
 
         path, known = self._walk(prompt)
         num_known = len(known) // self._nbytes
-        parent = known[-self._nbytes :] or self.scheme.root
-        fresh = b"".join(extend(self.scheme, parent, vector, keys, num_known))
         self.blocks_reused += num_known
         self.blocks_computed += num_blocks - num_known
+        step = max(1, STEP_TOKENS // size)
+        digests = bytearray(known)
+        for first in range(num_known, num_blocks, step):
+            if first > num_known:
+                yield
+            parent = bytes(digests[-self._nbytes :]) or self.scheme.root
+            upto = vector[: (first + step) * size]
+            digests += b"".join(extend(self.scheme, parent, upto, keys, first))
+        if num_blocks > num_known + step:  # the tree may have changed in a pause
+            path, known = self._walk(prompt)
+            num_known = len(known) // self._nbytes
+        fresh = bytes(digests[len(known) :])
         if fresh and prompt.rows.size <= self.max_tokens:
             self._add(path, prompt, num_known, fresh)
         for run in reversed(path):
             self._recent.move_to_end(run)
         self._evict()
-        words = np.frombuffer(known + fresh, ">u8")
+        words = np.frombuffer(bytes(digests), ">u8")
         hashes: list[int] = words[self._nbytes // 8 - 1 :: self._nbytes // 8].tolist()
         return hashes
 

@@ -16,8 +16,12 @@ Bounded: a pod has at most ``max_blocks`` blocks, and all pods together have at 
 ``MAX_PLANES`` planes; blocks beyond that are counted and ignored, which can only make a hit
 look shorter.  A plane without blocks is dropped.  Cost: about 160 bytes for a hash, however many
 pods hold it, of which 8 are for each plane and 64 pods
-(``tests/throughput/routing.py`` measures it).  A block that an engine holds twice is stored
-twice and removed twice; the second is counted, so that the first removal does not hide it.
+(``tests/throughput/routing.py`` measures it).
+
+A block that is stored twice counts once, and one removal removes it.  An engine may hold two
+copies of a block, and says so twice; but it also repeats what it holds for a request in vLLM's
+``full`` report mode, and then removes it once.  Taking a copy for gone costs a part of a hit;
+taking what is gone for held would draw prompts to an engine that has to compute them.
 """
 
 from __future__ import annotations
@@ -57,7 +61,6 @@ class Pod:
         groups: the groups that its events have described.
         seen: groups that its events have named, described or not.
         num_blocks: blocks held, each once per plane.
-        again: plane and slot -> how often it is held beyond once.
         unknown_removals: removals of blocks that it was not known to hold.
         refused: blocks beyond ``max_blocks``.
     """
@@ -67,7 +70,6 @@ class Pod:
     groups: dict[int, GroupSpec] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     num_blocks: int = 0
-    again: dict[tuple[Plane, int], int] = field(default_factory=dict)
     unknown_removals: int = 0
     refused: int = 0
 
@@ -162,7 +164,7 @@ class Index:
             self.store(name, event.group, event.medium, event.hashes)
 
     def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """Add blocks to a pod, each once more than before."""
+        """Add blocks to a pod; those that it holds already change nothing."""
         pod = self.add(name)
         if group is not None and group not in pod.seen:
             pod.seen.add(group)
@@ -189,9 +191,8 @@ class Index:
                 slot = self._take_slot(block)
             held = word[slot]
             if held & bit:
-                key = (plane, slot)
-                pod.again[key] = pod.again.get(key, 0) + 1
-            elif stored >= room:
+                continue
+            if stored >= room:
                 pod.refused += 1
             else:
                 word[slot] = held | bit
@@ -201,7 +202,7 @@ class Index:
         self._count(plane, stored)
 
     def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """Remove blocks from a pod, each once."""
+        """Remove blocks from a pod."""
         pod = self.add(name)
         plane = (group, medium)
         words = self._planes.get(plane)
@@ -216,9 +217,6 @@ class Index:
             held = word[slot]
             if not held & bit:
                 pod.unknown_removals += 1
-                continue
-            if pod.again and (plane, slot) in pod.again:
-                self._hold_once_less(pod, (plane, slot))
                 continue
             word[slot] = held ^ bit
             pod.num_blocks -= 1
@@ -239,7 +237,6 @@ class Index:
                 self._release_slot(slot)
             word &= ~bit
             self._count(plane, -len(held))
-        pod.again.clear()
         pod.num_blocks = 0
 
     # Look-ups
@@ -318,13 +315,6 @@ class Index:
             del self._slots[block]
             self._hashes[slot] = None
             self._free.append(slot)
-
-    def _hold_once_less(self, pod: Pod, key: tuple[Plane, int]) -> None:
-        left = pod.again[key] - 1
-        if left:
-            pod.again[key] = left
-        else:
-            del pod.again[key]
 
     def _grow(self) -> None:
         more = np.zeros(self._capacity, np.uint64)

@@ -4,8 +4,9 @@
                 engines' metrics ──► loads ──┼──► policy ──► engines to try
               requests in flight ────────────┘
 
-A policy that ignores prompts gets engines and loads only.  Nothing here refuses a request: if
-its prompt cannot be tokenized or looked up, it is routed without that.
+A policy that ignores prompts gets engines and loads only.  A request whose prompt cannot be
+tokenized or looked up is routed without that; only a prompt longer than its model's length is
+refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pdconn.router.metrics import RouterMetrics
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.routing.inflight import InflightTracker
+from pdconn.router.routing.models import CannotTokenise
 from pdconn.router.routing.policy import (
     TIE_TOKENS,
     TOKENS_PER_DECODE_REQUEST,
@@ -32,7 +34,7 @@ from pdconn.router.routing.policy import (
     RouteQuery,
 )
 from pdconn.router.routing.routed_request import Decision, DecisionLog, RoutedRequest
-from pdconn.router.routing.tokenize import CannotTokenise, Tokenised, Tokeniser
+from pdconn.router.routing.tokenize import Tokenised, Tokeniser
 
 BYTES_A_TOKEN = 4
 """Estimate for a body that was not tokenized."""
@@ -79,7 +81,11 @@ class RequestRouter:
     decodes_alone: bool = True
 
     async def decide(self, request: RoutedRequest) -> Decision:
-        """The engines to try for a request."""
+        """The engines to try for a request.
+
+        Raises:
+            BadBody: its prompt is longer than the model's length.
+        """
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
         prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
@@ -125,9 +131,10 @@ class RequestRouter:
         tokenised = None
         try:
             tokenised = await self.tokeniser.tokenise(request)
-            return tokenised, self.caches.lookup(tokenised.tokens, tokenised.extras), None
+            lookup = await self.caches.lookup_in_turns(tokenised.tokens, tokenised.extras)
         except (CannotTokenise, BadInput) as error:
             return tokenised, None, str(error)[:MAX_REASON]
+        return tokenised, lookup, None
 
     def fleet_changed(self) -> None:
         """Drop engines that left the fleet."""

@@ -25,6 +25,7 @@ from enum import Enum
 from msgspec import Raw
 from multidict import CIMultiDict
 
+from pdconn.router.admission.budget import HeldBody
 from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.fleet.client import Delivery
 from pdconn.router.openai.requests import ParsedBody
@@ -40,6 +41,7 @@ class RequestEnd(Enum):
     OK = "ok"
     REFUSED = "refused"
     ENGINE_ERROR = "engine_error"
+    BUSY = "busy"
     NO_ENGINE = "no_engine"
     CLIENT_LEFT = "client_left"
     BROKEN_STREAM = "broken_stream"
@@ -60,6 +62,7 @@ class RoutedRequest:
     Attributes:
         request_id, headers: as engines get them.
         body: what the client sent.
+        held: its bytes, as they are counted.
         stage: the kind of engine that is being asked.
         asked_at_s: when the engine was asked, by ``time.perf_counter``.
         delivery: whether that engine can have seen the request.
@@ -74,6 +77,7 @@ class RoutedRequest:
     request_id: str
     headers: CIMultiDict[str]
     body: ParsedBody
+    held: HeldBody = field(default_factory=HeldBody)
     stage: Stage = Stage.PREFILL
     asked_at_s: float = field(default_factory=time.perf_counter)
     delivery: Delivery = field(default_factory=Delivery)
@@ -88,6 +92,10 @@ class RoutedRequest:
     end: RequestEnd | None = None
     total_s: float | None = None
     decision: Decision | None = None
+
+    def drop_body(self) -> None:
+        """Its answer has begun, or it failed: an answer may take minutes, and needs no body."""
+        self.body = self.body.emptied()
 
     def enter(self, stage: Stage) -> None:
         """The next engine is about to be asked."""

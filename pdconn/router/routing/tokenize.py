@@ -7,21 +7,28 @@ go), several prompts in one body, and what an engine refuses to tokenize.
 
 Two more inputs of block hashes: the request's ``cache_salt``, and the adapter that its
 ``model`` names, by the path under which ``GET /v1/models`` lists it.
+
+A prompt that is longer than the model's length is refused before it is parsed or hashed, as the
+engine would refuse it afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 from msgspec import Raw
 from multidict import CIMultiDict
 
+from pdconn.router.errors import BadBody
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.requests import ParsedBody, Route, kind_of
+from pdconn.router.openai.requests import Direct, ParsedBody, Route, kind_of
 from pdconn.router.prefix.hashing import BadInput, Extras
+from pdconn.router.routing.models import CannotTokenise, ModelCatalog
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RoutedRequest
 
@@ -33,8 +40,10 @@ TIMEOUT_S = 2.0
 """After this long a request is routed without its tokens."""
 MAX_SALT = 1024
 """Bound of a ``cache_salt`` that is hashed, in characters: remembered chains keep it."""
-MODELS_FOR_S = 30.0
-"""How long a list of adapters is used."""
+CHARS_A_TOKEN = 512
+"""No vocabulary has a token of more characters; the longest are some hundred spaces."""
+CHAT_NBYTES_A_TOKEN = 32
+"""A chat with more bytes for each token of the model's length is not parsed for its text."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -66,26 +75,12 @@ class _Answer(msgspec.Struct):
     tokens: list[int]
 
 
-class _ListedModel(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-
-
-class _ListedModels(msgspec.Struct):
-    data: list[_ListedModel]
-
-
 class _Part(msgspec.Struct):
     type: str = "a part without a type"
 
 
 class _Message(msgspec.Struct):
     content: str | list[_Part | str] | None = None
-
-
-class CannotTokenise(Exception):
-    """The prompt cannot be tokenized here; the text says why."""
 
 
 class Tokeniser:
@@ -112,40 +107,55 @@ class Tokeniser:
         self._most_tokens = most_tokens
         self._max_nbytes = max_nbytes
         self._turn = 0
-        self._adapters: dict[str, str] = {}
-        self._adapters_until = 0.0
+        self._models = ModelCatalog(engines, self._ask, timeout_s)
 
     async def tokenise(self, request: RoutedRequest) -> Tokenised:
         """The tokens of a request's prompt.
 
         Raises:
             CannotTokenise: they cannot be known here, or not in time.
+            BadBody: the prompt is longer than the model's length.
         """
         body = request.body
         if kind_of(body.fields.get(body.route.prompt) or Raw(b"null")) == "null":
             raise CannotTokenise(f"the request has no {body.route.prompt}")
+        if body.direct is Direct.SEVERAL_PROMPTS:
+            raise CannotTokenise("the request has several prompts")
         headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
         try:
             async with asyncio.timeout(self._timeout_s):
-                tokens = self._token_ids(body) or await self._tokens_of(body, headers)
-                if len(tokens) > self._most_tokens:
-                    raise CannotTokenise(f"more than {self._most_tokens} tokens: {len(tokens)}")
-                return Tokenised(tokens, await self._extras(body, headers))
+                await self._models.update(headers)
+                bound = _LengthBound(body, self._models.max_tokens(_text(body.fields.get("model"))))
+                tokens = self._token_ids(body, bound)
+                if not tokens:
+                    tokens = await self._tokens_of(body, headers, bound)
+                bound.check("tokens", len(tokens), 1)
+                self._check_most(len(tokens))
+                return Tokenised(tokens, self._extras(body))
         except TimeoutError as error:
             why = f"no engine tokenized it within {self._timeout_s:g} s"
             raise CannotTokenise(why) from error
         except (ConnectFailed, ConnectionLost, BadInput) as error:
             raise CannotTokenise(str(error)) from error
 
-    def _token_ids(self, body: ParsedBody) -> list[int] | None:
+    def _check_most(self, num_tokens: int) -> None:
+        if num_tokens > self._most_tokens:
+            raise CannotTokenise(f"more than {self._most_tokens} tokens: {num_tokens}")
+
+    def _token_ids(self, body: ParsedBody, bound: _LengthBound) -> list[int] | None:
         """The token ids in the body, if it holds any; an empty list is no prompt."""
         if body.route is not Route.COMPLETIONS:
             return None
         prompt = body.fields["prompt"]
-        if kind_of(prompt) != "a list":
+        if kind_of(prompt) == "a string":
+            bound.check_text(prompt)
             return None
+        if _BEGINS_WITH_AN_ID.match(bytes(memoryview(prompt)[:_MAX_BLANK])):
+            num_ids = 1 + np.count_nonzero(np.frombuffer(prompt, np.uint8) == ord(","))
+            bound.check("tokens", int(num_ids), 1)
+            self._check_most(int(num_ids))
         if len(memoryview(prompt)) > self._max_nbytes:
             raise CannotTokenise(f"the prompt is a list of more than {self._max_nbytes} bytes")
         try:
@@ -158,48 +168,43 @@ class Tokeniser:
             raise CannotTokenise("the prompt is not a single list of token ids") from error
         return only
 
-    async def _tokens_of(self, body: ParsedBody, headers: CIMultiDict[str]) -> list[int]:
+    async def _tokens_of(
+        self, body: ParsedBody, headers: CIMultiDict[str], bound: _LengthBound
+    ) -> list[int]:
         if body.route is Route.CHAT:
-            _refuse_media(body.fields["messages"])
+            messages = body.fields["messages"]
+            most_nbytes = bound.chat_nbytes(self._max_nbytes)
+            if len(memoryview(messages)) > most_nbytes:
+                raise CannotTokenise(f"its messages are more than {most_nbytes} bytes")
+            _refuse_media(messages)
         fields = {
             name: body.fields[name] for name in _SHAPES_PROMPT[body.route] if name in body.fields
         }
-        raw = await self._ask("/tokenize", headers, msgspec.json.encode(fields))
+        raw = await self._ask_any("/tokenize", headers, msgspec.json.encode(fields))
         try:
             return msgspec.json.decode(raw, type=_Answer).tokens
         except _UNREADABLE as error:
             raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
 
-    async def _extras(self, body: ParsedBody, headers: CIMultiDict[str]) -> Extras:
+    def _extras(self, body: ParsedBody) -> Extras:
         salt, model = _text(body.fields.get("cache_salt")), _text(body.fields.get("model"))
         if salt is not None and len(salt) > MAX_SALT:
             raise CannotTokenise(f"its cache_salt is longer than {MAX_SALT} characters")
-        path = None if model is None else (await self._known_adapters(headers)).get(model)
-        lora = None if model is None or path is None else (model, path)
-        return Extras(lora=lora, cache_salt=salt)
+        path = self._models.adapter_path(model)
+        return Extras(
+            lora=None if model is None or path is None else (model, path), cache_salt=salt
+        )
 
-    async def _known_adapters(self, headers: CIMultiDict[str]) -> dict[str, str]:
-        """Paths of adapters by name; requested again after ``MODELS_FOR_S``."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._adapters_until:
-            self._adapters_until = now + self._timeout_s  # no second request meanwhile
-            try:
-                listed = await self._ask("/v1/models", headers)
-                models = msgspec.json.decode(listed, type=_ListedModels)
-            except (*_UNREADABLE, CannotTokenise, ConnectFailed, ConnectionLost):
-                return self._adapters
-            self._adapters_until = now + MODELS_FOR_S
-            self._adapters = {
-                model.id: model.root for model in models.data if model.parent and model.root
-            }
-        return self._adapters
-
-    async def _ask(self, path: str, headers: CIMultiDict[str], body: bytes | None = None) -> bytes:
+    async def _ask_any(self, path: str, headers: CIMultiDict[str], body: bytes) -> bytes:
         live = self._engines.live(Role.DECODE) or self._engines.live(Role.PREFILL)
         if not live:
             raise CannotTokenise("no engine is up")
         self._turn += 1
-        engine = live[self._turn % len(live)]
+        return await self._ask(live[self._turn % len(live)], path, headers, body)
+
+    async def _ask(
+        self, engine: str, path: str, headers: CIMultiDict[str], body: bytes | None = None
+    ) -> bytes:
         if body is None:
             answer = await self._client.get(engine, path, headers)
         else:
@@ -215,6 +220,48 @@ class Tokeniser:
         if answer.status != 200:
             raise CannotTokenise(f"{engine}{path} answered {answer.status}")
         return bytes(raw)
+
+
+_MAX_BLANK = 64
+_BEGINS_WITH_AN_ID = re.compile(rb"\[\s*(\[\s*)?-?[0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class _LengthBound:
+    """What a prompt may be long, as its model's engines say; anything if they do not."""
+
+    body: ParsedBody
+    max_tokens: int | None
+
+    def check(self, unit: str, seen: int, per_token: int) -> None:
+        """Refuse a prompt of so many tokens or characters, of which a token has ``per_token``.
+
+        Raises:
+            BadBody: it is too long.
+            CannotTokenise: it is too long as it is, and the engine will truncate it.
+        """
+        if self.max_tokens is None or seen <= self.max_tokens * per_token:
+            return
+        if self.body.direct is Direct.TRUNCATED_PROMPT:
+            raise CannotTokenise("the engine truncates it")
+        most = f"at most {self.max_tokens * per_token} {unit}"
+        raise BadBody(
+            self.body.route.prompt,
+            f"{most} (the model's length is {self.max_tokens} tokens)",
+            f"{seen} {unit}",
+        )
+
+    def check_text(self, prompt: Raw) -> None:
+        """Refuse a text that no tokenizer could make short enough."""
+        nbytes = len(memoryview(prompt))
+        if self.max_tokens is not None and nbytes > self.max_tokens * CHARS_A_TOKEN:
+            self.check("characters", len(_text(prompt) or ""), CHARS_A_TOKEN)
+
+    def chat_nbytes(self, otherwise: int) -> int:
+        """Bytes of the longest list of messages that is parsed."""
+        if self.max_tokens is None:
+            return otherwise
+        return min(otherwise, self.max_tokens * CHAT_NBYTES_A_TOKEN)
 
 
 def _refuse_media(messages: Raw) -> None:

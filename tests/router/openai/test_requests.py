@@ -167,7 +167,8 @@ def test_what_a_ticket_cannot_serve_goes_direct(body, reason):
         {"best_of": 3},
         {"kv_transfer_params": None},
         {"kv_transfer_params": {}},
-        {"vllm_xargs": {"a": 1}},
+        {"vllm_xargs": {"ngram_size": 1}},
+        {"vllm_xargs": {}},
     ],
 )
 def test_one_prompt_with_one_answer_takes_a_ticket(body):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdconn.router.handover.handover import RANK_HEADER
+from pdconn.router.openai.headers import RANK_HEADER
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.server import Limits
 from tests.fakes.fake_engine import (

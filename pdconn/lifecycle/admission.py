@@ -1,0 +1,132 @@
+"""Admission control of a listener: which connections may stay, and how long.
+
+Any host can open a connection.  A connection *stalls* while its peer owes bytes or does not
+read: it has not greeted or sent its request, has sent part of one, or leaves replies unread.
+It is closed after ``stall_s``.  When too many stall at once, the oldest of them is closed, so a
+flood of idle connections delays others by less than their greeting takes.  One host cannot use
+up all connections either.
+
+The side channel of prefill and the router's HTTP listener share this machine; each decides for
+itself when a connection stalls.
+
+Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+S = TypeVar("S", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of a listener.
+
+    Attributes:
+        connections: open at once; what listens lowers it to fit the process's file limit.
+        per_host: open at once from one host.
+        stalled: of the open ones, how many may stall at once.
+        stall_s: seconds that one may stall.
+        accept_pause_s: seconds without accept() after the system could not open a connection.
+    """
+
+    connections: int = 8192
+    per_host: int = 2048
+    stalled: int = 512
+    stall_s: float = 10.0
+    accept_pause_s: float = 0.5
+
+
+class AdmissionControl(Generic[S]):
+    """Counts sessions by host, and times those that stall.
+
+    Args:
+        limits: what is allowed.
+
+    Attributes:
+        deadline: when a session may be overdue; infinity while none stalls.
+    """
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self._hosts: dict[S, str] = {}
+        self._num_of_host: Counter[str] = Counter()
+        self._stalled: OrderedDict[S, float] = OrderedDict()
+        self.deadline = math.inf
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __contains__(self, session: S) -> bool:
+        return session in self._hosts
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many connections are open as there may be."""
+        return len(self._hosts) >= self._limits.connections
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether as many sessions stall as may: the next one closes the oldest of them."""
+        return len(self._stalled) >= self._limits.stalled
+
+    @property
+    def longest_stalled(self) -> tuple[S, float] | None:
+        """The session that has stalled for the longest time, and since when."""
+        for session, until in self._stalled.items():
+            return session, until - self._limits.stall_s
+        return None
+
+    def refusal(self, host: str) -> str | None:
+        """Why another connection from ``host`` is refused now, or None."""
+        if self.is_full:
+            return f"{self._limits.connections} connections are open"
+        if self._num_of_host[host] >= self._limits.per_host:
+            return f"{self._limits.per_host} connections from {host} are open"
+        return None
+
+    def admit(self, session: S, host: str, now: float) -> S | None:
+        """Add a session; return the one to close because too many stall, or None."""
+        self._hosts[session] = host
+        self._num_of_host[host] += 1
+        crowded_out = next(iter(self._stalled), None) if self.is_crowded else None
+        self._stalled[session] = now + self._limits.stall_s
+        self._note_deadline()
+        return crowded_out
+
+    def observe(self, session: S, stalls: bool, now: float) -> None:
+        """Note whether an admitted session stalls now; its timer runs from the first time."""
+        if not stalls:
+            self._stalled.pop(session, None)
+        elif session in self._hosts:
+            self._stalled.setdefault(session, now + self._limits.stall_s)
+        self._note_deadline()
+
+    def remove(self, session: S) -> None:
+        """A session was closed; unknown ones are ignored."""
+        host = self._hosts.pop(session, None)
+        if host is None:
+            return
+        self._stalled.pop(session, None)
+        self._note_deadline()
+        self._num_of_host[host] -= 1
+        if not self._num_of_host[host]:
+            del self._num_of_host[host]
+
+    def overdue(self, now: float) -> Iterator[S]:
+        """Sessions that stalled for too long.  Close each before asking for the next."""
+        while self._stalled:
+            session, until = next(iter(self._stalled.items()))
+            if until > now:
+                return
+            del self._stalled[session]
+            self._note_deadline()
+            yield session
+
+    def _note_deadline(self) -> None:
+        self.deadline = next(iter(self._stalled.values()), math.inf)

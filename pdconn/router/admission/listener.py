@@ -1,0 +1,183 @@
+"""The router's listener: accepts clients as far as there are places and file descriptors.
+
+The event loop's own server accepts without end, and closes what it has no file descriptor for.
+This one waits until ``ClientAdmission`` has room, and pauses when the system cannot open a
+connection; clients wait in the backlog meanwhile.  A client that sends nothing stays in the
+kernel (``TCP_DEFER_ACCEPT``), and costs no file descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import ssl
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from pdconn.lifecycle.admission import AdmissionLimits
+from pdconn.router.admission.connections import ClientAdmission, ClientConnection
+from pdconn.router.admission.log import QuietLog
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 16384
+STALL_S = 30.0
+"""For a request's head, for each ``PROGRESS_NBYTES`` of its body, for a client to read on."""
+
+_RESERVED_FILES = 12
+"""For logs, probes, name lookups, and sockets that are being closed."""
+_FILES_A_PLACE = 3
+"""A client's connection, its engine's, and an idle one to the engine that it used before."""
+_FILES_UNKNOWN = 32
+"""Open files, where the system does not tell."""
+_TICK_S = 1.0
+
+
+def limits_within(file_limit: int | None, num_files: int, stall_s: float) -> AdmissionLimits:
+    """Places for clients, so that the file descriptors suffice for them and their engines.
+
+    Args:
+        file_limit: file descriptors that this process may have; None for any number.
+        num_files: that it has open now.
+        stall_s: seconds that a connection may stall.
+
+    >>> limits_within(1024, 24, 30.0).connections
+    329
+    """
+    places = MOST_CONNECTIONS
+    if file_limit is not None:
+        spare = file_limit - num_files - _RESERVED_FILES
+        places = min(places, max(2, spare // _FILES_A_PLACE))
+    per_host = max(1, places * 3 // 4)
+    return AdmissionLimits(places, per_host, max(1, places // 2), stall_s)
+
+
+def limits_of_process(stall_s: float, num_engines: int) -> AdmissionLimits:
+    """``limits_within`` for this process as it is now, when it will poll its engines' loads."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        num_files = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        num_files = _FILES_UNKNOWN
+    num_files += num_engines
+    return limits_within(None if soft == resource.RLIM_INFINITY else soft, num_files, stall_s)
+
+
+class AdmittingSite(web.BaseSite):
+    """A site of an aiohttp runner that listens at ``sock``, which it closes."""
+
+    def __init__(
+        self,
+        runner: web.BaseRunner,
+        sock: socket.socket,
+        admission: ClientAdmission,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        backlog: int,
+    ) -> None:
+        super().__init__(runner, ssl_context=ssl_context, backlog=backlog)
+        self._sock = sock
+        self._admission = admission
+        self._tasks: list[asyncio.Task[None]] = []
+        self._opening: set[asyncio.Task[None]] = set()
+        self._log = QuietLog(log)
+
+    @property
+    def name(self) -> str:
+        """The address, as a URL."""
+        host, port = self._sock.getsockname()[:2]
+        return f"{'https' if self._ssl_context else 'http'}://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: another process listens at the address.
+        """
+        await super().start()
+        self._sock.setblocking(False)
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux; where it fails, silent clients stall
+            with contextlib.suppress(OSError):
+                seconds = max(1, int(self._stall_s))
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, seconds)
+        self._sock.listen(self._backlog)
+        self._tasks = [
+            asyncio.create_task(self._accept_all(), name="accept"),
+            asyncio.create_task(self._close_overdue(), name="close what stalls"),
+        ]
+
+    async def stop(self) -> None:
+        """Stop listening; connections stay open."""
+        ending = [*self._tasks, *self._opening]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        self._sock.close()
+        await super().stop()
+
+    async def _close_overdue(self) -> None:
+        while True:
+            await asyncio.sleep(min(_TICK_S, self._admission.limits.stall_s / 4))
+            self._admission.close_overdue()
+
+    async def _accept_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._admission.room()
+            try:
+                sock, address = await loop.sock_accept(self._sock)
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                continue
+            except OSError as error:  # no file descriptor or memory: a retry would fail at once
+                pause_s = self._admission.limits.accept_pause_s
+                self._admission.accept_failed()
+                self._log.warning("pdconn: accept() failed; new connections wait: %s", error)
+                await asyncio.sleep(pause_s)
+                continue
+            self._open(sock, str(address[0]))
+            await asyncio.sleep(0)  # what made room closes its socket before the next is opened
+
+    def _open(self, sock: socket.socket, host: str) -> None:
+        server = self._runner.server
+        assert server is not None  # the runner was set up
+        handler = server()
+        assert isinstance(handler, RequestHandler)
+        connection = self._admission.open(handler, host)
+        if connection is None:
+            sock.close()
+            return
+        task = asyncio.create_task(self._connect(sock, connection, handler), name="open")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect(
+        self, sock: socket.socket, connection: ClientConnection, handler: RequestHandler
+    ) -> None:
+        """Hand the socket to the event loop, after the TLS handshake if there is one."""
+        loop = asyncio.get_running_loop()
+        in_time = {} if self._ssl_context is None else {"ssl_handshake_timeout": self._stall_s}
+        try:
+            await loop.connect_accepted_socket(
+                lambda: connection, sock, ssl=self._ssl_context, **in_time
+            )
+        except OSError as error:  # the client has left, or speaks no TLS
+            self._log.warning("pdconn: connection failed: %s", str(error) or type(error).__name__)
+            self._abandon(sock, connection, handler)
+        except asyncio.CancelledError:
+            self._abandon(sock, connection, handler)
+            raise
+
+    def _abandon(
+        self, sock: socket.socket, connection: ClientConnection, handler: RequestHandler
+    ) -> None:
+        sock.close()
+        self._admission.forget(connection, handler)
+
+    @property
+    def _stall_s(self) -> float:
+        return self._admission.limits.stall_s
