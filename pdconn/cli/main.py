@@ -111,7 +111,7 @@ def build_parser(configured: str | None = None) -> Parser:
         if command.name == configured:
             module = cast(CommandModule, import_module(command.module))
             module.configure(sub)
-            sub.set_defaults(run=module.run, prog=sub.prog)
+            sub.set_defaults(run=module.run, prog=sub.prog, needs_reader=command.needs_reader)
     return parser
 
 
@@ -119,11 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, or argparse raises it."""
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = next((word for word in argv if not word.startswith("-")), None)
-    watch_stdout(needs_reader=any(one.needs_reader for one in COMMANDS if one.name == asked))
+    output = watch_stdout()
     name = "pdconn"
     try:
         args = build_parser(configured=asked).parse_args(argv)
         name = args.prog
+        if output is not None:
+            output.needs_reader = args.needs_reader
         code: int = args.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -81,7 +81,9 @@ def test_only_demo_and_bench_need_a_reader():
     assert [one.name for one in COMMANDS if one.needs_reader] == ["demo", "bench"]
 
 
-@pytest.mark.parametrize("words", [["score", EXAMPLE], ["plan", "--list"]])
+@pytest.mark.parametrize(
+    "words", [["score", EXAMPLE], ["plan", "--list"], ["proxy", "--help"], ["demo", "--help"]]
+)
 def test_other_commands_end_as_if_their_output_was_read(words):
     """The control: closing the output early is no failure of ``score`` or ``plan``."""
     assert without_reader(*words) == (0, "")
