@@ -226,7 +226,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     detail: str
 
 
-class ChecksumRequest(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_fields=True):
+class ChecksumRequest(
+    msgspec.Struct, frozen=True, tag="checksum_request", forbid_unknown_fields=True
+):
     """Asks for the checksum of what a claim holder has read; the answer repeats ``number``."""
 
     number: int
@@ -235,7 +237,7 @@ class ChecksumRequest(msgspec.Struct, frozen=True, tag="prove", forbid_unknown_f
     ask: ChecksumQuery
 
 
-class Checksum(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=True):
+class Checksum(msgspec.Struct, frozen=True, tag="checksum", forbid_unknown_fields=True):
     """The checksum of what was lent, computed when it was lent."""
 
     number: int
@@ -243,7 +245,9 @@ class Checksum(msgspec.Struct, frozen=True, tag="proven", forbid_unknown_fields=
     answer: PieceSum
 
 
-class ChecksumUnavailable(msgspec.Struct, frozen=True, tag="unproven", forbid_unknown_fields=True):
+class ChecksumUnavailable(
+    msgspec.Struct, frozen=True, tag="checksum_unavailable", forbid_unknown_fields=True
+):
     """The lender does not have this checksum."""
 
     number: int

@@ -45,7 +45,7 @@ class SocketDialer:
     """Dials lenders over TCP.
 
     Args:
-        selector: watches the wires, with their peers as data.
+        selector: watches the connections, with their peers as data.
         deliver: gets a :class:`LookedUp` from another thread, for :meth:`looked_up`.
         security: how lenders must authenticate.
         through: maps a lender's host and port to those to dial instead, for debugging.
@@ -105,7 +105,7 @@ class SocketDialer:
         sock = connecting_to(address)
         connection = Connection(sock, MAX_WELCOME, policy=policy, max_later=MAX_REPLIES)
         connection.watch(self._selector, peer, connecting=True)
-        peer.wire = connection
+        peer.connection = connection
 
     def _look_for_more(self) -> None:
         while self._num_looking < MAX_LOOKUPS:

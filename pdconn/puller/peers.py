@@ -1,6 +1,6 @@
 """The lenders that a decode rank knows: one peer per lender boot, in one table.
 
-``PeerTable`` dials, greets and sorts what lenders say.  Wires come from a :class:`Dialer`;
+``PeerTable`` dials, greets and sorts what lenders say.  Connections come from a :class:`Dialer`;
 what happened to a peer is an event, and the table's owner takes them from
 :attr:`PeerTable.events`::
 
@@ -70,7 +70,7 @@ class PeerKey:
         return f"{self.engine_id or 'the lender'} at {self.host}:{self.port}"
 
 
-class PeerWire(Protocol):
+class PeerConnection(Protocol):
     """A connection to a lender, as :class:`pdconn.sidechannel.connection.Connection` is one."""
 
     def send(self, bodies: Sequence[bytes]) -> None:
@@ -85,7 +85,7 @@ class PeerWire(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A lender.  It has a wire from when it is dialled until it is closed.
+    """A lender.  It has a connection from when it is dialled until it is closed.
 
     Attributes:
         welcome: what it said of itself; ``pairing`` and, once they are needed, ``checks``
@@ -98,7 +98,7 @@ class Peer:
 
     key: PeerKey
     state: PeerState = PeerState.UNKNOWN
-    wire: PeerWire | None = None
+    connection: PeerConnection | None = None
     welcome: Welcome | None = None
     pairing: Pairing | None = None
     checks: Checks | None = None
@@ -119,10 +119,10 @@ class Peer:
 
 
 class Dialer(Protocol):
-    """Opens wires."""
+    """Opens connections."""
 
     def dial(self, peer: Peer) -> None:
-        """Give ``peer`` its wire, now or later; or close the peer later.
+        """Give ``peer`` its connection, now or later; or close the peer later.
 
         Raises:
             OSError: that is impossible, and known at once.
@@ -168,7 +168,7 @@ class PeerTable:
         engine_id: what we call ourselves.
         pair: makes a pairing of a checked Welcome, or raises PlanningError.
         post: has the transport connect to a peer's ranks.
-        dialer: opens wires.
+        dialer: opens connections.
         max_peers: lenders that are known at once.
 
     Attributes:
@@ -244,9 +244,9 @@ class PeerTable:
         return self.to(PeerKey(host, port), may_evict=False)
 
     def serve(self, peer: Peer) -> None:
-        """The peer's wire has something for us."""
+        """The peer's connection has something for us."""
         try:
-            for body in () if peer.wire is None else peer.wire.receive():
+            for body in () if peer.connection is None else peer.connection.receive():
                 for message in decode_from_lender(body):
                     if peer.state is not PeerState.CLOSED:
                         self._hear(peer, message)
@@ -257,7 +257,7 @@ class PeerTable:
 
     def flush(self, peer: Peer) -> None:
         """Send what is due in one frame; before the peer is READY, only our Hello."""
-        if peer.wire is None:
+        if peer.connection is None:
             return
         bodies = []
         outgoing = peer.outgoing
@@ -266,7 +266,7 @@ class PeerTable:
             self.unsent.pop(peer, None)
             bodies = encode_frames(outgoing)
         try:
-            peer.wire.send(bodies)
+            peer.connection.send(bodies)
         except SideChannelLost as error:
             self._lost(peer, error)
 
@@ -301,9 +301,9 @@ class PeerTable:
         peer.reason = reason
         peer.outgoing.clear()
         self.unsent.pop(peer, None)
-        if peer.wire is not None:
-            peer.wire.close()
-            peer.wire = None
+        if peer.connection is not None:
+            peer.connection.close()
+            peer.connection = None
         self.events.append(PeerClosed(peer))
 
     def retire(self, peer: Peer, reason: str) -> None:
@@ -325,10 +325,10 @@ class PeerTable:
             del self._peers[peer.key]
 
     def close_all(self) -> None:
-        """Close every wire, at the end of the thread."""
+        """Close every connection, at the end of the thread."""
         for peer in self:
-            if peer.wire is not None:
-                peer.wire.close()
+            if peer.connection is not None:
+                peer.connection.close()
 
     def _lost(self, peer: Peer, error: SideChannelLost) -> None:
         peer.untrusted = isinstance(error, Unauthenticated)

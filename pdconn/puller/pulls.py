@@ -62,7 +62,7 @@ class Pulls:
 
     Args:
         me: which rank this is; its memory is registered with the reader's transport.
-        dialer: opens wires to lenders.
+        dialer: opens connections to lenders.
         post: gives a job to the reader; its result comes back through :meth:`handle`.
         clock: seconds that never go back.
         patience: how long a pull waits for what.
@@ -156,12 +156,12 @@ class Pulls:
             self._forget_if_over(entry, even_if_unasked=True)
 
     def serve(self, peer: Peer) -> None:
-        """The peer's wire has something for us."""
+        """The peer's connection has something for us."""
         self.peers.serve(peer)
         self._drain()
 
     def flush(self, peer: Peer) -> None:
-        """Send what is due to the peer, whose wire has room again."""
+        """Send what is due to the peer, whose connection has room again."""
         self.peers.flush(peer)
         self._drain()
 
@@ -184,10 +184,10 @@ class Pulls:
             peer = event.peer
             if isinstance(event, PeerClosed):
                 self._closed(peer)
-            elif peer.state is PeerState.CLOSED:
-                continue  # its PeerClosed comes later
             elif isinstance(event, PeerReplied):
                 self._replied(peer, event.message)
+            elif peer.state is PeerState.CLOSED:
+                continue  # its PeerClosed comes later
             elif isinstance(event, PeerWelcomed):
                 for entry in self._using(peer):
                     self._perform(entry, entry.machine.welcomed(self._clock()))

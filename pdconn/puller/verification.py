@@ -47,7 +47,7 @@ class Verification:
             MessageError: there is no such request, or it was answered before.
         """
         if not 0 <= number < self._num_asks or number in self.theirs:
-            raise MessageError("proven.number", f"one of {self._num_asks}, once", number)
+            raise MessageError("checksum.number", f"one of {self._num_asks}, once", number)
         self.theirs[number] = answer
 
     def requests(self, request: str, reader: Reader) -> list[ChecksumRequest]:

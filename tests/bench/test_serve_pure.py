@@ -115,7 +115,7 @@ def test_a_difference_names_the_first_place_and_both_values() -> None:
     )
 
 
-# Who runs when
+# Turns
 
 
 @given(st.lists(st.text(), min_size=1, max_size=6, unique=True), st.integers(1, 100))

@@ -135,7 +135,7 @@ async def test_a_handover_is_what_is_left_of_the_first_tokens_time_after_prefill
             assert reply.ttft_s - reply.handover_s > 0.95 * PREFILL_S
 
 
-# Who is awake
+# Processes that are awake
 
 
 class Puppet:

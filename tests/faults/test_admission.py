@@ -438,6 +438,7 @@ def test_an_expired_claim_is_forgotten(pair: Pair) -> None:
         assert pair.freed() == "expired"
         [session] = pair.lender._connections
         until(lambda: not session.claimed)
+        assert session.num_claims == 0, "the bound of a session counts claims that are over"
 
 
 def test_only_the_session_that_claimed_may_renew_a_claim(pair: Pair) -> None:

@@ -101,8 +101,8 @@ def test_a_lender_dialled_twice_stays_connected_when_one_of_them_goes(redialled:
             pair.pull("second", replace(pair.lend("r2"), host="localhost"))
             assert pair.outcome_of("second") is None
         [peer] = [p for p in pair.puller._pulls.peers._peers.values() if p.key.host != "localhost"]
-        assert isinstance(peer.wire, Connection)
-        peer.wire.socket.shutdown(socket.SHUT_RDWR)
+        assert isinstance(peer.connection, Connection)
+        peer.connection.socket.shutdown(socket.SHUT_RDWR)
         if redialled != "by another name":
             pair.wait(lambda: peer.state is PeerState.CLOSED)
             assert serves(pair, "second")

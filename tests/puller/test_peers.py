@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
 from pdconn.lifecycle.peer import PeerState
@@ -27,33 +25,15 @@ from pdconn.puller.peers import (
 )
 from pdconn.puller.rank import Rank
 from pdconn.puller.reads import Connect, Connected, Disconnect, Job
+from tests.fakes.connection_end import ConnectionEnd
 from tests.fakes.pair import TRAITS, Cache
 from transport import PeerId
 
 KEY = PeerKey("p1", 5600, "prefill", "boot-1")
 
 
-class WireEnd:
-    """A wire whose other end is the test."""
-
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
-        self.arrived: list[bytes] = []
-        self.closed = False
-
-    def send(self, bodies: Iterable[bytes]) -> None:
-        self.sent += bodies
-
-    def receive(self) -> list[bytes]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Table(PeerTable):
-    """A table with wires to nowhere, and a transport that reaches every rank at once."""
+    """A table with connections to nowhere, and a transport that reaches every rank at once."""
 
     def __init__(self, engine_id: str = "decode", max_peers: int = 8) -> None:
         self.jobs: list[Job] = []
@@ -62,12 +42,12 @@ class Table(PeerTable):
         super().__init__(engine_id, me.pair, self.jobs.append, self, max_peers)
 
     def dial(self, peer: Peer) -> None:
-        peer.wire = WireEnd()
+        peer.connection = ConnectionEnd()
 
     def hear(self, peer: Peer, *messages: FromLender) -> None:
         """The lender says ``messages``; every rank that is to be connected is."""
-        assert isinstance(peer.wire, WireEnd)
-        peer.wire.arrived.append(encode(messages))
+        assert isinstance(peer.connection, ConnectionEnd)
+        peer.connection.arrived.append(encode(messages))
         self.serve(peer)
         for job in self.jobs:
             if isinstance(job, Connect):
@@ -87,8 +67,8 @@ class Table(PeerTable):
 
 def hello_of(table: Table, peer: Peer) -> Hello:
     table.flush(peer)
-    assert isinstance(peer.wire, WireEnd)
-    [hello] = decode_from_reader(peer.wire.sent.pop())
+    assert isinstance(peer.connection, ConnectionEnd)
+    [hello] = decode_from_reader(peer.connection.sent.pop())
     assert isinstance(hello, Hello)
     return hello
 
@@ -156,7 +136,7 @@ def test_a_place_takes_no_room_from_a_peer_and_a_ticket_takes_it_from_an_idle_on
         first.pulls["r"] = None
     place = table.to_place("p2", 5600)
     assert place.state is PeerState.CLOSED
-    assert place.wire is None, "it was dialled"
+    assert place.connection is None, "it was dialled"
     assert first.state is not PeerState.CLOSED
     other = table.to(PeerKey("p3", 5600, "prefill", "boot-1"))
     assert [peer.state is PeerState.CLOSED for peer in (other, first)] == [used, not used]

@@ -93,13 +93,13 @@ def test_short_reads_teach_nothing_and_there_is_a_least_and_a_most() -> None:
 
 
 def test_no_more_than_two_slices_are_in_flight() -> None:
-    lane = PeerReadQueue(ChunkSizer(SLICE))
-    lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
-    begun = [lane.next(), lane.next()]
-    assert not lane.is_ready
-    lane.settled(begun[0], _done(begun[0].spans), 0.0)
-    assert lane.is_ready
-    assert len(lane) == 1
+    queue = PeerReadQueue(ChunkSizer(SLICE))
+    queue.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
+    begun = [queue.next(), queue.next()]
+    assert not queue.is_ready
+    queue.settled(begun[0], _done(begun[0].spans), 0.0)
+    assert queue.is_ready
+    assert len(queue) == 1
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_no_more_than_two_slices_are_in_flight() -> None:
 def test_a_read_of_two_slices_is_posted_whole_if_it_is_alone(
     slices: float, others: int, parts: list[float]
 ) -> None:
-    lane = PeerReadQueue(ChunkSizer(SLICE))
+    queue = PeerReadQueue(ChunkSizer(SLICE))
     for number in range(others):
-        lane.add(f"other{number}", PeerId("p"), spans_of((0x900000, 0x9000, 9 * SLICE)))
-    lane.add("read", PeerId("p"), spans_of((0x100000, 0x9000, int(slices * SLICE))))
+        queue.add(f"other{number}", PeerId("p"), spans_of((0x900000, 0x9000, 9 * SLICE)))
+    queue.add("read", PeerId("p"), spans_of((0x100000, 0x9000, int(slices * SLICE))))
     posted = []
     while len(posted) < len(parts):
-        part = lane.next()
+        part = queue.next()
         if part.read.tag == "read":
             posted.append(part.nbytes / SLICE)
-        if not lane.is_ready:
-            lane.settled(part, _done(part.spans), 0.0)
+        if not queue.is_ready:
+            queue.settled(part, _done(part.spans), 0.0)
     assert posted == parts
 
 
@@ -159,11 +159,11 @@ def test_time_in_which_two_slices_are_in_flight_counts_once(
 
 
 def test_a_short_read_goes_before_the_rest_of_a_long_one() -> None:
-    lane = PeerReadQueue(ChunkSizer(SLICE))
-    lane.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
-    first = lane.next()
-    lane.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
-    assert (first.read.tag, lane.next().read.tag) == ("long", "short")
+    queue = PeerReadQueue(ChunkSizer(SLICE))
+    queue.add("long", PeerId("p"), spans_of((0x1000, 0x9000, 5 * SLICE)))
+    first = queue.next()
+    queue.add("short", PeerId("p"), spans_of((0x100, 0x200, 10)))
+    assert (first.read.tag, queue.next().read.tag) == ("long", "short")
 
 
 # The reader over real bytes

@@ -144,7 +144,7 @@ def test_a_checksum_that_was_not_requested_costs_that_lender_only(
 
 def test_only_answers_to_asks_are_heard_once() -> None:
     proof = Verification(())
-    with pytest.raises(MessageError, match=r"proven\.number"):
+    with pytest.raises(MessageError, match=r"checksum\.number"):
         proof.heard(0, PieceSum(1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Laws of the wake-up queue: every item is taken once, and a sleeping owner is woken."""
+"""Laws of the two queues: every item is taken once, a sleeping owner is woken, no count is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import errno
 import select
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
 
-from pdconn.sidechannel.thread_queues import WakeupQueue
+from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 
 PATIENCE_S = 20.0
 
@@ -132,3 +132,45 @@ def test_no_item_of_many_threads_is_lost() -> None:
     for thread in threads:
         thread.join()
     queue.close()
+
+
+class Paused(Counter[str]):
+    """Stops before it adds to ``claims``, where Python may switch threads at any time."""
+
+    def __init__(self, counted: dict[str, int]) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        super().__init__(counted)
+
+    def __setitem__(self, key: str, value: int) -> None:
+        if key == "claims" and not self.reached.is_set():
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE_S)
+        super().__setitem__(key, value)
+
+
+def _counted_in_the_end(outbox: Outbox[int]) -> Counter[str]:
+    """Counts are taken while others are being added."""
+    paused = outbox._counts = Paused({"before": 1})
+    adding = threading.Thread(target=outbox.put, args=((), {"lent": 1, "claims": 1}))
+    adding.start()
+    assert paused.reached.wait(PATIENCE_S)
+    total: Counter[str] = Counter()
+    taking = threading.Thread(target=lambda: total.update(outbox.take_counts()))
+    taking.start()
+    taking.join(0.3)  # without the lock it is over by now; with it, it waits
+    paused.go_on.set()
+    for thread in (adding, taking):
+        thread.join(PATIENCE_S)
+    total.update(outbox.take_counts())
+    return total
+
+
+def test_counts_that_are_taken_while_others_are_added_are_not_lost() -> None:
+    assert _counted_in_the_end(Outbox()) == {"before": 1, "lent": 1, "claims": 1}
+
+
+def test_without_its_lock_an_outbox_loses_counts() -> None:
+    """Negative control."""
+    outbox: Outbox[int] = Outbox()
+    outbox._lock = contextlib.nullcontext()  # type: ignore[assignment]
+    assert _counted_in_the_end(outbox)["claims"] == 0

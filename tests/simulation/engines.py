@@ -29,7 +29,7 @@ from pdconn.puller.warmup import ProbeRead, WarmUp
 from pdconn.puller.warmup_state import Place
 from pdconn.sidechannel.connection import SideChannelLost
 from registration.scratch import Scratch
-from tests.simulation.log import ReaderLog, TappedWire
+from tests.simulation.log import ReaderLog, TappedConnection
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.world import EngineClock, Machine, Wire, World, connect
 from transport import HOST
@@ -264,7 +264,7 @@ class DecodeRank:
     def dial(self, peer: Peer) -> None:
         """As ``pdconn.puller.peers.Dialer.dial``."""
         wire = self._engine.lenders[peer.key.port].open(lambda: self._soon(peer))
-        peer.wire = TappedWire(wire, self.log, self.clock)
+        peer.connection = TappedConnection(wire, self.log, self.clock)
 
     def turn(self) -> None:
         """What the puller's thread does between two waits."""

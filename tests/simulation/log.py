@@ -2,7 +2,7 @@
 
 ::
 
-    rank ── claim, renew ──► TappedWire ──► lender
+    rank ── claim, renew ──► TappedConnection ──► lender
          ◄── granted ───────     │
     reads settle ──────────► ReaderLog ──► how long a claim held, what was believed too late
 
@@ -22,7 +22,7 @@ from pdconn.protocol.messages import (
     decode_from_lender,
     decode_from_reader,
 )
-from pdconn.puller.peers import PeerWire
+from pdconn.puller.peers import PeerConnection
 
 
 @dataclass
@@ -73,27 +73,27 @@ class ReaderLog:
 
 
 @dataclass
-class TappedWire:
-    """The rank's end of a wire, with its log listening."""
+class TappedConnection:
+    """The rank's end of a connection, with its log listening."""
 
-    wire: PeerWire
+    connection: PeerConnection
     log: ReaderLog
     clock: Callable[[], float]
 
     def send(self, bodies: Sequence[bytes]) -> None:
-        """As ``PeerWire.send``."""
+        """As ``PeerConnection.send``."""
         frames = list(bodies)
         for body in frames:
             self.log.sent(body, self.clock())
-        self.wire.send(frames)
+        self.connection.send(frames)
 
     def receive(self) -> Sequence[bytes]:
-        """As ``PeerWire.receive``."""
-        frames = self.wire.receive()
+        """As ``PeerConnection.receive``."""
+        frames = self.connection.receive()
         for body in frames:
             self.log.arrived(body)
         return frames
 
     def close(self) -> None:
-        """As ``PeerWire.close``."""
-        self.wire.close()
+        """As ``PeerConnection.close``."""
+        self.connection.close()

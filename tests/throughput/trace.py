@@ -156,10 +156,10 @@ class Client:
     ) -> None:
         pages = admin_url(self._url)
         async with self._session.get(f"{pages}/debug/route/{request_id}") as response:
-            course: dict[str, Any] = await response.json()
-        alone = bool(course["alone"])
+            routed: dict[str, Any] = await response.json()
+        alone = bool(routed["alone"])
         side = "decode" if alone else "prefill"
-        reported = cached if alone else course["cached_tokens"]
+        reported = cached if alone else routed["cached_tokens"]
         predicted = course[f"{side}_hit_tokens"] or 0  # null: the hash scheme is not known yet
         self.asked.append(Asked(ttft_s, num_tokens, alone, predicted, reported))
 

@@ -186,16 +186,16 @@ def test_the_puller_is_woken_once_for_all_that_is_posted_before_it_looks() -> No
     """Each further byte would let go of the interpreter's lock."""
     with Pair() as pair:
         decode = Decode(pair)
-        mailbox: Any = pair.puller._inbox
+        inbox: Any = pair.puller._inbox
         written: list[bytes] = []
-        poke, mailbox._poke = mailbox._poke, SimpleNamespace(send=written.append)
-        mailbox._poked = False
+        poke, inbox._poke = inbox._poke, SimpleNamespace(send=written.append)
+        inbox._poked = False
         try:
             decode.step(decode.requests(MANY))
         finally:
-            mailbox._poke = poke
-            mailbox._poked = False
-            mailbox.wake()
+            inbox._poke = poke
+            inbox._poked = False
+            inbox.wake()
         decode.step_until(MANY)
         assert not decode.failed
         assert written == [b"\0"]

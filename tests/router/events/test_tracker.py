@@ -114,8 +114,8 @@ class World:
         """The engine answers now, with holes once its socket is full: not at the beginning."""
         if self.asked is not None and self.answers is None:
             kept = [old for old in self.engine.memory if old.seq >= self.asked]
-            odds = random.Random(seed)
-            rest = [old for old in kept[2:] if not seed or odds.random() < 0.8]
+            rng = random.Random(seed)
+            rest = [old for old in kept[2:] if not seed or rng.random() < 0.8]
             self.answers = deque(kept[:2] + rest)
 
     def deliver(self, count: int) -> None:

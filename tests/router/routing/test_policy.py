@@ -41,7 +41,7 @@ def names(decision: Ranking) -> tuple[list[str], list[str]]:
 
 
 def first(question: RouteQuery, *candidates: Candidate, decode: bool = False) -> str:
-    """Who is asked first of these, as prefill or as decode."""
+    """The candidate that is asked first, as prefill or as decode."""
     if decode:
         prefill = [Candidate("p")]
         return PrefixAware().decide(question, prefill, candidates).decode[0].candidate.engine
