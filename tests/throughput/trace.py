@@ -160,7 +160,7 @@ class Client:
         alone = bool(routed["alone"])
         side = "decode" if alone else "prefill"
         reported = cached if alone else routed["cached_tokens"]
-        predicted = course[f"{side}_hit_tokens"] or 0  # null: the hash scheme is not known yet
+        predicted = routed[f"{side}_hit_tokens"] or 0  # null: the hash scheme is not known yet
         self.asked.append(Asked(ttft_s, num_tokens, alone, predicted, reported))
 
 

@@ -65,7 +65,7 @@ def test_what_was_lent_before_a_reset_is_not_handed_over_after_it(
         with pytest.raises(RequestRefused):
             pair.decode.complete(prompt, 1, kv_transfer_params=ticket)
     pair.decode.complete((5, 6, 7), 1)  # counts are exported when a step runs
-    assert refused_as_aborted(pair.decode) - before == len(prompts)
+    assert refused_as_aborted(pair.decode) - before >= len(prompts)
     post(pair.prefill, "/resume")
     again = {
         prompt: prefill_then_decode(pair.prefill, pair.decode, prompt, MAX_TOKENS)
