@@ -1,0 +1,42 @@
+"""The connector's hooks, without an engine: what vLLM finds after them."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdconn.vllm.consumer import ConsumerScheduler
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.connector import PdConnector
+
+
+def connector(role: str) -> Any:
+    """As it is in the scheduler of an engine of this role, without a side channel."""
+    made: Any = PdConnector.__new__(PdConnector)
+    made._producer = made._consumer = None
+    if role != "decode":
+        made._producer = SimpleNamespace(unpin_freed=lambda: None)
+    if role != "prefill":
+        made._consumer = ConsumerScheduler("here", True, False, max_model_len=2048)
+    return made
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+@pytest.mark.parametrize(
+    "params",
+    ["text", 7, 10**5000, [[]], True, "", None, {}],
+    ids=lambda params: type(params).__name__,
+)
+def test_vllm_finds_a_dict_or_nothing_after_a_request_arrived(role: str, params: object) -> None:
+    """Its scheduler asks ``params.get`` next: anything else ended the engine."""
+    side, request = connector(role), SimpleNamespace(request_id="r", num_prompt_tokens=40)
+    request.kv_transfer_params = params
+    side.on_new_request(request)
+    after: Any = request.kv_transfer_params
+    assert not after or isinstance(after, dict)
+    assert side.request_finished_all_groups(request, ([1],)) == (False, None)
