@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 #: To write the last bytes of finished answers, before the others are cut off.
 _CUT_OFF_S = 0.25
+#: For the rest of a body that is not read, so that its client reads the refusal before it is cut.
+_UNREAD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ async def _listening(
         logger=ServerLog(log),
         auto_decompress=False,  # compressed bodies are refused
         handler_cancellation=True,  # cancels the handler of a client that leaves
+        lingering_time=_UNREAD_S,
         shutdown_timeout=_CUT_OFF_S,
     )
     await runner.setup()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -15,9 +14,9 @@ import pytest
 from pdconn.router.prefix import score as score_module
 from pdconn.router.prefix.explain import explain
 from pdconn.router.prefix.groups import GroupSpec
-from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
+from tests.fakes.counting_index import CountingIndex
 from tests.property.held import WEIGHTS, World, draw
 from tests.property.scale import at_least
 
@@ -95,27 +94,8 @@ def test_a_scorer_that_forgets_eagle_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_index_that_counts_duplicates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One where a block that was stored twice is still held after it was removed."""
-    again: Counter[tuple[Index, str, int | None, str, int]] = Counter()
-
-    def store(index: Index, name: str, group: int | None, medium: str, hashes: list[int]) -> None:
-        held = index.held_by(name, hashes).get((group, medium), [])
-        again.update((index, name, group, medium, block) for block in held)
-        STORE(index, name, group, medium, hashes)
-
-    def remove(index: Index, name: str, group: int | None, medium: str, hashes: list[int]) -> None:
-        for block in hashes:
-            key = (index, name, group, medium, block)
-            if again[key]:
-                again[key] -= 1
-            else:
-                REMOVE(index, name, group, medium, [block])
-
-    monkeypatch.setattr(Index, "remove", remove)
-    monkeypatch.setattr(Index, "store", store)
+    monkeypatch.setattr("tests.property.held.Index", CountingIndex)
     assert any(problems(seed) for seed in range(300))
-
-
-STORE, REMOVE = Index.store, Index.remove
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -39,19 +39,24 @@ class BodyReader:
         if (http.content_length or 0) > self.max_nbytes:
             raise self._too_large()
         try:
+            if http.content.is_eof():  # it came with its head, as short ones do
+                return self._keep(http.content.read_nowait(), 0, held)
             async with self.admission.of(http).reading_body() as received:
                 pieces: list[bytes] = []
                 nbytes = 0
                 while piece := await http.content.readany():
+                    pieces.append(self._keep(piece, nbytes, held))
                     nbytes += len(piece)
-                    if nbytes > self.max_nbytes:
-                        raise self._too_large()
-                    held.grow(len(piece))
-                    pieces.append(piece)
                     received(len(piece))
         except (web.RequestPayloadError, ConnectionError) as error:
             raise BadBody("body", "as many bytes as announced", "fewer") from error
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
+
+    def _keep(self, piece: bytes, nbytes_before: int, held: HeldBody) -> bytes:
+        if nbytes_before + len(piece) > self.max_nbytes:
+            raise self._too_large()
+        held.grow(len(piece))
+        return piece
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge("body", f"at most {self.max_nbytes} bytes", "more")

@@ -90,7 +90,8 @@ class HeldBody:
         if not self._num_users:
             self._budget.nbytes -= self._nbytes
             self._nbytes = 0
-            self.when_free()
+            act, self.when_free = self.when_free, _nothing  # else the two keep each other alive
+            act()
 
     def __enter__(self) -> Self:
         self.use()

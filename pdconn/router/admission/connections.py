@@ -72,7 +72,7 @@ class ClientConnection(asyncio.Protocol):
     @property
     def stalls(self) -> bool:
         """Whether the client owes bytes, or does not read."""
-        return self._blocked or self._owes in (_Owes.HEAD, _Owes.BODY)
+        return self._blocked or self._owes is _Owes.HEAD or self._owes is _Owes.BODY
 
     # The event loop's calls
 
@@ -186,6 +186,7 @@ class ClientAdmission:
         self._idle: OrderedDict[ClientConnection, None] = OrderedDict()
         self._of_handler: dict[RequestHandler, ClientConnection] = {}
         self._room = asyncio.Event()
+        self._time = asyncio.get_running_loop().time
 
     def __len__(self) -> int:
         return len(self._control)
@@ -225,7 +226,7 @@ class ClientAdmission:
             longest = self._control.longest_stalled
             if longest is not None:
                 stalled, since = longest
-                stays_s = since + SHORTEST_STAY_S - _now()
+                stays_s = since + SHORTEST_STAY_S - self._time()
                 if stays_s > 0:
                     await asyncio.sleep(stays_s)
                 else:
@@ -245,7 +246,7 @@ class ClientAdmission:
             return None
         connection = ClientConnection(self, handler)
         self._of_handler[handler] = connection
-        crowded_out = self._control.admit(connection, host, _now())
+        crowded_out = self._control.admit(connection, host, self._time())
         if crowded_out is not None:
             self._drop(crowded_out, Dropped.CROWDED_OUT)
         return connection
@@ -256,7 +257,7 @@ class ClientAdmission:
 
     def close_overdue(self) -> None:
         """Close what stalled for too long."""
-        for connection in self._control.overdue(_now()):
+        for connection in self._control.overdue(self._time()):
             self._count(Dropped.TIMED_OUT)
             if connection.time_out():
                 self._leave(connection)
@@ -265,7 +266,8 @@ class ClientAdmission:
 
     def changed(self, connection: ClientConnection) -> None:
         """A connection stalls, idles or is served now."""
-        self._control.observe(connection, connection.stalls, _now())
+        stalls = connection.stalls
+        self._control.observe(connection, stalls, self._time() if stalls else 0.0)
         if connection.is_idle and connection in self._control:
             self._idle[connection] = None
         else:
@@ -287,7 +289,3 @@ class ClientAdmission:
         self._control.remove(connection)
         self._idle.pop(connection, None)
         self._room.set()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -12,7 +12,7 @@ slower, never wrong.  ``Direct`` lists the reasons.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
@@ -108,7 +108,7 @@ class ParsedBody:
 
     def emptied(self) -> ParsedBody:
         """The same without its bytes, for a request that needs them no more."""
-        return replace(self, raw=b"", fields={})
+        return ParsedBody(self.route, b"", {}, self.direct)
 
 
 def parse_body(route: Route, raw: bytes, xargs: Collection[str] = XARGS) -> ParsedBody:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections import Counter
 
 import pytest
@@ -140,6 +142,26 @@ def test_bytes_are_given_back_by_the_last_user_and_once() -> None:
     assert (budget.nbytes, dropped) == (0, [1])
     with held:
         assert budget.nbytes == 0
+
+
+def test_a_held_body_lets_go_of_its_request_without_the_garbage_collector() -> None:
+    """A cycle in each request made the router a third slower."""
+
+    class Request:
+        def drop_body(self) -> None:
+            pass
+
+    request = Request()
+    request.held = held = HeldBody()  # type: ignore[attr-defined]
+    with held:
+        held.when_free = request.drop_body
+    gone = weakref.ref(request)
+    gc.disable()
+    try:
+        del request
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_place_in_flight_is_given_back_after_an_error() -> None:

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import re
+import socket
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -16,10 +17,21 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from pdconn.router.errors import BadBody
 from pdconn.router.openai.requests import MAX_FIELDS, Direct, Route, parse_body
-from tests.fakes.fake_engine import ANSWER, MODEL, Deployment, deployment, hang, in_loop, until
+from tests.fakes.fake_engine import (
+    ANSWER,
+    MODEL,
+    Deployment,
+    FakeEngine,
+    Seen,
+    deployment,
+    hang,
+    in_loop,
+    until,
+)
 
 PATH = "/v1/completions"
 GOOD = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
@@ -87,7 +99,7 @@ async def test_a_body_that_does_not_arrive_is_answered_408() -> None:
 async def test_a_byte_at_a_time_buys_no_time() -> None:
     async with deployment(stall_timeout_s=0.4) as d, raw(d) as (reader, writer):
         writer.write(head(1000, "Connection: close") + b'{"prompt": "')
-        answered = asyncio.create_task(reader.read())
+        answered = asyncio.create_task(reader.readline())
         num_sent = 0
         while not answered.done() and num_sent < 900:
             writer.write(b"x")
@@ -130,17 +142,26 @@ async def test_half_a_head_is_closed_in_time_and_an_idle_connection_is_not() -> 
         assert d.metric("connections_dropped_total", reason="timed_out") == 2
 
 
+async def endless(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+    """A script: an answer without end."""
+    response = web.StreamResponse()
+    await response.prepare(http)
+    while True:
+        await response.write(b"x" * 65536)
+
+
 @in_loop
 async def test_a_client_that_does_not_read_its_answer_is_closed() -> None:
+    """Else it holds two file descriptors and an engine's request for as long as it likes."""
     async with deployment(stall_timeout_s=0.5) as d:
-        d.decode[0].num_chunks = 1_000_000
-        body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
-        async with raw(d) as (reader, writer):
-            writer.transport.pause_reading()
-            writer.write(head(len(body)) + body)
+        d.decode[0].script = endless
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", int(d.proxy.url.rsplit(":", 1)[1])))
+            sock.sendall(head(len(GOOD)) + GOOD)
             await until(lambda: d.metric("connections_dropped_total", reason="timed_out") == 1)
             await until(lambda: d.outcome("client_left") == 1)
-            del reader
+            await until(lambda: d.decode[0].aborted)
 
 
 # The common budget
