@@ -374,6 +374,7 @@ def test_sigterm_amid_20_hand_overs_loses_none(fleet: Fleet, prefill: Engine) ->
     assert pulled == 20, "some were computed again: their leases were gone"
 
 
+@pytest.mark.matrix
 def test_a_stopping_prefill_waits_for_a_ticket_that_is_still_on_its_way(
     fleet: Fleet, prefill: Engine
 ) -> None:
