@@ -67,12 +67,17 @@ def _handover(document: Any) -> Figures:
     }
 
 
+def _proxy_cost(document: Any) -> Figures:
+    return {f"{way['name']}, first token (ms)": way["first_ms"] for way in document["cost"]}
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "planning": Benchmark((), _planning),
     "waterfall": Benchmark((), _waterfall),
     "lender_load": Benchmark(("--rounds", "5"), _lender_load),
     "engine_thread": Benchmark((), _engine_thread),
     "handover": Benchmark(("--connectors", "pdconn", "--cores", "apart"), _handover),
+    "proxy_cost": Benchmark(("--rounds", "2"), _proxy_cost),
 }
 
 
