@@ -55,12 +55,6 @@ class Configuration:
         return f"{self.layout}-{'caching' if self.prefix_caching else 'plain'}"
 
 
-def _num_blocks(layout: str, prefix_caching: bool) -> int | None:
-    if not prefix_caching:
-        return 220
-    return 160 if layout == "BLHNC" else None
-
-
 CONFIGURATIONS = tuple(
     Configuration(
         layout,
@@ -68,9 +62,9 @@ CONFIGURATIONS = tuple(
         # Once with a worker in a process of its own, as engines of several ranks have.
         one_process=not (layout == "BHLNC" and prefix_caching),
         policy="fail" if prefix_caching else "recompute",
-        # Few enough blocks that 32 requests at once wait for each other's, and once with prefix
-        # caching so few that requests are preempted.
-        num_blocks=_num_blocks(layout, prefix_caching),
+        # Few enough blocks that 32 requests at once wait for each other's, and that 100 longer
+        # ones are preempted; once with prefix caching.
+        num_blocks=220 if not prefix_caching or layout == "BLHNC" else None,
         # Two layouts for checksums, one for a side channel with a secret.
         verify="off" if layout == "BHLNC" else "sample" if prefix_caching else "always",
         guarded=layout == "BHLNC",

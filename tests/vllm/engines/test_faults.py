@@ -61,7 +61,8 @@ def fleet(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
 @pytest.fixture
 def prefill(fleet: Fleet) -> Engine:
     """Alive, and known to both decode engines."""
-    fleet.revive(fleet.prefill)
+    for engine in (fleet.prefill, fleet.decode, fleet.failing):
+        fleet.revive(engine)
     for decode in (fleet.decode, fleet.failing):
         assert fleet.hands_over(decode)
     return fleet.prefill

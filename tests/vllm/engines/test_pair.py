@@ -41,7 +41,11 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
     pulled = change("pdconn:pulls_total")
     assert pulled >= 150  # the rest were one token long or wholly cached
     assert change("pdconn:pulls_verified_total") == (pulled if pair.verifies else 0)
-    assert (change("pdconn:saved_by_hits_bytes_total") > 0) == pair.configuration.prefix_caching
+    hits = change("pdconn:saved_by_hits_bytes_total")
+    if not pair.configuration.prefix_caching:
+        assert hits == 0
+    elif pair.configuration != PREEMPTING:  # its few blocks hold no prompt until the next like it
+        assert hits > 0
     assert change("vllm:nixl_num_failed_transfers_total") == 0
 
 
@@ -73,7 +77,7 @@ def test_100_requests_at_a_decode_that_preempts_are_all_answered_right(
     pair: PdPair, expected: Expected
 ) -> None:
     """A preempted request loses its blocks, and computes again what it had pulled."""
-    num_tokens = 60
+    num_tokens = 90
     prompts = make_prompts([80 + 2 * number for number in range(100)], seed=31)
     expected.ask(prompts, num_tokens)
     before = pair.decode.metrics()
