@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -119,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, or argparse raises it."""
     argv = sys.argv[1:] if argv is None else list(argv)
     asked = next((word for word in argv if not word.startswith("-")), None)
+    if asked == "proxy" and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it kills until the proxy reloads on it
     output = watch_stdout()
     name = "pdconn"
     try:

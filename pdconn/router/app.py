@@ -93,7 +93,7 @@ class RouterApp:
         app = web.Application(middlewares=middlewares)
         for route in Route:
             app.router.add_post(route.path, self._generating(route))
-        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models", self._models, allow_head=False)
         self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
 

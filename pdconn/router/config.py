@@ -105,6 +105,8 @@ class ProxyConfig:
         if not 0 <= self.effective_admin_port <= LAST_PORT:
             expected = f"a number from 0 to {LAST_PORT} (default: {ADMIN_ABOVE} above --port)"
             raise BadSetting("--admin-port", expected, self.effective_admin_port)
+        if 0 < self.port == self.effective_admin_port and self.host == self.admin_host:
+            raise BadSetting("--admin-port", "another port than --port", self.port)
         if self.tls_cert is None and self.tls_key is not None:
             raise BadSetting("--tls-cert", "a file beside --tls-key", None)
         if self.tls_key is None and self.tls_cert is not None:

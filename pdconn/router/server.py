@@ -29,7 +29,7 @@ from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import RequestBudget
 from pdconn.router.admission.connections import ClientAdmission
-from pdconn.router.admission.listener import AdmittingSite, limits_of_process
+from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
 from pdconn.router.admission.log import ServerLog
 from pdconn.router.app import RouterApp
 from pdconn.router.config import ProxyConfig
@@ -248,11 +248,13 @@ def _tokeniser(engines: EngineRegistry, client: EngineClient, limits: Limits) ->
 async def _serving_admin(
     admin: AdminApp, sock: socket.socket, config: ProxyConfig
 ) -> AsyncIterator[None]:
-    runner = web.AppRunner(admin.app(), access_log=None, shutdown_timeout=_CUT_OFF_S)
+    admission = ClientAdmission(ADMIN_LIMITS)
+    app = admin.app(admission.observing)
+    runner = web.AppRunner(app, access_log=None, logger=ServerLog(log), shutdown_timeout=_CUT_OFF_S)
     await runner.setup()
     try:
         try:
-            await web.SockSite(runner, sock).start()
+            await AdmittingSite(runner, sock, admission, backlog=_BACKLOG).start()
         except OSError as error:
             raise _cannot_listen_admin(config, error) from error
         yield
@@ -292,10 +294,8 @@ async def _listening(
     )
     await runner.setup()
     try:
-        context = None if tls is None else tls.context
-        site = AdmittingSite(
-            runner, sock, router_app.admission, ssl_context=context, backlog=_BACKLOG
-        )
+        context = None if tls is None else lambda: tls.context
+        site = AdmittingSite(runner, sock, router_app.admission, context=context, backlog=_BACKLOG)
         try:
             await site.start()
         except OSError as error:

@@ -178,9 +178,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine that was asked to stop must wait for what it lends."""
-        if self._producer is None or not self._shutdown.is_requested:
+        requested_at = self._shutdown.requested_at
+        if self._producer is None or requested_at is None:
             return False
-        return self._producer.drain(self._drain_s)
+        return self._producer.drain(requested_at + self._drain_s)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -17,8 +17,11 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from pdconn.sidechannel.clock import steady
 
 CPU_LAYOUTS = ("LBHNC", "BLHNC", "BHLNC")
 """Layouts that vLLM's CPU kernels run with, since they honour strides."""
@@ -113,11 +116,12 @@ class ShutdownSignal:
     """Notes that vLLM's engine process was asked to stop.
 
     Attributes:
-        is_requested: whether a signal came since :meth:`watch`.
+        requested_at: when the first signal since :meth:`watch` came, by ``clock``; None before.
     """
 
-    def __init__(self) -> None:
-        self.is_requested = False
+    def __init__(self, clock: Callable[[], float] = steady) -> None:
+        self._clock = clock
+        self.requested_at: float | None = None
 
     def watch(self) -> None:
         """Stand in front of vLLM's handlers; handlers of other programs are left alone."""
@@ -130,7 +134,8 @@ class ShutdownSignal:
 
     def _noting(self, handler: Any) -> Any:
         def note(number: int, frame: FrameType | None) -> Any:
-            self.is_requested = True
+            if self.requested_at is None:
+                self.requested_at = self._clock()
             return handler(number, frame)
 
         return note

@@ -112,7 +112,7 @@ class ProducerScheduler:
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._sizes = sizes
-        self._drains_until: float | None = None
+        self._said_of_stop: bool | None = None
         self._lender: Lender | None = None
         self._pool: Any = None
         self._clock = clock
@@ -194,7 +194,7 @@ class ProducerScheduler:
         if self._lender is None:
             return
         self.unpin_freed()
-        if not self._pinned:
+        if not self._pinned or self._is_in_use():
             return
         log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self._pinned))
         self._lender.abort_all()
@@ -205,23 +205,31 @@ class ProducerScheduler:
         if not self._unpinned_within(_RESET_S):
             log.error("pdconn: cache reset: still lent: leases=%d", len(self._pinned))
 
-    def drain(self, at_most_s: float) -> bool:
+    def _is_in_use(self) -> bool:
+        """Whether blocks are in use that are not lent: then vLLM resets nothing anyway."""
+        ours = {block.block_id for held in self._pinned.values() for block in held}
+        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
+        return bool(used - 1 > len(ours))  # the null block is always in use
+
+    def drain(self, until: float) -> bool:
         """Whether an engine that was asked to stop must still wait for its leases.
 
-        ``at_most_s`` counts from the first call.  Waits a little itself, since vLLM asks again
-        at once.  Only on the engine's thread.
+        ``until`` is a time of our clock.  Waits a little itself, since vLLM asks again at once.
+        Only on the engine's thread.
         """
         self.unpin_freed()
         if not self._pinned:
             return False
-        now = self._clock()
-        if self._drains_until is None:
-            self._drains_until = now + at_most_s
-            log.info("pdconn: draining: leases=%d at_most_s=%g", len(self._pinned), at_most_s)
-        if now >= self._drains_until:
-            log.warning("pdconn: stopping with leases unread: leases=%d", len(self._pinned))
+        left_s = until - self._clock()
+        if self._said_of_stop != (left_s > 0):
+            self._said_of_stop = left_s > 0
+            if left_s > 0:
+                log.info("pdconn: draining: leases=%d at_most_s=%.3g", len(self._pinned), left_s)
+            else:
+                log.warning("pdconn: stopping with leases unread: leases=%d", len(self._pinned))
+        if left_s <= 0:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(min(_LOOK_S, left_s))
         return True
 
     def _unpinned_within(self, seconds: float) -> bool:

@@ -47,11 +47,16 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks = [Block(number) for number in range(16)]
+        self.num_gpu_blocks = len(self.blocks)
         self.freed: list[int] = []
 
     def touch(self, blocks: list[Block]) -> None:
         for block in blocks:
             block.ref_cnt += 1
+
+    def get_num_free_blocks(self) -> int:
+        """All but the null block and those in use."""
+        return self.num_gpu_blocks - 1 - len(self.pinned())
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM's: refuses while any block is in use."""
@@ -226,12 +231,25 @@ def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(
     assert not pool.reset_prefix_cache(), "a running request's block is not ours to take back"
 
 
+def test_a_reset_that_cannot_succeed_takes_nothing_back(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
+    """A request is running: vLLM resets nothing, and what is lent must not be lost for that."""
+    lending.lend(request("r"), ([3],))
+    pool.touch([pool.blocks[5]])
+    assert not pool.reset_prefix_cache()
+    assert pool.pinned() == [3, 5]
+    pool.free_blocks([pool.blocks[5]])
+    assert pool.reset_prefix_cache()
+    assert pool.pinned() == []
+
+
 # Shutdown.
 
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
-    lending: ProducerScheduler, pool: Pool, lease_s: float
+    lending: ProducerScheduler, pool: Pool, clock: Clock, lease_s: float
 ) -> None:
     """Otherwise every ticket that is not redeemed yet is a failed request."""
     params = lending.lend(request("r"), ([3],))
@@ -239,33 +257,43 @@ def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
     ticket = parse_ticket(params)
     looks = 0
     began = time.monotonic()
-    while lending.drain(lease_s) and time.monotonic() < began + 0.5:
+    while lending.drain(clock.now + lease_s) and time.monotonic() < began + 0.5:
         looks += 1
     assert pool.pinned() == [3]
     assert 0 < looks < 100, "it spins, or does not wait"
     with RawReader(lending_port(params), wants="boot") as reader:
         reader.say(Done("r", Reader("d", 0, 1), ticket.digest()))
         give_up = time.monotonic() + 20
-        while lending.drain(lease_s):
+        while lending.drain(clock.now + lease_s):
             assert time.monotonic() < give_up
     assert pool.pinned() == []
 
 
 @pytest.mark.parametrize("lease_s", [60.0])
 def test_the_wait_for_leases_is_bounded(
-    lending: ProducerScheduler, pool: Pool, clock: Clock, lease_s: float
+    lending: ProducerScheduler,
+    pool: Pool,
+    clock: Clock,
+    lease_s: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """It counts from the signal: vLLM asks only when no request is left, which may be late."""
     lending.lend(request("r"), ([3],))
-    assert lending.drain(9.0)
+    until = clock.now + 9.0
     clock.now += 8.9
-    assert lending.drain(9.0)
+    assert lending.drain(until)
     clock.now += 0.1
-    assert not lending.drain(9.0)
+    for _ in range(3):  # vLLM asks several times in a row
+        assert not lending.drain(until)
     assert pool.pinned() == [3]
+    told = [record.message for record in caplog.records if "stopping with leases" in record.message]
+    assert told == ["pdconn: stopping with leases unread: leases=1"]
 
 
-def test_an_engine_that_lends_nothing_stops_at_once(lending: ProducerScheduler) -> None:
-    assert not lending.drain(60.0)
+def test_an_engine_that_lends_nothing_stops_at_once(
+    lending: ProducerScheduler, clock: Clock
+) -> None:
+    assert not lending.drain(clock.now + 60.0)
 
 
 def lending_port(params: dict[str, Any]) -> int:

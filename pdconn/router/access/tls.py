@@ -11,13 +11,15 @@ from pdconn.sidechannel.credentials import SecurityError, read_private
 class ServerTls:
     """What the listener shows to clients: TLS 1.2 or newer, HTTP/1.1.
 
+    Attributes:
+        context: for connections that are opened from now on.
+
     Raises:
         BadSetting: a file is missing or wrong.
     """
 
     def __init__(self, cert: str, key: str) -> None:
         self._cert, self._key = cert, key
-        self.context = _new_context()
         self.reload()
 
     def reload(self) -> None:
@@ -26,8 +28,10 @@ class ServerTls:
         Raises:
             BadSetting: as at the start; the certificate of before stays.
         """
-        _load(_new_context(), self._cert, self._key)  # a context that fails may be half loaded
-        _load(self.context, self._cert, self._key)
+        # A new one: OpenSSL keeps a certificate for each type of key that a context ever had.
+        context = _new_context()
+        _load(context, self._cert, self._key)
+        self.context = context
 
 
 def _new_context() -> ssl.SSLContext:

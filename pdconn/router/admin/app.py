@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
@@ -34,9 +35,10 @@ class AdminApp:
         self._page_body = _PAGE.read_bytes()
         self._page_headers = _page_headers(self._page_body)
 
-    def app(self) -> web.Application:
-        """The routes, as an aiohttp application."""
-        app = web.Application(middlewares=[refusing(_SERVED, name_engines=True)])
+    def app(self, *middlewares: Middleware) -> web.Application:
+        """The routes, as an aiohttp application; ``middlewares`` are the outermost."""
+        refusals = refusing(_SERVED, name_engines=True)
+        app = web.Application(middlewares=[*middlewares, refusals])
         app.router.add_get("/", self._page)
         app.router.add_get("/debug/state", self._state)
         app.router.add_get("/debug/route/{request_id:.+}", self._route)

@@ -6,9 +6,9 @@ and knows what its client owes::
     HEAD ──its request's head is read──► BODY ──read──► SERVED ──► IDLE ──a byte──► HEAD
     owes a head                          owes a body    owes nothing     keep-alive
 
-It stalls while it owes a head or a body, and while it leaves an answer unread so that writing
-has to pause.  ``stall_s`` is the time for a head, for every ``PROGRESS_NBYTES`` of a body, and
-for a pause of writing.  Then it is closed; a client that owes a body gets 408 before.
+It stalls while it owes a head or a body.  ``stall_s`` is the time for a head, for every
+``PROGRESS_NBYTES`` of a body, and for an answer that is left unread so that writing has to pause.
+Then it is closed; a client that owes a body gets 408 before.
 
 Where there is no place left, the connection that stalled for the longest time makes room, then
 one that is idle.  Requests that are being served are never cut for others: new connections
@@ -58,21 +58,28 @@ class _Owes(Enum):
 class ClientConnection(asyncio.Protocol):
     """One client's connection, around aiohttp's handler."""
 
-    __slots__ = ("_admission", "_blocked", "_closed", "_handler", "_owes", "_timer", "_transport")
+    __slots__ = (
+        "_admission", "_closed", "_handler", "_opening", "_owes", "_timer", "_transport", "_unread",
+    )  # fmt: skip
 
     def __init__(self, admission: ClientAdmission, handler: RequestHandler) -> None:
         self._admission = admission
         self._handler = handler
         self._owes = _Owes.HEAD
-        self._blocked = False  # writing pauses, as the client does not read
+        self._unread: asyncio.TimerHandle | None = None  # writing pauses: the client does not read
+        self._opening: asyncio.Task[None] | None = None
         self._timer: asyncio.Timeout | None = None  # of the body that is being read
         self._transport: asyncio.Transport | None = None
         self._closed = False
 
     @property
     def stalls(self) -> bool:
-        """Whether the client owes bytes, or does not read."""
-        return self._blocked or self._owes is _Owes.HEAD or self._owes is _Owes.BODY
+        """Whether the client owes bytes."""
+        return self._owes is _Owes.HEAD or self._owes is _Owes.BODY
+
+    def opened_by(self, task: asyncio.Task[None]) -> None:
+        """``task`` hands the socket to the event loop, and closes it if it is cancelled."""
+        self._opening = task
 
     # The event loop's calls
 
@@ -91,16 +98,23 @@ class ClientConnection(asyncio.Protocol):
         self._handler.eof_received()
 
     def pause_writing(self) -> None:
-        self._blocked = True
+        loop, stall_s = asyncio.get_running_loop(), self._admission.limits.stall_s
+        self._unread = self._unread or loop.call_later(stall_s, self._admission.unread, self)
         self._admission.changed(self)
         self._handler.pause_writing()
 
     def resume_writing(self) -> None:
-        self._blocked = False
+        self._reads_on()
         self._admission.changed(self)
         self._handler.resume_writing()
 
+    def _reads_on(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._reads_on()
         self._admission.forget(self, self._handler)
         self._handler.connection_lost(exc)
 
@@ -150,11 +164,11 @@ class ClientConnection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it waits for its client's next request."""
-        return self._owes is _Owes.IDLE and not self._blocked
+        return self._owes is _Owes.IDLE and self._unread is None
 
     def time_out(self) -> bool:
         """It has stalled for too long; whether it is closed now, else its request is refused."""
-        if self._timer is None or self._blocked:
+        if self._timer is None:
             self.close(politely=False)
             return True
         self._timer.reschedule(asyncio.get_running_loop().time())
@@ -167,6 +181,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
         elif self._transport is not None:
             self._transport.abort()
+        elif self._opening is not None:  # in the middle of a TLS handshake
+            self._opening.cancel()
 
 
 class ClientAdmission:
@@ -263,6 +279,10 @@ class ClientAdmission:
                 self._leave(connection)
 
     # A connection's calls
+
+    def unread(self, connection: ClientConnection) -> None:
+        """Its client has not read for ``stall_s``."""
+        self._drop(connection, Dropped.TIMED_OUT)
 
     def changed(self, connection: ClientConnection) -> None:
         """A connection stalls, idles or is served now."""

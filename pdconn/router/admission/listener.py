@@ -15,6 +15,7 @@ import os
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -31,6 +32,8 @@ STALL_S = 30.0
 
 _RESERVED_FILES = 12
 """For logs, probes, name lookups, and sockets that are being closed."""
+ADMIN_LIMITS = AdmissionLimits(connections=8, per_host=8, stalled=4, stall_s=10.0)
+"""Of the admin pages' listener, which needs few file descriptors and must not take more."""
 _FILES_A_PLACE = 3
 """A client's connection, its engine's, and an idle one to the engine that it used before."""
 _FILES_UNKNOWN = 32
@@ -47,11 +50,11 @@ def limits_within(file_limit: int | None, num_files: int, stall_s: float) -> Adm
         stall_s: seconds that a connection may stall.
 
     >>> limits_within(1024, 24, 30.0).connections
-    329
+    326
     """
     places = MOST_CONNECTIONS
     if file_limit is not None:
-        spare = file_limit - num_files - _RESERVED_FILES
+        spare = file_limit - num_files - _RESERVED_FILES - ADMIN_LIMITS.connections
         places = min(places, max(2, spare // _FILES_A_PLACE))
     per_host = max(1, places * 3 // 4)
     return AdmissionLimits(places, per_host, max(1, places // 2), stall_s)
@@ -69,7 +72,10 @@ def limits_of_process(stall_s: float, num_engines: int) -> AdmissionLimits:
 
 
 class AdmittingSite(web.BaseSite):
-    """A site of an aiohttp runner that listens at ``sock``, which it closes."""
+    """A site of an aiohttp runner that listens at ``sock``, which it closes.
+
+    ``context`` returns the TLS of the next connection; without it there is none.
+    """
 
     def __init__(
         self,
@@ -77,10 +83,11 @@ class AdmittingSite(web.BaseSite):
         sock: socket.socket,
         admission: ClientAdmission,
         *,
-        ssl_context: ssl.SSLContext | None = None,
+        context: Callable[[], ssl.SSLContext] | None = None,
         backlog: int,
     ) -> None:
-        super().__init__(runner, ssl_context=ssl_context, backlog=backlog)
+        super().__init__(runner, backlog=backlog)
+        self._context = context
         self._sock = sock
         self._admission = admission
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,7 +98,7 @@ class AdmittingSite(web.BaseSite):
     def name(self) -> str:
         """The address, as a URL."""
         host, port = self._sock.getsockname()[:2]
-        return f"{'https' if self._ssl_context else 'http'}://{host}:{port}"
+        return f"{'https' if self._context else 'http'}://{host}:{port}"
 
     async def start(self) -> None:
         """Listen.
@@ -152,6 +159,7 @@ class AdmittingSite(web.BaseSite):
             sock.close()
             return
         task = asyncio.create_task(self._connect(sock, connection, handler), name="open")
+        connection.opened_by(task)
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
@@ -160,11 +168,10 @@ class AdmittingSite(web.BaseSite):
     ) -> None:
         """Hand the socket to the event loop, after the TLS handshake if there is one."""
         loop = asyncio.get_running_loop()
-        in_time = {} if self._ssl_context is None else {"ssl_handshake_timeout": self._stall_s}
+        context = None if self._context is None else self._context()
+        in_time = {} if context is None else {"ssl_handshake_timeout": self._stall_s}
         try:
-            await loop.connect_accepted_socket(
-                lambda: connection, sock, ssl=self._ssl_context, **in_time
-            )
+            await loop.connect_accepted_socket(lambda: connection, sock, ssl=context, **in_time)
         except OSError as error:  # the client has left, or speaks no TLS
             self._log.warning("pdconn: connection failed: %s", str(error) or type(error).__name__)
             self._abandon(sock, connection, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -58,6 +59,12 @@ async def half_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     await reader.read()
 
 
+async def half_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Begins a TLS handshake, and sends nothing more."""
+    writer.write(b"\x16\x03\x01\x02\x00")
+    await reader.read()
+
+
 @asynccontextmanager
 async def crowd(port: int, *kinds: tuple[Client, int]) -> AsyncIterator[list[int]]:
     """So many clients of each kind, which connect again when they are closed.
@@ -102,12 +109,14 @@ class Served:
         return sorted(self.took_s)[len(self.took_s) // 2]
 
 
-async def good_clients(url: str, count: int, for_s: float) -> Served:
+async def good_clients(
+    url: str, count: int, for_s: float, tls: ssl.SSLContext | None = None
+) -> Served:
     """``count`` clients that ask one thing after another, each over a connection of its own."""
     served, until_s = Served(), time.monotonic() + for_s
 
     async def ask() -> None:
-        connector = aiohttp.TCPConnector(force_close=True)
+        connector = aiohttp.TCPConnector(force_close=True, ssl=tls or True)
         async with aiohttp.ClientSession(connector=connector) as session:
             while time.monotonic() < until_s:
                 began = time.monotonic()

@@ -7,17 +7,22 @@ proxy cannot connect to its engines and takes them for dead: every request gets 
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
 import zlib
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from tests.fakes.fake_engine import ANSWER, MODEL, in_loop, until
+from tests.fakes.credentials import Authority
+from tests.fakes.fake_engine import ANSWER, MODEL, FakeEngine, Seen, in_loop, until
 from tests.router.admission.crowd import (
     crowd,
     good_clients,
     half_head,
+    half_hello,
     silent,
     slow_body,
     slow_head,
@@ -66,6 +71,55 @@ async def test_good_clients_are_served_beside_200_slow_and_200_silent_ones(
             async with aiohttp.ClientSession() as session:
                 await session.post(f"{proxy.url}/v1/completions", json=ASKED)
             await until(lambda: proxy.engines_down == 1)
+
+
+@in_loop
+async def test_handshakes_that_never_end_leave_good_clients_their_places(tmp_path: Path) -> None:
+    """Else a connection that was pushed out keeps its file descriptor until the handshake's end."""
+    authority = Authority(tmp_path / "ca")
+    files = authority.sign("proxy", "127.0.0.1")
+    tls = ssl.create_default_context(cafile=authority.file)
+    options = ("--tls-cert", files.cert, "--tls-key", files.key)
+    async with engines() as pair:
+        with proxy_process(*pair, tmp_path, 64, *options) as proxy:
+            url = f"https://127.0.0.1:{proxy.port}"
+            assert not (await good_clients(url, 2, 1.0, tls)).failed
+            async with crowd(proxy.port, (half_hello, 100)) as made:
+                await until(lambda: made[0] >= 100)
+                served = await good_clients(url, 2, 8.0, tls)
+                most_files = proxy.num_files
+            print(f"\n{made[0]} handshakes; {len(served.took_s)} good requests; {most_files} files")
+            assert not served.failed, served.failed[:3]
+            assert len(served.took_s) >= 8
+            assert "accept() failed" not in proxy.log.read_text()
+            assert proxy.engines_down == 0
+
+
+@in_loop
+async def test_a_client_that_reads_slowly_is_not_cut_for_others(tmp_path: Path) -> None:
+    """Its request is being served; only those that owe a request make room."""
+    answer = b"x" * (6 << 20)
+
+    async def large(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+        return web.Response(body=answer)
+
+    async with engines() as (prefill, decode):
+        decode.script = large
+        with proxy_process(prefill, decode, tmp_path, 64) as proxy:
+            async with crowd(proxy.port, (half_head, 60)) as made:
+                await until(lambda: made[0] >= 60)
+                reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port, limit=4096)
+                body = json.dumps(ASKED).encode()
+                head = (
+                    f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+                )
+                writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+                nbytes = 0
+                while piece := await reader.read(64 << 10):
+                    nbytes += len(piece)
+                    await asyncio.sleep(0.02)
+                writer.transport.abort()
+            assert nbytes > len(answer)
 
 
 @in_loop
