@@ -33,13 +33,14 @@ class Authority:
         self.file = str(folder / "ca.pem")
         self._ca.cert_pem.write_to_path(self.file)
 
-    def sign(self, name: str, *hosts: str, expired: bool = False) -> TlsFiles:
+    def sign(self, name: str, *hosts: str, expired: bool = False, rsa: bool = False) -> TlsFiles:
         """Files of a certificate for ``hosts``, that trusts this CA."""
         past = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)
         leaf = self._ca.issue_cert(
             *hosts,
             not_before=past - datetime.timedelta(days=9) if expired else None,
             not_after=past if expired else None,
+            key_type=trustme.KeyType.RSA if rsa else trustme.KeyType.ECDSA,
         )
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         leaf.private_key_pem.write_to_path(str(key))

@@ -8,6 +8,7 @@ import socket
 import aiohttp
 import pytest
 
+from pdconn.router.admission.listener import ADMIN_LIMITS
 from pdconn.router.config import ADMIN_ABOVE, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen
 from pdconn.router.prefix.hashing import chain, external
@@ -41,6 +42,40 @@ async def test_operators_reach_them_and_generate_nothing_there():
         refused = await d.send(d.proxy.admin_url + "/v1/completions", b"{}")
         assert refused.status == 404
         assert "/metrics" in refused.error["message"]
+
+
+@in_loop
+async def test_half_requests_to_the_admin_pages_take_no_place_from_clients_or_operators():
+    """Else they take every file descriptor of the proxy, and no client is accepted."""
+    async with deployment() as d:
+        port = int(d.proxy.admin_url.rsplit(":", 1)[1])
+        halves = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+        try:
+            for half in halves:
+                half.sendall(b"GET /metrics HTTP/1.1\r\n")
+            assert (await d.complete()).status == 200
+            assert (await d.send(d.proxy.admin_url + "/metrics", method="GET")).status == 200
+            closed = 0
+            for half in halves:
+                half.settimeout(0.2)
+                try:
+                    closed += half.recv(1) == b""
+                except ConnectionResetError:
+                    closed += 1
+                except TimeoutError:
+                    pass
+            assert closed >= len(halves) - ADMIN_LIMITS.connections
+        finally:
+            for half in halves:
+                half.close()
+
+
+@in_loop
+async def test_head_has_no_body_that_the_next_answer_would_begin_with():
+    async with deployment() as d:
+        reply = await d.send("/v1/models", method="HEAD")
+        assert (reply.status, reply.body) == (404, b"")
+        assert (await d.send("/v1/models", method="GET")).status == 200
 
 
 async def can_connect(host: str, url: str) -> bool:

@@ -133,6 +133,7 @@ def test_an_option_that_needs_another_names_it():
         ({"tls_cert": "x"}, "--tls-key"),
         ({"tls_key": "x"}, "--tls-cert"),
         ({"forward_authorization": True}, "--forward-authorization"),
+        ({"port": 8000, "admin_port": 8000}, "--admin-port"),
     ):
         with pytest.raises(BadSetting) as caught:
             ProxyConfig.of(*URLS, **settings)
@@ -175,9 +176,13 @@ async def test_clients_connect_by_tls_and_not_otherwise(tmp_path):
         assert (await d.send("/metrics", method="GET")).status == 200  # the admin pages have none
 
 
+@pytest.mark.parametrize("rsa", [False, True], ids=["ECDSA", "RSA"])
 @in_loop
-async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path):
-    """Without it a new key or certificate needs a restart, which ends every stream."""
+async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path, rsa):
+    """Without it a new key or certificate needs a restart, which ends every stream.
+
+    OpenSSL keeps one certificate for each type of key, so a new type must not add to the old.
+    """
     authority = Authority(tmp_path / "ca")
     files = authority.sign("proxy", "127.0.0.1")
     keys = key_file(tmp_path)
@@ -195,7 +200,7 @@ async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path):
 
         before = await shown_to(proxy.url, authority)
         assert [await status_of(KEY), await status_of("sk-new")] == [404, 401]
-        authority.sign("proxy", "127.0.0.1")  # over the same files
+        authority.sign("proxy", "127.0.0.1", rsa=rsa)  # over the same files
         Path(keys).write_text("sk-new\n")
         assert await shown_to(proxy.url, authority) == before
         assert await proxy.reload() == ()
