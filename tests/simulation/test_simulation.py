@@ -60,7 +60,7 @@ def test_the_laws_hold_at_every_step_and_every_table_drains(seed: int) -> None:
 def test_the_laws_hold_while_lenders_are_kept_warm_and_all_are_warm_at_the_end(seed: int) -> None:
     # With the usual 0.01 a run of 500 requests has no crash in one of 150 seeds.
     counts = simulate(seed, PER_SEED, Chances(crash=0.03), warms=True)
-    assert counts["received"] > PER_SEED / 5
+    assert counts["received"] > PER_SEED / 8
     assert counts["crashes"] > 0
     assert counts["warm"] == 3 * (1 + 2 + 1)
 
@@ -69,7 +69,7 @@ def test_the_laws_hold_while_lenders_are_kept_warm_and_all_are_warm_at_the_end(s
 def test_the_laws_hold_on_clocks_that_drift_freeze_and_are_slewed(seed: int) -> None:
     counts = simulate(seed, PER_SEED, WRONG_CLOCKS)
     print(f"seed {seed}: {dict(sorted(counts.items()))}")
-    assert counts["received"] > PER_SEED / 10
+    assert counts["received"] > PER_SEED / 15
     assert min(counts[what] for what in ("frozen", "slewed", "resets")) > 0
 
 
