@@ -46,6 +46,7 @@ from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
+from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 
@@ -98,14 +99,13 @@ class Lender:
         self._limits = _within_file_limit(limits or ConnectionLimits())
         self._commands: WakeupQueue[EngineCommand] = WakeupQueue()
         self._outbox: Outbox[FreedLease] = Outbox()
+        self._warn = QuietLog(log, clock).warning
         self._sessions = LenderSessions(welcome, is_summing, self._warn, self._limits)
         self._admission: AdmissionControl[Session] = AdmissionControl(self._limits)
         self._connections: dict[Session, Connection] = {}
         self._last = Turn()
         self._accept_from = math.inf
         self._sleeps_until = 0.0
-        self._quiet_until = 0.0
-        self._num_suppressed = 0
         self._selector = selectors.DefaultSelector()
         self._broken: str | None = None
         self._stopping = False
@@ -309,17 +309,6 @@ class Lender:
         if session.stalls != stalls:
             session.stalls = stalls
             self._admission.observe(session, stalls, now)
-
-    def _warn(self, text: str, *values: object) -> None:
-        """Log at most one warning a second, since any host can cause as many as it likes."""
-        now = self._clock()
-        if now < self._quiet_until:
-            self._num_suppressed += 1
-            return
-        if self._num_suppressed:
-            text += f" ({self._num_suppressed} similar warnings suppressed)"
-        log.warning(text, *values)
-        self._quiet_until, self._num_suppressed = now + 1.0, 0
 
     def _time_out(self, session: Session, why: str) -> None:
         self._sessions.counts["connections_timed_out"] += 1

@@ -17,7 +17,6 @@ from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.admission.connections import ClientAdmission
-from pdconn.router.admission.log import QuietLog
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import Busy, EngineFailure, NoEngineLeft
 from pdconn.router.fleet.client import (
@@ -33,6 +32,7 @@ from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
+from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
 

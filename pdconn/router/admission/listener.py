@@ -22,7 +22,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from pdconn.lifecycle.admission import AdmissionLimits
 from pdconn.router.admission.connections import ClientAdmission, ClientConnection
-from pdconn.router.admission.log import QuietLog
+from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
 

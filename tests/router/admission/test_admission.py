@@ -19,9 +19,9 @@ from pdconn.router.admission.connections import (
     Dropped,
 )
 from pdconn.router.admission.listener import MOST_CONNECTIONS, limits_within
-from pdconn.router.admission.log import QuietLog
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, Busy
+from pdconn.sidechannel.quiet_log import QuietLog
 from tests.fakes.fake_engine import in_loop
 
 URL = ["http://a:1"]
