@@ -75,13 +75,6 @@ class AdmissionControl(Generic[S]):
         """Whether as many sessions stall as may: the next one closes the oldest of them."""
         return len(self._stalled) >= self._limits.stalled
 
-    @property
-    def longest_stalled(self) -> tuple[S, float] | None:
-        """The session that has stalled for the longest time, and since when."""
-        for session, until in self._stalled.items():
-            return session, until - self._limits.stall_s
-        return None
-
     def refusal(self, host: str) -> str | None:
         """Why another connection from ``host`` is refused now, or None."""
         if self.is_full:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Collection
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
@@ -92,8 +92,8 @@ class RouterApp:
         ]
         app = web.Application(middlewares=middlewares)
         for route in Route:
-            app.router.add_post(route.path, self._generating(route))
-        app.router.add_get("/v1/models", self._models, allow_head=False)
+            app.router.add_post(route.path, self._generating(route), expect_handler=_continue)
+        app.router.add_get("/v1/models", self._models, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
 
@@ -191,3 +191,14 @@ class RouterApp:
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
         return request_id, headers
+
+
+async def _continue(http: web.Request) -> None:
+    """Ask for the body where the client waits for that; other expectations are ignored.
+
+    RFC 9110, section 10.1.1.  aiohttp's own handler refuses them before any middleware runs,
+    so that neither the access log nor the metrics tell of the request.
+    """
+    if http.version >= HttpVersion11 and http.headers["Expect"].lower() == "100-continue":
+        await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        http.writer.output_size = 0  # of the answer, which begins after this

@@ -36,6 +36,7 @@ from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
+from pdconn.router.events.subscriber import FILES
 from pdconn.router.fleet import registry, sources
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
@@ -201,7 +202,7 @@ async def _services(
     try:
         watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, loads:
-            bodies = _admission(config, metrics, len(engines.names))
+            bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
             app = RouterApp(handover, probes, bodies, config, keys)
             reloader = Reloader(config.fleet, watch, keys, tls)
             yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
@@ -262,9 +263,14 @@ async def _serving_admin(
         await runner.cleanup()
 
 
-def _admission(config: ProxyConfig, metrics: RouterMetrics, num_engines: int) -> BodyReader:
+def _files_of_fleet(engines: EngineRegistry, feeds: EventFeeds) -> int:
+    """File descriptors to poll each engine's load, and to follow the KV events of each rank."""
+    return len(engines.names) + FILES * len(feeds.statuses())
+
+
+def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -> BodyReader:
     """What clients may open, send and hold, by the options and this process's limits."""
-    limits = limits_of_process(config.stall_timeout_s, num_engines)
+    limits = limits_of_process(config.stall_timeout_s, num_reserved)
     log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
     admission = ClientAdmission(limits, metrics.connection_dropped)
     budget = RequestBudget(config.max_bodies_nbytes, config.max_requests)

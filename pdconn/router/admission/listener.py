@@ -60,14 +60,14 @@ def limits_within(file_limit: int | None, num_files: int, stall_s: float) -> Adm
     return AdmissionLimits(places, per_host, max(1, places // 2), stall_s)
 
 
-def limits_of_process(stall_s: float, num_engines: int) -> AdmissionLimits:
-    """``limits_within`` for this process as it is now, when it will poll its engines' loads."""
+def limits_of_process(stall_s: float, num_reserved: int) -> AdmissionLimits:
+    """``limits_within`` for this process as it is now, when it will open so many more files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_files = len(os.listdir("/proc/self/fd"))
     except OSError:
         num_files = _FILES_UNKNOWN
-    num_files += num_engines
+    num_files += num_reserved
     return limits_within(None if soft == resource.RLIM_INFINITY else soft, num_files, stall_s)
 
 

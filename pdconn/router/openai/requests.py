@@ -11,6 +11,7 @@ slower, never wrong.  ``Direct`` lists the reasons.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -86,8 +87,8 @@ all others to the scheduler too, where ``kv_cache_report_mode`` alters what cach
 
 MAX_FIELDS = 256
 """Of one JSON object.  A request of every field that vLLM knows has a third as many."""
-_MAX_BLANK = 64
-"""Bytes that are searched for something else than white space."""
+_FIRST_ELEMENT = re.compile(rb"\[\s*+(.)", re.DOTALL)
+_EMPTY_OBJECT = re.compile(rb"\{\s*+\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +213,8 @@ def _holds_several(prompt: Raw) -> bool:
     """
     if kind_of(prompt) != "a list":
         return False
-    begins = bytes(memoryview(prompt)[1:_MAX_BLANK]).lstrip()[:1]
-    if begins and begins not in b'"[':
+    first = _FIRST_ELEMENT.match(memoryview(prompt))
+    if first is not None and first[1] not in b'"[':
         return False
     try:
         msgspec.json.decode(prompt, type=tuple[Raw])  # gives up at a second element
@@ -237,7 +238,4 @@ def kind_of(value: Raw) -> str:
 
 def is_empty(value: Raw) -> bool:
     """Null or ``{}``, which some clients send for every field that they do not use."""
-    inside = memoryview(value)[1:-1]
-    kind = kind_of(value)
-    blank = len(inside) < _MAX_BLANK and not bytes(inside).strip()
-    return kind == "null" or (kind == "an object" and blank)
+    return kind_of(value) == "null" or _EMPTY_OBJECT.fullmatch(memoryview(value)) is not None

@@ -152,7 +152,7 @@ class Tokeniser:
         if kind_of(prompt) == "a string":
             bound.check_text(prompt)
             return None
-        if _BEGINS_WITH_AN_ID.match(bytes(memoryview(prompt)[:_MAX_BLANK])):
+        if _BEGINS_WITH_AN_ID.match(memoryview(prompt)):
             num_ids = 1 + np.count_nonzero(np.frombuffer(prompt, np.uint8) == ord(","))
             bound.check("tokens", int(num_ids), 1)
             self._check_most(int(num_ids))
@@ -222,8 +222,7 @@ class Tokeniser:
         return bytes(raw)
 
 
-_MAX_BLANK = 64
-_BEGINS_WITH_AN_ID = re.compile(rb"\[\s*(\[\s*)?-?[0-9]")
+_BEGINS_WITH_AN_ID = re.compile(rb"\[\s*+(\[\s*+)?-?[0-9]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import gc
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -40,17 +42,15 @@ def test_places_are_bounded_without_a_limit_and_there_are_some_with_a_tiny_one()
     assert limits_within(16, 20, 30.0).connections == 2
 
 
-def test_the_session_that_stalls_the_longest_is_known_with_its_time() -> None:
+def test_sessions_that_stall_no_more_leave_their_places() -> None:
     control: AdmissionControl[str] = AdmissionControl(AdmissionLimits(stalled=2, stall_s=10.0))
-    assert control.longest_stalled is None
     control.admit("a", "h", 1.0)
     control.admit("b", "h", 2.0)
     assert control.is_crowded
-    assert control.longest_stalled == ("a", 1.0)
     control.observe("a", False, 3.0)
     assert not control.is_crowded
     control.observe("a", True, 4.0)
-    assert control.longest_stalled == ("b", 2.0)
+    assert control.admit("c", "h", 5.0) == "b"
     control.remove("b")
     assert "b" not in control
 
@@ -60,6 +60,7 @@ class Table:
 
     def __init__(self, **limits: float) -> None:
         self.counts: Counter[Dropped] = Counter()
+        self.cut: list[ClientConnection] = []
         given = AdmissionLimits(**{"connections": 3, "per_host": 3, "stalled": 9, **limits})  # type: ignore[arg-type]
         self.admission = ClientAdmission(given, self._count)
 
@@ -72,7 +73,15 @@ class Table:
     def opened(self, host: str = "h") -> ClientConnection:
         connection = self.open(host)
         assert connection is not None
+        connection.opened_by(_Opening(lambda: self.cut.append(connection)))  # type: ignore[arg-type]
         return connection
+
+
+@dataclass
+class _Opening:
+    """Stands for the task that opens a connection; closing the connection cancels it."""
+
+    cancel: Callable[[], None]
 
 
 @in_loop
@@ -98,6 +107,23 @@ async def test_a_place_is_made_by_what_stalls_then_by_what_idles_and_never_by_wh
     await asyncio.wait_for(waiting, 5.0)
     assert len(table.admission) == 2
     assert stalled.stalls
+
+
+@in_loop
+async def test_owed_heads_make_room_before_uploads_unless_most_are_uploads() -> None:
+    """Else a flood of half heads cuts whoever sends a body in several flights."""
+    table = Table(connections=4, per_host=4)
+    first, second = table.opened(), table.opened()
+    async with first.reading_body(), second.reading_body():
+        heads = table.opened(), table.opened()
+        await asyncio.sleep(2 * SHORTEST_STAY_S)
+        await table.admission.room()
+        assert table.cut == [heads[0]]
+        third = table.opened()
+        async with third.reading_body():
+            await asyncio.sleep(2 * SHORTEST_STAY_S)
+            await table.admission.room()
+            assert table.cut == [heads[0], first]
 
 
 @in_loop

@@ -149,6 +149,16 @@ def test_what_a_ticket_cannot_serve_goes_direct(body, reason):
     assert completion(**body).direct is reason
 
 
+@pytest.mark.parametrize("num_blanks", [0, 1, 200])
+def test_blanks_change_nothing(num_blanks):
+    """A list of ids that begins with many was taken for several prompts, and never handed over."""
+    blanks = b" " * num_blanks
+    ids = b'{"prompt": [%s1, 2, 3], "logit_bias": {%s}}' % (blanks, blanks)
+    assert parse_body(Route.COMPLETIONS, ids).direct is None
+    texts = b'{"prompt": [%s"a", "b"]}' % blanks
+    assert parse_body(Route.COMPLETIONS, texts).direct is Direct.SEVERAL_PROMPTS
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -16,7 +16,7 @@ import pytest
 
 from pdconn.cli.logs import JsonFormatter
 from pdconn.router.access.log import KeyValues
-from tests.fakes.fake_engine import deployment, in_loop, leave, until
+from tests.fakes.fake_engine import ANSWER, MODEL, deployment, in_loop, leave, until
 
 PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
 
@@ -80,6 +80,23 @@ def test_requests_that_fail_leave_one_too(lines):
             await d.prefill[0].stop()
             assert (await d.complete()).status == 503
             assert (lines()[-1]["status"], lines()[-1]["outcome"]) == ("503", "no_engine")
+
+    scene()
+
+
+@pytest.mark.parametrize("expectation", ["bogus", "100-continue"])
+def test_a_request_with_an_expectation_is_served_and_leaves_one_too(lines, expectation):
+    """Expectations that are not known are ignored (RFC 9110, section 10.1.1)."""
+
+    @in_loop
+    async def scene():
+        async with deployment() as d:
+            head = {"Expect": expectation}
+            body = {"model": MODEL, "prompt": "hi"}
+            async with d.client.post(d.url("/v1/completions"), json=body, headers=head) as reply:
+                assert (reply.status, await reply.read()) == (200, ANSWER)
+            [line] = lines()
+            assert (line["status"], line["outcome"]) == ("200", "ok")
 
     scene()
 

@@ -92,6 +92,26 @@ def test_sighup_during_the_wait_does_not_end_it() -> None:
         assert one.process.wait(timeout=60) == 0
 
 
+@pytest.mark.parametrize(("command", "code"), [("proxy", 0), ("plan", -signal.SIGHUP)])
+def test_sighup_is_harmless_before_the_proxy_runs_and_ends_other_commands(
+    command: str, code: int
+) -> None:
+    """The proxy's modules take some tenths of a second to load."""
+    text = f"""
+import os, signal
+from pdconn.cli.main import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+try:
+    main([{command!r}, "--help"])
+finally:
+    os.kill(os.getpid(), signal.SIGHUP)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], check=False, stdout=subprocess.DEVNULL, timeout=60
+    )
+    assert done.returncode == code
+
+
 def test_sigterm_first_ends_readiness_and_then_the_listener() -> None:
     with proxy(*WORDS, "--drain-delay", "2") as one:
         listening = one.event()

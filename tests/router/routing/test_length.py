@@ -64,6 +64,19 @@ async def test_a_prompt_longer_than_the_model_is_refused_and_no_engine_is_asked(
         assert f.outcome("refused") == 1
 
 
+@pytest.mark.parametrize("blanks", [0, 200])
+@in_loop
+async def test_a_list_is_counted_before_it_is_parsed_whatever_blanks_it_begins_with(
+    blanks: int,
+) -> None:
+    """These numbers are no token ids, which only a parser would notice."""
+    async with fleet() as f:
+        await ready(f)
+        numbers = "[" + " " * blanks + ",".join(["1.5"] * 1001) + "]"
+        reply = await f.send("/v1/completions", '{"model": "m", "prompt": ' + numbers + "}")
+        assert (reply.status, "1001 tokens" in reply.error["message"]) == (400, True)
+
+
 @pytest.mark.parametrize("prompt", [[5] * 1000, "é" * 1000])
 @in_loop
 async def test_a_prompt_as_long_as_the_model_is_the_engines_to_judge(prompt: Any) -> None:
