@@ -148,6 +148,18 @@ class CorruptingCase(OpenCase):
         return sample
 
 
+def test_a_reader_that_leaves_before_its_answer_leaves_no_traceback() -> None:
+    """As Ctrl-C does; without the fix the lender's traceback came after "interrupted"."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        ControlConnection(ours, AT_READER).send(AskCpu())
+    with theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "pdconn.bench.transfer.lender", str(fd)]
+        ended = subprocess.run(command, pass_fds=[fd], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_wrong_bytes_are_noticed(lender: LocalLender) -> None:
     with CorruptingCase(workload(), PATHS["shm"], lender.control) as rig:
         rig.check()

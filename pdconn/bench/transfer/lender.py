@@ -8,6 +8,7 @@ network where that is harmless.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -178,4 +179,5 @@ class ListeningLender(Closing):
 
 
 if __name__ == "__main__":
-    lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))
+    with contextlib.suppress(LenderFailed):  # an interrupted reader does not wait for its answer
+        lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))
