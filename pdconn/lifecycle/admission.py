@@ -3,8 +3,9 @@
 Any host can open a connection.  A connection *stalls* while its peer owes bytes or does not
 read: it has not greeted or sent its request, has sent part of one, or leaves replies unread.
 It is closed after ``stall_s``.  When too many stall at once, the oldest of them is closed, so a
-flood of idle connections delays others by less than their greeting takes.  One host cannot use
-up all connections either.
+flood of idle connections delays others by less than their greeting takes.  What a peer owes may
+be of several kinds; then it is the oldest of the kind that most of them owe, so that a flood of one
+kind does not cut another.  One host cannot use up all connections either.
 
 The side channel of prefill and the router's HTTP listener share this machine; each decides for
 itself when a connection stalls.
@@ -56,7 +57,7 @@ class AdmissionControl(Generic[S]):
         self._limits = limits
         self._hosts: dict[S, str] = {}
         self._num_of_host: Counter[str] = Counter()
-        self._stalled: OrderedDict[S, float] = OrderedDict()
+        self._stalled: dict[Hashable, OrderedDict[S, float]] = {}
         self.deadline = math.inf
 
     def __len__(self) -> int:
@@ -72,8 +73,17 @@ class AdmissionControl(Generic[S]):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether as many sessions stall as may: the next one closes the oldest of them."""
-        return len(self._stalled) >= self._limits.stalled
+        """Whether as many sessions stall as may: the next one closes another."""
+        return sum(map(len, self._stalled.values())) >= self._limits.stalled
+
+    @property
+    def next_out(self) -> tuple[S, float] | None:
+        """The session that makes room, and since when it stalls; None if none stalls."""
+        queue = max(self._stalled.values(), key=len, default=None)
+        if not queue:
+            return None
+        session, until = next(iter(queue.items()))
+        return session, until - self._limits.stall_s
 
     def refusal(self, host: str) -> str | None:
         """Why another connection from ``host`` is refused now, or None."""
@@ -83,21 +93,25 @@ class AdmissionControl(Generic[S]):
             return f"{self._limits.per_host} connections from {host} are open"
         return None
 
-    def admit(self, session: S, host: str, now: float) -> S | None:
-        """Add a session; return the one to close because too many stall, or None."""
+    def admit(self, session: S, host: str, now: float, stalls: Hashable = True) -> S | None:
+        """Add a session, which stalls; return the one to close because too many do, or None."""
         self._hosts[session] = host
         self._num_of_host[host] += 1
-        crowded_out = next(iter(self._stalled), None) if self.is_crowded else None
-        self._stalled[session] = now + self._limits.stall_s
-        self._note_deadline()
-        return crowded_out
+        crowded_out = self.next_out if self.is_crowded else None
+        self.observe(session, stalls, now)
+        return None if crowded_out is None else crowded_out[0]
 
-    def observe(self, session: S, stalls: bool, now: float) -> None:
-        """Note whether an admitted session stalls now; its timer runs from the first time."""
-        if not stalls:
-            self._stalled.pop(session, None)
-        elif session in self._hosts:
-            self._stalled.setdefault(session, now + self._limits.stall_s)
+    def observe(self, session: S, stalls: Hashable, now: float) -> None:
+        """Note whether an admitted session stalls now; its timer runs from the first time.
+
+        ``stalls`` is the kind of what its peer owes, where there are several; falsy for nothing.
+        """
+        for kind, queue in self._stalled.items():
+            if kind != stalls:
+                queue.pop(session, None)
+        if stalls and session in self._hosts:
+            queue = self._stalled.setdefault(stalls, OrderedDict())
+            queue.setdefault(session, now + self._limits.stall_s)
         self._note_deadline()
 
     def remove(self, session: S) -> None:
@@ -105,21 +119,22 @@ class AdmissionControl(Generic[S]):
         host = self._hosts.pop(session, None)
         if host is None:
             return
-        self._stalled.pop(session, None)
-        self._note_deadline()
+        self.observe(session, False, 0.0)
         self._num_of_host[host] -= 1
         if not self._num_of_host[host]:
             del self._num_of_host[host]
 
     def overdue(self, now: float) -> Iterator[S]:
         """Sessions that stalled for too long.  Close each before asking for the next."""
-        while self._stalled:
-            session, until = next(iter(self._stalled.items()))
-            if until > now:
-                return
-            del self._stalled[session]
-            self._note_deadline()
-            yield session
+        for queue in list(self._stalled.values()):
+            while queue:
+                session, until = next(iter(queue.items()))
+                if until > now:
+                    break
+                del queue[session]
+                self._note_deadline()
+                yield session
 
     def _note_deadline(self) -> None:
-        self.deadline = next(iter(self._stalled.values()), math.inf)
+        firsts = (next(iter(queue.values()), math.inf) for queue in self._stalled.values())
+        self.deadline = min(firsts, default=math.inf)

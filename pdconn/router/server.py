@@ -36,7 +36,7 @@ from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
-from pdconn.router.events.subscriber import FILES
+from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
 from pdconn.router.fleet import registry, sources
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
@@ -265,7 +265,7 @@ async def _serving_admin(
 
 def _files_of_fleet(engines: EngineRegistry, feeds: EventFeeds) -> int:
     """File descriptors to poll each engine's load, and to follow the KV events of each rank."""
-    return len(engines.names) + FILES * len(feeds.statuses())
+    return len(engines.names) + FILES_A_SUBSCRIBER * len(feeds.statuses())
 
 
 def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -> BodyReader:

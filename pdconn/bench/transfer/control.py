@@ -122,6 +122,8 @@ class ControlConnection(Generic[Incoming]):
                     return None
                 self._bodies.extend(self._frames.feed(data))
             return self._decoder.decode(self._bodies.popleft())
+        except ConnectionResetError:  # it has closed it without reading what we sent
+            return None
         except (OSError, FrameError, msgspec.MsgspecError) as error:
             raise LenderFailed(f"the other side sent an invalid message: {error}") from error
 

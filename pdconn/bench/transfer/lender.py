@@ -8,7 +8,6 @@ network where that is harmless.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -102,7 +101,10 @@ def lend(control: ControlConnection[ToLender], max_nbytes: int = MAX_BYTES) -> N
                     answer = lending.opened
                 except (BenchError, TransportError, ValueError) as error:
                     answer = CannotLend(f"{type(error).__name__}: {error}")
-            control.send(answer)
+            try:
+                control.send(answer)
+            except LenderFailed:  # it has disconnected: one that is interrupted does not wait
+                return
     finally:
         if lending is not None:
             lending.close()
@@ -179,5 +181,4 @@ class ListeningLender(Closing):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(LenderFailed):  # an interrupted reader does not wait for its answer
-        lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))
+    lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))

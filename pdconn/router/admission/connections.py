@@ -10,10 +10,9 @@ It stalls while it owes a head or a body.  ``stall_s`` is the time for a head, f
 ``PROGRESS_NBYTES`` of a body, and for an answer that is left unread so that writing has to pause.
 Then it is closed; a client that owes a body gets 408 before.
 
-Where there is no place left, one that stalls makes room, then one that is idle.  Of those that
-stall it is the one that owes a head for the longest time, so that a flood of them does not cut
-uploads under way; or, while more than half of them owe a body, the one that owes it for the
-longest time.  Requests that are being served are never cut for others: new connections wait in
+Where there is no place left, one that stalls makes room, then one that is idle.  Heads and bodies
+are two kinds of stalling (``pdconn.lifecycle.admission``), so a flood of half heads does not cut
+uploads under way.  Requests that are being served are never cut for others: new connections wait in
 the listener's backlog.
 """
 
@@ -75,14 +74,9 @@ class ClientConnection(asyncio.Protocol):
         self._closed = False
 
     @property
-    def stalls(self) -> bool:
-        """Whether the client owes bytes."""
-        return self._owes in (_Owes.HEAD, _Owes.BODY)
-
-    @property
-    def waits_for(self) -> _Owes:
-        """What it would be cut for: ``NOTHING`` while it is served or its client does not read."""
-        return self._owes if self.stalls or self._unread is None else _Owes.NOTHING
+    def stalls(self) -> _Owes | None:
+        """What of a request the client owes; None if it owes nothing."""
+        return self._owes if self._owes in (_Owes.HEAD, _Owes.BODY) else None
 
     def opened_by(self, task: asyncio.Task[None]) -> None:
         """``task`` hands the socket to the event loop, and closes it if it is cancelled."""
@@ -168,6 +162,11 @@ class ClientConnection(asyncio.Protocol):
 
     # The admission's calls
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for its client's next request."""
+        return self._owes is _Owes.IDLE and self._unread is None
+
     def time_out(self) -> bool:
         """It has stalled for too long; whether it is closed now, else its request is refused."""
         if self._timer is None:
@@ -201,9 +200,7 @@ class ClientAdmission:
         self.limits = limits
         self._count = count
         self._control: AdmissionControl[ClientConnection] = AdmissionControl(limits)
-        self._waiting: dict[_Owes, OrderedDict[ClientConnection, float]] = {
-            owes: OrderedDict() for owes in _Owes if owes is not _Owes.NOTHING
-        }  # since when, the longest first
+        self._idle: OrderedDict[ClientConnection, None] = OrderedDict()
         self._of_handler: dict[RequestHandler, ClientConnection] = {}
         self._room = asyncio.Event()
         self._time = asyncio.get_running_loop().time
@@ -243,28 +240,19 @@ class ClientAdmission:
         a flood new connections wait for that instead of pushing each other out.
         """
         while self._control.is_full or self._control.is_crowded:
-            longest = self._next_out()
-            if longest is None:
+            next_out = self._control.next_out
+            if next_out is not None:
+                stalled, since = next_out
+                stays_s = since + SHORTEST_STAY_S - self._time()
+                if stays_s > 0:
+                    await asyncio.sleep(stays_s)
+                else:
+                    self._drop(stalled, Dropped.CROWDED_OUT)
+            elif self._idle:
+                self._drop(next(iter(self._idle)), Dropped.IDLE)
+            else:
                 self._room.clear()
                 await self._room.wait()
-                continue
-            connection, since = longest
-            stays_s = since + SHORTEST_STAY_S - self._time()
-            if not connection.stalls:
-                self._drop(connection, Dropped.IDLE)
-            elif stays_s > 0:
-                await asyncio.sleep(stays_s)
-            else:
-                self._drop(connection, Dropped.CROWDED_OUT)
-
-    def _next_out(self) -> tuple[ClientConnection, float] | None:
-        """The connection that makes room, and since when it waits for its client."""
-        heads, bodies, idle = self._waiting.values()
-        order = (bodies, heads) if len(bodies) > len(heads) else (heads, bodies)
-        for waiting in (*order, idle):
-            for longest in waiting.items():
-                return longest
-        return None
 
     def open(self, handler: RequestHandler, host: str) -> ClientConnection | None:
         """A new connection from ``host``; None if it is refused."""
@@ -275,10 +263,9 @@ class ClientAdmission:
             return None
         connection = ClientConnection(self, handler)
         self._of_handler[handler] = connection
-        if self._control.is_crowded and (longest := self._next_out()) is not None:
-            self._drop(longest[0], Dropped.CROWDED_OUT)
-        self._control.admit(connection, host, self._time())
-        self.changed(connection)
+        crowded_out = self._control.admit(connection, host, self._time(), connection.stalls)
+        if crowded_out is not None:
+            self._drop(crowded_out, Dropped.CROWDED_OUT)
         return connection
 
     def accept_failed(self) -> None:
@@ -300,13 +287,11 @@ class ClientAdmission:
 
     def changed(self, connection: ClientConnection) -> None:
         """A connection stalls, idles or is served now."""
-        waits_for, now = connection.waits_for, self._time()
-        self._control.observe(connection, connection.stalls, now)
-        for owes, waiting in self._waiting.items():
-            if owes is waits_for and connection in self._control:
-                waiting.setdefault(connection, now)
-            else:
-                waiting.pop(connection, None)
+        self._control.observe(connection, connection.stalls, self._time())
+        if connection.is_idle and connection in self._control:
+            self._idle[connection] = None
+        else:
+            self._idle.pop(connection, None)
         self._room.set()
 
     def forget(self, connection: ClientConnection, handler: RequestHandler) -> None:
@@ -322,6 +307,5 @@ class ClientAdmission:
     def _leave(self, connection: ClientConnection) -> None:
         """Its place is free, though its socket may take a moment more to close."""
         self._control.remove(connection)
-        for waiting in self._waiting.values():
-            waiting.pop(connection, None)
+        self._idle.pop(connection, None)
         self._room.set()

@@ -47,7 +47,7 @@ LIVE_HWM, REPLAY_HWM = 10_000, 100_000
 BURST = 64
 #: File descriptors of one subscriber, as Linux counts them: three sockets of ZeroMQ, the inner end
 #: of the monitor, and two connections.
-FILES = 6
+FILES_A_SUBSCRIBER = 6
 
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/*\[\]]+):([0-9]{1,5})", re.ASCII)
 
