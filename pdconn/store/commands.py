@@ -1,0 +1,108 @@
+"""What the scheduler's part of a store asks of every rank, and what ranks answer.
+
+Commands go to all ranks alike with a step's metadata; each rank does its share of them::
+
+    OpenStore ─► Fetch ─► FetchResult ─► Load ─► (vLLM: received)      or  DropFetch
+              ─► SaveRows ─► SaveResult (blocks may be reused), notes beside the parts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdconn.planning.plan import Need
+from pdconn.protocol.ticket import BlockList
+from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.names import RowName
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Sent once, first: what rows look like, and which replica each rank is.
+
+    Attributes:
+        layout: of whole rows.
+        namespace: where the engine's rows are.
+        writer: the name of this boot in the names of parts.
+        replicas: by rank: for each (layer, chunk) it holds, its number among the ranks that
+            hold the same heads, and how many these are: rank writes row ``index`` if
+            ``index % count == number``.
+    """
+
+    layout: StoreLayout
+    namespace: str
+    writer: str
+    replicas: tuple[dict[tuple[str, int], tuple[int, int]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read rows into the staging area at byte ``offset`` and verify them.
+
+    Rows lie one after another in the order given, each as large as the rank's share of it,
+    rounded up to pages; no other fetch has these bytes until this one was loaded or dropped.
+    """
+
+    number: int
+    offset: int
+    rows: tuple[RowName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """A rank's answer to Fetch: rows that are gone or cannot be read now, and damaged ones."""
+
+    number: int
+    missing: tuple[RowName, ...] = ()
+    damaged: tuple[RowName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy a fetch's rows to the blocks of ``request``, and report the request received.
+
+    ``need.until`` is the boundary; the fetch's bytes may be used again after it.
+    """
+
+    number: int
+    request: str
+    need: Need
+
+
+@dataclass(frozen=True, slots=True)
+class DropFetch:
+    """The fetch's bytes are not needed: its reads may be left out.  No answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRows:
+    """Save rows of one request once this step's forward pass has ended.
+
+    ``blocks`` has one list per KV cache group, which holds every block that ``rows`` need;
+    the part of a row is named ``part``.
+    """
+
+    number: int
+    blocks: tuple[BlockList, ...]
+    rows: tuple[SaveRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRow:
+    """One row to save: its name and its part."""
+
+    name: RowName
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """A rank has read all blocks of a SaveRows: they may be freed.  Its notes may come later."""
+
+    number: int
+
+
+StoreCommand = OpenStore | Fetch | Load | DropFetch | SaveRows
+StoreResult = FetchResult | SaveResult

@@ -1,0 +1,33 @@
+"""What can go wrong with a store.  None of it may fail a request: a miss is computed."""
+
+from __future__ import annotations
+
+from transport.errors import FieldError, shown
+
+
+class StoreError(Exception):
+    """Base of what a store raises besides wrong settings."""
+
+
+class StoreSettingError(FieldError, ValueError):
+    """A setting of the store that is unknown or has a wrong value."""
+
+
+class FormatError(StoreError):
+    """KV memory that rows cannot hold, or a row or footer that is not of the expected form."""
+
+    def __init__(self, field: str, expected: object, seen: object) -> None:
+        self.field, self.expected, self.seen = field, expected, seen
+        super().__init__(f"{field}: expected {expected}, got {shown(seen)}")
+
+
+class RowMissing(StoreError):
+    """The row is not there (any more)."""
+
+
+class RowDamaged(StoreError):
+    """The row's bytes are not those that were saved."""
+
+
+class ShelfFailure(StoreError):
+    """The shelf cannot be read or written now: a device error, no space, no permission."""

@@ -1,0 +1,263 @@
+"""The layout of rows: where the bytes of each head, layer and token lie in the file.
+
+A row is head-major, so that the heads of one tensor-parallel rank are one range of it whatever
+the sizes of the engines that write and read::
+
+    section 0                                section 1             footer
+    | h0: L0 L1 L2 | h1: L0 L1 L2 | ...      | h0: L3 | h1: L3 |   | checksums, name |
+          ^ a slab: one head of one layer, its units in order, aligned to 4 KiB
+
+A *section* holds layers of one kind, window, token size and number of heads.  Its *units* are
+the stored tokens of a head in order: one token, several where the model compresses, or a whole
+engine block where blocks are opaque in tokens (the CPU backend packs them).  Only the last
+``units`` units of a canonical block are kept: all of them for full attention, and for a window
+what a boundary at the block's end can reach.
+
+The layout is made from the references of all ranks of an engine, and is the same for engines
+of any TP size, PP size, layout and block size (but for opaque blocks), since it is ordered by
+layer names and model-wide heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from pdconn.store.errors import FormatError
+from pdconn.store.format.names import RowKind
+from registration.references import (
+    AttentionKind,
+    KVCacheDataReference,
+    KVCacheGroupReference,
+    KVCacheReferences,
+)
+
+ALIGNMENT = 4096
+"""Of slabs and rows, for O_DIRECT."""
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """One layer's chunk in a section; ``unit_nbytes`` are those of one head's unit."""
+
+    name: str
+    chunk: int
+    unit_nbytes: int
+
+
+class Section(msgspec.Struct, frozen=True):
+    """Layers of one kind, window, unit and head count.
+
+    Attributes:
+        kind: an :class:`AttentionKind`.
+        window: tokens of the window or chunk, None for full attention.
+        unit_tokens: tokens of the sequence that a unit covers.
+        units: units of a head in one row: the last ones of the canonical block.
+        is_opaque: a unit is a block of the engine, which moves whole.
+        first_head, num_heads: the model-wide heads held (all of them in a whole row).
+        layers: in order of their names.
+    """
+
+    kind: AttentionKind
+    window: int | None
+    unit_tokens: int
+    units: int
+    is_opaque: bool
+    first_head: int
+    num_heads: int
+    layers: tuple[Layer, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the canonical block that the section keeps, the last ones."""
+        return self.units * self.unit_tokens
+
+    def slab_nbytes(self, layer: Layer) -> int:
+        """Bytes of one head of ``layer``, without what aligns the next slab."""
+        return self.units * layer.unit_nbytes
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes from one head to the next."""
+        return sum(aligned(self.slab_nbytes(layer)) for layer in self.layers)
+
+
+class RowLayout(msgspec.Struct, frozen=True, dict=True):
+    """Sections of one kind of row.  Slabs are numbered by section, head, layer."""
+
+    kind: RowKind
+    block_tokens: int
+    sections: tuple[Section, ...]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first byte of each section, and the end of the last."""
+        starts = [0]
+        for section in self.sections:
+            starts.append(starts[-1] + section.num_heads * section.head_nbytes)
+        return tuple(starts)
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes before the footer."""
+        return self.starts[-1]
+
+    @cached_property
+    def slabs(self) -> tuple[Slab, ...]:
+        """Every slab, in the order of its bytes and its number."""
+        found = []
+        for number, section in enumerate(self.sections):
+            for head in range(section.num_heads):
+                at = self.starts[number] + head * section.head_nbytes
+                for layer in section.layers:
+                    nbytes = section.slab_nbytes(layer)
+                    where = (number, section.first_head + head, layer.name, layer.chunk)
+                    found.append(Slab(*where, at, nbytes))
+                    at += aligned(nbytes)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One head of one layer's chunk in a row: ``nbytes`` at byte ``offset``."""
+
+    section: int
+    head: int
+    layer: str
+    chunk: int
+    offset: int
+    nbytes: int
+
+
+class StoreLayout(msgspec.Struct, frozen=True):
+    """Rows of one engine, whole or of one rank's heads and layers; ``wa`` without windows is None."""
+
+    fa: RowLayout
+    wa: RowLayout | None
+
+    def of(self, kind: RowKind) -> RowLayout:
+        """The layout of rows of ``kind``.
+
+        Raises:
+            FormatError: WA of a model without windows.
+        """
+        found = self.fa if kind is RowKind.FA else self.wa
+        if found is None:
+            raise FormatError("row kind", RowKind.FA, kind)
+        return found
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a canonical block."""
+        return self.fa.block_tokens
+
+    def encoded(self) -> bytes:
+        """The same bytes for equal layouts: part of the namespace."""
+        return msgspec.json.encode(self)
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def store_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> StoreLayout:
+    """The layout of rows of an engine with these ranks.
+
+    Raises:
+        FormatError: naming a layer whose kind rows cannot hold, block sizes that do not
+            divide ``block_tokens``, heads that no rank holds, or no full attention at all.
+    """
+    made = share_layout(ranks, block_tokens)
+    if not made.fa.sections:
+        raise FormatError("layers", "some with full attention", "windows only")
+    return made
+
+
+def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> StoreLayout:
+    """As :func:`store_layout`, of what some ranks hold of the rows: a stage may lack a kind."""
+    found: dict[_Class, dict[tuple[str, int], _Held]] = defaultdict(dict)
+    for references in ranks:
+        for group in references.groups:
+            for ref in group.data:
+                key = _class_of(group, ref, block_tokens)
+                held = found[key].setdefault((ref.layer, ref.chunk), _Held(ref))
+                held.add(ref)
+    sections = []
+    for key, layers in found.items():
+        by_heads: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+        for name, held in layers.items():
+            by_heads[held.heads(name[0])].append(name)
+        for (first, count), names in by_heads.items():
+            made = tuple(
+                Layer(*name, unit_nbytes=layers[name].unit_nbytes)
+                for name in sorted(names, key=_natural)
+            )
+            sections.append(Section(*key, first_head=first, num_heads=count, layers=made))
+    sections.sort(key=lambda section: _natural((section.layers[0].name, section.layers[0].chunk)))
+    full = tuple(section for section in sections if section.window is None)
+    windowed = tuple(section for section in sections if section.window is not None)
+    return StoreLayout(
+        RowLayout(RowKind.FA, block_tokens, full),
+        RowLayout(RowKind.WA, block_tokens, windowed) if windowed else None,
+    )
+
+
+_Class = tuple[AttentionKind, int | None, int, int, bool]
+"""What layers of a section share: kind, window, unit_tokens, units, is_opaque."""
+
+
+class _Held:
+    """Heads of one layer's chunk that ranks hold."""
+
+    def __init__(self, ref: KVCacheDataReference) -> None:
+        self.unit_nbytes = ref.head_nbytes if ref.token_nbytes is None else ref.token_nbytes
+        self._heads: set[int] = set()
+
+    def add(self, ref: KVCacheDataReference) -> None:
+        self._heads.update(range(ref.first_head, ref.first_head + ref.num_heads))
+
+    def heads(self, layer: str) -> tuple[int, int]:
+        """First head and number of heads.
+
+        Raises:
+            FormatError: there is a gap.
+        """
+        first, count = min(self._heads), len(self._heads)
+        if max(self._heads) - first + 1 != count:
+            raise FormatError(f"heads of {layer}", "all from the first to the last", self._heads)
+        return first, count
+
+
+def _class_of(group: KVCacheGroupReference, ref: KVCacheDataReference, block_tokens: int) -> _Class:
+    if group.kind is AttentionKind.STATE:
+        raise FormatError(f"{ref.layer}: kind", "attention (states are not stored yet)", group.kind)
+    if block_tokens % group.block_tokens:
+        raise FormatError(
+            "block_tokens", f"a multiple of the engine's {group.block_tokens}", block_tokens
+        )
+    is_opaque = ref.num_rows is None
+    unit_tokens = group.block_tokens if ref.num_rows is None else group.block_tokens // ref.num_rows
+    all_units = block_tokens // unit_tokens
+    units = all_units
+    if group.window is not None:
+        units = _tail_units(group, unit_tokens, all_units)
+    return group.kind, group.window, unit_tokens, units, is_opaque
+
+
+def _tail_units(group: KVCacheGroupReference, unit_tokens: int, all_units: int) -> int:
+    """The fewest units, dividing all, that hold what the next token attends to of a block."""
+    assert group.window is not None
+    reach = group.window if group.kind is AttentionKind.CHUNKED_LOCAL else group.window - 1
+    needed = min(all_units, max(1, -(-reach // unit_tokens)))
+    return next(n for n in range(needed, all_units + 1) if all_units % n == 0)
+
+
+def _natural(name: tuple[str, int]) -> tuple[list[tuple[bool, int, str]], int]:
+    """Orders layer names by the numbers in them, and chunks within a layer."""
+    parts = re.split(r"(\d+)", name[0])
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts], name[1]

@@ -1,0 +1,129 @@
+"""Settings of a store: the value of ``store`` in ``kv_connector_extra_config``, read strictly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pdconn.store.errors import StoreSettingError
+from transport.errors import did_you_mean
+
+WINDOW_EVERY = ("auto", "all", "last")
+SHELVES = ("files", "posix", "obj")
+SAVE = ("prompt", "all")
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Checked settings; ``docs/stores.md`` says what each means.  Sizes in bytes."""
+
+    root: str
+    capacity: int
+    shelf: str = "files"
+    staging: int = 1 << 30
+    block_tokens: int = 256
+    window_every: int | Literal["auto", "all", "last"] = "auto"
+    wa_share: float | None = None
+    save: Literal["prompt", "all"] = "prompt"
+    read_only: bool = False
+    min_tokens: int = 256
+    direct_io: bool | Literal["auto"] = "auto"
+
+
+def read_store_settings(given: Any) -> StoreSettings:
+    """Check the mapping that a user wrote.
+
+    Raises:
+        StoreSettingError: naming the key, what was expected and what came.
+    """
+    if not isinstance(given, Mapping):
+        raise StoreSettingError("store", "an object with root and capacity", repr(given))
+    checks = {
+        "root": _text,
+        "capacity": size_of,
+        "shelf": lambda value: _one_of(value, SHELVES),
+        "staging": size_of,
+        "block_tokens": _block_tokens,
+        "window_every": _window_every,
+        "wa_share": _share,
+        "save": lambda value: _one_of(value, SAVE),
+        "read_only": _flag,
+        "min_tokens": lambda value: _number(value, 0),
+        "direct_io": lambda value: value if value == "auto" else _flag(value),
+    }
+    values = {}
+    for key, value in given.items():
+        if key not in checks:
+            hint = did_you_mean(str(key), checks)
+            raise StoreSettingError("store", "a known key", repr(key), hint)
+        try:
+            values[key] = checks[key](value)
+        except ValueError as error:
+            raise StoreSettingError(f"store.{key}", error, repr(value)) from None
+    for key in ("root", "capacity"):
+        if key not in values:
+            raise StoreSettingError(f"store.{key}", "a value", "none")
+    return StoreSettings(**values)
+
+
+def size_of(value: Any) -> int:
+    """Bytes of ``20GiB``, ``512 MiB`` or a number.
+
+    Raises:
+        ValueError: with what was expected.
+
+    >>> size_of("1.5 KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB)?\s*", str(value))
+    if isinstance(value, bool | float) or match is None or not float(match[1]):
+        raise ValueError("a size above 0 like 20GiB or 512MiB, or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")  # noqa: TRY004 - turned into a StoreSettingError
+    return value
+
+
+def _number(value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"a number from {least}")
+    return value
+
+
+def _block_tokens(value: Any) -> int:
+    number = _number(value, 1)
+    if number & (number - 1):
+        raise ValueError("a power of two")
+    return number
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError("a share above 0 and at most 1")
+    return float(value)
+
+
+def _window_every(value: Any) -> Any:
+    if value in WINDOW_EVERY:
+        return value
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{', '.join(WINDOW_EVERY)} or a number of tokens")
+    return value
+
+
+def _one_of(value: Any, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise ValueError(" or ".join(known))
+    return value

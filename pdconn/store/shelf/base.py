@@ -1,0 +1,123 @@
+"""The interface of a shelf: a place where rows are kept.
+
+Rows come into being in three steps, so that a writer that dies at any of them leaves nothing
+that a reader could take for a row::
+
+    begin(part)     the scheduler's process makes room for a row that is still to be written
+    write(part)     every rank writes its slabs, then leaves a note with their checksums
+    commit(part)    the scheduler's process adds the footer and gives the part the row's name;
+                    the first commit of a name wins
+
+A *part* is named by its writer; parts of dead writers are found by :meth:`Shelf.parts` and
+discarded.  One object serves one thread; processes and threads open their own.
+
+Errors: :class:`RowMissing`, :class:`ShelfFailure`; a shelf raises nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from pdconn.store.format.names import RowName
+
+Buffer = memoryview
+"""Host memory of bytes (format ``B``), one-dimensional; writable where it is read into."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A committed row: its size with footer, and when it was last used (seconds, epoch)."""
+
+    namespace: str
+    name: RowName
+    nbytes: int
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A row that is not committed: its room in bytes, and its writer's name for it."""
+
+    writer: str
+    part: str
+    nbytes: int
+
+
+class Shelf(Protocol):
+    """Rows by namespace and name.  A namespace is text of at most 64 letters, digits, ``-``."""
+
+    # Rows
+
+    def has(self, namespace: str, name: RowName) -> bool:
+        """Whether the row is there now."""
+        ...
+
+    def read(self, namespace: str, name: RowName, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Fill each buffer from its offset in the row.
+
+        Offsets, lengths and addresses of buffers that are multiples of 4096 allow direct I/O.
+
+        Raises:
+            RowMissing: no such row.
+            RowDamaged: it ends before a range does.
+            ShelfFailure: the device failed.
+        """
+        ...
+
+    def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
+        """Every committed row, in any order; those of all namespaces for None."""
+        ...
+
+    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
+        """Note that the rows were used now; those that are gone are left out."""
+        ...
+
+    def remove(self, namespace: str, name: RowName) -> int:
+        """Remove the row; the bytes that it had, 0 if it was gone."""
+        ...
+
+    # Parts
+
+    def begin(self, writer: str, part: str, nbytes: int) -> None:
+        """Make a part with room for ``nbytes``."""
+        ...
+
+    def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Write each buffer at its offset, any number of processes at a time."""
+        ...
+
+    def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
+        """Leave the note of ``rank`` beside the part, whole or not at all."""
+        ...
+
+    def notes(self, writer: str, part: str) -> Mapping[int, bytes]:
+        """Notes by rank, as far as they are there."""
+        ...
+
+    def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
+        """Give the part its name; False if there is such a row already.  The part is gone after."""
+        ...
+
+    def discard(self, writer: str, part: str) -> None:
+        """Remove a part and its notes, also where they are gone."""
+        ...
+
+    def parts(self) -> Iterator[StoredPart]:
+        """Every part, of all writers."""
+        ...
+
+    def close(self) -> None:
+        """Close what is open."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
