@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ def read_store_settings(given: Any) -> StoreSettings:
     """
     if not isinstance(given, Mapping):
         raise StoreSettingError("store", "an object with root and capacity", repr(given))
-    checks = {
+    checks: dict[str, Callable[[Any], Any]] = {
         "root": _text,
         "capacity": size_of,
         "shelf": lambda value: _one_of(value, SHELVES),

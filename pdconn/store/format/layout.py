@@ -134,7 +134,7 @@ class Slab:
 
 
 class StoreLayout(msgspec.Struct, frozen=True):
-    """Rows of one engine, whole or of one rank's heads and layers; ``wa`` without windows is None."""
+    """Rows of an engine, whole or of one rank's share; ``wa`` is None without windows."""
 
     fa: RowLayout
     wa: RowLayout | None

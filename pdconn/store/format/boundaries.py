@@ -1,0 +1,116 @@
+"""Boundaries: where generation can resume, which rows that takes, and which are worth saving.
+
+A boundary ``b`` is the end of a canonical block.  To resume there, FA rows of every block
+before it are needed, and of each windowed section the tokens that position ``b`` attends to::
+
+    window 600, block_tokens 256, b = 1024: tokens 425 to 1023
+    WA rows   [  1  ][  2  ][  3  ]      row 3 is saved last: it tells that the others are there
+
+A boundary at a multiple of a chunk needs no row of chunked sections.  A compressed section
+(several tokens in a unit) needs ``b`` to be a multiple of its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pdconn.store.format.footer import row_nbytes
+from pdconn.store.format.layout import RowLayout, Section, StoreLayout
+from pdconn.store.format.names import RowKind
+from registration.references import AttentionKind
+
+Has = Callable[[RowKind, int], bool]
+"""Whether the row of a block's number is known to be there."""
+
+
+def reach(section: Section, boundary: int) -> int:
+    """The first token that position ``boundary`` attends to in this section."""
+    if section.window is None:
+        return 0
+    if section.kind is AttentionKind.CHUNKED_LOCAL:
+        return boundary // section.window * section.window
+    return max(0, boundary - section.window + 1)
+
+
+def pieces(layout: RowLayout | None, boundary: int) -> range:
+    """Numbers of the WA rows that ``boundary`` (tokens, above 0) needs; the last is its own.
+
+    The last one is always among them, also if no section needs it, so that a boundary exists
+    only where somebody saved it.
+    """
+    if layout is None:
+        return range(0)
+    last = boundary // layout.block_tokens - 1
+    first = min(reach(section, boundary) for section in layout.sections) // layout.block_tokens
+    return range(min(first, last), last + 1)
+
+
+def can_resume(layout: StoreLayout, boundary: int) -> bool:
+    """Whether every section's units end at ``boundary``."""
+    sections = layout.fa.sections + (layout.wa.sections if layout.wa is not None else ())
+    return all(boundary % section.unit_tokens == 0 for section in sections)
+
+
+def find_boundary(layout: StoreLayout, limit: int, has: Has) -> int:
+    """The largest boundary at or below ``limit`` tokens whose rows are all there, or 0.
+
+    ``limit`` is at most ``num_tokens - 1``: the engine computes the last token itself.  ``has``
+    is asked for FA rows in order until one is missing, then for WA rows from the last backwards.
+    """
+    size = layout.block_tokens
+    full = 0
+    while (full + 1) * size <= limit and has(RowKind.FA, full):
+        full += 1
+    for boundary in range(full * size, 0, -size):
+        if can_resume(layout, boundary) and all(
+            has(RowKind.WA, index) for index in reversed(pieces(layout.wa, boundary))
+        ):
+            return boundary
+    return 0
+
+
+def rows_needed(layout: StoreLayout, held: int, boundary: int) -> list[tuple[RowKind, int]]:
+    """Rows to fetch for tokens ``[held, boundary)``: FA in order, then WA in order."""
+    size = layout.block_tokens
+    rows = [(RowKind.FA, index) for index in range(held // size, boundary // size)]
+    for index in pieces(layout.wa, boundary):
+        if (index + 1) * size > held:
+            rows.append((RowKind.WA, index))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Spacing:
+    """At which boundaries WA rows are saved, besides the last of a prompt and junctions.
+
+    ``every`` is in canonical blocks; None saves at those alone.
+    """
+
+    every: int | None
+
+    @classmethod
+    def of(cls, layout: StoreLayout, window_every: int | str) -> Spacing:
+        """From the setting: ``all``, ``last``, ``auto``, or tokens.
+
+        ``auto`` is ``ceil(WA bytes of a boundary / FA bytes of a block)``, which keeps WA bytes
+        at or below FA bytes.
+        """
+        if layout.wa is None or window_every == "last":
+            return cls(None)
+        if window_every == "all":
+            return cls(1)
+        if isinstance(window_every, int):
+            return cls(max(1, -(-window_every // layout.block_tokens)))
+        far = 1 << 20
+        tail = len(pieces(layout.wa, far * layout.block_tokens)) * row_nbytes(layout.wa)
+        if any(s.kind is AttentionKind.CHUNKED_LOCAL for s in layout.wa.sections):
+            chunk = max(s.window or 0 for s in layout.wa.sections)
+            tail = max(1, chunk // layout.block_tokens) * row_nbytes(layout.wa)
+        return cls(-(-tail // row_nbytes(layout.fa)))
+
+    def boundaries(self, first: int, until: int, always: frozenset[int]) -> Iterator[int]:
+        """Blocks in ``[first, until)`` at whose end WA rows are saved; ``always`` are among them."""
+        for index in range(first, until):
+            if index in always or (self.every is not None and (index + 1) % self.every == 0):
+                yield index
