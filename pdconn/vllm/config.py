@@ -17,6 +17,8 @@ from pdconn.lifecycle.lease import MIN_TTL_S
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup_state import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
+from pdconn.store.errors import StoreSettingError
+from pdconn.store.settings import StoreSettings, read_store_settings
 from transport.choose import WANTED, Wanted
 from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
@@ -50,6 +52,7 @@ class Settings:
     warm_peers: tuple[Place, ...] = ()
     debug_faults: Faults = field(default_factory=Faults)
     security: Security = field(default_factory=Security)
+    store: StoreSettings | None = None
 
 
 def read_settings(
@@ -75,8 +78,11 @@ def read_settings(
     values |= _checked(extra, _CHECKS)
     values["side_channel_port"] += port_offset
     settings = Settings(
-        **values, debug_faults=_faults(extra), security=_security(extra, environ)
-    )  # fmt: skip
+        **values,
+        debug_faults=_faults(extra),
+        security=_security(extra, environ),
+        store=_store(extra),
+    )
     if settings.side_channel_host in ("0.0.0.0", "::"):
         raise ConfigError(
             "side_channel_host",
@@ -122,6 +128,15 @@ def _faults(extra: Mapping[str, Any]) -> Faults:
         return read_faults(extra.get("debug_faults", {}))
     except FaultError as error:
         raise ConfigError(error.field, error.expected, repr(error.seen), error.hint) from None
+
+
+def _store(extra: Mapping[str, Any]) -> StoreSettings | None:
+    if extra.get("store") is None:
+        return None
+    try:
+        return read_store_settings(extra["store"])
+    except StoreSettingError as error:
+        raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
 
 
 def _verify(value: Any) -> Verify:
@@ -288,6 +303,11 @@ KEYS: tuple[Key, ...] = (
         "warm_peers", "list of `host:port`", "none", parse_places, "decode",
         "Side channels of prefill engines, as their tickets name them. Decode greets them, "
         "connects and reads a page before the first request, and again when they restart.",
+    ),
+    Key(
+        "store", "store settings", "none", None, "both",
+        "Where KV of prompts is kept beyond the engine, see `docs/stores.md`: "
+        '`{"root": "/mnt/kv", "capacity": "200GiB"}`.',
     ),
     Key(
         "debug_faults", "faults", "none", None, "decode",

@@ -38,6 +38,7 @@ from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
+from pdconn.vllm.store.engine import EngineStore
 from pdconn.vllm.supported import check_supported
 from pdconn.vllm.worker import PdWorker
 
@@ -72,6 +73,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._incarnation = incarnation = secrets.token_hex(8)
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
+        self._store: EngineStore | None = None
+        self._loading_from_store: set[str] = set()
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
         self._worker: PdWorker | None = None
@@ -80,6 +83,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             return
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
+        if settings.store is not None:
+            self._store = EngineStore(settings.store, vllm_config, incarnation)
         if transfer.is_kv_producer:
             self._shutdown.watch()
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
@@ -109,6 +114,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._quarantine.bind(gpu_block_pool)
         if self._producer is not None:
             self._producer.bind(gpu_block_pool)
+        if self._store is not None:  # after the producer, which finds no block pinned by us then
+            self._store.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -119,6 +126,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
+        if self._store is not None:
+            ranks = [rank.references for rank in welcome.ranks]
+            self._store.open(ranks, next(iter(handshakes.values())).content)
         if self._producer is not None:
             self._producer.serve(welcome)
 
@@ -130,6 +140,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._consumer.arrived(request)
         else:
             drop_wrong_params(request)
+        if self._store is not None:
+            self._store.arrived(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A pull restores every group that takes part in transfers."""
@@ -138,18 +150,39 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`ConsumerScheduler.matched`."""
-        if self._consumer is None:
-            return 0, False
-        return self._consumer.matched(request, num_computed_tokens)
+        """A ticket's pull first; without one, or when it is of no use, the store.
+
+        See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.
+        """
+        found: tuple[int | None, bool] = (0, False)
+        if self._consumer is not None:
+            found = self._consumer.matched(request, num_computed_tokens)
+        if found[0] == 0 and self._store is not None:
+            stored = self._store.matched(request, num_computed_tokens)
+            return stored, bool(stored)
+        return found
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See :meth:`ConsumerScheduler.allocated`."""
+        """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""
+        ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+        is_stored = self._store is not None and self._store.allocated(
+            request, ids, num_external_tokens
+        )
+        if is_stored:
+            self._loading_from_store.add(request.request_id)
         if self._consumer is not None:
-            ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
-            self._consumer.allocated(request, ids, num_external_tokens)
+            self._consumer.allocated(request, ids, 0 if is_stored else num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Tokens loaded come from the store, or from a peer."""
+        if not num_external_tokens:
+            return {}
+        is_stored = request.request_id in self._loading_from_store
+        return {CacheHitSource.DISK if is_stored else CacheHitSource.P2P: num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers are to do in this step."""
@@ -159,6 +192,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._producer is not None:
             metadata.to_sum = self._producer.take_sums()
             self._producer.unpin_freed()
+        if self._store is not None:
+            select = self._kv_cache_config.select_transfer_block_ids
+            metadata.store = self._store.scheduled(scheduler_output, select)
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -166,6 +202,12 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if self._producer is not None and isinstance(report, PdWorkerReport):
             self._producer.add_sums(report.sums)
+        if self._store is not None and isinstance(report, PdWorkerReport):
+            self._store.note(report.store)
+        for request_id in connector_output.finished_recving or ():
+            if request_id in self._loading_from_store and self._store is not None:
+                self._loading_from_store.discard(request_id)
+                self._store.loaded(request_id)
         if self._consumer is None:
             return
         if isinstance(report, PdWorkerReport):
@@ -195,6 +237,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """A request left the engine: lend its blocks if prefill was asked for."""
         if self._consumer is not None:
             self._consumer.finished(request)
+        if self._store is not None:
+            self._store.finished(request)
         params = request.kv_transfer_params
         if self._producer is None or not params or not params.get("do_remote_decode"):
             return False, None
@@ -235,7 +279,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Prefill does nothing per layer: decode reads."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """The pass is over: what the store saves of it may be read, at leisure."""
+        self._of_worker().after_pass()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Pulls that ended."""
@@ -250,6 +295,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             return self._worker.take_stats()
         counts = {} if self._producer is None else self._producer.take_counts()
+        if self._store is not None:
+            counts |= self._store.take_counts()
         return PdStats({"counts": counts}) if counts else None
 
     def shutdown(self) -> None:
@@ -258,6 +305,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._producer is not None:
             self._producer.close()
+        if self._store is not None:
+            self._store.close()
 
     # Class side
 

@@ -17,6 +17,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import Command
+from pdconn.store.commands import StoreCommand, StoreResult
 
 
 @dataclass
@@ -26,11 +27,13 @@ class PdMetadata(KVConnectorMetadata):
     Attributes:
         commands: for the puller, in this order.
         to_sum: finished requests whose lent blocks are to be summed: terms, lent blocks.
+        store: for the ranks' part of the store, in this order.
         is_idle: the step computes nothing.
     """
 
     commands: list[Command] = field(default_factory=list)
     to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = field(default_factory=list)
+    store: list[StoreCommand] = field(default_factory=list)
     is_idle: bool = False
 
 
@@ -42,16 +45,18 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         quarantined: failed requests to whose blocks a worker's reads can still write.
         released: those of them for which that is over, once per worker.
         sums: checksums of what a rank lends: request, rank, sums; None if they failed.
+        store: answers of the ranks' part of the store.
     """
 
     quarantined: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     sums: list[tuple[str, int, LentSums | None]] = field(default_factory=list)
+    store: list[StoreResult] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.quarantined or self.released or self.sums)
+        return not (self.quarantined or self.released or self.sums or self.store)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
         """Ours and another worker's."""
@@ -60,15 +65,21 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
             self.quarantined + other.quarantined,
             self.released + other.released,
             self.sums + other.sums,
+            self.store + other.store,
         )
 
 
 @dataclass
 class PdHandshake(KVConnectorHandshakeMetadata):
-    """One worker's memory and transport address: an encoded ``RankGeometry``."""
+    """One worker's memory and transport address: an encoded ``RankGeometry``.
+
+    ``traits`` are compared with peers; ``content`` are all of them, also where peers are not
+    compared: what the bytes of stored rows mean.
+    """
 
     geometry: bytes
     traits: dict[str, str]
+    content: dict[str, str] = field(default_factory=dict)
 
 
 def welcome_of(

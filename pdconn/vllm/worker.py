@@ -25,6 +25,8 @@ from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.affinity import wider_affinity
+from pdconn.store.rank.store import RankStore
+from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.compat_metadata import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
@@ -65,6 +67,7 @@ class PdWorker:
         self._handshake: PdHandshake | None = None
         self._stats = PdStats()
         self._report = PdWorkerReport()
+        self._store: RankStore | None = None
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
         self._is_idle = False
@@ -81,14 +84,15 @@ class PdWorker:
         tp_rank, pp = get_tensor_model_parallel_rank(), get_pp_group()
         references = self._references(kv_caches, tp_rank)
         layers = self._config.compilation_config.static_forward_context
-        traits = block_traits(self._config, layers, self._settings.enforce_handshake_compat)
+        content = block_traits(self._config, layers, enforce=True)
+        traits = content if self._settings.enforce_handshake_compat else {}
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
         with wider_affinity():
             transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
         self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
-        self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits)
+        self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits, content)
         log.info("pdconn: registered %s", _summary(references))
         tp_size = self._config.parallel_config.tensor_parallel_size
         self._rank = pp.rank_in_group * tp_size + tp_rank
@@ -102,6 +106,9 @@ class PdWorker:
                 traits=traits,
             )
             self._puller = self._open_puller(me, transport)
+        if (store := self._settings.store) is not None:
+            with wider_affinity():
+                self._store = RankStore(store, references, self._rank, lambda: open_shelf(store))
 
     def handshake(self) -> PdHandshake | None:
         """What the scheduler serves to peers."""
@@ -115,6 +122,14 @@ class PdWorker:
         if self._puller is not None:
             for command in metadata.commands:
                 self._puller.post(command)
+        if self._store is not None:
+            for asked in metadata.store:
+                self._store.post(asked)
+
+    def after_pass(self) -> None:
+        """The step's forward pass has written its KV: what is to be saved may be read."""
+        if self._store is not None:
+            self._store.after_pass()
 
     def results(self) -> KVConnectorTransferResults:
         """What ended since the last step.
@@ -129,9 +144,15 @@ class PdWorker:
         if self._lends and self._memory is not None:
             self._memory.transport.check()
         results = KVConnectorTransferResults()
+        if self._is_idle:
+            self._wait()
+        if self._store is not None:
+            results.finished_recving.update(self._store.take_loaded())
+            for request in self._store.take_load_failures():
+                results.failed_recving.add(request)
+                results.finished_recving.add(request)
+            self._report.store += self._store.results()
         if self._puller is not None:
-            if self._is_idle:
-                self._puller.wait(_IDLE_STEP_S)
             pulled = self._puller.collect()
             if pulled is not NO_RESULTS:
                 self._note(pulled, results)
@@ -149,6 +170,9 @@ class PdWorker:
         if self._puller is not None:
             for name, amount in self._puller.take_counts().items():
                 self._stats.count(name, amount)
+        if self._store is not None:
+            for name, amount in self._store.take_counts().items():
+                self._stats.count(f"store_{name}", amount)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, PdStats()
@@ -156,13 +180,22 @@ class PdWorker:
 
     def close(self) -> None:
         """Stop the threads and unpin the memory."""
+        if self._store is not None:
+            self._store.close()
         if self._puller is not None:
             self._puller.close()
         if self._relays is not None:
             self._relays.close()
         if self._memory is not None:
             self._memory.close()
-        self._puller = self._relays = self._memory = self._scratch = None
+        self._puller = self._relays = self._memory = self._scratch = self._store = None
+
+    def _wait(self) -> None:
+        """Wait for whatever the engine's idle step waits for."""
+        if self._store is not None and self._store.is_busy():
+            self._store.wait(_IDLE_STEP_S)
+        elif self._puller is not None:
+            self._puller.wait(_IDLE_STEP_S)
 
     def _note(self, pulled: PullResults, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(pulled.received)

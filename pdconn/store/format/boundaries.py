@@ -110,7 +110,7 @@ class Spacing:
         return cls(-(-tail // row_nbytes(layout.fa)))
 
     def boundaries(self, first: int, until: int, always: frozenset[int]) -> Iterator[int]:
-        """Blocks in ``[first, until)`` whose ends are boundaries to save; ``always`` are among them."""
+        """Blocks in ``[first, until)`` whose ends are to be saved; ``always`` are among them."""
         for index in range(first, until):
             if index in always or (self.every is not None and (index + 1) % self.every == 0):
                 yield index

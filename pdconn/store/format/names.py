@@ -22,6 +22,7 @@ import numpy as np
 from pdconn.store.errors import FormatError
 
 KEY_NBYTES = 16
+_AT_ONCE = 4096
 NO_KEY = bytes(KEY_NBYTES)
 """The parent of a prompt's first row."""
 
@@ -81,26 +82,32 @@ class Chain:
         parent = self.keys[index - 1] if index else NO_KEY
         return RowName(kind, self.keys[index], parent, index)
 
-    def extended(self, tokens: Sequence[int], extras: Sequence[bytes] = ()) -> Chain:
-        """The chain of ``tokens``, of which ours covers the beginning already.
+    def extended(
+        self, tokens: Sequence[int], until: int | None = None, extras: Sequence[bytes] = ()
+    ) -> Chain:
+        """The chain of ``tokens[:until]``, of which ours covers the beginning already.
+
+        A list of ids is converted a few thousand at a time: a thread that hashes a long prompt
+        must not keep the interpreter from the engine's thread for milliseconds.
 
         Args:
             tokens: ids of the whole prompt (and answer) from its first token on.
+            until: how many of them; all for None.
             extras: what else block i's KV depends on, at i; b"" where there is nothing more.
         """
         size = self.block_tokens
         made = list(self.keys)
-        first, last = len(made), len(tokens) // size
-        if first >= last:
-            return self
-        ids = np.asarray(tokens[first * size : last * size], dtype="<u4").tobytes()
+        last = min(len(tokens), len(tokens) if until is None else until) // size
         parent = made[-1] if made else NO_KEY
-        for index in range(first, last):
-            start = (index - first) * 4 * size
-            digest = hashlib.sha256(parent)
-            digest.update(ids[start : start + 4 * size])
-            if index < len(extras):
-                digest.update(extras[index])
-            parent = digest.digest()[:KEY_NBYTES]
-            made.append(parent)
-        return Chain(size, tuple(made))
+        while (first := len(made)) < last:
+            stop = min(last, first + max(1, _AT_ONCE // size))
+            ids = np.asarray(tokens[first * size : stop * size], dtype="<u4").tobytes()
+            for index in range(first, stop):
+                start = (index - first) * 4 * size
+                digest = hashlib.sha256(parent)
+                digest.update(ids[start : start + 4 * size])
+                if index < len(extras):
+                    digest.update(extras[index])
+                parent = digest.digest()[:KEY_NBYTES]
+                made.append(parent)
+        return Chain(size, tuple(made)) if len(made) > len(self.keys) else self

@@ -1,0 +1,170 @@
+"""Commits: rows that all ranks have written become visible, in an order that readers rely on.
+
+Every rank leaves a note beside a part.  When the notes of all ranks are there, their checksums
+go into the footer, and the part gets the row's name.  Within a batch FA rows come first and WA
+rows last, and a WA row is committed only if its FA row is there: it tells readers that the
+boundary can be resumed.
+
+Runs on the engine's background thread; ``add`` may be called by the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdconn.store.commands import SaveRow
+from pdconn.store.engine.catalogue import Catalogue
+from pdconn.store.errors import RowDamaged, StoreError
+from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined, row_nbytes
+from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.shelf.base import Shelf
+
+log = logging.getLogger(__name__)
+
+NOTES_S = 60.0
+"""How long a rank may take to write its share of a row after the row before it."""
+
+
+class CommitBudget(Protocol):
+    """What commits tell the byte budget."""
+
+    def committing(self, nbytes: int, kind: RowKind) -> None:
+        """Reserved bytes are about to become a row's."""
+
+    def not_committed(self, nbytes: int, kind: RowKind) -> None:
+        """They did not: the row was there already."""
+
+    def release(self, nbytes: int) -> None:
+        """Reserved bytes are free again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows of one SaveRows."""
+
+    namespace: str
+    rows: Sequence[SaveRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A row that is there now; ``is_new`` unless somebody else had committed it before."""
+
+    namespace: str
+    name: RowName
+    nbytes: int
+    is_new: bool
+
+
+class Committer:
+    """Parts that wait for their notes.
+
+    Args:
+        writer: our name in the names of parts.
+        num_ranks: notes that every part gets.
+        settled: called with each row that is not being saved any more, committed or not.
+    """
+
+    def __init__(
+        self,
+        layout: StoreLayout,
+        *,
+        writer: str,
+        num_ranks: int,
+        catalogue: Catalogue,
+        budget: CommitBudget | None,
+        settled: Callable[[RowName], None],
+    ) -> None:
+        self._layout, self._writer, self._num_ranks = layout, writer, num_ranks
+        self._catalogue, self._budget, self._settled = catalogue, budget, settled
+        self._nbytes = {RowKind.FA: row_nbytes(layout.fa)}
+        if layout.wa is not None:
+            self._nbytes[RowKind.WA] = row_nbytes(layout.wa)
+        self._waiting: deque[tuple[Batch, SaveRow]] = deque()
+        self._waits_since: float | None = None
+        self._failures = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def nbytes(self, kind: RowKind) -> int:
+        """Bytes of a row with its footer."""
+        return self._nbytes[kind]
+
+    def take_failures(self) -> int:
+        """Rows that could not be committed since the last call."""
+        failures, self._failures = self._failures, 0
+        return failures
+
+    def add(self, batch: Batch) -> None:
+        """Rows are on their way."""
+        self._waiting.extend((batch, row) for row in batch.rows)
+
+    def step(self, shelf: Shelf, namespace: str, now: float) -> list[Committed]:
+        """Commit what is written; rows are written in the order in which they were added.
+
+        Rows of another namespace than the engine's present one are dropped: the prefix cache
+        was reset while they were being saved.
+        """
+        done = []
+        while self._waiting:
+            batch, row = self._waiting[0]
+            notes = shelf.notes(self._writer, row.part)
+            if len(notes) < self._num_ranks and not self._is_late(now):
+                break
+            self._waiting.popleft()
+            self._waits_since = None
+            made = None
+            try:
+                if batch.namespace == namespace:
+                    made = self._commit(shelf, batch, row, [notes[rank] for rank in notes])
+            except StoreError as error:
+                self._failures += 1
+                log.warning("pdconn: store: not saved: row=%s: %s", row.name.file_name, error)
+            if made is None:
+                self._give_up(shelf, row)
+            else:
+                done.append(made)
+            self._settled(row.name)
+        return done
+
+    def _is_late(self, now: float) -> bool:
+        if self._waits_since is None:
+            self._waits_since = now
+        return now - self._waits_since > NOTES_S
+
+    def _commit(
+        self, shelf: Shelf, batch: Batch, row: SaveRow, notes: Sequence[bytes]
+    ) -> Committed | None:
+        if row.name.kind is RowKind.WA and not self._catalogue.has(RowKind.FA, row.name.key):
+            return None
+        layout = self._layout.of(row.name.kind)
+        sums = joined([decode_note(note) for note in notes], len(layout.slabs))
+        if sums is None or len(notes) < self._num_ranks:
+            raise RowDamaged(f"notes: expected {self._num_ranks} with every slab, got {len(notes)}")
+        first = row.name.index * layout.block_tokens
+        tokens = range(first, first + layout.block_tokens)
+        footer = Footer(batch.namespace, row.name, tokens, layout.data_nbytes, sums)
+        data = memoryview(bytearray(encode_footer(footer)))
+        shelf.write(self._writer, row.part, [(layout.data_nbytes, data)])
+        nbytes = self._nbytes[row.name.kind]
+        assert self._budget is not None
+        self._budget.committing(nbytes, row.name.kind)
+        is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
+        if not is_new:
+            self._budget.not_committed(nbytes, row.name.kind)
+        self._catalogue.saved(row.name)
+        return Committed(batch.namespace, row.name, nbytes, is_new)
+
+    def _give_up(self, shelf: Shelf, row: SaveRow) -> None:
+        try:
+            shelf.discard(self._writer, row.part)
+        except StoreError as error:
+            log.warning("pdconn: store: part not removed: part=%s: %s", row.part, error)
+        if self._budget is not None:
+            self._budget.release(self._nbytes[row.name.kind])

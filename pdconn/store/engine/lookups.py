@@ -1,0 +1,157 @@
+"""Look-ups: which boundary of a prompt can be resumed from the store, on a thread of their own.
+
+The engine's thread posts a look-up and asks again at later steps.  Hashing the prompt, asking
+the catalogue and the shelf happen here, so that neither a long prompt nor a slow device delays
+a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdconn.store.engine.catalogue import Catalogue
+from pdconn.store.errors import StoreError
+from pdconn.store.format.boundaries import find_boundary, rows_needed
+from pdconn.store.format.layout import StoreLayout, aligned
+from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.shelf.base import Shelf
+
+log = logging.getLogger(__name__)
+
+Extras = Callable[[], Sequence[bytes] | None]
+"""What else than tokens each canonical block depends on; None: the prompt has no keys."""
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """One look-up.  Fields below ``done`` are valid once it is set.
+
+    ``limit`` is the highest boundary to look for, ``held`` the tokens held already.  ``full``
+    counts leading FA rows that are there, which is where prompts part.
+    """
+
+    tokens: Sequence[int]
+    extras: Extras
+    limit: int
+    held: int
+    chain: Chain
+    is_storable: bool = True
+    done: threading.Event = field(default_factory=threading.Event)
+    boundary: int = 0
+    full: int = 0
+    rows: tuple[RowName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSizes:
+    """Bytes that one row of each kind takes in the staging area of the rank that has most."""
+
+    fa: int
+    wa: int
+
+    @classmethod
+    def of(cls, shares: Sequence[StoreLayout]) -> ShareSizes:
+        """From each rank's share of the rows."""
+        return cls(
+            max(aligned(share.fa.data_nbytes) for share in shares),
+            max((aligned(s.wa.data_nbytes) for s in shares if s.wa is not None), default=0),
+        )
+
+    def of_rows(self, rows: Sequence[tuple[RowKind, int]] | Sequence[RowName]) -> int:
+        """Bytes of staging for all of ``rows``."""
+        kinds = [row.kind if isinstance(row, RowName) else row[0] for row in rows]
+        return sum(self.fa if kind is RowKind.FA else self.wa for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finder:
+    """What look-ups are answered from.
+
+    ``staging`` are bytes of a rank's staging area: a boundary whose rows need more is not found.
+    """
+
+    layout: StoreLayout
+    namespace: Callable[[], str]
+    catalogue: Catalogue
+    sizes: ShareSizes
+    staging: int
+    clock: Callable[[], float]
+
+    def answer(self, lookup: Lookup, shelf: Shelf) -> None:
+        """Fill in what ``lookup`` asks for."""
+        extras = lookup.extras()
+        if extras is None:
+            lookup.is_storable = False
+            return
+        lookup.chain = chain = lookup.chain.extended(lookup.tokens, lookup.limit, extras)
+        has = _Asked(self, chain, shelf)
+        limit = min(lookup.limit, len(chain.keys) * self.layout.block_tokens)
+        while limit > lookup.held:
+            boundary = find_boundary(self.layout, limit, has)
+            rows = rows_needed(self.layout, lookup.held, boundary)
+            if self.sizes.of_rows(rows) <= self.staging:
+                if boundary > lookup.held:
+                    lookup.boundary = boundary
+                    lookup.rows = tuple(chain.name(kind, index) for kind, index in rows)
+                break
+            limit = boundary - self.layout.block_tokens
+        lookup.full = has.full
+
+
+class _Asked:
+    """Whether rows of one prompt are there; ``full`` counts its leading FA rows that are."""
+
+    def __init__(self, finder: Finder, chain: Chain, shelf: Shelf) -> None:
+        self._finder, self._chain, self._shelf = finder, chain, shelf
+        self._namespace, self._now = finder.namespace(), finder.clock()
+        self.full = 0
+
+    def __call__(self, kind: RowKind, index: int) -> bool:
+        catalogue, key = self._finder.catalogue, self._chain.keys[index]
+        if not catalogue.is_offered(kind, key, self._now):
+            return False
+        if not catalogue.has(kind, key):
+            name = self._chain.name(kind, index)
+            if not self._shelf.has(self._namespace, name):
+                return False
+            catalogue.add((name,))
+        if kind is RowKind.FA:
+            self.full = max(self.full, index + 1)
+        return True
+
+
+class LookupThread:
+    """Answers look-ups in order; ``shelf`` opens the shelf, on the thread."""
+
+    def __init__(self, finder: Finder, shelf: Callable[[], Shelf]) -> None:
+        self._finder, self._open_shelf = finder, shelf
+        self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="pdconn-store-lookup", daemon=True)
+        self._thread.start()
+
+    def post(self, lookup: Lookup) -> None:
+        """Answer it soon."""
+        self._queue.put(lookup)
+
+    def close(self) -> None:
+        """End the thread; look-ups that wait are never answered."""
+        self._queue.put(None)
+        self._thread.join(10.0)
+
+    def _run(self) -> None:
+        shelf: Shelf | None = None
+        while (lookup := self._queue.get()) is not None:
+            try:
+                shelf = shelf or self._open_shelf()
+                self._finder.answer(lookup, shelf)
+            except StoreError as error:
+                log.warning("pdconn: store: look-up failed: %s", error)
+            except Exception:  # the thread must answer the next one
+                log.exception("pdconn: store: look-up failed")
+            lookup.done.set()
+        if shelf is not None:
+            shelf.close()

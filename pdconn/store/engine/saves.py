@@ -1,0 +1,120 @@
+"""Which rows of a running request are to be saved, decided step by step.
+
+A pass of the engine computes tokens ``[before, after)`` of a request.  Rows are saved in the
+step in which their last token is computed: all window blocks of the pass exist until the next
+step is scheduled, and some are freed then::
+
+    pass            before ...................... after
+    FA rows                 [ 4 ][ 5 ][ 6 ][ 7 ]          every row that is not there yet
+    WA boundaries                     ^        ^          by spacing, the last one, the junction
+
+A boundary may need WA rows before its own.  When it ends in the next pass, they are saved in
+this one: the next frees blocks of which they are made.
+
+Rows that are there already, or are being saved, are left out, so a prefix that was found in the
+engine's own cache is saved once if the store lacks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdconn.planning.plan import window_start
+from pdconn.protocol.ticket import BlockList
+from pdconn.store.format.boundaries import Spacing, can_resume, pieces
+from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.names import Chain, RowKind, RowName
+from registration.references import KVCacheGroupReference
+
+IsWanted = Callable[[RowName], bool]
+"""Whether a row is neither there nor being saved."""
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """One request's progress: rows before block ``next_block`` were considered.
+
+    ``junction`` is the block at whose end this prompt parts from those saved before, or None.
+    """
+
+    chain: Chain
+    num_prompt_tokens: int
+    next_block: int = 0
+    junction: int | None = None
+
+    def always(self) -> frozenset[int]:
+        """Blocks whose ends are saved whatever the spacing: the last of the prompt, the junction.
+
+        A prompt of whole blocks has two last ones: the next turn resumes at its end, the same
+        prompt a block before, since its last token is computed.
+        """
+        size = self.chain.block_tokens
+        last = {self.num_prompt_tokens // size - 1, (self.num_prompt_tokens - 1) // size - 1}
+        return frozenset(last if self.junction is None else last | {self.junction})
+
+
+def rows_to_save(
+    saving: Saving, layout: StoreLayout, spacing: Spacing, after: int, is_wanted: IsWanted
+) -> list[RowName]:
+    """Rows whose tokens end at or before ``after``, FA in order and then WA in order."""
+    until = min(after // layout.block_tokens, len(saving.chain.keys))
+    first = saving.next_block
+    if until <= first:
+        return []
+    saving.next_block = until
+    chain = saving.chain
+    names = [chain.name(RowKind.FA, index) for index in range(first, until)]
+    if layout.wa is not None:
+        chosen: dict[int, None] = {}
+        for block in spacing.boundaries(first, until + 1, saving.always()):
+            boundary = (block + 1) * layout.block_tokens
+            if can_resume(layout, boundary):
+                chosen |= dict.fromkeys(pieces(layout.wa, boundary))
+        names += [chain.name(RowKind.WA, index) for index in sorted(chosen) if index < until]
+    return [name for name in names if is_wanted(name)]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Which blocks of each KV cache group of the engine a row is made of."""
+
+    block_tokens: int
+    groups: tuple[KVCacheGroupReference, ...]
+
+    def positions(self, name: RowName) -> list[range]:
+        """Logical positions of blocks by group; empty where the row needs none.
+
+        Of windowed groups, what the row's own end attends to, which is all that a later
+        boundary can need of it.
+        """
+        start, end = name.index * self.block_tokens, (name.index + 1) * self.block_tokens
+        found = []
+        for group in self.groups:
+            if (group.window is None) != (name.kind is RowKind.FA) or not group.data:
+                found.append(range(0))
+            else:
+                first = max(start, window_start(group, end))
+                found.append(range(first // group.block_tokens, -(-end // group.block_tokens)))
+        return found
+
+    def has_all(self, name: RowName, ids: tuple[list[int], ...]) -> bool:
+        """Whether all these blocks are there: none was freed, or is still to come."""
+        for blocks, positions in zip(ids, self.positions(name), strict=True):
+            if positions.stop > len(blocks) or not all(blocks[positions.start : positions.stop]):
+                return False
+        return True
+
+
+def block_lists(
+    rows: RowBlocks, names: list[RowName], ids: tuple[list[int], ...]
+) -> tuple[BlockList, ...]:
+    """The blocks of all ``names``, one list per group from the first needed to the last."""
+    lists = []
+    per_name = [rows.positions(name) for name in names]
+    for number in range(len(rows.groups)):
+        wanted = [positions[number] for positions in per_name if positions[number]]
+        first = min((positions.start for positions in wanted), default=0)
+        stop = max((positions.stop for positions in wanted), default=0)
+        lists.append(BlockList(first, tuple(ids[number][first:stop])))
+    return tuple(lists)

@@ -1,0 +1,171 @@
+"""The scheduler's part of a store in vLLM's terms: requests, blocks that are pinned, resets.
+
+Blocks of which rows are being saved are pinned by references of our own in the engine's block
+pool until every rank has read them, since vLLM frees window blocks while a request runs, and
+all blocks when it ends.  A reset of the prefix cache, after which weights may be others, unpins
+them at once and gives later rows another namespace; what was being saved is not committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from pdconn.protocol.ticket import trimmed
+from pdconn.store.commands import StoreCommand, StoreResult
+from pdconn.store.engine.build import build_scheduler
+from pdconn.store.engine.scheduler import StoreScheduler
+from pdconn.store.format.layout import store_layout
+from pdconn.store.settings import StoreSettings
+from pdconn.vllm.store.extras import extras_of, has_keys
+from pdconn.vllm.store.identity import namespace_of
+from registration.references import KVCacheReferences
+
+log = logging.getLogger(__name__)
+
+_PINNED_SHARE = 4
+"""At most one block of so many is pinned for saves; rows beyond that are not saved."""
+
+
+class EngineStore:
+    """The store of one engine, in its scheduler's process.
+
+    Args:
+        settings: checked settings.
+        config: vLLM's configuration.
+        writer: this boot's name.
+    """
+
+    def __init__(self, settings: StoreSettings, config: Any, writer: str) -> None:
+        self._settings, self._config, self._writer = settings, config, writer
+        self._store: StoreScheduler | None = None
+        self._pool: Any = None
+        self._requests: dict[str, Any] = {}
+        self._pinned: dict[int, list[Any]] = {}
+        self._num_pinned = 0
+
+    def bind(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, to pin blocks in, and see when it is reset."""
+        self._pool = block_pool
+        resetting = block_pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            self.cleared()
+            return bool(resetting())
+
+        block_pool.reset_prefix_cache = reset_prefix_cache
+
+    def open(self, ranks: Sequence[KVCacheReferences], traits: dict[str, str]) -> None:
+        """Every worker is registered: rows can be described now.
+
+        Raises:
+            FormatError: KV memory that rows cannot hold.
+            StoreError: the root cannot be opened.
+        """
+        layout = store_layout(ranks, self._settings.block_tokens)
+        self._namespace_of = partial(namespace_of, self._config, traits, layout)
+        self._store = build_scheduler(
+            self._settings, layout, ranks, self._namespace_of(), self._writer, time.monotonic
+        )
+
+    def arrived(self, request: Any) -> None:
+        """A request entered the engine."""
+        if self._store is None or not has_keys(request):
+            return
+        self._requests[request.request_id] = request
+        self._store.arrived(
+            request.request_id,
+            request.all_token_ids,
+            request.num_prompt_tokens,
+            partial(extras_of, request, self._settings.block_tokens),
+            may_load=not request.skip_reading_prefix_cache,
+        )
+
+    def matched(self, request: Any, num_local: int) -> int | None:
+        """See :meth:`StoreScheduler.matched`."""
+        if self._store is None:
+            return 0
+        return self._store.matched(request.request_id, request.num_tokens, num_local)
+
+    def allocated(self, request: Any, ids: tuple[list[int], ...], num_external: int) -> bool:
+        """See :meth:`StoreScheduler.allocated`."""
+        if self._store is None:
+            return False
+        blocks = tuple(trimmed(group) for group in ids)
+        return self._store.allocated(request.request_id, blocks, num_external)
+
+    def scheduled(self, output: Any, select: Any) -> list[StoreCommand]:
+        """What the ranks are to do in this step.
+
+        Args:
+            output: vLLM's ``SchedulerOutput``.
+            select: picks the groups that take part in transfers from all groups' block ids.
+        """
+        if self._store is None:
+            return []
+        state = output.kv_connector_block_state
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or state is None:
+                continue
+            if self._num_pinned * _PINNED_SHARE > self._pool.num_gpu_blocks:
+                break
+            before = request.num_computed_tokens
+            ids = partial(_ids_of, state, request_id, select)
+            saved = self._store.computed(request_id, before, before + count, ids)
+            if saved is not None:
+                number, blocks = saved
+                self._pin(number, [block for group in blocks for block in group.ids if block])
+        return self._store.take_commands()
+
+    def note(self, results: Sequence[StoreResult]) -> None:
+        """Ranks have answered."""
+        if self._store is not None:
+            for number in self._store.note(results):
+                self._unpin(number)
+
+    def loaded(self, request_id: str) -> None:
+        """All ranks reported the request received, or failed."""
+        if self._store is not None:
+            self._store.loaded(request_id)
+
+    def finished(self, request: Any) -> None:
+        """The request left the engine."""
+        if self._requests.pop(request.request_id, None) is not None and self._store is not None:
+            self._store.finished(request.request_id)
+
+    def cleared(self) -> None:
+        """The prefix cache is being reset."""
+        for number in list(self._pinned):
+            self._unpin(number)
+        if self._store is not None:
+            self._store.cleared(self._namespace_of(salt=secrets.token_hex(8)))
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        return {} if self._store is None else self._store.take_counts()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._store is not None:
+            self._store.close()
+
+    def _pin(self, number: int, ids: list[int]) -> None:
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._pool.touch(blocks)
+        self._pinned[number] = blocks
+        self._num_pinned += len(blocks)
+
+    def _unpin(self, number: int) -> None:
+        blocks = self._pinned.pop(number, None)
+        if blocks is not None:
+            self._num_pinned -= len(blocks)
+            self._pool.free_blocks(reversed(blocks))
+
+
+def _ids_of(state: Any, request_id: str, select: Any) -> tuple[list[int], ...]:
+    return tuple(list(group) for group in select(state.get_block_ids(request_id)))
