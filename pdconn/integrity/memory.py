@@ -159,7 +159,7 @@ class CudaMemory:
         import torch
 
         device = torch.device("cuda", cells.memory.device.index)
-        memory = torch.as_tensor(_OnDevice(cells.memory), device=device)
+        memory = torch.as_tensor(OnDevice(cells.memory), device=device)
         return collected(memory, cells, step, ids, strips)
 
 
@@ -189,7 +189,7 @@ class AnyMemory:
 
 
 @dataclass(frozen=True)
-class _OnDevice:
+class OnDevice:
     """Foreign device memory, in the form that torch imports."""
 
     memory: Memory

@@ -1,0 +1,262 @@
+"""Copies between KV memory and rows in host memory, without a step of Python for each run.
+
+KV is scattered, rows are not: sorted by their address in host memory, the runs of a plan form
+few contiguous *segments*.  A segment is gathered or scattered by one indexed copy in units of
+the *grain*, the greatest common divisor of lengths and distances of the runs in an allocation::
+
+    KV memory     ..[ b7 ]......[ b2 ][ b3 ]..........     grain 4 KiB, index 5 9 10
+                       |           |     |
+    host memory   [ b7 |  b2   |  b3  ]                    one segment of 12 KiB
+
+Measured on one core, host memory, GB/s out of and into KV: runs of 16 KiB 10 and 12, of 4 KiB
+7 and 7.  (``process_vm_readv`` on our own process: 8 and 4; a loop of ``memmove`` is as fast,
+but takes the interpreter from the engine's thread for each run.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdconn.integrity.memory import OnDevice
+from transport import Device, Memory, Spans
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+_LARGEST_GRAIN = 1 << 30
+
+
+class Copies(Protocol):
+    """Copies runs between KV memory (``Spans.local``) and host memory (``Spans.remote``).
+
+    Nothing else may write either side meanwhile.  A call returns when all bytes are there.
+
+    Raises:
+        ValueError: a run that leaves the allocations of KV memory; nothing was copied.
+    """
+
+    def copy_out(self, spans: Spans) -> None:
+        """From KV memory to host memory."""
+        ...
+
+    def copy_in(self, spans: Spans) -> None:
+        """From host memory to KV memory."""
+        ...
+
+
+def copies_of(memories: Sequence[Memory]) -> Copies:
+    """What copies from and to these allocations of KV memory, all on one device.
+
+    Raises:
+        ValueError: allocations on several devices, or none.
+    """
+    devices = {memory.device for memory in memories}
+    if len(devices) != 1:
+        raise ValueError(f"device: expected one, got {sorted(map(str, devices))}")
+    return HostCopies(memories) if devices.pop().kind == "cpu" else TorchCopies(memories)
+
+
+class HostCopies:
+    """Copies by numpy, which lets other threads run meanwhile."""
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self._memories = _Allocations(memories)
+
+    def copy_out(self, spans: Spans) -> None:
+        """See :class:`Copies`."""
+        for gathered in self._memories.gathers(spans):
+            grains = self._grains(gathered)
+            for part, address, nbytes in gathered.segments():
+                host = host_bytes(address, nbytes).view(grains.dtype)
+                # The mode says what of indices out of bounds, of which there are none; with
+                # another, numpy would copy by way of a buffer.
+                np.take(grains, gathered.index[part], out=host, mode="clip")
+
+    def copy_in(self, spans: Spans) -> None:
+        """See :class:`Copies`."""
+        for gathered in self._memories.gathers(spans):
+            grains = self._grains(gathered)
+            for part, address, nbytes in gathered.segments():
+                grains[gathered.index[part]] = host_bytes(address, nbytes).view(grains.dtype)
+
+    @staticmethod
+    def _grains(gathered: _Gather) -> NDArray[np.void]:
+        memory, start, end = gathered.memory, gathered.shift, gathered.end
+        return host_bytes(memory.base + start, end - start).view(f"V{gathered.grain}")
+
+
+class TorchCopies:
+    """Copies by torch: collected in one buffer on the device, then moved segment by segment.
+
+    A GPU's copies run on a stream of their own, beside the engine's; the caller sees to it
+    that the pass that wrote the KV has ended.
+    """
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        import torch
+
+        self._memories = _Allocations(memories)
+        self._bytes = {memory: _tensor_of(memory) for memory in memories}
+        device = memories[0].device
+        self._device = torch.device(device.kind, device.index)
+        self._stream = _stream_on(device)
+
+    def copy_out(self, spans: Spans) -> None:
+        """See :class:`Copies`."""
+        self._on_stream(spans, self._out)
+
+    def copy_in(self, spans: Spans) -> None:
+        """See :class:`Copies`."""
+        self._on_stream(spans, self._in)
+
+    def _on_stream(self, spans: Spans, move: Any) -> None:
+        import torch
+
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for gathered in self._memories.gathers(spans):
+                index = torch.from_numpy(gathered.index).to(self._device)
+                move(gathered, self._grains(gathered), index)
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _out(self, gathered: _Gather, grains: Any, index: Any) -> None:
+        found = grains.index_select(0, index)
+        for part, address, nbytes in gathered.segments():
+            host = _tensor(host_bytes(address, nbytes)).view(found.dtype)
+            host.copy_(found[part].view(-1), non_blocking=True)
+
+    def _in(self, gathered: _Gather, grains: Any, index: Any) -> None:
+        found = grains.new_empty((len(index), grains.shape[1]))
+        for part, address, nbytes in gathered.segments():
+            host = _tensor(host_bytes(address, nbytes)).view(found.dtype)
+            found[part].view(-1).copy_(host, non_blocking=True)
+        grains.index_copy_(0, index, found)
+
+    def _grains(self, gathered: _Gather) -> Any:
+        """The allocation in rows of a grain, of the widest integers that fit."""
+        import torch
+
+        memory, start, end = gathered.memory, gathered.shift, gathered.end
+        found = self._bytes[memory][start:end]
+        if not (gathered.grain % 8 or (memory.base + start) % 8):
+            found = found.view(torch.int64)
+        return found.view((end - start) // gathered.grain, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Runs of one allocation in order of host memory.
+
+    Grain ``i`` of the runs is the ``index[i]``-th ``grain`` bytes after byte ``shift`` of the
+    allocation; ``end`` is where its last whole grain ends.  Segment ``j`` are grains
+    ``[firsts[j], firsts[j + 1])``, at ``addresses[j]`` in host memory.
+    """
+
+    memory: Memory
+    grain: int
+    shift: int
+    index: I64
+    firsts: tuple[int, ...]
+    addresses: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.memory.nbytes - (self.memory.nbytes - self.shift) % self.grain
+
+    def segments(self) -> Iterator[tuple[slice, int, int]]:
+        """Grains, address in host memory, and bytes of each segment."""
+        for number, address in enumerate(self.addresses):
+            first, last = self.firsts[number], self.firsts[number + 1]
+            yield slice(first, last), address, (last - first) * self.grain
+
+
+class _Allocations:
+    """Allocations by address."""
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self._memories = tuple(sorted(memories, key=lambda memory: memory.base))
+        self._bases = np.array([memory.base for memory in self._memories], dtype=np.int64)
+        self._ends = np.array([memory.end for memory in self._memories], dtype=np.int64)
+
+    def gathers(self, spans: Spans) -> list[_Gather]:
+        """The runs of each allocation.
+
+        Raises:
+            ValueError: a run that leaves them.
+        """
+        if not len(spans):
+            return []
+        columns = spans.local.view(np.int64), spans.remote.view(np.int64), spans.nbytes
+        local, remote, nbytes = columns[0], columns[1], columns[2].view(np.int64)
+        if (remote[1:] < remote[:-1]).any():
+            order = np.argsort(remote, kind="stable")
+            local, remote, nbytes = local[order], remote[order], nbytes[order]
+        owner = np.searchsorted(self._bases, local, side="right") - 1
+        outside = (owner < 0) | (local + nbytes > self._ends[owner])
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise ValueError(
+                f"run of {nbytes[at]} bytes at {local[at]:#x}: expected one in KV memory"
+            )
+        if (owner == owner[0]).all():
+            return [_gather(self._memories[owner[0]], local, remote, nbytes)]
+        found = []
+        for number in np.unique(owner).tolist():
+            mine = owner == number
+            found.append(_gather(self._memories[number], local[mine], remote[mine], nbytes[mine]))
+        return found
+
+
+def _gather(memory: Memory, local: I64, remote: I64, nbytes: I64) -> _Gather:
+    offset = local - memory.base
+    grain = int(np.gcd(np.gcd.reduce(nbytes), np.gcd.reduce(offset - offset[0])))
+    if grain > _LARGEST_GRAIN:
+        grain = int(np.gcd(grain, _LARGEST_GRAIN))
+    shift = int(offset[0]) % grain
+    counts = nbytes // grain
+    ends = np.cumsum(counts)
+    index = np.arange(ends[-1]) + np.repeat((offset - shift) // grain - (ends - counts), counts)
+    is_first = np.concatenate(([True], remote[:-1] + nbytes[:-1] != remote[1:]))
+    firsts = (ends - counts)[is_first]
+    return _Gather(
+        memory,
+        grain,
+        shift,
+        index,
+        (*firsts.tolist(), int(ends[-1])),
+        tuple(remote[is_first].tolist()),
+    )
+
+
+def host_bytes(address: int, nbytes: int) -> U8:
+    """Host memory of this process, writable; the caller keeps it alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _stream_on(device: Device) -> Any:
+    import torch
+
+    if device.kind == "cpu":
+        return None
+    made: Any = torch.cuda.Stream
+    return made(torch.device("cuda", device.index))
+
+
+def _tensor(data: U8) -> Any:
+    import torch
+
+    return torch.from_numpy(data)
+
+
+def _tensor_of(memory: Memory) -> Any:
+    import torch
+
+    if memory.device.kind == "cpu":
+        return _tensor(host_bytes(memory.base, memory.nbytes))
+    return torch.as_tensor(OnDevice(memory), device=torch.device("cuda", memory.device.index))
