@@ -1,0 +1,107 @@
+"""What a rank's store threads report to the engine's thread: results, counts, few warnings."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pdconn.store.commands import StoreResult
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 10.0
+
+
+class StoreReports:
+    """Any thread adds, the engine's thread takes; nothing blocks for long.
+
+    Args:
+        wake: called on the adding thread whenever something was added that a scheduler or a
+            request may wait for.
+    """
+
+    def __init__(
+        self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wake, self._clock = wake, clock
+        self._lock = threading.Lock()
+        self._results: list[StoreResult] = []
+        self._loaded: list[str] = []
+        self._failed: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._quiet: dict[str, tuple[float, int]] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a result or a request to take."""
+        return bool(self._results or self._loaded or self._failed)
+
+    def answer(self, result: StoreResult) -> None:
+        """Add an answer for the scheduler."""
+        with self._lock:
+            self._results.append(result)
+        self._awake()
+
+    def loaded(self, request: str) -> None:
+        """Add a request whose rows are in its blocks."""
+        with self._lock:
+            self._loaded.append(request)
+        self._awake()
+
+    def load_failed(self, request: str) -> None:
+        """Add a request whose blocks do not hold what they should."""
+        with self._lock:
+            self._failed.append(request)
+        self._awake()
+
+    def count(self, **counts: int) -> None:
+        """Add to the counts that were not taken yet."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log a warning, each text at most once in 10 s, then with how many were suppressed."""
+        now = self._clock()
+        with self._lock:
+            until, suppressed = self._quiet.get(text, (now, 0))
+            if now < until:
+                self._quiet[text] = until, suppressed + 1
+                return
+            self._quiet[text] = now + _PAUSE_S, 0
+        line = f"pdconn: store: {text}"
+        if suppressed:
+            line += f" ({suppressed} similar warnings suppressed)"
+        log.warning(line, *values)
+
+    def _awake(self) -> None:
+        try:
+            self._wake()
+        except Exception:  # the caller's; the report is there all the same
+            log.exception("pdconn: store: a wake-up failed")
+
+    def take_results(self) -> list[StoreResult]:
+        """Answers since the last call, oldest first."""
+        with self._lock:
+            taken, self._results = self._results, []
+        return taken
+
+    def take_loaded(self) -> list[str]:
+        """Requests loaded since the last call, oldest first."""
+        with self._lock:
+            taken, self._loaded = self._loaded, []
+        return taken
+
+    def take_failed(self) -> list[str]:
+        """Requests whose load failed since the last call, oldest first."""
+        with self._lock:
+            taken, self._failed = self._failed, []
+        return taken
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        with self._lock:
+            taken, self._counts = self._counts, Counter()
+        return dict(taken)

@@ -1,0 +1,162 @@
+"""Saves: rows gathered from KV blocks, written to their parts, and noted.
+
+::
+
+    KV blocks ──gather──► buffer ──checksums──► Shelf.write ──► Shelf.put_note
+                 └ after the last row: SaveResult, the blocks may be freed
+
+Of each row only the slabs that this rank saves are written; where that is none, the note is
+empty.  A row that cannot be saved gets a note that says so, and its part is discarded by the
+scheduler's process; nothing else comes of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdconn.planning.errors import PlanningError
+from pdconn.store.commands import SaveResult, SaveRow, SaveRows
+from pdconn.store.errors import StoreError
+from pdconn.store.format.footer import checksum, encode_note, failed_note
+from pdconn.store.rank.copies import Copies
+from pdconn.store.rank.opened import OpenedRank
+from pdconn.store.rank.reports import StoreReports
+from pdconn.store.rank.shares import OwnSlab, RowShare, joined_runs
+from pdconn.store.rank.staging import HostArea
+from pdconn.store.shelf.base import Shelf
+
+
+class PassEvent(Protocol):
+    """A point in a GPU's stream: :meth:`synchronize` returns when all before it is done."""
+
+    def synchronize(self) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class SaveUnderWay:
+    """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed."""
+
+    save: SaveRows
+    event: PassEvent | None
+    noted: int = 0
+    is_read: bool = False
+
+
+class RowWriter:
+    """One thread's saves.
+
+    Args:
+        open_shelf: opens the thread's own shelf, at the first row and again where that failed.
+        copies: the thread's own, from KV memory.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedRank,
+        buffer: HostArea,
+        reports: StoreReports,
+        open_shelf: Callable[[], Shelf],
+        copies: Copies,
+    ) -> None:
+        self._opened, self._buffer, self._reports = opened, buffer, reports
+        self._open_shelf, self._copies = open_shelf, copies
+        self._shelf: Shelf | None = None
+
+    def close(self) -> None:
+        """Close the shelf."""
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+
+    def work(self, task: SaveUnderWay) -> None:
+        """Save all rows of a task, and report when its blocks have been read."""
+        if task.event is not None:
+            task.event.synchronize()
+        for place, row in enumerate(task.save.rows):
+            is_last = place + 1 == len(task.save.rows)
+            note = self._saved(task, row, is_last)
+            self._put_note(row, note)
+            task.noted = place + 1
+        answer(task, self._reports)
+
+    def _saved(self, task: SaveUnderWay, row: SaveRow, is_last: bool) -> bytes:
+        """Gather and write one row; its note."""
+        index = row.name.index
+        try:
+            share = self._opened.kinds[row.name.kind].share
+            slabs = share.written(index)
+            if slabs:
+                self._gather(task.save, row, share)
+            if is_last:
+                answer(task, self._reports)
+            sums = {
+                slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
+            }
+            if slabs:
+                self._write(row, slabs)
+        except (StoreError, PlanningError) as error:
+            self._reports.warn("a row was not saved: row=%s: %s", row.name.file_name, error)
+            return self._failure(row, str(error))
+        return encode_note(sums)
+
+    def _gather(self, save: SaveRows, row: SaveRow, share: RowShare) -> None:
+        """Fill the buffer with our share of a row: KV, and zeros where there is none."""
+        pairing = self._opened.kinds[row.name.kind].pairing
+        parts = pairing.spans_to_save(row.name.index, save.blocks, self._buffer.address)
+        if sum(spans.total_bytes for spans in parts) < share.nbytes:
+            ctypes.memset(self._buffer.address, 0, share.nbytes)
+        for spans in parts:
+            self._copies.copy_out(spans)
+
+    def _write(self, row: SaveRow, slabs: tuple[OwnSlab, ...]) -> None:
+        ranges = [
+            (at, self._buffer.view(start, nbytes)) for at, start, nbytes in joined_runs(slabs)
+        ]
+        self._own_shelf().write(self._opened.writer, row.part, ranges)
+        nbytes = sum(len(view) for _, view in ranges)
+        self._reports.count(rows_written=1, bytes_written=nbytes)
+
+    def _put_note(self, row: SaveRow, note: bytes) -> None:
+        try:
+            self._own_shelf().put_note(self._opened.writer, row.part, self._opened.rank, note)
+        except StoreError as error:
+            self._reports.count(write_failures=1)
+            self._reports.warn("a note was not left: row=%s: %s", row.name.file_name, error)
+
+    def _failure(self, row: SaveRow, why: str) -> bytes:
+        self._reports.count(write_failures=1)
+        return failed_note(why)
+
+    def _own_shelf(self) -> Shelf:
+        if self._shelf is None:
+            self._shelf = self._open_shelf()
+        return self._shelf
+
+
+def answer(task: SaveUnderWay, reports: StoreReports) -> None:
+    """Report that the blocks may be freed, once."""
+    if not task.is_read:
+        task.is_read = True
+        reports.answer(SaveResult(task.save.number))
+
+
+def refuse_save(
+    task: SaveUnderWay,
+    writer: str,
+    rank: int,
+    open_shelf: Callable[[], Shelf],
+    reports: StoreReports,
+) -> None:
+    """Answer a save that cannot go on, and note that its other rows were not written."""
+    answer(task, reports)
+    rows = task.save.rows[task.noted :]
+    reports.count(write_failures=len(rows))
+    try:
+        with open_shelf() as shelf:
+            for row in rows:
+                shelf.put_note(writer, row.part, rank, failed_note("the rank's store failed"))
+    except StoreError as error:
+        reports.warn("notes were not left: rows=%d: %s", len(rows), error)
