@@ -19,6 +19,7 @@ from pdconn.store.engine.catalogue import Catalogue
 from pdconn.store.engine.commits import Batch, Committed, Committer
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import StoreError
+from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import Shelf
 
@@ -67,6 +68,10 @@ class Budget(Protocol):
         """Give back what was not used."""
 
 
+Told = Callable[[Sequence[RowName], Sequence[RowName]], None]
+"""Is told of rows that are there now, and of rows that are gone, on the keeper's thread."""
+
+
 class Keeper:
     """Keeps the rows of one root.
 
@@ -74,7 +79,8 @@ class Keeper:
         namespace: where the engine's rows are, until :meth:`cleared`.
         shelf: opens the shelf, on the thread.
         budget: the byte budget; None for a store that is only read.
-        told: called on the thread with rows committed and rows gone.
+        told: is told of rows committed and gone.
+        layout: kept beside the rows for those who verify them without an engine.
         clock: seconds that never go back.
     """
 
@@ -88,11 +94,13 @@ class Keeper:
         budget: Budget | None,
         committer: Callable[[Callable[[RowName], None]], Committer],
         clock: Callable[[], float],
-        told: Callable[[Sequence[RowName], Sequence[RowName]], None] = lambda new, gone: None,
+        told: Told | None,
+        layout: StoreLayout,
     ) -> None:
         self.sizes = sizes
         self._namespace, self._catalogue, self._budget = namespace, catalogue, budget
-        self._open_shelf, self._clock, self._told = shelf, clock, told
+        self._open_shelf, self._clock, self._told = shelf, clock, told or (lambda new, gone: None)
+        self._layout = layout
         self._saving: set[RowName] = set()
         self._committer = committer(self._saving.discard)
         self._touched: dict[RowName, float] = {}
@@ -145,6 +153,10 @@ class Keeper:
         """Rows are saved to and looked up in ``namespace`` from now on."""
         self._namespace = namespace
         self._catalogue.clear()
+
+    def is_saving(self) -> bool:
+        """Whether a row is on its way to the shelf."""
+        return bool(self._saving)
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""

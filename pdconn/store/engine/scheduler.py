@@ -279,6 +279,10 @@ class StoreScheduler:
         self._opening = OpenStore(opening.layout, namespace, opening.writer, opening.replicas)
         self._commands.append(self._opening)
 
+    def is_settled(self) -> bool:
+        """Whether nothing is being fetched, saved or committed."""
+        return not (self._saves or self._fetches or self._keeper.is_saving())
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         counts, self.counts = self.counts, Counter()

@@ -69,7 +69,12 @@ class EngineStore:
         layout = store_layout(ranks, self._settings.block_tokens)
         self._namespace_of = partial(namespace_of, self._config, traits, layout)
         self._store = build_scheduler(
-            self._settings, layout, ranks, self._namespace_of(), self._writer, time.monotonic
+            self._settings,
+            layout,
+            ranks,
+            namespace=self._namespace_of(),
+            writer=self._writer,
+            clock=time.monotonic,
         )
 
     def arrived(self, request: Any) -> None:

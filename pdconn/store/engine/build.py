@@ -1,0 +1,122 @@
+"""Puts the scheduler's part of a store together, once every rank's memory is known."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+from pdconn.store.commands import OpenStore
+from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.engine.catalogue import Catalogue
+from pdconn.store.engine.commits import Committer
+from pdconn.store.engine.keeper import Budget, Keeper, Told
+from pdconn.store.engine.lookups import Finder, LookupThread, ShareSizes
+from pdconn.store.engine.saves import RowBlocks
+from pdconn.store.engine.scheduler import StoreScheduler
+from pdconn.store.errors import FormatError
+from pdconn.store.format.boundaries import Spacing
+from pdconn.store.format.layout import StoreLayout, share_layout
+from pdconn.store.settings import StoreSettings
+from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.open import open_shelf
+from registration.references import KVCacheGroupReference, KVCacheReferences
+
+
+def build_scheduler(
+    settings: StoreSettings,
+    layout: StoreLayout,
+    ranks: Sequence[KVCacheReferences],
+    *,
+    namespace: str,
+    writer: str,
+    clock: Callable[[], float],
+    shelf: Callable[[], Shelf] | None = None,
+    budget: Budget | None = None,
+    told: Told | None = None,
+) -> StoreScheduler:
+    """A scheduler with its threads started.
+
+    Args:
+        layout: of whole rows, made of ``ranks``.
+        namespace: where the engine's rows are.
+        writer: this boot's name.
+        shelf, budget: other ones than the settings say, for tests.
+        told: see :class:`Keeper`.
+
+    Raises:
+        StoreError: the root cannot be opened.
+    """
+    open_it = shelf or partial(open_shelf, settings)
+    open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
+    if budget is None and not settings.read_only:
+        budget = RootBudget(settings, writer, layout)
+    catalogue = Catalogue()
+    sizes = ShareSizes.of([share_layout([rank], layout.block_tokens) for rank in ranks])
+    make_committer = partial(
+        Committer, layout, writer=writer, num_ranks=len(ranks), catalogue=catalogue, budget=budget
+    )
+    keeper = Keeper(
+        namespace,
+        catalogue=catalogue,
+        sizes=sizes,
+        shelf=open_it,
+        budget=budget,
+        committer=lambda settled: make_committer(settled=settled),
+        clock=clock,
+        told=told,
+        layout=layout,
+    )
+    finder = Finder(layout, keeper.namespace, catalogue, sizes, settings.staging, clock)
+    keeper.start()
+    return StoreScheduler(
+        settings,
+        opening=OpenStore(layout, namespace, writer, replicas_of(ranks)),
+        spacing=Spacing.of(layout, settings.window_every),
+        blocks=RowBlocks(layout.block_tokens, groups_of(ranks)),
+        lookups=LookupThread(finder, open_it),
+        keeper=keeper,
+        clock=clock,
+    )
+
+
+def replicas_of(
+    ranks: Sequence[KVCacheReferences],
+) -> tuple[dict[tuple[str, int], tuple[int, int]], ...]:
+    """For each rank and chunk: its number among the ranks with the same heads, and their count.
+
+    Raises:
+        FormatError: ranks whose heads overlap without being the same.
+    """
+    holders: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for references in ranks:
+        for group in references.groups:
+            for ref in group.data:
+                holders[ref.layer, ref.chunk].append((ref.first_head, ref.num_heads))
+    for (layer, _), heads in holders.items():
+        distinct = sorted(set(heads))
+        for (first, count), (after, _) in pairwise(distinct):
+            if first + count > after:
+                raise FormatError(f"{layer}: heads of the ranks", "the same or apart", distinct)
+    counts = {key: Counter(heads) for key, heads in holders.items()}
+    seen: dict[tuple[str, int], Counter[tuple[int, int]]] = defaultdict(Counter)
+    found = []
+    for references in ranks:
+        mine = {}
+        for group in references.groups:
+            for ref in group.data:
+                key, heads_here = (ref.layer, ref.chunk), (ref.first_head, ref.num_heads)
+                mine[key] = seen[key][heads_here], counts[key][heads_here]
+                seen[key][heads_here] += 1
+        found.append(mine)
+    return tuple(found)
+
+
+def groups_of(ranks: Sequence[KVCacheReferences]) -> tuple[KVCacheGroupReference, ...]:
+    """Each KV cache group of the engine, as a rank describes it that holds layers of it."""
+    found = []
+    for number in range(len(ranks[0].groups)):
+        alike = [rank.groups[number] for rank in ranks]
+        found.append(next((group for group in alike if group.data), alike[0]))
+    return tuple(found)

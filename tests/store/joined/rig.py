@@ -1,0 +1,301 @@
+"""An engine without a model: real scheduler and rank parts of a store over real memory.
+
+KV of a token is made of the whole prefix before it, its layer and its head, so that bytes of
+another prompt, head, layer or position are told at once.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdconn.planning.plan import window_start
+from pdconn.protocol.ticket import BlockList
+from pdconn.store.commands import StoreCommand
+from pdconn.store.engine.build import build_scheduler, groups_of
+from pdconn.store.format.layout import StoreLayout, store_layout
+from pdconn.store.rank.store import RankStore
+from pdconn.store.settings import StoreSettings
+from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.open import open_shelf
+from registration.references import (
+    AttentionKind,
+    GroupMemory,
+    KVCacheReferences,
+    build_kv_cache_references,
+)
+from tests.fakes.layouts import layout_memory, layout_nbytes
+
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Full layers, and layers of one window (or chunk); all with ``heads`` KV heads."""
+
+    full: tuple[str, ...] = ("layers.0.attn", "layers.2.attn")
+    windowed: tuple[str, ...] = ("layers.1.attn", "layers.3.attn")
+    window: int = 40
+    kind: AttentionKind = AttentionKind.SLIDING_WINDOW
+    heads: int = 4
+    token_nbytes: int = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one engine keeps the model's KV."""
+
+    tp: int = 1
+    layout: str = "LBHNC"
+    block_tokens: int = 16
+    opaque: bool = False
+    num_blocks: int = 160
+
+
+@dataclass
+class Outcome:
+    """What a request's run told."""
+
+    loaded: int
+    computed: int
+    wrong: int
+    saves: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Runs prompts one after another, with a store over ``settings.root``."""
+
+    settings: StoreSettings
+    model: Model = field(default_factory=Model)
+    shape: Shape = field(default_factory=Shape)
+    namespace: str = "ns"
+    writer: str = "writer"
+    shelf: Callable[[], Shelf] | None = None
+    pass_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        self.memory: list[list[np.ndarray]] = []
+        self.ranks = [self._references(rank) for rank in range(self.shape.tp)]
+        self.groups = groups_of(self.ranks)
+        self.layout: StoreLayout = store_layout(self.ranks, self.settings.block_tokens)
+        opened = self.shelf or (lambda: open_shelf(self.settings))
+        self.store = build_scheduler(
+            self.settings, self.layout, self.ranks, namespace=self.namespace,
+            writer=self.writer, clock=time.monotonic, shelf=opened,
+        )  # fmt: skip
+        self.rank_stores = [
+            RankStore(self.settings, references, rank, opened)
+            for rank, references in enumerate(self.ranks)
+        ]
+        self.pinned: dict[int, tuple[BlockList, ...]] = {}
+        self.refs = np.zeros((len(self.groups), self.shape.num_blocks), dtype=int)
+        self.refs[:, 0] = 1
+        self._reported: dict[str, int] = {}
+        self._number = 0
+
+    def _references(self, rank: int) -> KVCacheReferences:
+        shape, model = self.shape, self.model
+        heads = max(1, model.heads // shape.tp)
+        first = rank * model.heads // shape.tp
+        groups, arrays = [], []
+        for layers, kind, window in (
+            (model.full, AttentionKind.FULL, None),
+            (model.windowed, model.kind, model.window),
+        ):
+            if not layers:
+                continue
+            sizes = {
+                "num_blocks": shape.num_blocks, "num_heads": heads,
+                "block_tokens": shape.block_tokens, "token_nbytes": model.token_nbytes,
+            }  # fmt: skip
+            array = np.zeros(layout_nbytes(row_layers=len(layers), **sizes), dtype=np.uint8)
+            arrays.append(array)
+            memory = layout_memory(
+                shape.layout, base=array.ctypes.data, layers=layers,
+                first_head=first, opaque=shape.opaque, **sizes,
+            )  # fmt: skip
+            groups.append(GroupMemory(kind, window, shape.block_tokens, memory))
+        self.memory.append(arrays)
+        return build_kv_cache_references(groups)
+
+    def kv(self, group: int, rank: int) -> list[np.ndarray]:
+        """A view of each layer, of shape (blocks, heads, tokens, bytes), in any layout."""
+        references = self.ranks[rank]
+        data = references.groups[group].data
+        array, tokens = self.memory[rank][group], self.shape.block_tokens
+        views = []
+        for ref in data:
+            tensor = references.tensors[ref.tensor]
+            views.append(
+                np.lib.stride_tricks.as_strided(
+                    array[ref.offset :],
+                    (tensor.num_blocks, ref.num_heads, tokens, self.model.token_nbytes),
+                    (
+                        tensor.block_stride, ref.head_stride,
+                        ref.token_stride or self.model.token_nbytes, 1,
+                    ),
+                )
+            )  # fmt: skip
+        return views
+
+    # A request
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        *,
+        name: str | None = None,
+        num_local: int = 0,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Load what can be loaded, check it, compute the rest, save."""
+        self._number += 1
+        name = name or f"request-{self._number}"
+        self.store.arrived(name, list(tokens), len(tokens), lambda: (), may_load=True)
+        found = self._ask(name, len(tokens), num_local, on_step)
+        ids = self._allocate(len(tokens))
+        blocks = tuple(BlockList(0, tuple(group)) for group in ids)
+        for position in range(num_local):
+            self._write(tokens, position, ids)
+        wrong = 0
+        took = self.store.allocated(name, blocks, found)
+        assert took == bool(found)
+        if found:
+            self._until(lambda: self._reported.get(name, 0) == self.shape.tp, on_step)
+            self.store.loaded(name)
+            wrong = self._wrong(tokens, num_local + found, ids)
+        outcome = Outcome(found, len(tokens) - found - num_local, wrong)
+        self._compute(name, tokens, num_local + found, ids, outcome)
+        self.store.finished(name)
+        for group, held in enumerate(ids):
+            for block in held:
+                self.refs[group, block] -= bool(block)
+        return outcome
+
+    def settle(self) -> None:
+        """Wait until every row is committed or given up."""
+        self._until(lambda: not self.pinned and self.store.is_settled(), lambda: None)
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self.store.close()
+        for rank in self.rank_stores:
+            rank.close()
+
+    def step(self, *, passed: bool = False) -> None:
+        """One step of the engine: commands to ranks, answers back."""
+        commands: list[StoreCommand] = self.store.take_commands()
+        for rank in self.rank_stores:
+            for command in commands:
+                rank.post(command)
+            if passed:
+                rank.after_pass()
+        for rank in self.rank_stores:
+            for request in rank.take_loaded():
+                self._reported[request] = self._reported.get(request, 0) + 1
+            assert not rank.take_load_failures()
+            for number in self.store.note(rank.results()):
+                self._unpin(self.pinned.pop(number))
+
+    def _ask(self, name: str, num_tokens: int, num_local: int, on_step: Callable[[], None]) -> int:
+        found = None
+
+        def is_known() -> bool:
+            nonlocal found
+            found = self.store.matched(name, num_tokens, num_local)
+            return found is not None
+
+        self._until(is_known, on_step)
+        assert found is not None
+        return found
+
+    def _until(self, is_so: Callable[[], bool], on_step: Callable[[], None]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < until, "nothing came"
+            on_step()
+            self.step()
+            time.sleep(0.001)
+
+    def _compute(
+        self, name: str, tokens: Sequence[int], start: int, ids: list[list[int]], outcome: Outcome
+    ) -> None:
+        before = start
+        while before < len(tokens):
+            after = min(before + self.pass_tokens, len(tokens))
+            self._free_windows(before, ids)
+            saved = self.store.computed(name, before, after, lambda: tuple(map(list, ids)))
+            if saved is not None:
+                number, blocks = saved
+                self.pinned[number] = blocks
+                outcome.saves += 1
+                for group, held in enumerate(blocks):
+                    for block in held.ids:
+                        self.refs[group, block] += bool(block)
+            for position in range(before, after):
+                self._write(tokens, position, ids)
+            self.step(passed=True)
+            before = after
+
+    def _free_windows(self, computed: int, ids: list[list[int]]) -> None:
+        """As vLLM does: blocks before the window of the next token are dropped."""
+        for number, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            for at in range(window_start(group, computed) // self.shape.block_tokens):
+                if ids[number][at]:
+                    self.refs[number, ids[number][at]] -= 1
+                    ids[number][at] = 0
+
+    def _allocate(self, num_tokens: int) -> list[list[int]]:
+        count = -(-num_tokens // self.shape.block_tokens)
+        found = []
+        for group in range(len(self.groups)):
+            free = np.flatnonzero(self.refs[group] == 0)[::-1][:count]
+            assert len(free) == count, "no free blocks"
+            self.refs[group, free] += 1
+            found.append([int(block) for block in free])
+        return found
+
+    def _unpin(self, blocks: tuple[BlockList, ...]) -> None:
+        for group, held in enumerate(blocks):
+            for block in held.ids:
+                self.refs[group, block] -= bool(block)
+
+    def _write(self, tokens: Sequence[int], position: int, ids: list[list[int]]) -> None:
+        block, at = divmod(position, self.shape.block_tokens)
+        for group in range(len(self.groups)):
+            if not ids[group][block]:
+                continue
+            for rank in range(self.shape.tp):
+                for layer, view in enumerate(self.kv(group, rank)):
+                    view[ids[group][block], :, at] = self._label(
+                        tokens, position, group, layer, rank
+                    )
+
+    def _label(
+        self, tokens: Sequence[int], position: int, group: int, layer: int, rank: int
+    ) -> np.ndarray:
+        prefix = zlib.crc32(np.asarray(tokens[: position + 1], dtype="<u4").tobytes())
+        ref = self.ranks[rank].groups[group].data[layer]
+        heads = np.arange(ref.first_head, ref.first_head + ref.num_heads)[:, None]
+        content = np.arange(self.model.token_nbytes)[None, :]
+        mixed = prefix + 7919 * heads + 104729 * content + zlib.crc32(ref.layer.encode())
+        return (mixed * 2654435761 >> 13).astype(np.uint8)
+
+    def _wrong(self, tokens: Sequence[int], until: int, ids: list[list[int]]) -> int:
+        """Bytes that a later token will read and that are not the prompt's."""
+        wrong = 0
+        for number, group in enumerate(self.groups):
+            for position in range(window_start(group, until), until):
+                block, at = divmod(position, self.shape.block_tokens)
+                for rank in range(self.shape.tp):
+                    for layer, view in enumerate(self.kv(number, rank)):
+                        label = self._label(tokens, position, number, layer, rank)
+                        wrong += int((view[ids[number][block], :, at] != label).sum())
+        return wrong
