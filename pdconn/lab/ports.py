@@ -2,12 +2,28 @@
 
 They lie below the kernel's ephemeral range: the local end of an outgoing connection takes
 a port from that range at any time, also one that a slow server is about to listen on.
+
+Between the choice of a port and the start of its server the port is free, so a second
+process could choose it too, and clients of one would meet the server of the other.
+Processes of one user therefore lock what they give out: one byte of a file per port::
+
+    $TMPDIR/pdconn-ports-UID     0 … 10000 ……… 20417 ……… 31208 … 65535
+                                             process A  process B
+
+The kernel drops the locks of a process that ends, and a forked child has none of them.
+Where the file cannot be had, ports are given out without it.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import functools
+import os
 import random
 import socket
+import stat
+import tempfile
 from pathlib import Path
 
 LOCALHOST = "127.0.0.1"
@@ -30,6 +46,8 @@ def free_ports(
 ) -> list[int]:
     """``count`` ports that are free now and were not given out before.
 
+    No other process of this user on this machine is given them until this one ends.
+
     ``in_a_row``: consecutive ports, as the ranks of one engine use them.  For a server that
     listens on every address, ``host`` is "0.0.0.0".  Another program may still take a
     port before its server starts; ``is_free`` checks.
@@ -41,7 +59,7 @@ def free_ports(
     for _ in range(count * _TRIES_PER_PORT):
         first = source.randint(_LOWEST, highest)
         row = range(first, first + length)
-        if _given.isdisjoint(row) and all(is_free(port, host) for port in row):
+        if _given.isdisjoint(row) and _reserve(row, host):
             _given.update(row)
             found.extend(row)
         if len(found) == count:
@@ -59,6 +77,52 @@ def is_free(port: int, host: str = LOCALHOST) -> bool:
         except OSError:
             return False
     return True
+
+
+def _reserve(row: range, host: str) -> bool:
+    """Lock ports that this process has not given out, and keep the locks if all are free."""
+    if not _lock(row):
+        return False
+    if all(is_free(port, host) for port in row):
+        return True
+    _unlock(row)
+    return False
+
+
+def _lock(row: range) -> bool:
+    """Whether no other process has one of these ports; then none gets them from now on."""
+    file = _lock_file()
+    if file is None:
+        return True
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, len(row), row.start)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # the rest: no locks to be had
+    return True
+
+
+def _unlock(row: range) -> None:
+    if (file := _lock_file()) is not None:
+        fcntl.lockf(file, fcntl.LOCK_UN, len(row), row.start)
+
+
+@functools.cache
+def _lock_file() -> int | None:
+    """The descriptor of the locks' file, or None if there is no file that is ours alone.
+
+    Opened once: a process that closes any descriptor of a file loses all its locks in it.
+    """
+    path = Path(tempfile.gettempdir()) / f"pdconn-ports-{os.getuid()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(path, flags, 0o600)
+    except OSError:
+        return None
+    found = os.fstat(file)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+        return file
+    os.close(file)
+    return None
 
 
 def _lowest_ephemeral() -> int:

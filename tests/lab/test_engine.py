@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import signal
 import socket
 import sys
@@ -154,30 +152,3 @@ def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
 def test_what_was_never_launched_is_no_running_engine(tmp_path: Path) -> None:
     with pytest.raises(EngineDied, match="never launched"):
         Engine(_spec(_HEALTHY), tmp_path).check()
-
-
-def test_free_ports_differ_and_are_free() -> None:
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    assert all(is_free(port) for port in ports)
-
-
-def test_ports_in_a_row_follow_each_other_and_are_not_given_twice() -> None:
-    ports = free_ports(4, in_a_row=True)
-    assert ports == [ports[0] + step for step in range(4)]
-    assert all(is_free(port) for port in ports)
-    again = itertools.chain.from_iterable(free_ports(4, in_a_row=True) for _ in range(50))
-    assert not set(ports) & set(again)
-
-
-def test_no_row_begins_below_a_port_that_is_taken() -> None:
-    with socket.socket() as taken:
-        [port] = free_ports(1)
-        taken.bind((LOCALHOST, port))
-        chosen = iter([port - 1, port, port + 1, *range(port + 2, port + 9)])
-
-        class Chosen(random.Random):
-            def randint(self, a: int, b: int) -> int:
-                return next(chosen)
-
-        assert free_ports(2, source=Chosen(), in_a_row=True)[0] > port
