@@ -71,7 +71,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class DropFetch:
-    """The fetch's bytes are not needed: its reads may be left out.  No answer."""
+    """The fetch's bytes are not needed: its reads may be left out.
+
+    A Fetch that has no FetchResult yet gets one all the same, when its last read has ended:
+    only then may its bytes be given to another.
+    """
 
     number: int
 

@@ -1,0 +1,106 @@
+"""A shelf in two dictionaries that fails on demand, and what commits its parts."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from pdconn.store.commands import OpenStore, SaveRow
+from pdconn.store.errors import RowDamaged, RowMissing
+from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined
+from pdconn.store.format.names import RowName
+
+Hook = Callable[..., None]
+
+
+def nothing(*_: object) -> None:
+    """The hook of a shelf without faults."""
+
+
+@dataclass(eq=False)
+class Rows:
+    """Rows and parts of all threads, and hooks that are called before reads, writes and notes."""
+
+    rows: dict[tuple[str, RowName], bytearray] = field(default_factory=dict)
+    parts: dict[str, bytearray] = field(default_factory=lambda: defaultdict(bytearray))
+    notes: dict[str, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
+    written: list[tuple[str, int, int]] = field(default_factory=list)
+    reads: list[RowName] = field(default_factory=list)
+    before_open: Hook = nothing
+    before_read: Hook = nothing
+    before_write: Hook = nothing
+    before_note: Hook = nothing
+    num_open: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self) -> RowsShelf:
+        """A shelf for one thread."""
+        self.before_open()
+        with self.lock:
+            self.num_open += 1
+        return RowsShelf(self)
+
+    def commit(self, opening: OpenStore, row: SaveRow, num_ranks: int) -> None:
+        """Make a row of a part and the notes of all ranks."""
+        layout = opening.layout.of(row.name.kind)
+        notes = self.notes[row.part]
+        assert sorted(notes) == list(range(num_ranks))
+        sums = joined([decode_note(note) for note in notes.values()], len(layout.slabs))
+        assert sums is not None, "slabs that no rank wrote"
+        first = row.name.index * layout.block_tokens
+        tokens = range(first, first + layout.block_tokens)
+        footer = Footer(opening.namespace, row.name, tokens, layout.data_nbytes, sums)
+        data = self.parts.pop(row.part)
+        assert len(data) == layout.data_nbytes
+        self.rows[opening.namespace, row.name] = data + encode_footer(footer)
+
+
+class RowsShelf:
+    """The part of a shelf that ranks use."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def read(self, namespace: str, name: RowName, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self._rows.reads.append(name)
+        self._rows.before_read(name)
+        row = self._rows.rows.get((namespace, name))
+        if row is None:
+            raise RowMissing(name.file_name)
+        for offset, buffer in ranges:
+            found = row[offset : offset + len(buffer)]
+            buffer[: len(found)] = found
+            if len(found) < len(buffer):
+                raise RowDamaged("the row ends before the range")
+
+    def write(self, writer: str, part: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self._rows.before_write(writer, part)
+        with self._rows.lock:
+            data = self._rows.parts[part]
+            for offset, buffer in ranges:
+                data.extend(bytes(max(0, offset + len(buffer) - len(data))))
+                data[offset : offset + len(buffer)] = buffer
+                self._rows.written.append((part, offset, len(buffer)))
+
+    def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
+        self._rows.before_note(writer, part)
+        with self._rows.lock:
+            self._rows.notes[part][rank] = note
+
+    def close(self) -> None:
+        with self._rows.lock:
+            self._rows.num_open -= 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ok(notes: Mapping[int, bytes]) -> bool:
+    """Whether no note tells of a failure."""
+    return all(note[:2] == b"ok" for note in notes.values())
