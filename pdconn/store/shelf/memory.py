@@ -1,0 +1,189 @@
+"""A shelf in this process: rows are kept in memory, for tests and for one process.
+
+::
+
+    MemoryRows ◄── MemoryShelf of one thread
+               ◄── MemoryShelf of another
+
+The bytes are copied in and out under one lock, so that a reader sees a row whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
+from pdconn.store.format.names import RowName
+from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    data: bytearray
+    notes: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    data: bytearray
+    used_at: float
+
+
+class MemoryRows:
+    """The rows and parts that several shelves share.
+
+    Args:
+        clock: seconds since the epoch, for ``used_at``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.lock = threading.Lock()
+        self.clock = clock
+        self.rows: dict[tuple[str, RowName], _Row] = {}
+        self.parts: dict[tuple[str, str], _Part] = {}
+
+
+class MemoryShelf:
+    """One thread's way to :class:`MemoryRows`; see :class:`pdconn.store.shelf.base.Shelf`."""
+
+    def __init__(self, shared: MemoryRows) -> None:
+        self._shared = shared
+
+    def has(self, namespace: str, name: RowName) -> bool:
+        """Whether the row is there now."""
+        return (namespace, name) in self._shared.rows
+
+    def read(self, namespace: str, name: RowName, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Fill each buffer from its offset in the row.
+
+        Raises:
+            RowMissing, RowDamaged: see :class:`pdconn.store.shelf.base.Shelf`.
+        """
+        with self._shared.lock:
+            row = self._shared.rows.get((namespace, name))
+            if row is None:
+                raise RowMissing(f"{namespace}/{name.file_name}: no such row")
+            for offset, buffer in ranges:
+                if offset + len(buffer) > len(row.data):
+                    raise RowDamaged(
+                        f"{namespace}/{name.file_name}: expected {offset + len(buffer)} bytes or "
+                        f"more, got {len(row.data)}"
+                    )
+                buffer[:] = memoryview(row.data)[offset : offset + len(buffer)]
+
+    def rows(self, namespace: str | None = None) -> Iterator[StoredRow]:
+        """Every committed row, in any order; those of all namespaces for None."""
+        with self._shared.lock:
+            found = [
+                StoredRow(of, name, len(row.data), row.used_at)
+                for (of, name), row in self._shared.rows.items()
+                if namespace in (None, of)
+            ]
+        return iter(found)
+
+    def touch(self, namespace: str, names: Sequence[RowName]) -> None:
+        """Note that the rows were used now; those that are gone are left out."""
+        now = self._shared.clock()
+        with self._shared.lock:
+            for name in names:
+                row = self._shared.rows.get((namespace, name))
+                if row is not None:
+                    row.used_at = now
+
+    def remove(self, namespace: str, name: RowName) -> int:
+        """Remove the row; the bytes that it had, 0 if it was gone."""
+        with self._shared.lock:
+            row = self._shared.rows.pop((namespace, name), None)
+        return 0 if row is None else len(row.data)
+
+    def begin(self, writer: str, part: str, nbytes: int) -> None:
+        """Make a part with room for ``nbytes``.
+
+        Raises:
+            ShelfFailure: there is one of that name.
+        """
+        with self._shared.lock:
+            if (writer, part) in self._shared.parts:
+                raise ShelfFailure(f"{writer}/{part}: the part is there already")
+            self._shared.parts[writer, part] = _Part(bytearray(nbytes))
+
+    def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Write each buffer at its offset.
+
+        Raises:
+            ShelfFailure: no such part, or no room in it.
+        """
+        with self._shared.lock:
+            room = memoryview(self._part(writer, part).data)
+            for offset, buffer in ranges:
+                if offset + len(buffer) > len(room):
+                    raise ShelfFailure(
+                        f"{writer}/{part}: expected ranges within {len(room)} bytes, got "
+                        f"{offset} + {len(buffer)}"
+                    )
+                room[offset : offset + len(buffer)] = buffer
+
+    def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
+        """Leave the note of ``rank`` beside the part.
+
+        Raises:
+            ShelfFailure: no such part.
+        """
+        with self._shared.lock:
+            self._part(writer, part).notes[rank] = bytes(note)
+
+    def notes(self, writer: str, part: str) -> Mapping[int, bytes]:
+        """Notes by rank, as far as they are there."""
+        with self._shared.lock:
+            found = self._shared.parts.get((writer, part))
+            return {} if found is None else dict(found.notes)
+
+    def commit(self, writer: str, part: str, namespace: str, name: RowName) -> bool:
+        """Give the part its name; False if there is such a row already.
+
+        Raises:
+            ShelfFailure: no such part.
+        """
+        with self._shared.lock:
+            row = _Row(self._part(writer, part).data, self._shared.clock())
+            del self._shared.parts[writer, part]
+            return self._shared.rows.setdefault((namespace, name), row) is row
+
+    def discard(self, writer: str, part: str) -> None:
+        """Remove a part and its notes, also where they are gone."""
+        with self._shared.lock:
+            self._shared.parts.pop((writer, part), None)
+
+    def parts(self) -> Iterator[StoredPart]:
+        """Every part, of all writers."""
+        with self._shared.lock:
+            found = [
+                StoredPart(writer, name, len(part.data))
+                for (writer, name), part in self._shared.parts.items()
+            ]
+        return iter(found)
+
+    def _part(self, writer: str, part: str) -> _Part:
+        found = self._shared.parts.get((writer, part))
+        if found is None:
+            raise ShelfFailure(f"{writer}/{part}: no such part")
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

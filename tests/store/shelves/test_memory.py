@@ -1,0 +1,16 @@
+"""The shelf in memory."""
+
+import pytest
+
+from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.store.shelves.contract import OpenShelf, ShelfContract
+
+
+@pytest.fixture
+def open_shelf() -> OpenShelf:
+    rows = MemoryRows()
+    return lambda: MemoryShelf(rows)
+
+
+class TestMemoryShelf(ShelfContract):
+    """The contract."""
