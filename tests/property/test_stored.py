@@ -1,0 +1,288 @@
+"""What one engine saved, any other loads: every byte that is read later is the right one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+
+from pdconn.planning.errors import PlanningError
+from pdconn.planning.plan import Need
+from pdconn.protocol.ticket import BlockList
+from pdconn.store.format.boundaries import pieces
+from pdconn.store.format.layout import RowLayout, Section, Slab, store_layout
+from pdconn.store.format.names import RowKind
+from pdconn.store.rank import pairing as pairing_module
+from pdconn.store.rank.pairing import Row, RowPairing
+from registration.references import AttentionKind, KVCacheReferences
+from tests.property.scale import drawn
+from tests.property.stored import SlabKey, Store, StoredCase, check, stored_cases
+from transport import Spans
+
+
+@drawn(60)
+@given(stored_cases(), st.data())
+def test_every_byte_that_is_read_later_is_loaded_and_no_other_is_touched(
+    case: StoredCase, data: st.DataObject
+) -> None:
+    assert store_layout(case.writer.ranks, case.block_tokens) == case.layout
+    store = Store(case)
+    ranks = st.integers(0, len(case.reader.ranks) - 1)
+    for rank in data.draw(st.sets(ranks, min_size=1, max_size=3)):
+        check(store, rank)
+
+
+def test_the_cases_are_not_all_alike() -> None:
+    """The law above is worth what is drawn for it."""
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=100,
+        database=None,
+        derandomize=True,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(stored_cases())
+    def count(case: StoredCase) -> None:
+        seen.update(_traits(case))
+
+    count()
+    expected = {
+        "opaque", "opaque window", "compressed", "chunks", "a chunk's end", "pieces", "a tail",
+        "held", "other TP", "stages", "other blocks", "other layout", "replicas",
+    }  # fmt: skip
+    assert seen.keys() == expected
+    assert min(seen.values()) >= 3, seen
+
+
+def _traits(case: StoredCase) -> set[str]:
+    sorts = [group.sort for group in case.reader.groups]
+    chunks = [s for s in sorts if s.kind is AttentionKind.CHUNKED_LOCAL]
+    wa, writer, reader = case.layout.wa, case.writer, case.reader
+    sizes = [
+        {n: g.block_tokens for g in side.groups for n in g.numbers} for side in (writer, reader)
+    ]
+    found = {
+        "opaque": any(s.opaque for s in sorts),
+        "opaque window": any(s.opaque and s.window is not None for s in sorts),
+        "compressed": any(s.ratio > 1 for s in sorts),
+        "chunks": bool(chunks),
+        "a chunk's end": any(s.reach(case.boundary) == case.boundary for s in chunks),
+        "pieces": len(pieces(wa, case.boundary)) > 1,
+        "a tail": wa is not None and any(s.tokens < case.block_tokens for s in wa.sections),
+        "held": 0 < case.held < case.boundary,
+        "other TP": writer.tp != reader.tp,
+        "stages": len(writer.stages) != len(reader.stages),
+        "other blocks": sizes[0] != sizes[1],
+        "other layout": writer.layout != reader.layout,
+        "replicas": any(s.heads < reader.tp for s in sorts),
+    }
+    return {name for name, is_so in found.items() if is_so}
+
+
+# Mutants: the same check fails on stores that are slightly wrong
+
+
+class WrongRowSaved(Store):
+    def spans_to_save(self, pairing: RowPairing, index: int, blocks: Sequence[BlockList]) -> Spans:
+        return super().spans_to_save(pairing, max(0, index - 1), blocks)
+
+
+class WrongRowLoaded(Store):
+    """Rows counted from the first that was fetched, not from the prompt's first."""
+
+    def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
+        first = min((index for index, _ in rows), default=0)
+        size = pairing.share.block_tokens
+        need = replace(need, held=max(0, need.held - first * size), until=need.until - first * size)
+        return super().spans_to_load(pairing, need, [(index - first, at) for index, at in rows])
+
+
+class WrongSlot(Store):
+    """Rows taken as if they lay in the order of their blocks."""
+
+    def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
+        places = sorted(at for _, at in rows)
+        rows = [(index, at) for (index, _), at in zip(sorted(rows), places, strict=True)]
+        return super().spans_to_load(pairing, need, rows)
+
+
+class HeldIgnored(Store):
+    def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
+        return super().spans_to_load(pairing, replace(need, held=0), self._all(rows))
+
+    def _all(self, rows: Sequence[Row]) -> list[Row]:
+        known = dict(rows)
+        last = self.case.boundary // self.case.block_tokens
+        return [(i, known.get(i, rows[0][1] if rows else 0)) for i in range(last)]
+
+
+class HeldRoundedUp(Store):
+    def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
+        size = pairing.share.block_tokens
+        held = min(need.until, -(-need.held // size) * size)
+        return super().spans_to_load(pairing, replace(need, held=held), rows)
+
+
+class HeadsFromTheRanksFirst(Store):
+    """A slab's head numbered from the first that the rank holds."""
+
+    def key(self, share: RowLayout, index: int, slab: Slab) -> SlabKey:
+        kind, index, layer, chunk, head = super().key(share, index, slab)
+        return kind, index, layer, chunk, head - share.sections[slab.section].first_head
+
+
+class SlabsNotAligned(Store):
+    """Slabs of a head packed when saved, and aligned when loaded."""
+
+    def pairing(self, references: KVCacheReferences, share: RowLayout, saves: bool) -> RowPairing:
+        made = super().pairing(references, share, saves)
+        if not saves:
+            return made
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pairing_module, "aligned", lambda nbytes: nbytes)
+            packed = RowPairing(references, share)
+        packed.stride = made.stride
+        return packed
+
+
+class WindowTooShort(Store):
+    """One token less than the window, on one side or the other."""
+
+    def __init__(self, case: StoredCase, saves: bool) -> None:
+        super().__init__(case)
+        self._saves = saves
+
+    def pairing(self, references: KVCacheReferences, share: RowLayout, saves: bool) -> RowPairing:
+        if saves is not self._saves:
+            return super().pairing(references, share, saves)
+        groups = tuple(
+            replace(group, window=_less(group.kind, group.window)) for group in references.groups
+        )
+        sections = tuple(_shorter(section) for section in share.sections)
+        share = RowLayout(share.kind, share.block_tokens, sections)
+        return super().pairing(replace(references, groups=groups), share, saves)
+
+
+class WrongScale(Store):
+    """The window of opaque blocks divided and rounded down."""
+
+    def pairing(self, references: KVCacheReferences, share: RowLayout, saves: bool) -> RowPairing:
+        def divided(kind: AttentionKind, window: int | None, scale: int) -> int | None:
+            return window and (window if scale == 1 else max(1, window // scale))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pairing_module, "_scaled_window", divided)
+            return super().pairing(references, share, saves)
+
+
+class OneBlockOff(Store):
+    """The engine's block list taken as if it began a block earlier."""
+
+    def spans_to_save(self, pairing: RowPairing, index: int, blocks: Sequence[BlockList]) -> Spans:
+        early = [BlockList(table.first - 1, table.ids) for table in blocks]
+        return super().spans_to_save(pairing, index, early)
+
+
+class LastPieceOnly(Store):
+    """A boundary taken for resumable when its last WA row is there."""
+
+    def load(self, rank: int):  # type: ignore[no-untyped-def]  # as the one that it overrides
+        for key in list(self.slabs):
+            if key[0] is RowKind.WA and key[1] != self.case.boundary // self.case.block_tokens - 1:
+                self.slabs[key] = np.full_like(self.slabs[key], -7)
+        return super().load(rank)
+
+
+class Edited(Store):
+    """Spans edited after planning, on one side or the other."""
+
+    def __init__(self, case: StoredCase, saves: bool, edit: Callable[[Spans], Spans]) -> None:
+        super().__init__(case)
+        self._saves, self._edit = saves, edit
+
+    def spans_to_save(self, pairing: RowPairing, index: int, blocks: Sequence[BlockList]) -> Spans:
+        spans = super().spans_to_save(pairing, index, blocks)
+        return self._edit(spans) if self._saves and len(spans) else spans
+
+    def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
+        spans = super().spans_to_load(pairing, need, rows)
+        return spans if self._saves or not len(spans) else self._edit(spans)
+
+
+def _less(kind: AttentionKind, window: int | None) -> int | None:
+    return max(1, window - 1) if window and kind is AttentionKind.SLIDING_WINDOW else window
+
+
+def _shorter(s: Section) -> Section:
+    rest = s.unit_tokens, s.units, s.is_opaque, s.first_head, s.num_heads, s.layers
+    return Section(s.kind, _less(s.kind, s.window), *rest)
+
+
+def _one_off(column: str) -> Callable[[Spans], Spans]:
+    return lambda spans: replace(spans, **{column: getattr(spans, column) + np.uint64(1)})
+
+
+def _lost(s: Spans) -> Spans:
+    return replace(s, local=s.local[1:], remote=s.remote[1:], nbytes=s.nbytes[1:])
+
+
+def _shrunk(s: Spans) -> Spans:
+    keep = s.nbytes > 1
+    return replace(
+        s, local=s.local[keep], remote=s.remote[keep], nbytes=s.nbytes[keep] - np.uint64(1)
+    )
+
+
+MUTANTS: dict[str, Callable[[StoredCase], Store]] = {
+    "the row before is saved": WrongRowSaved,
+    "rows counted from the first fetched": WrongRowLoaded,
+    "slots in the order of blocks": WrongSlot,
+    "held ignored": HeldIgnored,
+    "held rounded up": HeldRoundedUp,
+    "heads counted from the rank's first": HeadsFromTheRanksFirst,
+    "slabs packed when saved": SlabsNotAligned,
+    "window too short when saved": partial(WindowTooShort, saves=True),
+    "window too short when loaded": partial(WindowTooShort, saves=False),
+    "window of opaque blocks rounded down": WrongScale,
+    "one block off": OneBlockOff,
+    "the last piece alone": LastPieceOnly,
+    "one byte off in KV memory, saved": partial(Edited, saves=True, edit=_one_off("local")),
+    "one byte off in host memory, saved": partial(Edited, saves=True, edit=_one_off("remote")),
+    "one byte off in KV memory, loaded": partial(Edited, saves=False, edit=_one_off("local")),
+    "one byte off in host memory, loaded": partial(Edited, saves=False, edit=_one_off("remote")),
+    "a run lost, saved": partial(Edited, saves=True, edit=_lost),
+    "a run lost, loaded": partial(Edited, saves=False, edit=_lost),
+    "runs one byte short": partial(Edited, saves=False, edit=_shrunk),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_account_catches(mutant: str) -> None:
+    """Negative control: some case shows each mutant, by its bytes and not by an exception."""
+    find(
+        stored_cases(),
+        lambda case: _is_caught(MUTANTS[mutant](case)),
+        settings=settings(
+            max_examples=2000, database=None, derandomize=True, phases=(Phase.generate,)
+        ),
+    )
+
+
+def _is_caught(store: Store) -> bool:
+    try:
+        for rank in range(min(4, len(store.case.reader.ranks))):
+            check(store, rank)
+    except AssertionError:
+        return True
+    except (PlanningError, KeyError):
+        return False
+    return False
