@@ -30,10 +30,11 @@ from transport import Spans
 
 
 class Problem(Enum):
-    """Why a row is not in staging."""
+    """Why a row is not in staging; left out are rows of dropped fetches, which are not tried."""
 
     MISSING = auto()
     DAMAGED = auto()
+    LEFT_OUT = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +52,8 @@ class FetchUnderWay:
         found: dict[Problem, list[RowName]] = {problem: [] for problem in Problem}
         for place in sorted(self.bad):
             found[self.bad[place]].append(self.fetch.rows[place])
-        missing, damaged = (tuple(found[problem]) for problem in Problem)
-        return FetchResult(self.fetch.number, missing, damaged)
+        missing, damaged = found[Problem.MISSING], found[Problem.DAMAGED]
+        return FetchResult(self.fetch.number, tuple(missing), tuple(damaged))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,12 +128,9 @@ class FetchTable:
         with self._lock:
             if fetch.is_dropped:
                 self._fetches.pop(fetch.fetch.number, None)
-        problems = list(fetch.bad.values())
-        self._reports.count(
-            rows_missing=problems.count(Problem.MISSING) if not fetch.is_dropped else 0,
-            rows_damaged=problems.count(Problem.DAMAGED),
-        )
-        self._reports.answer(fetch.result())
+        result = fetch.result()
+        self._reports.count(rows_missing=len(result.missing), rows_damaged=len(result.damaged))
+        self._reports.answer(result)
 
 
 class RowReader:
@@ -209,7 +207,7 @@ class RowReader:
         """Read and verify one row; why it is not there, or None."""
         name = task.of.fetch.rows[task.place]
         if task.of.is_dropped:
-            return Problem.MISSING
+            return Problem.LEFT_OUT
         share = self._opened.kinds[name.kind].share
         if not share.slabs:
             return None

@@ -20,7 +20,7 @@ from typing import Protocol
 from pdconn.planning.errors import PlanningError
 from pdconn.store.commands import SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import StoreError
-from pdconn.store.format.footer import checksum, encode_note, failed_note
+from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
 from pdconn.store.rank.copies import Copies
 from pdconn.store.rank.opened import OpenedRank
 from pdconn.store.rank.reports import StoreReports
@@ -87,6 +87,7 @@ class RowWriter:
         index = row.name.index
         try:
             share = self._opened.kinds[row.name.kind].share
+            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
             slabs = share.written(index)
             if slabs:
                 self._gather(task.save, row, share)

@@ -53,12 +53,15 @@ class HostArea:
         return self._view[offset : offset + nbytes]
 
     def pin(self) -> bool:
-        """Pin the memory for a GPU of this process; False where that fails."""
-        code = int(_cuda_runtime().cudaHostRegister(self.address, self.nbytes, 0))
-        self._is_pinned = code == 0
-        if code:
+        """Pin the memory for the GPUs of this process; False where that fails."""
+        try:
+            code: Any = _cuda_runtime().cudaHostRegister(self.address, self.nbytes, 0)
+            self._is_pinned = int(code) == 0
+        except (RuntimeError, OSError, AttributeError, AssertionError) as error:
+            code = error
+        if not self._is_pinned:
             log.warning(
-                "pdconn: store: host memory not pinned, copies are slower: nbytes=%d code=%d",
+                "pdconn: store: host memory not pinned, copies are slower: nbytes=%d error=%s",
                 self.nbytes,
                 code,
             )

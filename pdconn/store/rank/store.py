@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ log = logging.getLogger(__name__)
 NUM_READERS = 2
 """One reads while the other verifies or loads."""
 CLOSE_S = 5.0
-"""How long :meth:`RankStore.close` waits for reads and writes under way, each."""
+"""How long :meth:`RankStore.close` waits for reads and writes under way."""
 
 
 class RankStore:
@@ -155,7 +156,10 @@ class RankStore:
             return
         self._is_closed = True
         self._held.clear()
-        ended = [threads.close(CLOSE_S) for threads in (self._readers, self._writers)]
+        self._readers.stop()
+        self._writers.stop()
+        deadline = time.monotonic() + CLOSE_S
+        ended = self._readers.join(deadline), self._writers.join(deadline)
         if not all(ended):
             log.warning("pdconn: store: threads did not end in time: rank=%d", self._rank)
             return

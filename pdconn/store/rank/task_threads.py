@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -87,14 +88,17 @@ class TaskThreads(Generic[T]):
             self._tasks.extendleft(reversed(tasks))
             self._changed.notify(len(tasks))
 
-    def close(self, timeout_s: float) -> bool:
-        """Let the tasks under way end and drop the others; whether all threads ended."""
+    def stop(self) -> None:
+        """Let the tasks under way end, and drop the others."""
         with self._changed:
             self._is_closing = True
             self._tasks.clear()
             self._changed.notify_all()
+
+    def join(self, deadline: float) -> bool:
+        """After :meth:`stop`: whether all threads ended before ``deadline`` (monotonic, s)."""
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _all(self) -> Iterator[T]:

@@ -60,6 +60,7 @@ class Shape:
     heads: int = 4
     row_nbytes: int = 64
     window: int = 96
+    stages: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)
 
     def side(self, base: int, seed: int) -> Side:
         """The engine's memory, with one request of 256 tokens in scattered blocks."""
@@ -78,7 +79,7 @@ class Shape:
             groups,
             self.layout,
             self.tp,
-            ((0, 1, 2, 3),),
+            self.stages,
             _NUM_BLOCKS,
             tables,
             base,
@@ -100,12 +101,12 @@ class StoredEngine:
         self, shape: Shape, rows: Rows, *, filled: bool, staging: int = 1 << 22, seed: int = 1
     ) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        self._pages = mmap.mmap(-1, shape.tp * _RANK_STRIDE, flags=flags)
+        self._pages = mmap.mmap(-1, shape.tp * len(shape.stages) * _RANK_STRIDE, flags=flags)
         memory = np.frombuffer(self._pages, np.uint8)
         self.memory = memory
         self.side = shape.side(int(memory.ctypes.data), seed)
         self.rows = rows
-        for rank in range(shape.tp):
+        for rank in range(len(self.side.ranks)):
             for base, labels in self.side.labels(rank).items():
                 self.bytes(base, len(labels))[:] = pattern(labels) if filled else BLANK
         ranks = self.side.ranks

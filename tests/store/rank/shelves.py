@@ -76,6 +76,9 @@ class RowsShelf:
             if len(found) < len(buffer):
                 raise RowDamaged("the row ends before the range")
 
+    def begin(self, writer: str, part: str, nbytes: int) -> None:
+        """Parts grow as they are written."""
+
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self._rows.before_write(writer, part)
         with self._rows.lock:

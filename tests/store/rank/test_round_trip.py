@@ -57,6 +57,21 @@ def test_ranks_that_hold_the_same_heads_write_each_slab_once(
         ours.check(ours.need())
 
 
+@pytest.mark.parametrize("stages", [((0, 1), (2, 3)), ((1, 3), (0, 2)), ((0,), (1, 2, 3))])
+@pytest.mark.parametrize("saves", [True, False])
+def test_stages_that_lack_layers_or_a_kind_take_part(
+    stages: tuple[tuple[int, ...], ...], saves: bool
+) -> None:
+    split, whole = Shape(stages=stages), Shape(tp=2, block_tokens=32)
+    rows = Rows()
+    with StoredEngine(split if saves else whole, rows, filled=True).opened() as theirs:
+        theirs.saved(theirs.names())
+    with StoredEngine(whole if saves else split, rows, filled=False, seed=2).opened() as ours:
+        assert all(not (r.missing or r.damaged) for r in ours.fetch(ours.names()))
+        ours.load(ours.need())
+        ours.check(ours.need())
+
+
 def test_the_oracle_sees_a_swapped_head() -> None:
     rows = Rows()
     with StoredEngine(Shape(), rows, filled=True).opened() as theirs:
