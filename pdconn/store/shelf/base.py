@@ -3,7 +3,7 @@
 Rows come into being in three steps, so that a writer that dies at any of them leaves nothing
 that a reader could take for a row::
 
-    begin(part)     the scheduler's process makes room for a row that is still to be written
+    begin(part)     every rank asks for room for the row; the first that does makes it
     write(part)     every rank writes its slabs, then leaves a note with their checksums
     commit(part)    the scheduler's process adds the footer and gives the part the row's name;
                     the first commit of a name wins
@@ -82,7 +82,7 @@ class Shelf(Protocol):
     # Parts
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part with room for ``nbytes``."""
+        """Make a part with room for ``nbytes``, unless it is there."""
         ...
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:

@@ -102,15 +102,10 @@ class MemoryShelf:
         return 0 if row is None else len(row.data)
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part with room for ``nbytes``.
-
-        Raises:
-            ShelfFailure: there is one of that name.
-        """
+        """Make a part with room for ``nbytes``, unless it is there."""
         with self._shared.lock:
-            if (writer, part) in self._shared.parts:
-                raise ShelfFailure(f"{writer}/{part}: the part is there already")
-            self._shared.parts[writer, part] = _Part(bytearray(nbytes))
+            if (writer, part) not in self._shared.parts:
+                self._shared.parts[writer, part] = _Part(bytearray(nbytes))
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
         """Write each buffer at its offset.

@@ -17,6 +17,7 @@ from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import StoreCommand
 from pdconn.store.engine.build import build_scheduler, groups_of
+from pdconn.store.engine.keeper import Budget
 from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
@@ -29,6 +30,7 @@ from registration.references import (
     build_kv_cache_references,
 )
 from tests.fakes.layouts import layout_memory, layout_nbytes
+from tests.store.joined.budgets import EndlessBudget
 
 PATIENCE_S = 60.0
 
@@ -77,6 +79,7 @@ class FakeEngine:
     writer: str = "writer"
     shelf: Callable[[], Shelf] | None = None
     pass_tokens: int = 96
+    budget: Budget | None = field(default_factory=EndlessBudget)
 
     def __post_init__(self) -> None:
         self.memory: list[list[np.ndarray]] = []
@@ -86,7 +89,7 @@ class FakeEngine:
         opened = self.shelf or (lambda: open_shelf(self.settings))
         self.store = build_scheduler(
             self.settings, self.layout, self.ranks, namespace=self.namespace,
-            writer=self.writer, clock=time.monotonic, shelf=opened,
+            writer=self.writer, clock=time.monotonic, shelf=opened, budget=self.budget,
         )  # fmt: skip
         self.rank_stores = [
             RankStore(self.settings, references, rank, opened)
