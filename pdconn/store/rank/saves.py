@@ -91,7 +91,7 @@ class RowWriter:
             slabs = share.written(index)
             if slabs:
                 self._gather(task.save, row, share)
-            if True:
+            if is_last:
                 answer(task, self._reports)
             sums = {
                 slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
