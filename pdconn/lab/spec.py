@@ -149,7 +149,7 @@ class EngineSpec:
             env |= {"VLLM_KV_CACHE_LAYOUT": self.layout, "PDCONN_CPU_LAYOUTS": "1"}
         if self.device == "cpu":
             # Otherwise vLLM compiles its samplers at the first request, for half a minute.
-            env |= {"TORCHDYNAMO_DISABLE": "1"} | self._cores()
+            env |= {"TORCHDYNAMO_DISABLE": "1", "PDCONN_FORK_ENGINES": "1"} | self._cores()
         if self.device == "cpu" and self.tensor_parallel > 1:
             env["PDCONN_PATIENT_READERS"] = "1"  # more processes than a small machine has cores
         return env | dict(self.env)
@@ -160,4 +160,5 @@ class EngineSpec:
             return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
         if self.cpus is None:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, self.cpus))}
+        # One thread per rank; vLLM's other processes need no more either.
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, self.cpus)), "OMP_NUM_THREADS": "1"}

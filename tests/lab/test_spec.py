@@ -47,7 +47,9 @@ def test_an_engine_elsewhere_is_the_same_behind_the_words_that_lead_there() -> N
 def test_a_gpu_keeps_vllms_own_choices() -> None:
     spec = _spec(device="gpu")
     assert not {"--kv-cache-memory-bytes", "--dtype", "--enforce-eager"} & set(spec.command())
-    assert not [name for name in spec.environment({}, Path("c")) if "OMP" in name]
+    env = spec.environment({}, Path("c"))
+    assert not [name for name in env if "OMP" in name]
+    assert "PDCONN_FORK_ENGINES" not in env
 
 
 def test_settings_of_the_shell_do_not_leak_in() -> None:
@@ -55,7 +57,8 @@ def test_settings_of_the_shell_do_not_leak_in() -> None:
     env = _spec(cpus=(0,)).environment({**shell, "PYTHONDONTWRITEBYTECODE": "1"}, Path("cache"))
     assert env["PATH"] == "/bin"
     assert env["VLLM_CACHE_ROOT"] == "cache"
-    assert not {"VLLM_KV_CACHE_LAYOUT", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"} & set(env)
+    assert env["OMP_NUM_THREADS"] == "1"
+    assert not {"VLLM_KV_CACHE_LAYOUT", "PYTHONDONTWRITEBYTECODE"} & set(env)
 
 
 def test_the_specs_own_variables_win() -> None:
@@ -66,8 +69,9 @@ def test_the_specs_own_variables_win() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"cpus": (1,)}, {"VLLM_CPU_OMP_THREADS_BIND": "1"}),
+        ({"cpus": (1,)}, {"VLLM_CPU_OMP_THREADS_BIND": "1", "OMP_NUM_THREADS": "1"}),
         ({"cpus": (0, 1), "tensor_parallel": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+        ({}, {"PDCONN_FORK_ENGINES": "1"}),
         ({}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}),
         ({"one_process": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}),
         ({"layout": "BHLNC"}, {"VLLM_KV_CACHE_LAYOUT": "BHLNC", "PDCONN_CPU_LAYOUTS": "1"}),
