@@ -21,13 +21,15 @@ cache, and which KV cache group ends that, and where. The table shows the best p
 first; --json keeps the order of the file.
 
   hit_blocks  leading blocks of hash_block_tokens tokens that every group can serve
+  stored      of those, blocks that have to be loaded from a store: no faster medium
+              holds their full attention
   score       those blocks, each weighted by the best medium that holds it
   hit_tokens  what the engine would report as cached: it computes the last token of
               a prompt anyway, so this is the longest hit of at most num_tokens - 1
   cut_by      the group that ends the hit, and the block that it lacks; null for none
 
 snapshot, version 1:
-  {"version": 1, "hash_block_tokens": 16, "weights": {"gpu": 1.0, "cpu": 0.8},
+  {"version": 1, "hash_block_tokens": 16, "weights": {"gpu": 1.0, "storage": 0.5},
    "pods": {"a": {
       "groups": {"0": {"kind": "full_attention", "window": null, "block_tokens": 16},
                  "1": {"kind": "sliding_window", "window": 128, "block_tokens": 16}},
@@ -39,7 +41,8 @@ snapshot, version 1:
   group 0 counts as full attention and others do not count. "group": null is for engines
   that do not name groups, and counts as full attention. A block of several hash blocks
   is listed by the hash of its last one. "eagle": true in a group: a hit needs one block
-  more than it counts. A running router serves such a snapshot
+  more than it counts. "row_tokens": 256 in a pod: a hit that needs blocks of medium
+  "storage" ends at a multiple of so many tokens. A running router serves such a snapshot
   on its admin pages, at /debug/route/REQUEST-ID?snapshot=1; its hashes compare with
   those of other snapshots of the same boot only.
 
@@ -79,9 +82,10 @@ def run(args: argparse.Namespace) -> int:
 def _table(scored: dict[str, Explained]) -> str:
     named = {_printable(name): pod for name, pod in scored.items()}
     width = max((len(name) for name in named), default=3)
-    lines = [f"{'pod':<{width}}  hit_blocks  hit_tokens     score  cut_by"]
+    lines = [f"{'pod':<{width}}  hit_blocks  stored  hit_tokens     score  cut_by"]
     for name, pod in sorted(named.items(), key=lambda item: -item[1].score):
-        numbers = f"{pod.hit_blocks:>10}  {pod.hit_tokens:>10}  {pod.score:>8g}"
+        blocks = f"{pod.hit_blocks:>10}  {pod.stored_blocks:>6}"
+        numbers = f"{blocks}  {pod.hit_tokens:>10}  {pod.score:>8g}"
         lines.append(f"{name:<{width}}  {numbers}  {_cut(pod)}")
     return "\n".join(lines)
 

@@ -80,7 +80,7 @@ def test_the_table_shows_the_best_first_and_the_group_that_cut(ask: Any) -> None
     code, out, _ = ask(SNAPSHOT)
     assert code == 0
     heading, *rows = out.splitlines()
-    assert heading.split() == ["pod", "hit_blocks", "hit_tokens", "score", "cut_by"]
+    assert heading.split() == ["pod", "hit_blocks", "stored", "hit_tokens", "score", "cut_by"]
     assert [row.split()[0] for row in rows] == ["warm", "evicted", "offloaded"]
     assert "group 1 (sliding_window): a hit that ends at token 48 needs blocks 1 to 2" in rows[1]
 

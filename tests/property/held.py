@@ -7,7 +7,7 @@ The account knows nothing of slots, planes or bits: it is a set of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,8 +15,8 @@ from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Prompt
 
-MEDIA = ("gpu", "cpu", "disk")
-WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.75}
+MEDIA = ("gpu", "cpu", "disk", "storage")
+WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.75, "storage": 0.5}
 
 FULL = ("full_attention", "mla_attention", "sink_full_attention")
 SLIDING = ("sliding_window", "sliding_window_mla")
@@ -24,6 +24,8 @@ OTHER = ("chunked_local_attention", "mamba", "cross_attention", "unknown")
 
 Key = tuple[int | None, str, int]
 """Group, medium, hash."""
+NEAR = ("gpu", "cpu", "disk")
+"""Media of which a hit may end behind any block; a store gives whole rows."""
 
 
 @dataclass
@@ -33,9 +35,10 @@ class Held:
     described: dict[int, GroupSpec]
     seen: set[int] = field(default_factory=set)
     blocks: set[Key] = field(default_factory=set)
+    row_tokens: int | None = None
 
-    def has(self, group: int | None, block: int) -> bool:
-        return any((group, medium, block) in self.blocks for medium in MEDIA)
+    def has(self, group: int | None, block: int, media: Sequence[str] = MEDIA) -> bool:
+        return any((group, medium, block) in self.blocks for medium in media)
 
 
 @dataclass
@@ -52,13 +55,15 @@ class World:
 
     def serves(self, name: str, blocks: int) -> bool:
         """Whether generation could go on behind so many hash blocks."""
-        held, unit = self.account[name], self.prompt.hash_block_tokens
+        held, tokens = self.account[name], blocks * self.prompt.hash_block_tokens
         counted = self.counted(held)
         if blocks == 0:
             return True
         if not counted:
             return False
-        return all(self._can(held, group, spec, blocks * unit) for group, spec in counted)
+        is_end_of_row = tokens % (held.row_tokens or 1) == 0
+        media = MEDIA if is_end_of_row else NEAR
+        return all(self._can(held, group, spec, tokens, media) for group, spec in counted)
 
     def counted(self, held: Held) -> list[tuple[int, GroupSpec]]:
         groups = [
@@ -78,7 +83,9 @@ class World:
             groups.append((0, GroupSpec(FULL[0], None, self.prompt.hash_block_tokens)))
         return groups
 
-    def _can(self, held: Held, group: int, spec: GroupSpec, tokens: int) -> bool:
+    def _can(
+        self, held: Held, group: int, spec: GroupSpec, tokens: int, media: Sequence[str]
+    ) -> bool:
         size = spec.block_tokens
         if tokens % size:
             return False
@@ -94,15 +101,22 @@ class World:
         else:
             assert spec.window is not None
             needed = range(tokens // spec.window * spec.window // size, end)
-        return all(self._block(held, group, spec, block) for block in needed)
+        return all(self._block(held, group, spec, block, media) for block in needed)
 
-    def _block(self, held: Held, group: int, spec: GroupSpec, block: int) -> bool:
+    def _block(
+        self,
+        held: Held,
+        group: int,
+        spec: GroupSpec,
+        block: int,
+        media: Sequence[str] = MEDIA,
+    ) -> bool:
         every = spec.block_tokens // self.prompt.hash_block_tokens
         last = (block + 1) * every - 1
         if last >= len(self.prompt.hashes):
             return False
         name = self.prompt.hashes[last]
-        return held.has(group, name) or (spec.kind in FULL and held.has(None, name))
+        return held.has(group, name, media) or (spec.kind in FULL and held.has(None, name, media))
 
     def score(self, name: str, blocks: int) -> float:
         """Each block of a hit weighed by the best medium that holds it."""
@@ -190,6 +204,10 @@ def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpe
     world.account[name] = Held(dict(described), set(described))
     for group, spec in described.items():
         world.index.learn(name, group, spec)
+    if rng.random() < 0.5:
+        row_tokens = world.prompt.hash_block_tokens * rng.choice((1, 2, 3, 4, 8))
+        world.index.learn_row(name, row_tokens)
+        world.account[name].row_tokens = row_tokens
     keep = rng.choice((0.5, 0.9, 0.97, 1.0))
     masked = rng.random() < 0.5
     for group, spec in [*groups.items(), (None, GroupSpec(FULL[0], None, 4))]:
@@ -202,6 +220,9 @@ def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpe
             cut = rng.randint(0, len(blocks))
             blocks = blocks[max(0, cut - rng.randint(1, 8)) : cut]
         _store(world, name, group, medium, blocks)
+        if rng.random() < 0.3:
+            again = [block for block in blocks if rng.random() < 0.9]
+            _store(world, name, group, "storage", again)
 
 
 def _step(rng: Random, world: World, name: str) -> None:

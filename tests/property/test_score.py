@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -13,11 +13,12 @@ import pytest
 
 from pdconn.router.prefix import score as score_module
 from pdconn.router.prefix.explain import explain
-from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.groups import STORED, GroupSpec
+from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
 from tests.fakes.counting_index import CountingIndex
-from tests.property.held import WEIGHTS, World, draw
+from tests.property.held import MEDIA, NEAR, WEIGHTS, World, draw
 from tests.property.scale import at_least
 
 NUM_WORLDS = at_least(1000)
@@ -98,6 +99,39 @@ def test_an_index_that_counts_duplicates_is_noticed(monkeypatch: pytest.MonkeyPa
     assert any(problems(seed) for seed in range(300))
 
 
+class _MediaAsOne(Index):
+    """Takes a block that leaves one medium for gone from all."""
+
+    def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+        gone = list(hashes)
+        for each in MEDIA:
+            super().remove(name, group, each, gone)
+
+
+class _StoredForGone(Index):
+    """Takes a block that is stored for gone from the GPU."""
+
+    def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
+        there = list(hashes)
+        if medium == STORED:
+            super().remove(name, group, "gpu", there)
+        super().store(name, group, medium, there)
+
+
+class _WithoutRows(Index):
+    """Lets a hit on stored blocks end behind any block."""
+
+    def learn_row(self, name: str, row_tokens: int) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", [_MediaAsOne, _StoredForGone, _WithoutRows])
+def test_an_index_that_confuses_media_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, wrong: type[Index]
+) -> None:
+    monkeypatch.setattr("tests.property.held.Index", wrong)
+    assert any(problems(seed) for seed in range(300))
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_cut_a_hit_is_not_there(part: int) -> None:
     """The group named as cutting a hit lacks the block that is named."""
@@ -112,7 +146,8 @@ def _check_cuts(world: World) -> None:
             assert _could_not_be_longer(world, name, hit.blocks)
         elif cut.group is not None:
             held, spec = world.account[name], dict(world.counted(world.account[name]))[cut.group]
-            assert not world._block(held, cut.group, spec, cut.missing_block)
+            media = NEAR if cut.why.endswith(" outside the store") else MEDIA
+            assert not world._block(held, cut.group, spec, cut.missing_block, media)
             assert cut.missing_token == cut.missing_block * spec.block_tokens
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pdconn.router.prefix.snapshot import Asked, Blocks, PodState, Snapshot
+from pdconn.router.prefix.snapshot import Asked, Blocks, Snapshot
 
 KEY_NBYTES = 32
 _NBYTES = 8
@@ -44,9 +44,9 @@ class Disguise:
             return [known[one] for one in hashes]
 
         pods = {
-            name: PodState(
-                pod.groups,
-                [Blocks(one.group, one.medium, disguised(one.hashes)) for one in pod.blocks],
+            name: msgspec.structs.replace(
+                pod,
+                blocks=[Blocks(one.group, one.medium, disguised(one.hashes)) for one in pod.blocks],
             )
             for name, pod in plain.pods.items()
         }

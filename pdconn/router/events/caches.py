@@ -179,7 +179,7 @@ class PrefixCaches:
             source = self.feeds[name].source
             ranks.setdefault(source.engine, []).append(RankHit(hit, source.rank))
         return {
-            engine: tuple(sorted(found, key=lambda one: (-one.hit.tokens, -one.hit.score)))
+            engine: tuple(sorted(found, key=lambda one: (-one.hit.weighed_tokens, -one.hit.tokens)))
             for engine, found in ranks.items()
         }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pdconn.router.prefix.groups import GroupSpec, Needs
+from pdconn.router.prefix.groups import STORED, GroupSpec, Needs
 from pdconn.router.prefix.index import POD_BITS, Index, Pod, alignment
 from pdconn.router.prefix.score import Hit, Prompt, groups_that_count
 
@@ -17,8 +19,8 @@ class Cut:
     """Why a hit is not longer.
 
     Attributes:
-        group: the group that cut it; None where its blocks are no multiple of the hash block.
-        kind: of the group, as vLLM names it.
+        group: the group that cut it; None where no single group did.
+        kind: of the group, as vLLM names it; ``stored`` where a stored row has to be whole.
         missing_block: index, in the group's own blocks, of the one that a longer hit lacks.
         missing_token: where that block begins.
         why: a sentence.
@@ -34,8 +36,9 @@ class Cut:
 def explain(index: Index, prompt: Prompt, name: str, hit: Hit) -> Cut | None:
     """What cut the ``hit`` of a pod, or None if it is as long as the prompt allows.
 
-    A hit could end at the longest prefix that full attention holds.  If the hit is shorter,
-    another group lacks a block there and cut it; otherwise full attention cut it.
+    A hit could end at the longest prefix that full attention holds, or if that prefix needs
+    stored blocks, where the last whole row in it ends.  If the hit is shorter, another group lacks
+    a block there and cut it; otherwise full attention or the row cut it.
     """
     pod = index.pods[name]
     unit = prompt.hash_block_tokens
@@ -48,25 +51,75 @@ def explain(index: Index, prompt: Prompt, name: str, hit: Hit) -> Cut | None:
         return Cut(None, "unknown", 0, 0, "none of its described groups counts")
     align = alignment((spec for _, spec in whole + tails), unit)
     total = len(prompt.hashes) * unit
-    lengths = [_whole_blocks(index, prompt, pod, group, spec) for group, spec in whole]
-    prefixes = [
-        max(0, blocks - spec.peeks) * spec.block_tokens
-        for blocks, (_, spec) in zip(lengths, whole, strict=True)
-    ]
-    prefix = min(prefixes, default=total)
-    end = prefix // align * align
+    on_any = _Holding(index, prompt, pod, with_stored=True)
+    near = _Holding(index, prompt, pod, with_stored=False)
+    prefix = min(on_any.prefixes(whole), default=total)
+    step = math.lcm(align, pod.row_tokens or 1)
+    end_of_row, end_near = prefix // step * step, prefix // align * align
+    if pod.row_tokens is not None:
+        end_near = min(near.prefixes(whole), default=total) // align * align
+    end = max(end_of_row, end_near)
     if hit.blocks * unit < end:
-        cuts = (_tail_cut(index, prompt, pod, tail, end) for tail in tails)
+        holding = on_any if end_of_row >= end_near else near
+        cuts = (_tail_cut(holding, tail, end) for tail in tails)
         return next((cut for cut in cuts if cut is not None), None)
+    if prefix // align * align > end:
+        why = f"a hit on stored blocks ends at a multiple of {pod.row_tokens} tokens, a stored row"
+        return Cut(None, "stored", 0, end, why)
     if prefix >= total // align * align:
         return None
-    shortest = prefixes.index(prefix)
-    return _whole_cut(*whole[shortest], lengths[shortest])
+    shortest = on_any.prefixes(whole).index(prefix)
+    return _whole_cut(*whole[shortest], on_any.whole_blocks(*whole[shortest]))
 
 
-def _whole_blocks(index: Index, prompt: Prompt, pod: Pod, group: int, spec: GroupSpec) -> int:
-    held = _held(index, prompt, pod, group, spec)
-    return next((i for i, there in enumerate(held) if not there), len(held))
+def stored_blocks(index: Index, prompt: Prompt, name: str, hit: Hit) -> int:
+    """Leading hash blocks of a hit whose full attention is in a store only."""
+    pod = index.pods[name]
+    whole, _ = groups_that_count(pod, prompt.hash_block_tokens)
+    if not hit.blocks or not whole:
+        return 0
+    near = _Holding(index, prompt, pod, with_stored=False)
+    found = np.zeros(hit.blocks, bool)
+    for group, spec in whole:
+        every = spec.block_tokens // prompt.hash_block_tokens
+        found |= ~np.repeat(near.of(group, spec), every)[: hit.blocks]
+    return int(found.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """Blocks of a prompt that a pod holds, with those in a store or without."""
+
+    index: Index
+    prompt: Prompt
+    pod: Pod
+    with_stored: bool
+
+    def of(self, group: int, spec: GroupSpec) -> NDArray[np.bool_]:
+        """For each of the group's blocks whether the pod holds it."""
+        index, pod = self.index, self.pod
+        every = spec.block_tokens // self.prompt.hash_block_tokens
+        slots = index.slots_of(self.prompt.hashes)[every - 1 :: every]
+        word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
+        unnamed = spec.needs is Needs.WHOLE
+        held = np.zeros(len(slots), bool)
+        for plane in index.planes():
+            counts = self.with_stored or plane[1] != STORED
+            if counts and (plane[0] == group or (unnamed and plane[0] is None)):
+                held |= (index.held(plane, word, slots) & bit) != 0
+        return held
+
+    def whole_blocks(self, group: int, spec: GroupSpec) -> int:
+        """Leading blocks of the group, all of which the pod holds."""
+        held = self.of(group, spec)
+        return len(held) if held.all() else int(held.argmin())
+
+    def prefixes(self, whole: Sequence[tuple[int, GroupSpec]]) -> list[int]:
+        """For each group of full attention the tokens after which it lets a hit end."""
+        return [
+            max(0, self.whole_blocks(group, spec) - spec.peeks) * spec.block_tokens
+            for group, spec in whole
+        ]
 
 
 def _whole_cut(group: int, spec: GroupSpec, missing: int) -> Cut:
@@ -76,11 +129,10 @@ def _whole_cut(group: int, spec: GroupSpec, missing: int) -> Cut:
     return Cut(group, spec.kind, missing, token, why)
 
 
-def _tail_cut(
-    index: Index, prompt: Prompt, pod: Pod, tail: tuple[int, GroupSpec], end: int
-) -> Cut | None:
+def _tail_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut | None:
     group, spec = tail
-    held = _held(index, prompt, pod, group, spec)
+    held = holding.of(group, spec)
+    outside = "" if holding.with_stored else " outside the store"
     behind = end // spec.block_tokens + spec.peeks
     if spec.needs is Needs.CHUNK:
         assert spec.window is not None
@@ -90,19 +142,7 @@ def _tail_cut(
     for block in range(behind - 1, first - 1, -1):
         if block >= len(held) or not held[block]:
             need = "its state" if spec.needs is Needs.STATE else f"blocks {first} to {behind - 1}"
-            why = f"a hit that ends at token {end} needs {need}, and block {block} is missing"
+            missing = f"block {block} is missing{outside}"
+            why = f"a hit that ends at token {end} needs {need}, and {missing}"
             return Cut(group, spec.kind, block, block * spec.block_tokens, why)
     return None
-
-
-def _held(index: Index, prompt: Prompt, pod: Pod, group: int, spec: GroupSpec) -> Sequence[bool]:
-    """The group's blocks of the prompt that the pod holds."""
-    every = spec.block_tokens // prompt.hash_block_tokens
-    slots = index.slots_of(prompt.hashes)[every - 1 :: every]
-    word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
-    unnamed = spec.needs is Needs.WHOLE
-    held = np.zeros(len(slots), bool)
-    for plane in index.planes():
-        if plane[0] == group or (unnamed and plane[0] is None):
-            held |= (index.held(plane, word, slots) & bit) != 0
-    return list(held)

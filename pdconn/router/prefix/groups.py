@@ -18,6 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+STORED = "storage"
+"""The medium of blocks in a store: outside the engine, loaded in whole rows."""
+
 
 class Needs(Enum):
     """The blocks that a group needs at the end of a hit."""

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.router.prefix.events import Cleared, Event, Removed, Stored
-from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.groups import KINDS, STORED, GroupSpec, Needs
 
 Words = NDArray[np.uint64]
 Plane = tuple[int | None, str]
@@ -60,6 +60,8 @@ class Pod:
         place: its number; bit ``place % 64`` of word ``place // 64``.
         groups: the groups that its events have described.
         seen: groups that its events have named, described or not.
+        row_tokens: a hit that stored blocks are needed for ends at a multiple of so many
+            tokens; None until one was told.
         num_blocks: blocks held, each once per plane.
         unknown_removals: removals of blocks that it was not known to hold.
         refused: blocks beyond ``max_blocks``.
@@ -69,6 +71,7 @@ class Pod:
     place: int
     groups: dict[int, GroupSpec] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    row_tokens: int | None = None
     num_blocks: int = 0
     unknown_removals: int = 0
     refused: int = 0
@@ -149,6 +152,14 @@ class Index:
         if pod.groups.get(group) != spec:
             pod.groups[group] = spec
             pod.seen.add(group)
+            self.version += 1
+
+    def learn_row(self, name: str, row_tokens: int) -> None:
+        """Set the tokens of a row of a pod's store; of several sizes their divisor counts."""
+        pod = self.add(name)
+        common = math.gcd(pod.row_tokens or 0, row_tokens)
+        if common != pod.row_tokens:
+            pod.row_tokens = common
             self.version += 1
 
     # Blocks
@@ -272,6 +283,8 @@ class Index:
         group, kind = event.group, event.kind
         if group is None or kind is None:
             return
+        if event.medium == STORED and event.hashes and KINDS.get(kind) is Needs.WHOLE:
+            self.learn_row(name, len(event.hashes) * event.block_tokens)
         known = self.add(name).groups.get(group)
         block_tokens = event.block_tokens
         if known is not None:

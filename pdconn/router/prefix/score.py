@@ -9,6 +9,13 @@ block, and the largest such L is the hit::
     full        x x x x x x x .      main prefix: 7
     window (2)  . . x x . x x .      a hit may end at 4 (2, 3) and at 7 (5, 6)
 
+A block counts on whatever medium it is, and weighs as on its best one.  Blocks in a store
+(:data:`~pdconn.router.prefix.groups.STORED`) are loaded in whole rows: a hit that needs them ends
+at the end of a row, one that does not need them anywhere::
+
+    on the GPU  x x x . . . . .      a hit may end at 1, 2, 3
+    stored      x x x x x x x x      and, with rows of 4 blocks, at 4 and 8
+
 For each word of 64 pods and each group the blocks held are one array of bits, so the prefix
 is a running AND over it, a window of n blocks about log2(n) shifted ANDs, and the largest L
 of all 64 pods the places where the running OR from behind changes.  Everything is linear in
@@ -30,10 +37,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.groups import GroupSpec, Needs
+from pdconn.router.prefix.groups import STORED, GroupSpec, Needs
 from pdconn.router.prefix.index import POD_BITS, Index, Plane, Pod, Words, alignment
 
-DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8}
+DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8, STORED: 0.5}
 UNKNOWN_WEIGHT = 1.0
 """Weight of a block on a medium without one, and of a block that a hit does not need."""
 
@@ -70,13 +77,18 @@ class Hit:
     tokens: int
     score: float
 
+    @property
+    def weighed_tokens(self) -> float:
+        """``tokens``, weighted as the score."""
+        return self.tokens * self.score / self.blocks if self.blocks else float(self.tokens)
+
 
 NO_HIT = Hit(0, 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Pods with equal group descriptions, which one pass scores together.
+    """Pods with equal group descriptions and rows, which one pass scores together.
 
     Attributes:
         whole, tails: group index and spec of those that count: full attention, and others.
@@ -84,6 +96,7 @@ class Family:
         align: hash blocks that every hit is a multiple of; None where some group's blocks
             are no multiple of hash blocks, so that there is no hit.
         alone: whether the engine has one group, which EAGLE looks up within the cap.
+        row_tokens: see :class:`~pdconn.router.prefix.index.Pod`.
     """
 
     whole: tuple[tuple[int, GroupSpec], ...]
@@ -91,6 +104,7 @@ class Family:
     masks: tuple[int, ...]
     align: int | None
     alone: bool
+    row_tokens: int | None = None
 
     @property
     def counted(self) -> tuple[tuple[int, GroupSpec], ...]:
@@ -150,7 +164,7 @@ def _families(index: Index, hash_block_tokens: int) -> Iterator[Family]:
     together: dict[object, tuple[Pod, list[int]]] = {}
     for pod in index.pods.values():
         whole, tails = groups_that_count(pod, hash_block_tokens)
-        key = (tuple(whole), tuple(tails), len(pod.groups))
+        key = (tuple(whole), tuple(tails), len(pod.groups), pod.row_tokens)
         _, masks = together.setdefault(key, (pod, [0] * index.num_words))
         masks[pod.place // POD_BITS] |= 1 << pod.place % POD_BITS
     for pod, masks in together.values():
@@ -159,7 +173,7 @@ def _families(index: Index, hash_block_tokens: int) -> Iterator[Family]:
         fits = all(spec.block_tokens % hash_block_tokens == 0 for spec in specs)
         align = alignment(specs, hash_block_tokens) // hash_block_tokens if fits else None
         alone = len(pod.groups.keys() | pod.seen) <= 1
-        yield Family(tuple(whole), tuple(tails), tuple(masks), align, alone)
+        yield Family(tuple(whole), tuple(tails), tuple(masks), align, alone, pod.row_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +231,29 @@ class _Pass:
 
     def _valid_ends(self) -> Words:
         """Bit p of row j: for pod p a hit may end after (j + 1) * align hash blocks."""
+        planes = list(self._index.planes())
+        valid = self._ends_on(planes)
+        near = [plane for plane in planes if plane[1] != STORED]
+        rows = self._family.row_tokens
+        if rows is None or len(near) == len(planes):
+            return valid
+        ends = np.arange(1, len(valid) + 1) * (self._align * self._hash_block_tokens)
+        valid[ends % rows != 0] = 0
+        return valid | self._ends_on(near)
+
+    def _ends_on(self, planes: Sequence[Plane]) -> Words:
+        """Where a hit may end with the blocks of these planes."""
         mask = self._family.masks[self._word] if self._family.counted else 0
         valid = np.full(len(self._slots) // self._align, mask, np.uint64)
         for group, spec in self._family.counted:
-            valid &= self._ends_of(group, spec, len(valid))
+            valid &= self._ends_of(planes, group, spec, len(valid))
         return valid
 
-    def _ends_of(self, group: int, spec: GroupSpec, num_ends: int) -> Words:
+    def _ends_of(
+        self, planes: Sequence[Plane], group: int, spec: GroupSpec, num_ends: int
+    ) -> Words:
         every = spec.block_tokens // self._hash_block_tokens
-        held = self._held(group, every, spec.needs is Needs.WHOLE)
+        held = self._held(planes, group, every, spec.needs is Needs.WHOLE)
         if spec.needs is Needs.WHOLE:
             ends = np.bitwise_and.accumulate(held)
         elif spec.needs is Needs.CHUNK:
@@ -238,11 +266,11 @@ class _Pass:
         behind = ends[step::step][:num_ends]
         return np.append(behind, np.zeros(num_ends - len(behind), np.uint64))
 
-    def _held(self, group: int, every: int, with_unnamed: bool) -> Words:
-        """The group's blocks that each pod holds, on any medium."""
+    def _held(self, planes: Sequence[Plane], group: int, every: int, with_unnamed: bool) -> Words:
+        """The group's blocks that each pod holds, in any of these planes."""
         slots = self._slots[every - 1 :: every]
         held = np.zeros(len(slots), np.uint64)
-        for plane in self._index.planes():
+        for plane in planes:
             if plane[0] == group or (with_unnamed and plane[0] is None):
                 held |= self._index.held(plane, self._word, slots)
         return held

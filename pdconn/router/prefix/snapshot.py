@@ -4,13 +4,14 @@
 
     {"version": 1,
      "hash_block_tokens": 16,                    tokens that one hash of the request covers
-     "weights": {"gpu": 1.0, "cpu": 0.8},        by medium; others weigh 1.0; optional
+     "weights": {"gpu": 1.0, "storage": 0.5},    by medium; others weigh 1.0; optional
      "pods": {"a": {
         "groups": {"0": {"kind": "full_attention", "window": null, "block_tokens": 16},
                    "1": {"kind": "sliding_window", "window": 128, "block_tokens": 16,
                          "eagle": false}},       "eagle" is optional; groups too
         "blocks": [{"group": 0, "medium": "gpu", "hashes": [1, 2, 3]},
-                   {"group": null, "medium": "cpu", "hashes": [1]}]}},
+                   {"group": null, "medium": "storage", "hashes": [1]}],
+        "row_tokens": 256}},                    of a store, where there is one
      "request": {"hashes": [1, 2, 3], "num_tokens": 48}}
 
 ``kind`` is vLLM's ``kv_cache_spec_kind``.  A block of several hash blocks is stored under the
@@ -26,7 +27,7 @@ from typing import Annotated
 import msgspec
 
 from pdconn.router.prefix.events import UNNAMED
-from pdconn.router.prefix.explain import Cut, explain
+from pdconn.router.prefix.explain import Cut, explain, stored_blocks
 from pdconn.router.prefix.groups import KINDS, GroupSpec
 from pdconn.router.prefix.index import Index, Plane
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
@@ -65,6 +66,7 @@ class PodState(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     groups: dict[str, SnapshotGroup] = {}
     blocks: list[Blocks] = []
+    row_tokens: Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -101,9 +103,10 @@ class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """A pod's hit, and what cut it."""
+    """A pod's hit, and what cut it; ``stored_blocks`` of it have to be loaded from a store."""
 
     hit_blocks: int
+    stored_blocks: int
     hit_tokens: int
     score: float
     cut_by: Cut | None
@@ -146,6 +149,8 @@ def index_of(snapshot: Snapshot) -> Index:
             index.learn(name, int(number), spec)
         for blocks in pod.blocks:
             index.store(name, blocks.group, blocks.medium.lower(), blocks.hashes)
+        if isinstance(pod.row_tokens, int):
+            index.learn_row(name, pod.row_tokens)
     return index
 
 
@@ -169,7 +174,9 @@ def explain_all(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> d
 
 def explained(index: Index, prompt: Prompt, name: str, hit: Hit) -> Explained:
     """A hit, with what cut it."""
-    return Explained(hit.blocks, hit.tokens, hit.score, explain(index, prompt, name, hit))
+    stored = stored_blocks(index, prompt, name, hit)
+    cut = explain(index, prompt, name, hit)
+    return Explained(hit.blocks, stored, hit.tokens, hit.score, cut)
 
 
 def take_snapshot(
@@ -190,7 +197,7 @@ def take_snapshot(
         held: dict[Plane, list[int]] = {(group, UNNAMED): [] for group in sorted(pod.seen)}
         held |= index.held_by(name, hashes)
         blocks = [Blocks(group, medium, there) for (group, medium), there in held.items()]
-        pods[name] = PodState(groups, blocks)
+        pods[name] = PodState(groups, blocks, pod.row_tokens or msgspec.UNSET)
     return Snapshot(
         version=VERSION,
         hash_block_tokens=prompt.hash_block_tokens,

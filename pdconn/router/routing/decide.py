@@ -190,10 +190,11 @@ class RequestRouter:
         best = max(
             ranks,
             key=lambda one: (
-                one.hit.tokens - TOKENS_PER_DECODE_REQUEST * self.inflight.at_rank(engine, one.rank)
+                one.hit.weighed_tokens
+                - TOKENS_PER_DECODE_REQUEST * self.inflight.at_rank(engine, one.rank)
             ),
         )
-        gained = best.hit.tokens - ranks[-1].hit.tokens
+        gained = best.hit.weighed_tokens - ranks[-1].hit.weighed_tokens
         return best.hit, best.rank if len(ranks) > 1 and gained >= TIE_TOKENS else None
 
 

@@ -10,8 +10,8 @@ before this request is done, and takes the cheapest::
     decode d, hand-over  the cheapest prefill + 0.125 * left(d) + 64 * requests(d) + pressure(d)
     decode d, alone                                     left(d) + 64 * requests(d) + pressure(d)
 
-    left      tokens of the prompt that the engine's hit does not cover; a hit on a slower medium
-              covers less (the hit's score per block)
+    left      tokens of the prompt that the engine's hit does not cover, and of those on a slower
+              medium, such as a store, a part (by the hit's score per block)
     queue     tokens that this router sent there and that are not computed yet
     others    requests there that this router did not send
     requests  running and waiting: each request in a batch slows the others
@@ -20,7 +20,8 @@ before this request is done, and takes the cheapest::
 
 The factors are the constants below, in that order.
 
-Decode may serve a request alone if it holds a prefix and lacks at most ``alone_below`` tokens.
+Decode may serve a request alone if it holds a prefix, in its cache or a store, and has to compute
+at most ``alone_below`` tokens.
 Costs that differ by less than ``TIE_TOKENS`` count as equal.  Among equals, rendezvous hashing
 of the prompt's beginning decides: prompts that begin alike reach the same engine before any
 event reports where they are cached, and routers agree without knowing of each other.
@@ -246,9 +247,15 @@ class PrefixAware:
 
 def _uncached(query: RouteQuery, candidate: Candidate) -> float:
     """Tokens of the prompt that the hit does not cover; those on a slower medium count in part."""
-    hit = candidate.hit
-    worth = hit.score / hit.blocks if hit.blocks else 1.0
-    return max(0.0, query.num_tokens - worth * hit.tokens)
+    return max(0.0, query.num_tokens - candidate.hit.weighed_tokens)
+
+
+def _parts(query: RouteQuery, candidate: Candidate) -> dict[str, float]:
+    """The same in parts: tokens to compute, and what loading the others costs, if anything."""
+    left = _uncached(query, candidate)
+    loaded = min(left, max(0.0, candidate.hit.tokens - candidate.hit.weighed_tokens))
+    parts = {"uncached": left - loaded}
+    return parts | {"to load": loaded} if loaded else parts
 
 
 def _pressure(query: RouteQuery, candidate: Candidate) -> float:
@@ -263,7 +270,7 @@ def _sum(candidate: Candidate, parts: dict[str, float]) -> ScoredCandidate:
 
 def _prefill_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
-        "uncached": _uncached(query, candidate),
+        **_parts(query, candidate),
         "queued": candidate.queued_tokens,
         "of others": TOKENS_PER_FOREIGN_REQUEST * candidate.num_others,
         "pressure": _pressure(query, candidate),
@@ -285,7 +292,7 @@ def _hand_over_cost(
 
 def _alone_cost(query: RouteQuery, candidate: Candidate) -> ScoredCandidate:
     parts = {
-        "uncached": _uncached(query, candidate),
+        **_parts(query, candidate),
         "in the batch": TOKENS_PER_DECODE_REQUEST * candidate.num_requests,
         "pressure": _pressure(query, candidate),
     }
