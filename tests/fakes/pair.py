@@ -208,7 +208,7 @@ class Pair:
         self.records += outcome.records
         return outcome
 
-    def wait(self, until: Callable[[], object], seconds: float = 10.0) -> None:
+    def wait(self, until: Callable[[], object], seconds: float = 30.0) -> None:
         """Collect until ``until`` is true; an error when it does not become true."""
         give_up = time.monotonic() + seconds
         while not until():
@@ -221,7 +221,7 @@ class Pair:
         self.wait(lambda: request in self.received or request in self.failed)
         return self.failed.get(request)
 
-    def freed(self, seconds: float = 10.0) -> str:
+    def freed(self, seconds: float = 30.0) -> str:
         """How the next lease ended; waits for it."""
         found: list[str] = []
         self.wait(lambda: found or found.extend(f.why for f in self.lender.collect()), seconds)

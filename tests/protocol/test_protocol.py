@@ -178,10 +178,14 @@ def test_each_side_is_told_what_is_meant_for_it_alone() -> None:
             decode_from_lender(body, to_tool)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def least_s(call: Callable[[], object]) -> float:
+    """The least processor time of three calls."""
+    took = []
+    for _ in range(3):
+        began = time.thread_time()
+        call()
+        took.append(time.thread_time() - began)
+    return min(took)
 
 
 def test_a_description_is_refused_without_being_decoded() -> None:
@@ -194,8 +198,8 @@ def test_a_description_is_refused_without_being_decoded() -> None:
         with pytest.raises(MessageError):
             decode_from_lender(body)
 
-    whole_s = seconds(lambda: decode_from_lender(body, to_tool=True))
-    assert seconds(refused) < whole_s / 10
+    whole_s = least_s(lambda: decode_from_lender(body, to_tool=True))
+    assert least_s(refused) < whole_s / 10
 
 
 def test_a_ticket_survives_the_proxy() -> None:
@@ -330,7 +334,7 @@ def test_a_ticket_of_too_many_blocks_is_refused_before_they_are_looked_at() -> N
         with pytest.raises(TicketError, match="remote_block_ids: expected at most"):
             parse_ticket(params, max_blocks_for(1000))
 
-    assert seconds(refused) < seconds(lambda: parse_ticket(params)) / 20
+    assert least_s(refused) < least_s(lambda: parse_ticket(params)) / 20
 
 
 @pytest.mark.parametrize("tokens", [1, 4096, 131_072, 1 << 20])

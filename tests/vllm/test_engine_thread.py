@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -165,21 +165,31 @@ def arriving_s(count: int, kind: type[ConsumerScheduler] = ConsumerScheduler) ->
     return min(took)
 
 
+def least_ratio(ratio: Callable[[], float], enough: float) -> float:
+    """The least of up to three, of which a busy machine spoils some; less is not looked for."""
+    least = ratio()
+    for _ in range(2):
+        least = least if least < enough else min(least, ratio())
+    return least
+
+
 def test_a_step_costs_no_more_because_of_pulls_that_wait() -> None:
     with in_flight(1) as one, in_flight(8 * MANY) as many:
-        assert least_s(many) / least_s(one) < 2
+        assert least_ratio(lambda: least_s(many) / least_s(one), 2) < 2
 
 
 def test_a_request_costs_no_more_because_of_others_that_arrive_with_it() -> None:
-    alone_s = arriving_s(MANY)
-    assert arriving_s(256 * MANY) / alone_s < 2
-    assert arriving_s(256 * MANY, Scanning) / alone_s > 2
+    def ratio(kind: type[ConsumerScheduler]) -> float:
+        return arriving_s(256 * MANY, kind) / arriving_s(MANY)
+
+    assert least_ratio(lambda: ratio(ConsumerScheduler), 2) < 2
+    assert least_ratio(lambda: ratio(Scanning), 2) > 2  # the control
 
 
 def test_no_step_waits_for_a_pull() -> None:
     """Waiting is time on the wall that is no processor time."""
     with in_flight(MANY) as decode:
-        assert least_s(decode, time.perf_counter) / least_s(decode) < 3
+        assert least_ratio(lambda: least_s(decode, time.perf_counter) / least_s(decode), 3) < 3
 
 
 def test_the_puller_is_woken_once_for_all_that_is_posted_before_it_looks() -> None:

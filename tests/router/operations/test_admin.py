@@ -8,6 +8,7 @@ import socket
 import aiohttp
 import pytest
 
+from pdconn.lab.ports import free_ports
 from pdconn.router.admission.listener import ADMIN_LIMITS
 from pdconn.router.config import ADMIN_ABOVE, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen
@@ -115,9 +116,8 @@ def test_their_port_follows_the_apis_unless_it_is_given():
 
 @in_loop
 async def test_an_admin_port_in_use_names_its_option_and_leaves_the_other_free():
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
+    [port] = free_ports(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         admin_port = taken.getsockname()[1]
         config = ProxyConfig.of(*URLS, port=port, admin_port=admin_port)
         with pytest.raises(CannotListen, match=f"port {admin_port}: .*in use.*--admin-port"):

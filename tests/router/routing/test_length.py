@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
+from pdconn.router.events.caches import PrefixCaches, PrefixLookup
 from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.routing.routed_request import RoutedRequest
 from pdconn.router.routing.tokenize import CHARS_A_TOKEN, CHAT_NBYTES_A_TOKEN
 from tests.fakes.fake_engine import ANSWER, in_loop
 from tests.fakes.routed import PROMPT, Fleet, fleet, letters, num_asked
+
+TRIES = 3
 
 
 def listed(max_tokens: int | None) -> list[dict[str, Any]]:
@@ -149,16 +152,38 @@ async def longest_gap(until: asyncio.Task[Any]) -> float:
     return longest
 
 
+async def gap_share(f: Fleet, first: int) -> float:
+    """The longest gap while a long prompt is routed, as a share of the time that this takes."""
+    prompt = list(range(first, first + 800_000))
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    request = RoutedRequest(f"r{first}", CIMultiDict(), parse_body(Route.COMPLETIONS, body))
+    deciding = asyncio.create_task(f.router.decide(request))
+    gap_s = await longest_gap(deciding)
+    decision = await deciding
+    assert decision.unknown is None
+    assert decision.num_hashes == 50_000
+    return gap_s / decision.took_s
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
 @in_loop
-async def test_hashing_a_long_prompt_does_not_stop_the_event_loop() -> None:
-    """Else every other request waits until a prompt of a million tokens is hashed."""
+async def test_hashing_a_long_prompt_does_not_stop_the_event_loop(
+    in_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every other request waits until a prompt of a million tokens is hashed.
+
+    A busy machine stops the loop, too: the best of up to three counts.  The control hashes in one
+    go.
+    """
+
+    async def in_one_go(caches: PrefixCaches, *asked: Any) -> PrefixLookup:
+        return caches.lookup(*asked)
+
+    if not in_turns:
+        monkeypatch.setattr(PrefixCaches, "lookup_in_turns", in_one_go)
     async with fleet() as f:
         await ready(f, None)
-        body = json.dumps({"model": "m", "prompt": list(range(800_000))}).encode()
-        request = RoutedRequest("r", CIMultiDict(), parse_body(Route.COMPLETIONS, body))
-        deciding = asyncio.create_task(f.router.decide(request))
-        gap_s = await longest_gap(deciding)
-        decision = await deciding
-        assert decision.unknown is None
-        assert decision.num_hashes == 50_000
-        assert gap_s < decision.took_s / 2, (gap_s, decision.took_s)
+        shares: list[float] = []
+        while len(shares) < TRIES and not any(share < 0.5 for share in shares):
+            shares.append(await gap_share(f, len(shares)))  # each is another prompt
+        assert (min(shares) < 0.5) is in_turns, shares

