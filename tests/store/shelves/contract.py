@@ -256,8 +256,8 @@ class NoteLaws:
             ours.put_note("writer", "p", 0, b"note")
             theirs.discard("writer", "p")
             theirs.discard("writer", "p")
-            ours.discard("writer", "never begun")
-            ours.discard("no writer", "p")
+            ours.discard("writer", "never-begun")
+            ours.discard("no-writer", "p")
             assert parts_of(ours) == {("writer", "other")}
             with pytest.raises(StoreError):
                 ours.write("writer", "p", [(0, pages(payload(1)))])

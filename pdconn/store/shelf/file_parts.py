@@ -1,0 +1,214 @@
+"""Parts of rows and their notes, as files of one writer's folder.
+
+::
+
+    begin       create, posix_fallocate     no space is an error here and not while writing
+    write       open, pwritev, close        by any process
+    put_note    write aside, rename         so that a note is whole or not there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from pdconn.store.errors import ShelfFailure
+from pdconn.store.shelf.base import Buffer, StoredPart
+from pdconn.store.shelf.folders import (
+    Folders,
+    failure,
+    is_writer,
+    listed,
+    note_of,
+    open_regular,
+    open_root,
+    read_whole,
+    regular,
+    subfolders,
+    unlink_quietly,
+    write_whole,
+)
+from pdconn.store.shelf.transfer import FileTransfer
+
+ATTEMPTS = 4
+"""A folder may be removed between making and using it, by a process that tidies up."""
+
+
+class FileParts:
+    """The half of :class:`pdconn.store.shelf.files.FilesShelf` that writers use."""
+
+    def __init__(
+        self, root: str | os.PathLike[str], direct_io: bool | Literal["auto"] = "auto"
+    ) -> None:
+        open_root(root)
+        self._folders = Folders(root)
+        self._transfer = FileTransfer(direct_io)
+
+    def begin(self, writer: str, part: str, nbytes: int) -> None:
+        """Make a part with room for ``nbytes``.
+
+        Raises:
+            ShelfFailure: no space, or there is one of that name; nothing is left behind.
+        """
+        path = self._folders.part(writer, part)
+        folder = self._folders.writer_folder(writer)
+        try:
+            if not self._folders.is_folder(folder):
+                self._folders.make(folder)
+            for _ in range(ATTEMPTS):
+                opened = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                if opened is not None:
+                    _make_room(opened[0], path, nbytes)
+                    return
+                self._folders.make(folder)
+        except OSError as error:
+            raise failure("make", path, error) from error
+        raise ShelfFailure(f"cannot make {path}: its folder is removed again and again")
+
+    def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Write each buffer at its offset, any number of processes at a time.
+
+        Raises:
+            ShelfFailure: no such part, no room in it, or a device error.
+        """
+        path = self._folders.part(writer, part)
+        try:
+            opened = self._opened_part(writer, path)
+            if opened is None:
+                raise ShelfFailure(f"{path}: no such part")
+            fd, nbytes = opened
+            try:
+                for offset, buffer in ranges:
+                    if offset + len(buffer) > nbytes:
+                        raise ShelfFailure(
+                            f"{path}: expected ranges within {nbytes} bytes, got "
+                            f"{offset} + {len(buffer)}"
+                        )
+                self._transfer.write(fd, ranges)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise failure("write", path, error) from error
+
+    def put_note(self, writer: str, part: str, rank: int, note: bytes) -> None:
+        """Leave the note of ``rank`` beside the part, whole or not at all.
+
+        Raises:
+            ShelfFailure: no such part, or it cannot be left.
+        """
+        path = self._folders.part(writer, part)
+        aside = f"{path}.note{rank}.new"
+        try:
+            if not self._folders.is_folder(os.path.dirname(path)) or regular(path) is None:
+                raise ShelfFailure(f"{path}: no such part")
+            write_whole(aside, note)
+            try:
+                os.rename(aside, f"{path}.note{rank}")
+            except OSError:
+                unlink_quietly(aside)
+                raise
+        except OSError as error:
+            raise failure("note", path, error) from error
+
+    def notes(self, writer: str, part: str) -> Mapping[int, bytes]:
+        """Notes by rank, as far as they are there.
+
+        Raises:
+            ShelfFailure: they cannot be read.
+        """
+        path = self._folders.part(writer, part)
+        found: dict[int, bytes] = {}
+        try:
+            for entry in self._files_of(writer, part):
+                of = note_of(entry.name)
+                if of is None or not of[2]:
+                    continue
+                note = read_whole(entry.path)
+                if note is not None:
+                    found[of[1]] = note
+        except OSError as error:
+            raise failure("read notes of", path, error) from error
+        return found
+
+    def discard(self, writer: str, part: str) -> None:
+        """Remove a part and its notes, also where they are gone.
+
+        Raises:
+            ShelfFailure: they cannot be removed.
+        """
+        path = self._folders.part(writer, part)
+        try:
+            self._clear(writer, part)
+            with contextlib.suppress(OSError):
+                os.rmdir(self._folders.writer_folder(writer))  # as soon as it is empty
+        except OSError as error:
+            raise failure("discard", path, error) from error
+
+    def parts(self) -> Iterator[StoredPart]:
+        """Every part, of all writers; one of which notes alone are left has 0 bytes.
+
+        Raises:
+            ShelfFailure: a folder cannot be listed.
+        """
+        top = self._folders.parts
+        try:
+            if not self._folders.is_folder(top):
+                return
+            for writer in filter(is_writer, subfolders(top)):
+                found: dict[str, int] = {}
+                for entry in listed(f"{top}/{writer}"):
+                    of = note_of(entry.name)
+                    part = entry.name if of is None else of[0]
+                    if not is_writer(part) or not entry.is_file(follow_symlinks=False):
+                        continue
+                    if of is not None:
+                        found.setdefault(part, 0)
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        found[part] = entry.stat(follow_symlinks=False).st_size
+                yield from (StoredPart(writer, name, nbytes) for name, nbytes in found.items())
+        except OSError as error:
+            raise failure("list", top, error) from error
+
+    def _opened_part(self, writer: str, path: str) -> tuple[int, int] | None:
+        if not self._folders.is_folder(self._folders.writer_folder(writer)):
+            return None
+        return open_regular(path, os.O_WRONLY)
+
+    def _files_of(self, writer: str, part: str) -> list[os.DirEntry[str]]:
+        """The part and its notes, whole ones and others."""
+        folder = self._folders.writer_folder(writer)
+        if not self._folders.is_folder(folder):
+            return []
+        return [
+            entry
+            for entry in listed(folder)
+            if entry.name.startswith(part)
+            and (entry.name == part or (note_of(entry.name) or ("",))[0] == part)
+            and entry.is_file(follow_symlinks=False)
+        ]
+
+    def _clear(self, writer: str, part: str) -> None:
+        for entry in self._files_of(writer, part):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
+
+
+def _make_room(fd: int, path: str, nbytes: int) -> None:
+    """Reserve a new file's bytes and close it; it is removed again where that fails."""
+    try:
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(fd, nbytes)
+        finally:
+            os.close(fd)
+    except BaseException:
+        unlink_quietly(path)
+        raise

@@ -1,0 +1,282 @@
+"""The folders of a root: where rows, parts and notes lie as files, and what of them is ours.
+
+::
+
+    ROOT/format                                                    the version of this picture
+    ROOT/rows/<namespace>/<fa|wa>/<2 hex of key>/<key>.<parent>.<index>
+    ROOT/parts/<writer>/<part>                                     a row that is being written
+    ROOT/parts/<writer>/<part>.note<rank>                          renamed from ….note<rank>.new
+
+Only folders and regular files with such names are ours.  Anything else below the root (a
+symbolic link, a pipe, a folder in place of a row, files of other names) is not followed, not
+read and not deleted.  Each folder is looked at once and remembered, so that this costs nothing
+per row; no descriptor of a folder is kept, since a root may be emptied under a running engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+
+from pdconn.store.errors import FormatError, ShelfFailure
+from pdconn.store.format.names import RowKind, RowName
+
+ROOT_VERSION = 1
+"""Of the folders above; the rows have a version of their own."""
+
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR})
+"""Errors of opening a file that say that there is none of ours."""
+
+_FORMAT = b"pdconn store, version %d\n"
+_NAMESPACE = re.compile(r"[A-Za-z0-9-]{1,64}")
+_WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_NOTE = re.compile(r"(.+)\.note(\d{1,6})(\.new)?")
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+
+def failure(action: str, path: str, error: OSError) -> ShelfFailure:
+    """What a shelf raises for an error of the file system."""
+    code = errno.errorcode.get(error.errno or 0, "unknown")
+    return ShelfFailure(f"cannot {action} {path}: {code}: {error.strerror}")
+
+
+class Folders:
+    """Paths below one root.
+
+    Args:
+        root: made absolute; may be a symbolic link itself.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(root)
+        self.rows = os.path.join(self.root, "rows")
+        self.parts = os.path.join(self.root, "parts")
+        self._known = {self.root}
+        self._of_kind: dict[tuple[str, RowKind], str] = {}
+        self._of_writer: dict[str, str] = {}
+
+    def row_folder(self, namespace: str, name: RowName) -> str:
+        """The folder of a row.
+
+        Raises:
+            FormatError: a namespace that is not 1 to 64 letters, digits and ``-``.
+        """
+        above = self._of_kind.get((namespace, name.kind))
+        if above is None:
+            if _NAMESPACE.fullmatch(namespace) is None:
+                raise FormatError("namespace", "1 to 64 letters, digits and -", namespace)
+            above = f"{self.rows}/{namespace}/{name.kind}/"
+            self._of_kind[namespace, name.kind] = above
+        return above + name.key[:1].hex()
+
+    def writer_folder(self, writer: str) -> str:
+        """The folder of a writer's parts.
+
+        Raises:
+            FormatError: a name that cannot be a folder's.
+        """
+        folder = self._of_writer.get(writer)
+        if folder is None:
+            if _WRITER.fullmatch(writer) is None:
+                raise FormatError("writer", "1 to 128 letters, digits, -, _ and .", writer)
+            folder = self._of_writer[writer] = f"{self.parts}/{writer}"
+        return folder
+
+    def part(self, writer: str, part: str) -> str:
+        """The file of a part.
+
+        Raises:
+            FormatError: a name that cannot be a part's, or could be a note's.
+        """
+        if _WRITER.fullmatch(part) is None or _NOTE.fullmatch(part):
+            raise FormatError("part", "1 to 128 letters, digits, -, _ and ., no note's name", part)
+        return f"{self.writer_folder(writer)}/{part}"
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a path below the root is a folder, and so are all above it: no links.
+
+        Raises:
+            OSError: it cannot be told.
+        """
+        if path in self._known:
+            return True
+        if not self.is_folder(os.path.dirname(path)):
+            return False
+        try:
+            is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return False
+        if is_folder:
+            self._known.add(path)
+        return is_folder
+
+    def make(self, path: str) -> None:
+        """Make a folder and those above it, also where they were removed meanwhile.
+
+        Raises:
+            OSError: something else is in its place, or the file system refuses.
+        """
+        self._known = {self.root}
+        self._make(path)
+
+    def _make(self, path: str) -> None:
+        if self.is_folder(path):
+            return
+        if path != self.root:
+            self._make(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        if not self.is_folder(path):
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder of ours", path)
+
+
+def note_of(file_name: str) -> tuple[str, int, bool] | None:
+    """Part, rank, and whether it is whole, of a note's file; None for another file."""
+    match = _NOTE.fullmatch(file_name)
+    return None if match is None else (match[1], int(match[2]), match[3] is None)
+
+
+def is_writer(name: str) -> bool:
+    """Whether a folder or file may be named so by a writer."""
+    return _WRITER.fullmatch(name) is not None
+
+
+def is_namespace(name: str) -> bool:
+    """Whether a folder may hold rows of a namespace."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def listed(folder: str) -> list[os.DirEntry[str]]:
+    """What a folder holds; nothing if it is gone.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise
+
+
+def subfolders(folder: str) -> list[str]:
+    """Names of the folders in a folder, without links."""
+    return [entry.name for entry in listed(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def open_regular(path: str, flags: int) -> tuple[int, int] | None:
+    """Descriptor and bytes of a regular file, opened without waiting; None if there is none.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    try:
+        fd = os.open(path, flags | _OPEN, 0o600)
+    except OSError as error:
+        if error.errno in ABSENT or error.errno == errno.ESTALE:
+            return None
+        raise
+    try:
+        found = os.fstat(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        return None
+    return fd, found.st_size
+
+
+def read_whole(path: str) -> bytes | None:
+    """The bytes of a small regular file; None if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    opened = open_regular(path, os.O_RDONLY)
+    if opened is None:
+        return None
+    fd, nbytes = opened
+    try:
+        found = b""
+        while len(found) < nbytes and (more := os.read(fd, nbytes - len(found))):
+            found += more
+        return found
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Make or replace a small file; not atomic, and removed again if it fails.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    opened = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    if opened is None:
+        raise FileNotFoundError(errno.ENOENT, "no folder, or not a file of ours", path)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(opened[0], view) :]
+        finally:
+            os.close(opened[0])
+    except BaseException:
+        unlink_quietly(path)
+        raise
+
+
+def regular(path: str) -> os.stat_result | None:
+    """What there is to know of a regular file; None if there is none.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def unlink_quietly(path: str) -> None:
+    """Remove a file after a failure that is reported already."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def open_root(root: str | os.PathLike[str]) -> None:
+    """Make a root, or see that it has folders that we know.
+
+    Several processes may do so at once; a root that cannot be written is fine if it is made.
+
+    Raises:
+        FormatError: another version, or a file ``format`` that is not ours.
+        ShelfFailure: the root cannot be made or read.
+    """
+    folder = os.path.abspath(root)
+    path = os.path.join(folder, "format")
+    expected = _FORMAT % ROOT_VERSION
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        seen = read_whole(path)
+        if seen is None:
+            aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
+            write_whole(aside, expected)
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)  # and not a rename: another version may be made at once
+            os.unlink(aside)
+            seen = read_whole(path)
+    except OSError as error:
+        raise failure("open the root", folder, error) from error
+    if seen != expected:
+        raise FormatError(path, expected, "no regular file" if seen is None else seen[:80])

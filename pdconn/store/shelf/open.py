@@ -1,0 +1,32 @@
+"""The shelf that the settings name.
+
+Modules are imported when they are needed: NIXL takes a second, and is not everywhere.
+"""
+
+from __future__ import annotations
+
+from pdconn.store.errors import StoreSettingError
+from pdconn.store.settings import SHELVES, StoreSettings
+from pdconn.store.shelf.base import Shelf
+
+
+def open_shelf(settings: StoreSettings) -> Shelf:
+    """A shelf for one thread; make one for each.
+
+    Raises:
+        StoreSettingError: a shelf of another name.
+        StoreError: the root cannot be opened, or is of another version.
+    """
+    if settings.shelf == "files":
+        from pdconn.store.shelf.files import FilesShelf
+
+        return FilesShelf(settings.root, settings.direct_io)
+    if settings.shelf == "posix":
+        from pdconn.store.shelf.nixl_posix import NixlPosixShelf
+
+        return NixlPosixShelf(settings.root, settings.direct_io)
+    if settings.shelf == "obj":
+        from pdconn.store.shelf.objects import ObjectShelf
+
+        return ObjectShelf(settings.root)
+    raise StoreSettingError("store.shelf", " or ".join(SHELVES), repr(settings.shelf))
