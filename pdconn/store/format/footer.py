@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from pdconn.store.errors import RowDamaged
+from pdconn.store.errors import FormatError, RowDamaged
 from pdconn.store.format.layout import RowLayout, aligned
 from pdconn.store.format.names import RowKind, RowName
 
@@ -97,7 +97,8 @@ def encode_footer(footer: Footer) -> bytes:
     body = sums + meta
     body += bytes(footer_nbytes(len(footer.checksums)) - _TAIL.size - len(body))
     num_slabs = len(footer.checksums)
-    return body + _TAIL.pack(_MAGIC, num_slabs, len(meta), footer.data_nbytes, checksum(body))
+    fields = _MAGIC, num_slabs, len(meta), footer.data_nbytes
+    return body + _TAIL.pack(*fields, _digest(body, *fields))
 
 
 def decode_footer(data: bytes | memoryview) -> Footer:
@@ -116,18 +117,23 @@ def decode_footer(data: bytes | memoryview) -> Footer:
     if nbytes > len(view):
         raise RowDamaged(f"footer: expected {nbytes} bytes, got {len(view)}")
     body = view[len(view) - nbytes : -_TAIL.size]
-    if checksum(body) != digest:
+    if _digest(body, magic, num_slabs, meta_nbytes, data_nbytes) != digest:
         raise RowDamaged("footer: its checksum differs")
     sums = np.frombuffer(body[: 8 * num_slabs], dtype="<u8").astype(np.uint64)
     try:
         meta = msgspec.msgpack.decode(body[8 * num_slabs :][:meta_nbytes], type=_Meta)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        name = RowName(meta.kind, meta.key, meta.parent, meta.index)
+    except (msgspec.MsgspecError, UnicodeDecodeError, FormatError) as error:
         raise RowDamaged(f"footer: {error}") from error
     if meta.version != FORMAT_VERSION:
         raise RowDamaged(f"footer: expected version {FORMAT_VERSION}, got {meta.version}")
-    name = RowName(meta.kind, meta.key, meta.parent, meta.index)
     tokens = range(meta.first_token, meta.until_token)
     return Footer(meta.namespace, name, tokens, data_nbytes, sums)
+
+
+def _digest(body: bytes | memoryview, *fields: Any) -> int:
+    """The checksum of a footer, its tail's other fields among it."""
+    return checksum(b"".join((body, _TAIL.pack(*fields, 0))))
 
 
 def num_slabs_of(tail: bytes | memoryview) -> int:
