@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.affinity import wider_affinity
+from pdconn.store.commands import Fetch, FetchResult, Load
 from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.compat_metadata import block_traits
@@ -68,6 +70,8 @@ class PdWorker:
         self._stats = PdStats()
         self._report = PdWorkerReport()
         self._store: RankStore | None = None
+        self._stored = threading.Event()
+        self._num_fetching = 0
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
         self._is_idle = False
@@ -108,7 +112,13 @@ class PdWorker:
             self._puller = self._open_puller(me, transport)
         if (store := self._settings.store) is not None:
             with wider_affinity():
-                self._store = RankStore(store, references, self._rank, lambda: open_shelf(store))
+                self._store = RankStore(
+                    store,
+                    references,
+                    self._rank,
+                    lambda: open_shelf(store),
+                    wake=self._stored.set,
+                )
 
     def handshake(self) -> PdHandshake | None:
         """What the scheduler serves to peers."""
@@ -124,6 +134,7 @@ class PdWorker:
                 self._puller.post(command)
         if self._store is not None:
             for asked in metadata.store:
+                self._num_fetching += isinstance(asked, Fetch | Load)
                 self._store.post(asked)
 
     def after_pass(self) -> None:
@@ -147,11 +158,7 @@ class PdWorker:
         if self._is_idle:
             self._wait()
         if self._store is not None:
-            results.finished_recving.update(self._store.take_loaded())
-            for request in self._store.take_load_failures():
-                results.failed_recving.add(request)
-                results.finished_recving.add(request)
-            self._report.store += self._store.results()
+            self._collect_stored(self._store, results)
         if self._puller is not None:
             pulled = self._puller.collect()
             if pulled is not NO_RESULTS:
@@ -192,10 +199,19 @@ class PdWorker:
 
     def _wait(self) -> None:
         """Wait for whatever the engine's idle step waits for."""
-        if self._store is not None and self._store.is_busy():
-            self._store.wait(_IDLE_STEP_S)
+        if self._num_fetching:
+            self._stored.wait(_IDLE_STEP_S)
+            self._stored.clear()
         elif self._puller is not None:
             self._puller.wait(_IDLE_STEP_S)
+
+    def _collect_stored(self, store: RankStore, results: KVConnectorTransferResults) -> None:
+        loaded, failed, answers = store.take_loaded(), store.take_load_failures(), store.results()
+        results.finished_recving.update(loaded, failed)
+        results.failed_recving.update(failed)
+        self._report.store += answers
+        fetched = sum(isinstance(answer, FetchResult) for answer in answers)
+        self._num_fetching -= len(loaded) + len(failed) + fetched
 
     def _note(self, pulled: PullResults, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(pulled.received)

@@ -5,15 +5,18 @@ go into the footer, and the part gets the row's name.  Within a batch FA rows co
 rows last, and a WA row is committed only if its FA row is there: it tells readers that the
 boundary can be resumed.
 
+A row whose notes do not come, of a rank that died or could not write, is given up after a
+minute, and holds up no other.
+
 Runs on the engine's background thread; ``add`` may be called by the engine's thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from pdconn.store.commands import SaveRow
@@ -27,7 +30,10 @@ from pdconn.store.shelf.base import Shelf
 log = logging.getLogger(__name__)
 
 NOTES_S = 60.0
-"""How long a rank may take to write its share of a row after the row before it."""
+"""How long ranks may take to write a row after another was committed."""
+
+_AT_ONCE = 64
+"""Rows that are looked at in one step: ranks write them in order."""
 
 
 class CommitBudget(Protocol):
@@ -85,8 +91,8 @@ class Committer:
         self._nbytes = {RowKind.FA: row_nbytes(layout.fa)}
         if layout.wa is not None:
             self._nbytes[RowKind.WA] = row_nbytes(layout.wa)
-        self._waiting: deque[tuple[Batch, SaveRow]] = deque()
-        self._waits_since: float | None = None
+        self._waiting: dict[RowName, tuple[Batch, SaveRow]] = {}
+        self._last_note: float | None = None
         self._failures = 0
 
     def __len__(self) -> int:
@@ -103,22 +109,26 @@ class Committer:
 
     def add(self, batch: Batch) -> None:
         """Rows are on their way."""
-        self._waiting.extend((batch, row) for row in batch.rows)
+        self._waiting |= {row.name: (batch, row) for row in batch.rows}
 
     def step(self, shelf: Shelf, namespace: str, now: float) -> list[Committed]:
-        """Commit what is written; rows are written in the order in which they were added.
+        """Commit what is written.
 
         Rows of another namespace than the engine's present one are dropped: the prefix cache
         was reset while they were being saved.
         """
         done = []
-        while self._waiting:
-            batch, row = self._waiting[0]
+        if not self._waiting:
+            self._last_note = None
+        for batch, row in list(islice(self._waiting.values(), _AT_ONCE)):
+            if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in self._waiting:
+                continue
             notes = shelf.notes(self._writer, row.part)
-            if len(notes) < self._num_ranks and not self._is_late(now):
-                break
-            self._waiting.popleft()
-            self._waits_since = None
+            if len(notes) == self._num_ranks:
+                self._last_note = now
+            elif not self._is_late(now):
+                continue
+            del self._waiting[row.name]
             made = None
             try:
                 if batch.namespace == namespace:
@@ -134,9 +144,9 @@ class Committer:
         return done
 
     def _is_late(self, now: float) -> bool:
-        if self._waits_since is None:
-            self._waits_since = now
-        return now - self._waits_since > NOTES_S
+        if self._last_note is None:
+            self._last_note = now
+        return now - self._last_note > NOTES_S
 
     def _commit(
         self, shelf: Shelf, batch: Batch, row: SaveRow, notes: Sequence[bytes]

@@ -279,6 +279,10 @@ class StoreScheduler:
         self._opening = OpenStore(opening.layout, namespace, opening.writer, opening.replicas)
         self._commands.append(self._opening)
 
+    def has_fetches(self) -> bool:
+        """Whether bytes of the staging area are taken."""
+        return bool(self._fetches)
+
     def is_settled(self) -> bool:
         """Whether nothing is being fetched, saved or committed."""
         return not (self._saves or self._fetches or self._keeper.is_saving())

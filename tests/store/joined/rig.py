@@ -80,6 +80,8 @@ class FakeEngine:
     shelf: Callable[[], Shelf] | None = None
     pass_tokens: int = 96
     budget: Budget | None = field(default_factory=EndlessBudget)
+    clock: Callable[[], float] = time.monotonic
+    drops_results: bool = False
 
     def __post_init__(self) -> None:
         self.memory: list[list[np.ndarray]] = []
@@ -89,7 +91,7 @@ class FakeEngine:
         opened = self.shelf or (lambda: open_shelf(self.settings))
         self.store = build_scheduler(
             self.settings, self.layout, self.ranks, namespace=self.namespace,
-            writer=self.writer, clock=time.monotonic, shelf=opened, budget=self.budget,
+            writer=self.writer, clock=self.clock, shelf=opened, budget=self.budget,
         )  # fmt: skip
         self.rank_stores = [
             RankStore(self.settings, references, rank, opened)
@@ -202,7 +204,8 @@ class FakeEngine:
             for request in rank.take_loaded():
                 self._reported[request] = self._reported.get(request, 0) + 1
             assert not rank.take_load_failures()
-            for number in self.store.note(rank.results()):
+            results = rank.results()
+            for number in self.store.note(() if self.drops_results else results):
                 self._unpin(self.pinned.pop(number))
 
     def _ask(self, name: str, num_tokens: int, num_local: int, on_step: Callable[[], None]) -> int:

@@ -15,9 +15,7 @@ from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from registration.references import AttentionKind
 from tests.store.joined.rig import FakeEngine, Model, Shape
 
-SETTINGS = StoreSettings(
-    root="", capacity=1 << 30, staging=8 << 20, block_tokens=64, min_tokens=1
-)
+SETTINGS = StoreSettings(root="", capacity=1 << 30, staging=8 << 20, block_tokens=64, min_tokens=1)
 
 MODELS = {
     "window within a block": Model(window=40),
@@ -42,9 +40,7 @@ def engine(
     rows: MemoryRows, model: Model, shape: Shape, writer: str = "writer", **settings: object
 ) -> Iterator[FakeEngine]:
     changed = replace(SETTINGS, **settings)  # type: ignore[arg-type]
-    made = FakeEngine(
-        changed, model, shape, writer=writer, shelf=lambda: MemoryShelf(rows)
-    )
+    made = FakeEngine(changed, model, shape, writer=writer, shelf=lambda: MemoryShelf(rows))
     try:
         yield made
     finally:
