@@ -19,7 +19,7 @@ from enum import Enum, auto
 
 from pdconn.planning.errors import PlanningError
 from pdconn.store.commands import Fetch, FetchResult, Load
-from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure, StoreError
+from pdconn.store.errors import RowDamaged, RowMissing, StoreError
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.rank.copies import Copies
 from pdconn.store.rank.opened import OpenedRank
@@ -221,7 +221,7 @@ class RowReader:
         except RowDamaged as error:
             self._reports.warn("a damaged row: row=%s: %s", name.file_name, error)
             return Problem.DAMAGED
-        except ShelfFailure as error:
+        except StoreError as error:
             self._reports.count(read_failures=1)
             self._reports.warn("a row could not be read: row=%s: %s", name.file_name, error)
             return Problem.MISSING
