@@ -48,10 +48,13 @@ class FileParts:
         self._transfer = FileTransfer(direct_io)
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
-        """Make a part with room for ``nbytes``.
+        """Make a part with room for ``nbytes``, unless it is there.
+
+        Ranks may ask at the same time: each makes sure of the room itself, which is no work for
+        all but the first.
 
         Raises:
-            ShelfFailure: no space, or there is one of that name; nothing is left behind.
+            ShelfFailure: no space; nothing is left behind.
         """
         path = self._folders.part(writer, part)
         folder = self._folders.writer_folder(writer)
@@ -59,7 +62,7 @@ class FileParts:
             if not self._folders.is_folder(folder):
                 self._folders.make(folder)
             for _ in range(ATTEMPTS):
-                opened = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                opened = open_regular(path, os.O_WRONLY | os.O_CREAT)
                 if opened is not None:
                     _make_room(opened[0], path, nbytes)
                     return
