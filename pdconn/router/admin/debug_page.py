@@ -183,6 +183,8 @@ class DebugPage:
             "engine": feed.source.engine,
             "rank": feed.source.rank,
             "blocks": 0 if pod is None else pod.num_blocks,
+            "stored_blocks": 0 if pod is None else pod.num_stored,
+            "row_tokens": None if pod is None else pod.row_tokens,
             "groups": {str(group): spec for group, spec in sorted(groups.items())},
             "hashing": None if feed.scheme is None else _hashing(feed.scheme),
             "hit_rate": _sum(tallies, {name}, Role).rate,

@@ -63,6 +63,7 @@ class Pod:
         row_tokens: a hit that stored blocks are needed for ends at a multiple of so many
             tokens; None until one was told.
         num_blocks: blocks held, each once per plane.
+        num_stored: of those, blocks in a store.
         unknown_removals: removals of blocks that it was not known to hold.
         refused: blocks beyond ``max_blocks``.
     """
@@ -73,6 +74,7 @@ class Pod:
     seen: set[int] = field(default_factory=set)
     row_tokens: int | None = None
     num_blocks: int = 0
+    num_stored: int = 0
     unknown_removals: int = 0
     refused: int = 0
 
@@ -210,6 +212,7 @@ class Index:
                 holders[slot] += 1
                 stored += 1
         pod.num_blocks += stored
+        pod.num_stored += stored if medium == STORED else 0
         self._count(plane, stored)
 
     def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
@@ -233,6 +236,7 @@ class Index:
             pod.num_blocks -= 1
             self._release_slot(slot)
         del word  # a view would keep the plane alive
+        pod.num_stored += pod.num_blocks - before if medium == STORED else 0
         self._count(plane, pod.num_blocks - before)
 
     def clear(self, name: str) -> None:
@@ -248,7 +252,7 @@ class Index:
                 self._release_slot(slot)
             word &= ~bit
             self._count(plane, -len(held))
-        pod.num_blocks = 0
+        pod.num_blocks = pod.num_stored = 0
 
     # Look-ups
 

@@ -164,6 +164,14 @@ def test_a_heavier_medium_decides_between_equal_hits():
     assert caches.lookup([*PROMPT, 1], NOTHING).best("a").rank == 1
 
 
+def test_a_rank_with_a_little_less_in_its_cache_comes_before_one_with_all_in_a_store():
+    caches = PrefixCaches()
+    tell(caches, stored(medium="storage"), source=source("a", 0))
+    tell(caches, stored(PROMPT[:144]), source=source("a", 1))
+    ranks = caches.lookup([*PROMPT, 1], NOTHING).ranks["a"]
+    assert [(one.rank, one.hit.tokens) for one in ranks] == [(1, 144), (0, 160)]
+
+
 def test_salt_and_adapter_make_other_prompts():
     caches = PrefixCaches()
     adapter = Extras(lora=("x", "/x"))

@@ -170,6 +170,31 @@ def test_a_hit_on_a_slower_medium_is_worth_less() -> None:
     assert first(LONG, slow, Candidate("fast", hit(2048 - 64))) == "slow"
 
 
+STORED = Hit(500, 8000, 250.0)
+"""8000 tokens that are in a store only."""
+
+
+def test_stored_tokens_are_worth_less_than_cached_and_more_than_none() -> None:
+    assert first(LONG, Candidate("stored", STORED), Candidate("none")) == "stored"
+    assert first(LONG, Candidate("stored", STORED), Candidate("cached", hit(8000))) == "cached"
+    assert first(LONG, Candidate("b", STORED), Candidate("a", hit(3900))) == "b"
+    assert first(LONG, Candidate("b", STORED), Candidate("a", hit(4100))) == "a"
+
+
+def test_what_loading_costs_is_told_beside_what_is_computed() -> None:
+    (one,) = PrefixAware().decide(LONG, [Candidate("a", STORED)], []).prefill
+    assert one.cost == 192 + 4000
+    assert one.why == "192 uncached + 4000 to load + 0 queued + 0 of others + 0 pressure"
+
+
+def test_decode_serves_alone_what_it_can_load_from_a_store() -> None:
+    """Only 192 tokens are left to compute; loading the others is weighed against prefill's hit."""
+    decode = [Candidate("d", STORED)]
+    assert PrefixAware().decide(LONG, [Candidate("p")], decode).alone
+    assert PrefixAware().decide(LONG, [Candidate("p", STORED)], decode).alone
+    assert not PrefixAware(alone_below=191).decide(LONG, [Candidate("p")], decode).alone
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_an_engine_short_of_blocks_is_avoided(decode: bool) -> None:
     """At 0.9 of its blocks, half way above 0.8, a prompt's tokens count 2 times more."""
