@@ -154,21 +154,30 @@ class SlabsNotAligned(Store):
 
 
 class WindowTooShort(Store):
-    """One token less than the window, on one side or the other."""
+    """A window of fewer tokens, on one side or the other."""
 
-    def __init__(self, case: StoredCase, saves: bool) -> None:
+    def __init__(self, case: StoredCase, saves: bool, less: Callable[[int], int]) -> None:
         super().__init__(case)
-        self._saves = saves
+        self._saves, self._less = saves, less
 
     def pairing(self, references: KVCacheReferences, share: RowLayout, saves: bool) -> RowPairing:
         if saves is not self._saves:
             return super().pairing(references, share, saves)
         groups = tuple(
-            replace(group, window=_less(group.kind, group.window)) for group in references.groups
+            replace(group, window=self._shorter(group.kind, group.window))
+            for group in references.groups
         )
-        sections = tuple(_shorter(section) for section in share.sections)
+        sections = tuple(self._section(section) for section in share.sections)
         share = RowLayout(share.kind, share.block_tokens, sections)
         return super().pairing(replace(references, groups=groups), share, saves)
+
+    def _shorter(self, kind: AttentionKind, window: int | None) -> int | None:
+        is_sliding = window and kind is AttentionKind.SLIDING_WINDOW
+        return max(1, self._less(window)) if window and is_sliding else window
+
+    def _section(self, s: Section) -> Section:
+        rest = s.unit_tokens, s.units, s.is_opaque, s.first_head, s.num_heads, s.layers
+        return Section(s.kind, self._shorter(s.kind, s.window), *rest)
 
 
 class WrongScale(Store):
@@ -217,15 +226,6 @@ class Edited(Store):
         return spans if self._saves or not len(spans) else self._edit(spans)
 
 
-def _less(kind: AttentionKind, window: int | None) -> int | None:
-    return max(1, window - 1) if window and kind is AttentionKind.SLIDING_WINDOW else window
-
-
-def _shorter(s: Section) -> Section:
-    rest = s.unit_tokens, s.units, s.is_opaque, s.first_head, s.num_heads, s.layers
-    return Section(s.kind, _less(s.kind, s.window), *rest)
-
-
 def _one_off(column: str) -> Callable[[Spans], Spans]:
     return lambda spans: replace(spans, **{column: getattr(spans, column) + np.uint64(1)})
 
@@ -249,8 +249,8 @@ MUTANTS: dict[str, Callable[[StoredCase], Store]] = {
     "held rounded up": HeldRoundedUp,
     "heads counted from the rank's first": HeadsFromTheRanksFirst,
     "slabs packed when saved": SlabsNotAligned,
-    "window too short when saved": partial(WindowTooShort, saves=True),
-    "window too short when loaded": partial(WindowTooShort, saves=False),
+    "half of the window saved": partial(WindowTooShort, saves=True, less=lambda w: w // 2),
+    "window a token short when loaded": partial(WindowTooShort, saves=False, less=lambda w: w - 1),
     "window of opaque blocks rounded down": WrongScale,
     "one block off": OneBlockOff,
     "the last piece alone": LastPieceOnly,

@@ -76,7 +76,7 @@ def arenas(draw: st.DrawFn) -> Arena:
     return Arena(kv, random.integers(0, 256, at + 9, dtype=np.uint8), list(order))
 
 
-@drawn(150)
+@drawn(80)
 @given(arenas(), st.sampled_from(MAKERS))
 def test_out_and_in_move_every_run_and_nothing_else(
     arena: Arena, make: Callable[[Sequence[Memory]], Copies]

@@ -124,6 +124,15 @@ def test_a_windows_row_is_the_end_of_its_block() -> None:
     assert blocks == {17 + 6, 17 + 7}, "the last two of four blocks"
 
 
+@pytest.mark.parametrize("window", [1, 2, 20, 32, 33])
+def test_a_window_saves_exactly_what_the_next_token_reaches(window: int) -> None:
+    """With blocks of one token nothing is rounded: ``window - 1`` tokens."""
+    side = engine(FULL, replace(SLIDING, window=window), block=1)
+    blocks = (BLOCKS[0], BlockList(64 - 39, tuple(range(1, 40))))
+    saved = runs(window_pairing(side).spans_to_save(0, blocks, STAGING))
+    assert sum(nbytes for _, _, nbytes in saved) == (window - 1) * 2 * 4 * 256
+
+
 def test_a_window_needs_no_block_that_it_has_left() -> None:
     pairing = window_pairing(ENGINE)
     left = BlockList(6, BLOCKS[1].ids[6:])
