@@ -122,7 +122,7 @@ class Store:
         return _joined(pairing.spans_to_save(index, tuple(blocks), _STAGING))
 
     def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
-        return _joined(pairing.spans_to_load(need, rows))
+        return _joined(list(pairing.spans_to_load(need, rows)))
 
     # The two ways of a byte
 

@@ -8,9 +8,10 @@ the *grain*, the greatest common divisor of lengths and distances of the runs in
                        |           |     |
     host memory   [ b7 |  b2   |  b3  ]                    one segment of 12 KiB
 
-Measured on one core, host memory, GB/s out of and into KV: runs of 16 KiB 10 and 12, of 4 KiB
-7 and 7.  (``process_vm_readv`` on our own process: 8 and 4; a loop of ``memmove`` is as fast,
-but takes the interpreter from the engine's thread for each run.)
+Measured on one shared core, host memory, rows of 9 MiB, GB/s out of and into KV: runs of 16 KiB
+9 and 15, of 4 KiB 8 and 9, of 256 bytes 4 and 4.  ``process_vm_readv`` on our own process moved 8
+at 16 KiB and 4 at 4 KiB.  A loop of ``memmove`` does, too, but contends with the engine's thread
+for the interpreter at every run.
 """
 
 from __future__ import annotations
@@ -74,8 +75,7 @@ class HostCopies:
             grains = self._grains(gathered)
             for part, address, nbytes in gathered.segments():
                 host = host_bytes(address, nbytes).view(grains.dtype)
-                # The mode says what of indices out of bounds, of which there are none; with
-                # another, numpy would copy by way of a buffer.
+                # No index is out of bounds; with mode "raise", numpy copies by way of a buffer.
                 np.take(grains, gathered.index[part], out=host, mode="clip")
 
     def copy_in(self, spans: Spans) -> None:

@@ -70,17 +70,7 @@ class RowPairing:
         self._slot_nbytes = self.stride + ALIGNMENT
         self._scaled = tuple(_scaled_pairings(ours, share, self._slot_nbytes))
 
-    @property
-    def leaves_gaps(self) -> bool:
-        """Whether a save leaves bytes of a share as they were, so that it must be cleared before.
-
-        These are what aligns slabs, and tokens of WA rows that no boundary reaches.
-        """
-        return self.share.kind is RowKind.WA or any(
-            slab.nbytes % ALIGNMENT for slab in self.share.slabs
-        )
-
-    def spans_to_load(self, need: Need, rows: Sequence[Row]) -> list[Spans]:
+    def spans_to_load(self, need: Need, rows: Sequence[Row]) -> Iterator[Spans]:
         """The copies for tokens ``[need.held, need.until)`` that later tokens will read.
 
         Args:
@@ -88,36 +78,36 @@ class RowPairing:
             rows: those that :func:`~pdconn.store.format.boundaries.rows_needed` names for this
                 kind, anywhere in host memory.
 
-        Returns:
-            ``local`` are addresses of KV memory, ``remote`` of host memory.
+        Yields:
+            A part of them at a time, planned when it is asked for.  ``local`` are addresses of
+            KV memory, ``remote`` of host memory.
 
         Raises:
             MissingBlock: a row that is needed is not among ``rows``, or a block is a hole.
             BlockOutOfRange: a block id beyond the cache.
         """
         addresses = np.array([address for _, address in rows], dtype=np.int64)
-        found = []
         for scaled in self._scaled:
             lent = scaled.lent([index for index, _ in rows], self.share.block_tokens)
             for part in scaled.batches(need, self.share):
                 plan = scaled.pairing.plan(scaled.need(part), lent)
-                found += [self._moved(spans, addresses) for _, spans in plan.reads]
-        return found
+                for _, spans in plan.reads:
+                    yield self._moved(spans, addresses)
 
     def spans_to_save(self, index: int, blocks: tuple[BlockList, ...], address: int) -> list[Spans]:
         """The copies, from ``local`` to ``remote``, that fill row ``index`` at ``address``.
 
         An FA row takes all tokens of its block.  A WA row takes what the boundary at its end
-        reaches of them, which is all that later boundaries reach, too.
+        reaches of them, which is all that later boundaries reach, too.  Other bytes of the share
+        stay as they were: tokens that no boundary reaches, and what aligns slabs.
 
         Raises:
             MissingBlock: a block that the row needs is a hole.
             BlockOutOfRange: a block id beyond the cache.
         """
         size = self.share.block_tokens
-        return self.spans_to_load(
-            Need(index * size, (index + 1) * size, blocks), [(index, address)]
-        )
+        need = Need(index * size, (index + 1) * size, blocks)
+        return list(self.spans_to_load(need, [(index, address)]))
 
     def _moved(self, spans: Spans, addresses: I64) -> Spans:
         """The same runs with each row where it really is."""
