@@ -201,14 +201,18 @@ class StoreEvents:
         for some in _parts(fresh):
             self._work.append(partial(self._serve, request, some))
 
-    def cleared(self) -> None:
-        """Rows saved before are not looked up any more: all are told as removed.
+    def cleared(self, *, engine_told: bool) -> None:
+        """Rows saved before are not looked up any more; those on their way are not told.
 
-        Not by AllBlocksCleared, which says the same of the blocks on the GPU.  Rows that are on
-        their way are not told.
+        Args:
+            engine_told: vLLM's reset succeeded, so that its block pool says AllBlocksCleared,
+                which is of every medium.  A reset that fails says nothing: then all rows are told
+                as removed.
         """
         self._work.clear()
         self._noted.clear()
+        if engine_told:
+            self._told.clear()
         for some in _parts(list(self._told)):
             self._work.append(partial(self._forget, some))
 
