@@ -87,7 +87,6 @@ class RowWriter:
         index = row.name.index
         try:
             share = self._opened.kinds[row.name.kind].share
-            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
             slabs = share.written(index)
             if slabs:
                 self._gather(task.save, row, share)
@@ -96,6 +95,7 @@ class RowWriter:
             sums = {
                 slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
             }
+            self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
             if slabs:
                 self._write(row, slabs)
         except (StoreError, PlanningError) as error:

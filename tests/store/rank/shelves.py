@@ -31,6 +31,7 @@ class Rows:
     reads: list[RowName] = field(default_factory=list)
     before_open: Hook = nothing
     before_read: Hook = nothing
+    before_begin: Hook = nothing
     before_write: Hook = nothing
     before_note: Hook = nothing
     num_open: int = 0
@@ -78,6 +79,7 @@ class RowsShelf:
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
         """Parts grow as they are written."""
+        self._rows.before_begin(writer, part)
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self._rows.before_write(writer, part)

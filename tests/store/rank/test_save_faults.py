@@ -64,15 +64,16 @@ def test_blocks_are_free_before_the_last_row_is_written(rows: Rows) -> None:
         assert ours.wrong_bytes(ours.need(until=128), full=False) > 0, "those were saved too late"
 
 
+@pytest.mark.parametrize("step", ["before_begin", "before_write"])
 @pytest.mark.parametrize("error", [ShelfFailure("ENOSPC"), ZeroDivisionError("a bug")])
 def test_a_row_that_cannot_be_written_is_noted_and_the_next_is_saved(
-    rows: Rows, error: Exception
+    rows: Rows, error: Exception, step: str
 ) -> None:
     def fail(_: str, part: str) -> None:
         if part == "p1":
             raise error
 
-    rows.before_write = fail
+    setattr(rows, step, fail)
     with StoredEngine(SHAPE, rows, filled=True).opened() as engine:
         save = engine.save([fa(0), fa(1), fa(2)])
         engine.noted(save)
@@ -80,7 +81,7 @@ def test_a_row_that_cannot_be_written_is_noted_and_the_next_is_saved(
         with pytest.raises(RowDamaged, match="could not write"):
             decode_note(rows.notes["p1"][0])
         assert engine.stores[0].take_counts()["write_failures"] >= 1
-        rows.before_write = lambda *_: None
+        setattr(rows, step, lambda *_: None)
         engine.saved([fa(3), wa(3)], "q")
         assert ("ns", wa(3)) in rows.rows
 
