@@ -2,7 +2,7 @@
 
 Commands go to all ranks alike with a step's metadata; each rank does its share of them::
 
-    OpenStore ─► Fetch ─► FetchResult ─► Load ─► (vLLM: received)      or  DropFetch
+    OpenStore ─► Fetch ─► FetchResult ─► LoadRows ─► (vLLM: received)      or  DropFetch
               ─► SaveRows ─► SaveResult (blocks may be reused), notes beside the parts
 """
 
@@ -58,7 +58,7 @@ class FetchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadRows:
     """Copy a fetch's rows to the blocks of ``request``, and report the request received.
 
     ``need.until`` is the boundary; the fetch's bytes may be used again after it.
@@ -108,5 +108,5 @@ class SaveResult:
     number: int
 
 
-StoreCommand = OpenStore | Fetch | Load | DropFetch | SaveRows
+StoreCommand = OpenStore | Fetch | LoadRows | DropFetch | SaveRows
 StoreResult = FetchResult | SaveResult

@@ -26,7 +26,7 @@ from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.affinity import wider_affinity
-from pdconn.store.commands import Fetch, FetchResult, Load
+from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.compat_metadata import block_traits
@@ -134,7 +134,7 @@ class PdWorker:
                 self._puller.post(command)
         if self._store is not None:
             for asked in metadata.store:
-                self._num_fetching += isinstance(asked, Fetch | Load)
+                self._num_fetching += isinstance(asked, Fetch | LoadRows)
                 self._store.post(asked)
 
     def after_pass(self) -> None:

@@ -50,7 +50,7 @@ class CommitBudget(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class SaveBatch:
     """Rows of one SaveRows."""
 
     namespace: str
@@ -91,7 +91,7 @@ class Committer:
         self._nbytes = {RowKind.FA: row_nbytes(layout.fa)}
         if layout.wa is not None:
             self._nbytes[RowKind.WA] = row_nbytes(layout.wa)
-        self._waiting: dict[RowName, tuple[Batch, SaveRow]] = {}
+        self._waiting: dict[RowName, tuple[SaveBatch, SaveRow]] = {}
         self._last_note: float | None = None
         self._failures = 0
 
@@ -107,7 +107,7 @@ class Committer:
         failures, self._failures = self._failures, 0
         return failures
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: SaveBatch) -> None:
         """Rows are on their way."""
         self._waiting |= {row.name: (batch, row) for row in batch.rows}
 
@@ -149,7 +149,7 @@ class Committer:
         return now - self._last_note > NOTES_S
 
     def _commit(
-        self, shelf: Shelf, batch: Batch, row: SaveRow, notes: Sequence[bytes]
+        self, shelf: Shelf, batch: SaveBatch, row: SaveRow, notes: Sequence[bytes]
     ) -> Committed | None:
         if row.name.kind is RowKind.WA and not self._catalogue.has(RowKind.FA, row.name.key):
             return None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pdconn.store.engine.catalogue import Catalogue
-from pdconn.store.engine.commits import Batch, Committed, Committer
+from pdconn.store.engine.commits import Committed, Committer, SaveBatch
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import StoreError
 from pdconn.store.format.layout import StoreLayout
@@ -134,7 +134,7 @@ class Keeper:
         self._saving.update(taken)
         return taken
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: SaveBatch) -> None:
         """Rows are on their way to the shelf."""
         self._queue.put(lambda shelf: self._committer.add(batch))
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
@@ -27,16 +25,17 @@ from pdconn.store.commands import (
     DropFetch,
     Fetch,
     FetchResult,
-    Load,
+    LoadRows,
     OpenStore,
     SaveRow,
     SaveRows,
     StoreCommand,
     StoreResult,
 )
-from pdconn.store.engine.commits import Batch
+from pdconn.store.engine.commits import SaveBatch
 from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.lookups import Extras, Lookup, LookupThread
+from pdconn.store.engine.requests import LoadStage, RequestFetch, StoredRequest
 from pdconn.store.engine.saves import RowBlocks, Saving, block_lists, rows_to_save
 from pdconn.store.engine.space import StagingSpace
 from pdconn.store.format.boundaries import Spacing
@@ -51,53 +50,6 @@ LOOKUP_S = 5.0
 FETCH_S = 10.0
 """How long a request waits for its rows; then it is computed."""
 _TRIES = 3
-
-
-class Stage(Enum):
-    """Where a request stands; ``OVER`` means that the store gives it nothing (more)."""
-
-    NEW = auto()
-    LOOKING = auto()
-    FETCHING = auto()
-    LOADING = auto()
-    OVER = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    """A request that the store may serve.
-
-    ``tokens`` are the ids of the prompt and, later, of the answer; the list grows.
-    """
-
-    request: str
-    tokens: Sequence[int]
-    num_prompt_tokens: int
-    extras: Extras
-    may_load: bool
-    saving: Saving
-    since: float
-    stage: Stage = Stage.NEW
-    lookup: Lookup | None = None
-    fetch: int = 0
-    num_local: int = 0
-    tries: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _FetchUnderWay:
-    """``left`` ranks have not answered; ``bad`` rows were missing or damaged."""
-
-    request: str
-    boundary: int
-    held: int
-    rows: tuple[RowName, ...]
-    left: int
-    since: float
-    missing: set[RowName] = field(default_factory=set)
-    damaged: set[RowName] = field(default_factory=set)
-    is_dropped: bool = False
-    is_loading: bool = False
 
 
 class StoreScheduler:
@@ -128,8 +80,8 @@ class StoreScheduler:
         self._spacing, self._blocks = spacing, blocks
         self._lookups, self._keeper, self._clock = lookups, keeper, clock
         self._space = StagingSpace(settings.staging)
-        self._tracked: dict[str, Stored] = {}
-        self._fetches: dict[int, _FetchUnderWay] = {}
+        self._tracked: dict[str, StoredRequest] = {}
+        self._fetches: dict[int, RequestFetch] = {}
         self._saves: dict[int, int] = {}
         self._commands: list[StoreCommand] = [opening]
         self._opening = opening
@@ -155,7 +107,7 @@ class StoreScheduler:
         """A request entered the engine; its look-up begins when the engine first asks."""
         chain = Chain(self._layout.block_tokens)
         saving = Saving(chain, num_prompt_tokens)
-        self._tracked[request] = Stored(
+        self._tracked[request] = StoredRequest(
             request, tokens, num_prompt_tokens, extras, may_load, saving, self._clock()
         )
 
@@ -169,9 +121,9 @@ class StoreScheduler:
             return 0
         stored.num_local = num_local
         now = self._clock()
-        if stored.stage is Stage.LOOKING:
+        if stored.stage is LoadStage.LOOKING:
             return self._looking(stored, num_local, now)
-        if stored.stage is Stage.FETCHING:
+        if stored.stage is LoadStage.FETCHING:
             return self._fetching(stored, num_local, now)
         if num_tokens - 1 - num_local < self._least():
             return self._over(stored)
@@ -185,16 +137,16 @@ class StoreScheduler:
             Whether the store loads them: it had offered them.
         """
         stored = self._tracked.get(request)
-        if stored is None or stored.stage is not Stage.FETCHING:
+        if stored is None or stored.stage is not LoadStage.FETCHING:
             return False
         fetch, held = self._fetches[stored.fetch], stored.num_local
         if not num_external or fetch.left or held + num_external != fetch.boundary:
             self._drop(stored)
             return False
         need = range(held, fetch.boundary)
-        stored.stage = Stage.LOADING
+        stored.stage = LoadStage.LOADING
         fetch.is_loading = True
-        self._commands.append(Load(stored.fetch, request, Need(need.start, need.stop, blocks)))
+        self._commands.append(LoadRows(stored.fetch, request, Need(need.start, need.stop, blocks)))
         self.counts["store_hits"] += 1
         self.counts["store_hit_tokens"] += len(need)
         self._keeper.touch(fetch.rows)
@@ -206,13 +158,13 @@ class StoreScheduler:
         for number, fetch in list(self._fetches.items()):
             if fetch.request == request and fetch.is_loading:
                 self._forget(number)
-        if stored is not None and stored.stage is Stage.LOADING:
-            stored.stage = Stage.OVER
+        if stored is not None and stored.stage is LoadStage.LOADING:
+            stored.stage = LoadStage.OVER
 
     def finished(self, request: str) -> None:
         """The request left the engine.  A load under way ends by itself."""
         stored = self._tracked.pop(request, None)
-        if stored is not None and stored.stage is Stage.FETCHING:
+        if stored is not None and stored.stage is LoadStage.FETCHING:
             self._drop(stored)
 
     # Saves
@@ -270,10 +222,10 @@ class StoreScheduler:
         Rows go to another ``namespace`` from now on; fetches under way are dropped.
         """
         for stored in self._tracked.values():
-            if stored.stage is Stage.FETCHING:
+            if stored.stage is LoadStage.FETCHING:
                 self._drop(stored)
-            if stored.stage is not Stage.LOADING:
-                stored.stage = Stage.OVER
+            if stored.stage is not LoadStage.LOADING:
+                stored.stage = LoadStage.OVER
         self._keeper.cleared(namespace)
         opening = self._opening
         self._opening = OpenStore(opening.layout, namespace, opening.writer, opening.replicas)
@@ -298,27 +250,27 @@ class StoreScheduler:
         self._lookups.close()
         self._keeper.close()
 
-    def _is_open(self, stored: Stored, num_tokens: int) -> bool:
+    def _is_open(self, stored: StoredRequest, num_tokens: int) -> bool:
         """Whether the store may serve it; a preempted request with an answer is looked up anew."""
-        if stored.stage is Stage.OVER:
+        if stored.stage is LoadStage.OVER:
             return num_tokens > stored.num_prompt_tokens and stored.tries < _TRIES
-        return stored.stage is not Stage.LOADING
+        return stored.stage is not LoadStage.LOADING
 
     def _least(self) -> int:
         return max(self._settings.min_tokens, 1)
 
-    def _over(self, stored: Stored) -> int:
-        stored.stage = Stage.OVER
+    def _over(self, stored: StoredRequest) -> int:
+        stored.stage = LoadStage.OVER
         return 0
 
-    def _look_up(self, stored: Stored, limit: int, held: int, now: float) -> None:
-        stored.stage, stored.since = Stage.LOOKING, now
+    def _look_up(self, stored: StoredRequest, limit: int, held: int, now: float) -> None:
+        stored.stage, stored.since = LoadStage.LOOKING, now
         stored.tries += 1
         stored.lookup = Lookup(stored.tokens, stored.extras, limit, held, stored.saving.chain)
         self._lookups.post(stored.lookup)
         self.counts["store_lookups"] += 1
 
-    def _looking(self, stored: Stored, num_local: int, now: float) -> int | None:
+    def _looking(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         lookup = stored.lookup
         assert lookup is not None
         if not lookup.done.is_set():
@@ -338,14 +290,14 @@ class StoreScheduler:
             return self._again(stored, num_local, now)
         return self._fetch(stored, lookup, now)
 
-    def _again(self, stored: Stored, num_local: int, now: float) -> int | None:
+    def _again(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         if stored.tries >= _TRIES or stored.lookup is None:
             self.counts["store_misses"] += 1
             return self._over(stored)
         self._look_up(stored, stored.lookup.limit, num_local, now)
         return None
 
-    def _fetch(self, stored: Stored, lookup: Lookup, now: float) -> int | None:
+    def _fetch(self, stored: StoredRequest, lookup: Lookup, now: float) -> int | None:
         number = self._number + 1
         offset = self._space.take(number, self._keeper.sizes.of_rows(lookup.rows))
         if offset is None:
@@ -354,14 +306,14 @@ class StoreScheduler:
                 return self._over(stored)
             return None
         self._number = number
-        stored.stage, stored.fetch, stored.since = Stage.FETCHING, number, now
-        self._fetches[number] = _FetchUnderWay(
+        stored.stage, stored.fetch, stored.since = LoadStage.FETCHING, number, now
+        self._fetches[number] = RequestFetch(
             stored.request, lookup.boundary, lookup.held, lookup.rows, self._num_ranks, now
         )
         self._commands.append(Fetch(number, offset, lookup.rows))
         return None
 
-    def _fetching(self, stored: Stored, num_local: int, now: float) -> int | None:
+    def _fetching(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         fetch = self._fetches[stored.fetch]
         if fetch.left:
             if now - fetch.since <= FETCH_S:
@@ -396,20 +348,20 @@ class StoreScheduler:
         if fetch.is_dropped:
             self._forget(result.number)
 
-    def _drop(self, stored: Stored) -> None:
+    def _drop(self, stored: StoredRequest) -> None:
         """Give the offer up; its staging is free when every rank has answered."""
         fetch = self._fetches[stored.fetch]
         fetch.is_dropped = True
         self._commands.append(DropFetch(stored.fetch))
         if not fetch.left:
             self._forget(stored.fetch)
-        stored.stage = Stage.OVER
+        stored.stage = LoadStage.OVER
 
     def _forget(self, number: int) -> None:
         del self._fetches[number]
         self._space.free(number)
 
-    def _extend(self, stored: Stored, until: int) -> bool:
+    def _extend(self, stored: StoredRequest, until: int) -> bool:
         """Hash as far as ``until``; whether the request has keys at all."""
         saving = stored.saving
         if until // self._layout.block_tokens <= len(saving.chain.keys):
@@ -434,5 +386,5 @@ class StoreScheduler:
         blocks = block_lists(self._blocks, names, by_group)
         self._saves[self._number] = self._num_ranks
         self._commands.append(SaveRows(self._number, blocks, rows))
-        self._keeper.add(Batch(self._opening.namespace, rows))
+        self._keeper.add(SaveBatch(self._opening.namespace, rows))
         return self._number, blocks

@@ -180,12 +180,12 @@ def store_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> Store
 
 def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> StoreLayout:
     """As :func:`store_layout`, of what some ranks hold of the rows: a stage may lack a kind."""
-    found: dict[_Class, dict[tuple[str, int], _Held]] = defaultdict(dict)
+    found: dict[_Class, dict[tuple[str, int], _HeldHeads]] = defaultdict(dict)
     for references in ranks:
         for group in references.groups:
             for ref in group.data:
                 key = _class_of(group, ref, block_tokens)
-                held = found[key].setdefault((ref.layer, ref.chunk), _Held(ref))
+                held = found[key].setdefault((ref.layer, ref.chunk), _HeldHeads(ref))
                 held.add(ref)
     sections = []
     for key, layers in found.items():
@@ -211,7 +211,7 @@ _Class = tuple[AttentionKind, int | None, int, int, bool]
 """What layers of a section share: kind, window, unit_tokens, units, is_opaque."""
 
 
-class _Held:
+class _HeldHeads:
     """Heads of one layer's chunk that ranks hold."""
 
     def __init__(self, ref: KVCacheDataReference) -> None:

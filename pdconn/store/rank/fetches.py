@@ -3,7 +3,7 @@
 A fetch is answered once, when all its rows have been tried; its bytes belong to it until it was
 loaded, or dropped and answered::
 
-    Fetch ──► rows: read, verify ──► FetchResult ──► Load ──► loaded
+    Fetch ──► rows: read, verify ──► FetchResult ──► LoadRows ──► loaded
                 │                                      └────► failed
     DropFetch ──┴─► rows not begun are left out ──► FetchResult, over
 
@@ -13,12 +13,12 @@ Several threads take rows, so that one reads while another verifies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pdconn.planning.errors import PlanningError
-from pdconn.store.commands import Fetch, FetchResult, Load
+from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowDamaged, RowMissing, StoreError
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.rank.copies import Copies
@@ -65,7 +65,7 @@ class RowRead:
     offset: int
 
 
-ReadTask = FetchUnderWay | RowRead | Load
+ReadTask = FetchUnderWay | RowRead | LoadRows
 
 
 class FetchTable:
@@ -228,7 +228,7 @@ class RowReader:
         self._reports.count(rows_read=1, bytes_read=share.nbytes + share.footer_nbytes)
         return None
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadRows) -> None:
         fetch = self._fetches.take(load.number)
         if fetch is None:
             self._reports.warn("a load without its rows: request=%s", load.request)
@@ -244,22 +244,20 @@ class RowReader:
         self._reports.count(loads=1)
         self._reports.loaded(load.request)
 
-    def fail(self, load: Load) -> None:
+    def fail(self, load: LoadRows) -> None:
         """Report that a request's blocks do not hold what they should."""
         self._reports.count(load_failures=1)
         self._reports.load_failed(load.request)
 
-    def _spans(self, fetch: Fetch, load: Load) -> list[Spans]:
-        rows: dict[RowKind, list[tuple[int, int]]] = {}
+    def _spans(self, fetch: Fetch, load: LoadRows) -> Iterator[Spans]:
+        """What is to be copied, kind by kind: a kind without rows must need none."""
+        rows: dict[RowKind, list[tuple[int, int]]] = {kind: [] for kind in self._opened.kinds}
         for name, offset in zip(fetch.rows, self._offsets(fetch), strict=False):
-            at = self._staging.address + offset
-            rows.setdefault(name.kind, []).append((name.index, at))
-        spans: list[Spans] = []
+            rows[name.kind].append((name.index, self._staging.address + offset))
         for kind, of_kind in rows.items():
             own = self._opened.kinds[kind]
             if own.share.slabs:
-                spans += own.pairing.spans_to_load(load.need, of_kind)
-        return spans
+                yield from own.pairing.spans_to_load(load.need, of_kind)
 
     def _own_shelf(self) -> Shelf:
         if self._shelf is None:

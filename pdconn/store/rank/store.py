@@ -5,14 +5,14 @@
     engine's thread                readers (2)                        writer (1)
     post(Fetch) ───────────────►   rows ► staging, verified
     results() ◄────────────────    FetchResult
-    post(Load) ────────────────►   staging ► KV blocks
+    post(LoadRows) ────────────────►   staging ► KV blocks
     take_loaded() ◄────────────    request
     post(SaveRows), held back
     after_pass() ──────────────────────────────────────────────────►  KV blocks ► parts, notes
     results() ◄─────────────────────────────────────────────────────  SaveResult
 
 The engine's thread queues and takes, and does nothing else: what a store opens, reads, plans and
-copies is done on the store's own threads.  Every Fetch, Load and SaveRows is answered, also by
+copies is done on the store's own threads.  Every Fetch, LoadRows and SaveRows is answered, also by
 threads that have failed.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 from pdconn.store.commands import (
     DropFetch,
     Fetch,
-    Load,
+    LoadRows,
     OpenStore,
     SaveRows,
     StoreCommand,
@@ -114,7 +114,7 @@ class RankStore:
                 self._fetches.all_missing(fetch)
             else:
                 self._readers.put(fetch)
-        elif isinstance(command, Load):
+        elif isinstance(command, LoadRows):
             self._readers.put_first([command])
         elif isinstance(command, DropFetch):
             self._fetches.drop(command.number)
@@ -143,7 +143,7 @@ class RankStore:
         return self._reports.take_loaded()
 
     def take_load_failures(self) -> list[str]:
-        """Requests that got a Load and whose blocks do not hold their rows, since the last call."""
+        """Requests whose blocks do not hold the rows that were to be loaded, since the last call."""
         return self._reports.take_failed()
 
     def take_counts(self) -> dict[str, int]:

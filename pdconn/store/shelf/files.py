@@ -35,7 +35,7 @@ from pdconn.store.shelf.folders import (
     regular,
     subfolders,
 )
-from pdconn.store.shelf.transfer import check_ends, recent_rows
+from pdconn.store.shelf.transfer import recent_rows
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,8 @@ class FilesShelf(FileParts):
             opened = None if path is None else open_regular(path, os.O_RDONLY)
             if path is None or opened is None:
                 raise RowMissing(f"{namespace}/{name.kind}/{name.file_name}: no such row")
-            fd, nbytes = opened
+            fd, _ = opened
             try:
-                check_ends(path, nbytes, ranges)
                 self._transfer.read(fd, path, ranges, is_hot=path in self._recent)
             finally:
                 os.close(fd)

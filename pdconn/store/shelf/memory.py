@@ -23,13 +23,13 @@ from pdconn.store.shelf.base import Buffer, StoredPart, StoredRow
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _MemoryPart:
     data: bytearray
     notes: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _MemoryRow:
     data: bytearray
     used_at: float
 
@@ -44,8 +44,8 @@ class MemoryRows:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.lock = threading.Lock()
         self.clock = clock
-        self.rows: dict[tuple[str, RowName], _Row] = {}
-        self.parts: dict[tuple[str, str], _Part] = {}
+        self.rows: dict[tuple[str, RowName], _MemoryRow] = {}
+        self.parts: dict[tuple[str, str], _MemoryPart] = {}
 
 
 class MemoryShelf:
@@ -105,7 +105,7 @@ class MemoryShelf:
         """Make a part with room for ``nbytes``, unless it is there."""
         with self._shared.lock:
             if (writer, part) not in self._shared.parts:
-                self._shared.parts[writer, part] = _Part(bytearray(nbytes))
+                self._shared.parts[writer, part] = _MemoryPart(bytearray(nbytes))
 
     def write(self, writer: str, part: str, ranges: Sequence[tuple[int, Buffer]]) -> None:
         """Write each buffer at its offset.
@@ -145,7 +145,7 @@ class MemoryShelf:
             ShelfFailure: no such part.
         """
         with self._shared.lock:
-            row = _Row(self._part(writer, part).data, self._shared.clock())
+            row = _MemoryRow(self._part(writer, part).data, self._shared.clock())
             del self._shared.parts[writer, part]
             return self._shared.rows.setdefault((namespace, name), row) is row
 
@@ -163,7 +163,7 @@ class MemoryShelf:
             ]
         return iter(found)
 
-    def _part(self, writer: str, part: str) -> _Part:
+    def _part(self, writer: str, part: str) -> _MemoryPart:
         found = self._shared.parts.get((writer, part))
         if found is None:
             raise ShelfFailure(f"{writer}/{part}: no such part")

@@ -117,17 +117,6 @@ class FileTransfer:
         return left
 
 
-def check_ends(path: str, nbytes: int, ranges: Sequence[tuple[int, Buffer]]) -> None:
-    """See that the ranges lie in a file of ``nbytes``.
-
-    Raises:
-        RowDamaged: one does not.
-    """
-    for offset, buffer in ranges:
-        if offset + len(buffer) > nbytes:
-            raise RowDamaged(f"{path}: expected {offset + len(buffer)} bytes or more, got {nbytes}")
-
-
 class RecentRows:
     """Files of rows that this process used last, up to 4096.  Any thread."""
 

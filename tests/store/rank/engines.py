@@ -16,7 +16,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import (
     Fetch,
     FetchResult,
-    Load,
+    LoadRows,
     OpenStore,
     SaveResult,
     SaveRow,
@@ -207,8 +207,8 @@ class StoredEngine:
         return self._number
 
     def load(self, need: Need, number: int | None = None) -> None:
-        """Load the last fetch, and wait for it."""
-        self.post(Load(number or self._number, "r", need))
+        """LoadRows the last fetch, and wait for it."""
+        self.post(LoadRows(number or self._number, "r", need))
         for store in self.stores:
             self.wait(store.has_results)
             assert store.take_load_failures() == []

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.store.commands import DropFetch, Fetch, FetchResult, Load
+from pdconn.store.commands import DropFetch, Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowMissing, ShelfFailure
 from pdconn.store.format.footer import decode_footer, encode_footer
 from pdconn.store.format.names import RowName
@@ -52,7 +52,7 @@ def the(rows: Rows, name: RowName) -> bytearray:
 
 def refused(ours: StoredEngine) -> None:
     """A load of the last fetch fails on ranks with bad rows, and writes nothing there."""
-    ours.post(Load(ours._number, "r", ours.need()))
+    ours.post(LoadRows(ours._number, "r", ours.need()))
     for rank, store in enumerate(ours.stores):
         ours.wait(store.has_results)
         assert (store.take_load_failures(), store.take_loaded()) == (["r"], [])

@@ -49,8 +49,8 @@ def asked(client: Client, wanted: Sequence[Prompt]) -> dict[Prompt, Answer]:
 
 
 def hit_tokens(client: Client) -> int:
-    """Tokens that the engine has loaded from its store."""
-    return int(client.metrics().get("pdconn:store_hit_tokens_total", 0))
+    """Tokens that the engine had from its connector and did not compute, as vLLM counts them."""
+    return int(client.metrics().get("vllm:external_prefix_cache_hits_total", 0))
 
 
 def rows(root: Path, kind: str) -> list[Path]:

@@ -1,0 +1,58 @@
+"""What the scheduler's part knows of each request: where its load stands, what is saved of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pdconn.store.engine.lookups import Extras, Lookup
+from pdconn.store.engine.saves import Saving
+from pdconn.store.format.names import RowName
+
+
+class LoadStage(Enum):
+    """Where a request stands; ``OVER`` means that the store gives it nothing (more)."""
+
+    NEW = auto()
+    LOOKING = auto()
+    FETCHING = auto()
+    LOADING = auto()
+    OVER = auto()
+
+
+@dataclass(slots=True, eq=False)
+class StoredRequest:
+    """A request that the store may serve.
+
+    ``tokens`` are the ids of the prompt and, later, of the answer; the list grows.
+    """
+
+    request: str
+    tokens: Sequence[int]
+    num_prompt_tokens: int
+    extras: Extras
+    may_load: bool
+    saving: Saving
+    since: float
+    stage: LoadStage = LoadStage.NEW
+    lookup: Lookup | None = None
+    fetch: int = 0
+    num_local: int = 0
+    tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RequestFetch:
+    """``left`` ranks have not answered; ``bad`` rows were missing or damaged."""
+
+    request: str
+    boundary: int
+    held: int
+    rows: tuple[RowName, ...]
+    left: int
+    since: float
+    missing: set[RowName] = field(default_factory=set)
+    damaged: set[RowName] = field(default_factory=set)
+    is_dropped: bool = False
+    is_loading: bool = False
