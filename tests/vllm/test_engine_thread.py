@@ -180,10 +180,10 @@ def test_a_step_costs_no_more_because_of_pulls_that_wait() -> None:
 
 def test_a_request_costs_no_more_because_of_others_that_arrive_with_it() -> None:
     def ratio(kind: type[ConsumerScheduler]) -> float:
-        return arriving_s(256 * MANY, kind) / arriving_s(MANY)
+        return arriving_s(256 * MANY, kind) / arriving_s(16 * MANY)
 
     assert least_ratio(lambda: ratio(ConsumerScheduler), 2) < 2
-    assert least_ratio(lambda: ratio(Scanning), 2) > 2  # the control
+    assert ratio(Scanning) > 2  # the control
 
 
 def test_no_step_waits_for_a_pull() -> None:

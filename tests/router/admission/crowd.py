@@ -17,6 +17,10 @@ from tests.fakes.fake_engine import ANSWER, MODEL
 PAUSE_S = 0.2
 """Between two bytes of a slow client, and before a closed one connects again."""
 
+PAUSES_S = (PAUSE_S, 5 * PAUSE_S, 25 * PAUSE_S)
+"""For one try after the other.  A busy machine slows good clients and not those that only wait, so
+a crowd that is fair on a quiet machine may push every good client out of its place."""
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n"
 
 Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -66,8 +70,10 @@ async def half_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 @asynccontextmanager
-async def crowd(port: int, *kinds: tuple[Client, int]) -> AsyncIterator[list[int]]:
-    """So many clients of each kind, which connect again when they are closed.
+async def crowd(
+    port: int, *kinds: tuple[Client, int], pause_s: float = PAUSE_S
+) -> AsyncIterator[list[int]]:
+    """So many clients of each kind, which connect again ``pause_s`` after they are closed.
 
     Yields the number of connections that were made, as the only element of a list.
     """
@@ -82,7 +88,7 @@ async def crowd(port: int, *kinds: tuple[Client, int]) -> AsyncIterator[list[int
                     await client(reader, writer)
                 finally:
                     writer.transport.abort()
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     tasks = [asyncio.create_task(again(kind)) for kind, count in kinds for _ in range(count)]
     try:
