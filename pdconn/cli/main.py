@@ -69,6 +69,7 @@ COMMANDS: tuple[Command, ...] = (
         needs_reader=True,
     ),
     Command("plan", "pdconn.cli.plan", "predict the cost of a pull, without engines"),
+    Command("store", "pdconn.cli.store.command", "list, verify and remove stored KV"),
 )
 
 _EXAMPLES = """\
@@ -77,6 +78,7 @@ examples:
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
   pdconn plan --model gemma-3-27b --prefill tp=4 --decode tp=2
   pdconn score snapshot.json
+  pdconn store ls /mnt/kv
   pdconn bench transfer --path shm-huge,tcp
   pdconn bench serve --contestants pdconn,single
   pdconn proxy --help

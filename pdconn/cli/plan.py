@@ -19,9 +19,13 @@ from pdconn.forecast.model import ModelShape
 from pdconn.forecast.picture import draw
 from pdconn.forecast.report import to_json
 from pdconn.forecast.shapes import SHAPES, built_in
+from pdconn.forecast.store.cost import StoreForecast, forecast_store, store_document
+from pdconn.forecast.store.text import render_store
 from pdconn.forecast.tables import IDS
 from pdconn.lab.table import table
 from pdconn.planning.errors import PlanningError
+from pdconn.store.errors import StoreError
+from pdconn.store.settings import WINDOW_EVERY
 
 _EPILOG = """\
 Runs the planner of real pulls on the shapes of two engines. Needs no vLLM, no GPU and
@@ -35,6 +39,7 @@ examples:
   pdconn plan --model gemma-3-27b
   pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=LBHNC --prompt 32768
   pdconn plan --model ./my-model --hit 4096 --link shm --json plan.json --svg plan.svg
+  pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
   pdconn plan --list
 
 exit codes:
@@ -82,6 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ids", choices=IDS, default="random",
         help="order of a request's block ids (default: %(default)s)",
     )  # fmt: skip
+    _configure_store(parser.add_argument_group("a store"))
     parser.add_argument(
         "--json",
         nargs="?",
@@ -100,6 +106,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _configure_store(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--store",
+        action="store_true",
+        help="what the prompt takes in a store, and the time to load it into --decode",
+    )
+    group.add_argument(
+        "--store-rate",
+        default="3GB/s",
+        metavar="SPEED",
+        help="of the store, for all ranks together (default: %(default)s)",
+    )
+    group.add_argument(
+        "--store-window-every",
+        default="auto",
+        metavar="EVERY",
+        help="as window_every of a store: auto, all, last or tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefill-rate",
+        type=float,
+        metavar="TOKENS/S",
+        help="tokens per second that prefill computes, for the break-even of --store",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the forecast."""
     if args.list:
@@ -109,17 +141,26 @@ def run(args: argparse.Namespace) -> int:
         check_file("--svg", args.svg)
         check_file("--json", args.json)
         made = _forecast(args)
+        stored = _stored(args, made.decode)
         advice = advise(made)
         svg = draw(made.prefill, made.decode, args.group) if args.svg else ""
-        document = json.dumps(to_json(made, advice), indent=2, allow_nan=False)
+        found = to_json(made, advice)
+        if stored is not None:
+            found["store"] = store_document(stored)
+        document = json.dumps(found, indent=2, allow_nan=False)
         if args.svg:
             args.svg.write_text(svg)
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
-    except (BadArgument, ForecastError, PlanningError, OSError) as error:
+    except (BadArgument, ForecastError, PlanningError, StoreError, OSError) as error:
         print(f"pdconn plan: {error}", file=sys.stderr)
         return 2
-    print(document if args.json == "-" else render(made, advice))
+    if args.json == "-":
+        print(document)
+    else:
+        print(render(made, advice))
+        if stored is not None:
+            print(f"\n{render_store(stored)}")
     return 0
 
 
@@ -213,6 +254,27 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         parse_link(args.link, args.descriptor_us),
         prefill_link=_prefill_link(args.prefill_link),
         ids=args.ids,
+    )
+
+
+def _stored(args: argparse.Namespace, engine: EngineShape) -> StoreForecast | None:
+    if not args.store:
+        return None
+    try:
+        rate = parse_link(args.store_rate).bytes_per_s
+    except ShapeError as error:
+        raise BadArgument("--store-rate", "a speed like 3GB/s", args.store_rate) from error
+    every = args.store_window_every
+    if every not in WINDOW_EVERY:
+        try:
+            every = tokens(every)
+        except argparse.ArgumentTypeError:
+            every = 0
+        if not every:
+            known = f"{', '.join(WINDOW_EVERY)} or a number of tokens"
+            raise BadArgument("--store-window-every", known, args.store_window_every)
+    return forecast_store(
+        engine, args.prompt, rate, prefill_rate=args.prefill_rate, window_every=every
     )
 
 

@@ -1,0 +1,147 @@
+"""Whether rows are what was saved, found out without an engine.
+
+::
+
+    footer      is there, whole, and of this row of this namespace     always
+    slabs       have the checksums that the footer names                with the rows' layout
+
+A footer has the checksums of its slabs, but not their sizes; these are in the layout that engines
+leave beside the rows of a namespace.  A layout that does not fit sound footers is not believed:
+it would make every row look damaged.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
+from pdconn.store.format.footer import (
+    TAIL_NBYTES,
+    Footer,
+    checksum,
+    decode_footer,
+    footer_nbytes,
+    num_slabs_of,
+)
+from pdconn.store.format.layout import ALIGNMENT, RowLayout, StoreLayout
+from pdconn.store.format.names import RowKind
+from pdconn.store.shelf.base import Shelf, StoredRow
+
+_AT_ONCE = 32 << 20
+"""Bytes of a row that are in memory at a time, unless one slab is larger."""
+
+
+class RowState(StrEnum):
+    """What was found out of a row."""
+
+    GOOD = "good"
+    """Footer and every slab are as saved."""
+    FOOTER_GOOD = "footer good"
+    """The footer is, and the slabs were not compared for want of a layout."""
+    DAMAGED = "damaged"
+    """Proven to be other bytes than those saved."""
+    UNREADABLE = "unreadable"
+    """The device or the file system refused."""
+    GONE = "gone"
+    """It was removed after it was listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """A row, its state, and why where it is neither good nor gone."""
+
+    row: StoredRow
+    state: RowState
+    why: str = ""
+
+
+def check_rows(
+    shelf: Shelf, rows: Iterable[StoredRow], layouts: Mapping[str, StoreLayout]
+) -> Iterator[CheckedRow]:
+    """Check each row; ``layouts`` by namespace."""
+    for row in rows:
+        yield check_row(shelf, row, layouts.get(row.namespace))
+
+
+def check_row(shelf: Shelf, row: StoredRow, layout: StoreLayout | None) -> CheckedRow:
+    """Read one row and compare it with its footer."""
+    try:
+        footer = footer_of(shelf, row)
+        of_kind = _fitting(layout, row.name.kind, footer)
+        if of_kind is None:
+            why = "no layout" if layout is None else "the layout is of other rows"
+            return CheckedRow(row, RowState.FOOTER_GOOD, why)
+        _check_slabs(shelf, row, of_kind, footer)
+    except RowMissing:
+        return CheckedRow(row, RowState.GONE)
+    except RowDamaged as error:
+        return CheckedRow(row, RowState.DAMAGED, str(error))
+    except ShelfFailure as error:
+        return CheckedRow(row, RowState.UNREADABLE, str(error))
+    return CheckedRow(row, RowState.GOOD)
+
+
+def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
+    """The footer of a row, which says what the row is.
+
+    Raises:
+        RowDamaged: it is none, it is another row's, or the row is not as long as it says.
+        RowMissing, ShelfFailure: it cannot be read now.
+    """
+    if row.nbytes < ALIGNMENT or row.nbytes % ALIGNMENT:
+        raise RowDamaged(f"row: expected whole pages of {ALIGNMENT} bytes, got {row.nbytes} bytes")
+    last = _pages(ALIGNMENT)
+    shelf.read(row.namespace, row.name, [(row.nbytes - ALIGNMENT, last)])
+    nbytes = footer_nbytes(num_slabs_of(last[-TAIL_NBYTES:]))
+    if nbytes > row.nbytes:
+        raise RowDamaged(f"footer: expected {nbytes} bytes, got a row of {row.nbytes}")
+    if nbytes > ALIGNMENT:
+        last = _pages(nbytes)
+        shelf.read(row.namespace, row.name, [(row.nbytes - nbytes, last)])
+    footer = decode_footer(last)
+    for field, expected, seen in (
+        ("namespace", row.namespace, footer.namespace),
+        ("name", row.name.file_name, footer.name.file_name),
+        ("kind", row.name.kind, footer.name.kind),
+        ("bytes", footer.data_nbytes + nbytes, row.nbytes),
+    ):
+        if expected != seen:
+            raise RowDamaged(f"{field}: expected {expected}, got {seen}")
+    return footer
+
+
+def _fitting(layout: StoreLayout | None, kind: RowKind, footer: Footer) -> RowLayout | None:
+    """The layout of rows of this kind, if a sound footer agrees with it."""
+    found = None if layout is None else layout.fa if kind is RowKind.FA else layout.wa
+    if found is None or found.data_nbytes != footer.data_nbytes:
+        return None
+    return found if len(found.slabs) == len(footer.checksums) else None
+
+
+def _check_slabs(shelf: Shelf, row: StoredRow, layout: RowLayout, footer: Footer) -> None:
+    """Raises RowDamaged at the first slab whose bytes have another checksum."""
+    slabs = layout.slabs
+    first = 0
+    while first < len(slabs):
+        start = slabs[first].offset
+        until = first + 1
+        while until < len(slabs) and slabs[until].offset + slabs[until].nbytes - start <= _AT_ONCE:
+            until += 1
+        end = slabs[until].offset if until < len(slabs) else layout.data_nbytes
+        data = _pages(end - start)
+        shelf.read(row.namespace, row.name, [(start, data)])
+        for number in range(first, until):
+            slab = slabs[number]
+            at = slab.offset - start
+            if checksum(data[at : at + slab.nbytes]) != footer.checksums[number]:
+                where = f"{slab.layer}, head {slab.head}"
+                raise RowDamaged(f"slab {number} ({where}): its checksum differs")
+        first = until
+
+
+def _pages(nbytes: int) -> memoryview:
+    """Writable memory that begins at a page, as direct I/O needs it."""
+    return memoryview(mmap.mmap(-1, nbytes))
