@@ -28,8 +28,10 @@ from pdconn.store.format.names import RowKind, RowName
 ROOT_VERSION = 1
 """Of the folders above; the rows have a version of their own."""
 
-ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR})
-"""Errors of opening a file that say that there is none of ours."""
+ABSENT = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESTALE}
+)
+"""Errors that say that there is no file of ours; the last one, that another machine removed it."""
 
 _FORMAT = b"pdconn store, version %d\n"
 _NAMESPACE = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -179,13 +181,15 @@ def open_regular(path: str, flags: int) -> tuple[int, int] | None:
     try:
         fd = os.open(path, flags | _OPEN, 0o600)
     except OSError as error:
-        if error.errno in ABSENT or error.errno == errno.ESTALE:
+        if error.errno in ABSENT:
             return None
         raise
     try:
         found = os.fstat(fd)
     except BaseException:
         os.close(fd)
+        if flags & os.O_CREAT:
+            unlink_quietly(path)
         raise
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
@@ -272,9 +276,11 @@ def open_root(root: str | os.PathLike[str]) -> None:
         if seen is None:
             aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
             write_whole(aside, expected)
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)  # and not a rename: another version may be made at once
-            os.unlink(aside)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, path)  # no rename: another version may be made at once
+            finally:
+                unlink_quietly(aside)
             seen = read_whole(path)
     except OSError as error:
         raise failure("open the root", folder, error) from error

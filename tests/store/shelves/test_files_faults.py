@@ -80,11 +80,11 @@ def test_a_call_that_fails_is_a_failure_of_the_shelf_and_nothing_more(
             assert open_files() == before, f"{call} left a descriptor"
             notes = dict(shelf.notes("writer", "begun"))
             assert set(notes.items()) <= {(0, b"whole"), (1, b"note" * 100)}
+            assert call == "unlink" or not list(root.rglob("*.new"))
             assert ROW in verify_all(shelf)
             discard_all(shelf)
             discard_all(shelf, "another")
             assert list(shelf.parts()) == []
-            assert not list(root.rglob("*.new"))
             save_row(shelf, NEW)
             assert {ROW, NEW} <= verify_all(shelf)
     assert failed
@@ -120,6 +120,15 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, action: str, call: str) -> 
         with pytest.raises(ShelfFailure, match="EIO: Input/output error"):
             ACTIONS[action](shelf)
     assert ROW in verify_all(shelf)
+
+
+def test_a_part_takes_no_more_than_its_room(tmp_path: Path) -> None:
+    shelf = FilesShelf(tmp_path)
+    shelf.begin("writer", "p", 4 * PAGE)
+    with pytest.raises(ShelfFailure, match="within 16384 bytes"):
+        shelf.write("writer", "p", [(3 * PAGE, pages(2 * PAGE))])
+    (part,) = shelf.parts()
+    assert part.nbytes == 4 * PAGE
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "ftruncate", "close"])
@@ -171,7 +180,7 @@ def test_a_row_stays_committed_where_its_part_cannot_be_cleared(tmp_path: Path) 
 
 def test_a_row_that_another_machine_removed_is_missing(tmp_path: Path) -> None:
     shelf = prepared(tmp_path)
-    for call in ("open", "preadv"):
+    for call in ("open", "preadv", "lstat"):
 
         def before(number: int, name: str, call: str = call) -> None:
             if name == call:
@@ -179,6 +188,9 @@ def test_a_row_that_another_machine_removed_is_missing(tmp_path: Path) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             System(before).install(patch)
+            if call == "lstat":
+                assert not shelf.has("ns", ROW)
+                continue
             with pytest.raises(RowMissing):
                 verify(shelf, ROW)
     verify(shelf, ROW)
@@ -299,5 +311,7 @@ def test_a_root_that_cannot_be_made_is_a_failure(tmp_path: Path, code: int) -> N
                 failed += 1
         if number >= len(system.made):
             break
+        left = {path.name for path in root.iterdir()} if root.exists() else set()
+        assert system.made[number] == "unlink" or left <= {"format"}
         open_root(root)
     assert failed >= 5
