@@ -1,32 +1,111 @@
-"""The byte budget of a root as the keeper uses it."""
+"""The byte budget of a root as the keeper uses it: accounts, allowance and evictor in one."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+
+from pdconn.store.budget.accounts import Accounts
+from pdconn.store.budget.allowance import Allowance
+from pdconn.store.budget.evictions import Evictor
+from pdconn.store.engine.commits import Committed
+from pdconn.store.format.footer import row_nbytes
+from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.names import RowName
+from pdconn.store.settings import StoreSettings
+from pdconn.store.shelf.base import Shelf, StoredRow
+from pdconn.store.shelf.open import accounts_root
+
+_RECOUNT_S = 600.0
+_LOOK_S = 5.0
+"""How often it is looked for dead writers."""
+_ROWS = 4
+"""Rows of each kind that an allowance is good for at least."""
 
 
 class RootBudget:
-    def __init__(self, *args: Any) -> None: ...
+    """One engine's share of a root's bytes; :meth:`take` on the engine's thread, else the keeper's.
+
+    Args:
+        writer: the engine's name among those on the root.
+        clock: seconds that never go back; ``now`` gives the time of day, for uses of rows.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        writer: str,
+        layout: StoreLayout,
+        clock: Callable[[], float],
+        now: Callable[[], float],
+    ) -> None:
+        self._settings, self._writer = settings, writer
+        self._clock, self._now = clock, now
+        each = row_nbytes(layout.fa) + (0 if layout.wa is None else row_nbytes(layout.wa))
+        self._allowance = Allowance(_ROWS * each)
+        self._accounts: Accounts | None = None
+        self._evictor: Evictor | None = None
+        self._counted_at = self._looked_at = float("-inf")
 
     def take(self, nbytes: int) -> bool:
-        return True
+        """Whether ``nbytes`` may be written."""
+        return self._allowance.take(nbytes)
 
-    def open(self, shelf: Any) -> None: ...
+    def open(self, shelf: Shelf) -> None:
+        """Take part in the root's accounts."""
+        settings = self._settings
+        if self._accounts is None:
+            root = accounts_root(settings)
+            self._accounts = Accounts(root, self._writer, settings.capacity)
+            self._evictor = Evictor(self._accounts, settings.wa_share, self._clock)
+        self.step(shelf, "")
 
-    def step(self, shelf: Any, namespace: str) -> list[Any]:
-        return []
+    def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
+        """Recount if it is due, evict, top up; rows of ``namespace`` that were evicted."""
+        accounts, evictor = self._opened()
+        now = self._clock()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            if now - self._counted_at >= _RECOUNT_S or accounts.has_dead():
+                accounts.recount(shelf)
+                self._counted_at = now
+        gone = evictor.step(shelf)
+        self._allowance.top_up(accounts)
+        return [name for where, name in gone if where == namespace]
 
-    def committing(self, nbytes: int, kind: Any) -> None: ...
+    def committed(self, row: Committed) -> None:
+        """The row is there: count it."""
+        accounts, evictor = self._opened()
+        accounts.committed(row.nbytes, row.name.kind)
+        evictor.added(StoredRow(row.namespace, row.name, row.nbytes, self._now()))
 
-    def not_committed(self, nbytes: int, kind: Any) -> None: ...
+    def release(self, nbytes: int) -> None:
+        """Taken bytes were not written, or the row was there already."""
+        self._allowance.give_back(nbytes)
 
-    def committed(self, row: Any) -> None: ...
-
-    def release(self, nbytes: int) -> None: ...
-
-    def removed(self, nbytes: int, kind: Any) -> None: ...
+    def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+        """Remove a damaged row; its bytes."""
+        return self._opened()[0].remove(shelf, namespace, name)
 
     def usage(self) -> dict[str, int]:
-        return {}
+        """Gauges for metrics, in bytes."""
+        accounts, evictor = self._opened()
+        usage = accounts.usage()
+        return {
+            "store_capacity_bytes": usage.capacity,
+            "store_committed_bytes": usage.committed,
+            "store_window_bytes": usage.wa,
+            "store_reserved_bytes": usage.reserved,
+            "store_evicted_bytes": evictor.evicted_nbytes,
+        }
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the root's accounts; rows that are there stay."""
+        if self._evictor is not None:
+            self._evictor.close()
+        if self._accounts is not None:
+            self._accounts.close()
+
+    def _opened(self) -> tuple[Accounts, Evictor]:
+        assert self._accounts is not None
+        assert self._evictor is not None
+        return self._accounts, self._evictor

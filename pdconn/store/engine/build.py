@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,7 +52,7 @@ def build_scheduler(
     open_it = shelf or partial(open_shelf, settings)
     open_it().close()  # a root that cannot be used is an error at the start, not a silent miss
     if budget is None and not settings.read_only:
-        budget = RootBudget(settings, writer, layout)
+        budget = RootBudget(settings, writer, layout, clock, time.time)
     catalogue = Catalogue()
     sizes = ShareSizes.of([share_layout([rank], layout.block_tokens) for rank in ranks])
     make_committer = partial(

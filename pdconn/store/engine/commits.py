@@ -37,16 +37,11 @@ _AT_ONCE = 64
 
 
 class CommitBudget(Protocol):
-    """What commits tell the byte budget."""
+    """What commits tell the byte budget: reserved bytes became a row's, or are free again."""
 
-    def committing(self, nbytes: int, kind: RowKind) -> None:
-        """Reserved bytes are about to become a row's."""
+    def committed(self, row: Committed) -> None: ...
 
-    def not_committed(self, nbytes: int, kind: RowKind) -> None:
-        """They did not: the row was there already."""
-
-    def release(self, nbytes: int) -> None:
-        """Reserved bytes are free again."""
+    def release(self, nbytes: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,13 +158,15 @@ class Committer:
         data = memoryview(bytearray(encode_footer(footer)))
         shelf.write(self._writer, row.part, [(layout.data_nbytes, data)])
         nbytes = self._nbytes[row.name.kind]
-        assert self._budget is not None
-        self._budget.committing(nbytes, row.name.kind)
         is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
-        if not is_new:
-            self._budget.not_committed(nbytes, row.name.kind)
+        made = Committed(batch.namespace, row.name, nbytes, is_new)
         self._catalogue.saved(row.name)
-        return Committed(batch.namespace, row.name, nbytes, is_new)
+        if self._budget is not None:
+            if is_new:
+                self._budget.committed(made)
+            else:
+                self._budget.release(nbytes)
+        return made
 
     def _give_up(self, shelf: Shelf, row: SaveRow) -> None:
         try:

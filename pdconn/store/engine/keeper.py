@@ -20,7 +20,7 @@ from pdconn.store.engine.commits import Committed, Committer, SaveBatch
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import StoreError
 from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Shelf
 
 log = logging.getLogger(__name__)
@@ -46,20 +46,14 @@ class Budget(Protocol):
     def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
         """Top up, evict; rows of ``namespace`` that were evicted."""
 
-    def committing(self, nbytes: int, kind: RowKind) -> None:
-        """Taken bytes are about to become a row's."""
-
-    def not_committed(self, nbytes: int, kind: RowKind) -> None:
-        """They did not: the row was there already."""
-
     def committed(self, row: Committed) -> None:
-        """The row is there, and may be evicted one day."""
+        """Taken bytes are a row's now, which may be evicted one day."""
 
     def release(self, nbytes: int) -> None:
         """Taken bytes are free again."""
 
-    def removed(self, nbytes: int, kind: RowKind) -> None:
-        """A row was removed."""
+    def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+        """Remove a damaged row; its bytes."""
 
     def usage(self) -> dict[str, int]:
         """Gauges for metrics."""
@@ -235,9 +229,6 @@ class Keeper:
         self._counts["store_rows_committed"] += sum(row.is_new for row in done)
         gone: list[RowName] = []
         if self._budget is not None:
-            for row in done:
-                if row.is_new:
-                    self._budget.committed(row)
             gone = self._budget.step(shelf, self._namespace)
             self._catalogue.removed(gone)
             self._counts["store_rows_evicted"] += len(gone)
@@ -256,8 +247,6 @@ class Keeper:
     def _remove(self, shelf: Shelf, missing: list[RowName], damaged: list[RowName]) -> None:
         if self._budget is not None:
             for row in damaged:
-                nbytes = shelf.remove(self._namespace, row)
-                if nbytes:
-                    self._budget.removed(nbytes, row.kind)
+                self._budget.remove(shelf, self._namespace, row)
                 log.warning("pdconn: store: damaged row removed: row=%s", row.file_name)
         self._told((), [*missing, *damaged])

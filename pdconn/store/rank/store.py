@@ -19,6 +19,7 @@ threads that have failed.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class RankStore:
         rank: its number among the ranks of :attr:`OpenStore.replicas`.
         open_shelf: opens a shelf for one thread.
         wake: called on any thread whenever there is something new to take.
+        hold: opens what shows that a process of the writer lives, see :mod:`..budget.accounts`.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class RankStore:
         references: KVCacheReferences,
         rank: int,
         open_shelf: Callable[[], Shelf],
+        *,
         wake: Callable[[], None] = lambda: None,
+        hold: Callable[[str], int] | None = None,
     ) -> None:
         self._settings, self._references, self._rank = settings, references, rank
-        self._open_shelf = open_shelf
+        self._open_shelf, self._hold = open_shelf, hold
+        self._held_writer: int | None = None
         self._reports = StoreReports(wake)
         self._fetches = FetchTable(self._reports)
         self._opening: OpenStore | None = None
@@ -143,7 +148,7 @@ class RankStore:
         return self._reports.take_loaded()
 
     def take_load_failures(self) -> list[str]:
-        """Requests whose blocks do not hold the rows that were to be loaded, since the last call."""
+        """Requests whose blocks do not hold what was to be loaded, since the last call."""
         return self._reports.take_failed()
 
     def take_counts(self) -> dict[str, int]:
@@ -163,6 +168,9 @@ class RankStore:
         if not all(ended):
             log.warning("pdconn: store: threads did not end in time: rank=%d", self._rank)
             return
+        if self._held_writer is not None:
+            os.close(self._held_writer)
+            self._held_writer = None
         for area in self._areas:
             area.unpin()
         self._areas.clear()
@@ -206,6 +214,8 @@ class RankStore:
 
     def _begin_writer(self) -> tuple[Callable[[SaveUnderWay], None], Callable[[], None]]:
         opened, _ = self._opened_rank()
+        if self._hold is not None and self._held_writer is None:
+            self._held_writer = self._hold(opened.writer)
         buffer = self._new_area(opened.most_nbytes)
         copies = copies_of(self._references.memories())
         writer = RowWriter(opened, buffer, self._reports, self._open_shelf, copies)

@@ -5,6 +5,8 @@ Modules are imported when they are needed: NIXL takes a second, and is not every
 
 from __future__ import annotations
 
+from urllib.parse import parse_qs, urlsplit
+
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import SHELVES, StoreSettings
 from pdconn.store.shelf.base import Shelf
@@ -30,3 +32,18 @@ def open_shelf(settings: StoreSettings) -> Shelf:
 
         return ObjectShelf(settings.root)
     raise StoreSettingError("store.shelf", " or ".join(SHELVES), repr(settings.shelf))
+
+
+def accounts_root(settings: StoreSettings) -> str:
+    """The directory that holds the byte budget: the root, or the one that an object store names.
+
+    Raises:
+        StoreSettingError: a root of objects that names none.
+    """
+    if settings.shelf != "obj":
+        return settings.root
+    named = parse_qs(urlsplit(settings.root).query).get("state", [])
+    if not named:
+        hint = "as in s3://bucket/prefix?state=/var/lib/pdconn"
+        raise StoreSettingError("store.root", "a local directory state=DIR", settings.root, hint)
+    return named[-1]

@@ -16,15 +16,12 @@ class EndlessBudget:
     def step(self, shelf: Any, namespace: str) -> list[Any]:
         return []
 
-    def committing(self, nbytes: int, kind: Any) -> None: ...
-
-    def not_committed(self, nbytes: int, kind: Any) -> None: ...
-
     def committed(self, row: Any) -> None: ...
 
     def release(self, nbytes: int) -> None: ...
 
-    def removed(self, nbytes: int, kind: Any) -> None: ...
+    def remove(self, shelf: Any, namespace: str, name: Any) -> int:
+        return int(shelf.remove(namespace, name))
 
     def usage(self) -> dict[str, int]:
         return {}
