@@ -7,10 +7,12 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
+from pdconn.store.shelf import file_parts, folders
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import open_root
 from tests.store.shelves.contract import MIB, PAGE, load, pages, payload, row_name, save
@@ -147,6 +149,18 @@ def test_a_part_without_room_is_not_left_behind(tmp_path: Path, call: str) -> No
             shelf.begin("writer", "p", PAGE)
     assert list(shelf.parts()) == []
     shelf.begin("writer", "p", PAGE)
+
+
+@pytest.mark.parametrize("module", [file_parts, folders])
+def test_leaving_something_behind_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(module, "unlink_quietly", lambda path: None)
+    with pytest.raises(AssertionError):
+        test_a_call_that_fails_is_a_failure_of_the_shelf_and_nothing_more(
+            tmp_path, "put_note", False
+        )
 
 
 def test_a_file_system_that_cannot_reserve_gets_a_file_of_the_size(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.store.errors import FormatError, RowMissing, ShelfFailure, StoreError
+from pdconn.store.shelf import folders
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import open_root
 from tests.store.shelves.contract import PAGE, at_once, load, names_of, pages, payload, row_name
@@ -89,6 +90,15 @@ def test_what_is_in_place_of_a_row_is_no_row(root: Path, target: Path, stranger:
     assert os.path.lexists(path)
     assert target.read_bytes() == payload(9)
     assert target.stat().st_mtime == 1.0
+
+
+def test_following_a_link_is_caught(
+    root: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(folders, "_OPEN", os.O_CLOEXEC)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_what_is_in_place_of_a_row_is_no_row(root, target, a_link)
 
 
 @pytest.mark.parametrize("above", ["rows", "rows/ns", "rows/ns/fa", "rows/ns/fa/XX"])
