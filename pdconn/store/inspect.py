@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from pdconn.store.budget.accounts import Accounts, Usage, recorded_usage
 from pdconn.store.errors import StoreError
 from pdconn.store.format.boundaries import can_resume, pieces
 from pdconn.store.format.layout import StoreLayout
@@ -131,11 +134,12 @@ class NamespaceSummary:
 
 @dataclass(frozen=True, slots=True)
 class RootSummary:
-    """All of a root: namespaces, parts in flight by writer, and the device's free bytes."""
+    """All of a root: namespaces, parts in flight by writer, the device's free bytes, accounts."""
 
     namespaces: tuple[NamespaceSummary, ...]
     writers: Mapping[str, RowAmount]
     free_nbytes: int
+    usage: Usage | None
 
     @property
     def fa(self) -> RowAmount:
@@ -182,6 +186,7 @@ def summarize(root: str | os.PathLike[str], shelf: Shelf) -> RootSummary:
             for writer, parts in sorted(writers.items())
         },
         space.f_bavail * space.f_frsize,
+        recorded_usage(root),
     )
 
 
@@ -264,9 +269,14 @@ def rows_older_than(rows: Sequence[StoredRow], used_before: float) -> list[Store
 
 
 def remove_rows(
-    shelf: Shelf, rows: Sequence[StoredRow], done: Callable[[int], None] = lambda count: None
+    root: str | os.PathLike[str],
+    shelf: Shelf,
+    rows: Sequence[StoredRow],
+    done: Callable[[int], None] = lambda count: None,
 ) -> RowAmount:
     """Remove rows: WA before FA, and the ends of prompts before their beginnings.
+
+    Where the root has accounts, its bytes are free for engines at once.
 
     Args:
         done: is told after each row how many were tried.
@@ -279,12 +289,28 @@ def remove_rows(
     """
     removed = RowAmount()
     in_order = sorted(rows, key=lambda row: (row.name.kind is RowKind.FA, -row.name.index))
-    for count, row in enumerate(in_order, 1):
-        nbytes = shelf.remove(row.namespace, row.name)
-        if nbytes:
-            removed += RowAmount(1, nbytes)
-        done(count)
+    with _remover(root, shelf) as remove:
+        for count, row in enumerate(in_order, 1):
+            nbytes = remove(row.namespace, row.name)
+            if nbytes or not row.nbytes:  # a file without bytes looks as if it was gone
+                removed += RowAmount(1, nbytes)
+            done(count)
     return removed
+
+
+@contextmanager
+def _remover(root: str | os.PathLike[str], shelf: Shelf) -> Iterator[Callable[[str, RowName], int]]:
+    """Removes a row; while it is open, we are a writer that has reserved nothing."""
+    if recorded_usage(root) is None:
+        yield shelf.remove
+        return
+    writer = f"pdconn-store-{os.getpid()}"
+    accounts = Accounts(os.fspath(root), writer, 1 << 62)
+    try:
+        yield partial(accounts.remove, shelf)
+    finally:
+        accounts.close()
+        (accounts.folder / "writers" / writer).unlink(missing_ok=True)
 
 
 class _Chains:

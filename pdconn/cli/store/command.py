@@ -203,7 +203,7 @@ def _verify(args: argparse.Namespace) -> int:
         progress.clear()
         if args.drop_bad:
             damaged = [one.row for one in bad if one.state is RowState.DAMAGED]
-            dropped = remove_rows(shelf, damaged)
+            dropped = remove_rows(args.root, shelf, damaged)
     if args.json:
         _print_json(checks_document(counts, bad, dropped, problems))
     else:
@@ -241,7 +241,7 @@ def _drop(args: argparse.Namespace) -> int:
         wanted = RowAmount.of(rows)
         if not args.yes:
             return _would_drop(args, wanted)
-        removed = _removed(args.prog, shelf, rows)
+        removed = _removed(args, shelf, rows)
     if args.json:
         _print_json({"wanted": amount_of(wanted), "removed": amount_of(removed)})
     else:
@@ -258,10 +258,10 @@ def _would_drop(args: argparse.Namespace, wanted: RowAmount) -> int:
     return 2
 
 
-def _removed(prog: str, shelf: Shelf, rows: Sequence[StoredRow]) -> RowAmount:
-    progress = _RowProgress(prog, rows)
+def _removed(args: argparse.Namespace, shelf: Shelf, rows: Sequence[StoredRow]) -> RowAmount:
+    progress = _RowProgress(args.prog, rows)
     try:
-        return remove_rows(shelf, rows, progress.show)
+        return remove_rows(args.root, shelf, rows, progress.show)
     finally:
         progress.clear()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdconn.lab.table import table
+from pdconn.store.budget.accounts import Usage
 from pdconn.store.inspect import NamespaceSummary, RootSummary, RowAmount
 from pdconn.store.shelf.base import StoredRow
 from pdconn.store.verify import CheckedRow, RowState
@@ -117,8 +118,15 @@ def _amount(amount: RowAmount) -> str:
 
 
 def _budget(found: RootSummary) -> str:
-    used = found.fa.nbytes + found.wa.nbytes + found.parts.nbytes
-    return f"no ledger; rows and parts take {size(used)}"
+    usage = found.usage
+    if usage is None:
+        used = found.fa.nbytes + found.wa.nbytes + found.parts.nbytes
+        return f"no accounts; rows and parts take {size(used)}"
+    share = 100 * (usage.committed + usage.reserved) / usage.capacity
+    return (
+        f"{size(usage.committed)} committed and {size(usage.reserved)} reserved "
+        f"of {size(usage.capacity)}, {share:.1f} %; {usage.num_writers} writers"
+    )
 
 
 def amount_of(amount: RowAmount) -> dict[str, int]:
@@ -151,6 +159,17 @@ def root_document(found: RootSummary) -> dict[str, Any]:
         "parts": amount_of(found.parts),
         "writers": {name: amount_of(one) for name, one in found.writers.items()},
         "free_bytes": found.free_nbytes,
+        "budget": None if found.usage is None else _usage_document(found.usage),
+    }
+
+
+def _usage_document(usage: Usage) -> dict[str, int]:
+    return {
+        "capacity_bytes": usage.capacity,
+        "committed_bytes": usage.committed,
+        "wa_bytes": usage.wa,
+        "reserved_bytes": usage.reserved,
+        "writers": usage.num_writers,
     }
 
 

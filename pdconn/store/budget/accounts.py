@@ -180,14 +180,7 @@ class Accounts:
 
     def _read_ledger(self) -> tuple[int, int]:
         """Committed bytes and WA bytes; without a ledger everything counts as taken."""
-        try:
-            data = (self._folder / "ledger").read_bytes()
-            magic, committed, wa, digest = _LEDGER.unpack(data)
-        except (OSError, struct.error):
-            return 1 << 62, 0
-        if magic != _MAGIC or checksum(data[:-8]) != digest:
-            return 1 << 62, 0
-        return committed, wa
+        return _ledger_in(self._folder) or (1 << 62, 0)
 
     def _write_ledger(self, committed: int, wa: int) -> None:
         body = _LEDGER.pack(_MAGIC, committed, wa, 0)[:-8]
@@ -200,14 +193,7 @@ class Accounts:
         """A writer's account; one that cannot be read counts as none: it was just made."""
         if writer == self._writer:
             return self._own
-        try:
-            data = (self._folder / "writers" / writer).read_bytes()
-            magic, reserved, wanted, capacity, digest = _WRITER.unpack(data)
-        except (OSError, struct.error):
-            return None
-        if magic != _MAGIC or checksum(data[:-8]) != digest:
-            return None
-        return _Account(reserved, wanted, capacity)
+        return _account_in(self._folder / "writers" / writer)
 
     def _write_own(self) -> None:
         own = self._own
@@ -228,6 +214,47 @@ class Accounts:
         finally:
             os.close(fd)
         return True
+
+
+def recorded_usage(root: str | os.PathLike[str]) -> Usage | None:
+    """What the accounts of a root say, without taking part in them; None if there are none.
+
+    Nothing is locked or written.  Writers that are dead and not yet forgotten count.
+    """
+    folder = Path(root, "budget")
+    found = [_account_in(path) for path in folder.glob("writers/*")]
+    accounts = [account for account in found if account is not None]
+    ledger = _ledger_in(folder)
+    if ledger is None or not accounts:
+        return None
+    return Usage(
+        min(account.capacity for account in accounts),
+        *ledger,
+        sum(account.reserved for account in accounts),
+        sum(account.wanted for account in accounts),
+        len(accounts),
+    )
+
+
+def _ledger_in(folder: Path) -> tuple[int, int] | None:
+    """Committed bytes and WA bytes, or None without a sound ledger."""
+    try:
+        data = (folder / "ledger").read_bytes()
+        magic, committed, wa, digest = _LEDGER.unpack(data)
+    except (OSError, struct.error):
+        return None
+    return (committed, wa) if magic == _MAGIC and checksum(data[:-8]) == digest else None
+
+
+def _account_in(path: Path) -> _Account | None:
+    try:
+        data = path.read_bytes()
+        magic, reserved, wanted, capacity, digest = _WRITER.unpack(data)
+    except (OSError, struct.error):
+        return None
+    if magic != _MAGIC or checksum(data[:-8]) != digest:
+        return None
+    return _Account(reserved, wanted, capacity)
 
 
 def hold_writer(root: str | Path, writer: str) -> int:
