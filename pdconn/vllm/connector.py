@@ -43,7 +43,10 @@ from pdconn.vllm.supported import check_supported
 from pdconn.vllm.worker import PdWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -84,7 +87,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
         if settings.store is not None:
-            self._store = EngineStore(settings.store, vllm_config, incarnation)
+            self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
         if transfer.is_kv_producer:
             self._shutdown.watch()
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
@@ -217,6 +220,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._quarantine.end(request_id)
         for request_id in connector_output.finished_recving or ():
             self._consumer.reported(request_id)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Stored rows, in vLLM's own block hashes."""
+        return () if self._store is None else self._store.take_events()
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine that was asked to stop must wait for what it lends."""

@@ -18,7 +18,8 @@ with warnings.catch_warnings():
 def connector(role: str) -> Any:
     """As it is in the scheduler of an engine of this role, without a side channel."""
     made: Any = PdConnector.__new__(PdConnector)
-    made._producer = made._consumer = None
+    made._producer = made._consumer = made._store = None
+    made._loading_from_store = set()
     if role != "decode":
         made._producer = SimpleNamespace(unpin_freed=lambda: None)
     if role != "prefill":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Protocol
 
 from pdconn.store.commands import SaveRow
@@ -32,8 +31,8 @@ log = logging.getLogger(__name__)
 NOTES_S = 60.0
 """How long ranks may take to write a row after another was committed."""
 
-_AT_ONCE = 64
-"""Rows that are looked at in one step: ranks write them in order."""
+_AHEAD = 4
+"""Rows without their notes, after which no more are looked at: ranks write them in order."""
 
 
 class CommitBudget(Protocol):
@@ -115,13 +114,17 @@ class Committer:
         done = []
         if not self._waiting:
             self._last_note = None
-        for batch, row in list(islice(self._waiting.values(), _AT_ONCE)):
+        unwritten = 0
+        for batch, row in list(self._waiting.values()):
+            if unwritten == _AHEAD:
+                break
             if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in self._waiting:
                 continue
             notes = shelf.notes(self._writer, row.part)
             if len(notes) == self._num_ranks:
                 self._last_note = now
             elif not self._is_late(now):
+                unwritten += 1
                 continue
             del self._waiting[row.name]
             made = None

@@ -242,7 +242,10 @@ class Keeper:
         if len(self._touched) > 1 << 17:
             self._touched.clear()
         self._touched.update(dict.fromkeys(due, now))
-        shelf.touch(self._namespace, due)
+        try:
+            shelf.touch(self._namespace, due)
+        except StoreError as error:  # such as a root that we may only read
+            log.debug("pdconn: store: use not noted: %s", error)
 
     def _remove(self, shelf: Shelf, missing: list[RowName], damaged: list[RowName]) -> None:
         if self._budget is not None:

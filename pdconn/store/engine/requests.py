@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine.lookups import Extras, Lookup
 from pdconn.store.engine.saves import Saving
 from pdconn.store.format.names import RowName
@@ -40,6 +41,15 @@ class StoredRequest:
     fetch: int = 0
     num_local: int = 0
     tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Rows that are being saved, and blocks that are pinned until the ranks have read them."""
+
+    number: int
+    blocks: tuple[BlockList, ...]
+    rows: tuple[RowName, ...]
 
 
 @dataclass(slots=True, eq=False)

@@ -35,12 +35,12 @@ from pdconn.store.commands import (
 from pdconn.store.engine.commits import SaveBatch
 from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.lookups import Extras, Lookup, LookupThread
-from pdconn.store.engine.requests import LoadStage, RequestFetch, StoredRequest
+from pdconn.store.engine.requests import LoadStage, RequestFetch, Save, StoredRequest
 from pdconn.store.engine.saves import RowBlocks, Saving, block_lists, rows_to_save
 from pdconn.store.engine.space import StagingSpace
-from pdconn.store.format.boundaries import Spacing
+from pdconn.store.format.boundaries import Spacing, pieces
 from pdconn.store.format.layout import StoreLayout
-from pdconn.store.format.names import Chain, RowName
+from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.settings import StoreSettings
 
 log = logging.getLogger(__name__)
@@ -152,6 +152,14 @@ class StoreScheduler:
         self._keeper.touch(fetch.rows)
         return True
 
+    def served(self, request: str) -> list[RowName]:
+        """All rows that the request's hit stands on, those that it held already among them."""
+        stored = self._tracked[request]
+        boundary, chain = self._fetches[stored.fetch].boundary, stored.saving.chain
+        full = range(boundary // self._layout.block_tokens)
+        rows = [chain.name(RowKind.FA, index) for index in full]
+        return rows + [chain.name(RowKind.WA, at) for at in pieces(self._layout.wa, boundary)]
+
     def loaded(self, request: str) -> None:
         """All ranks reported the request received."""
         stored = self._tracked.get(request)
@@ -171,15 +179,14 @@ class StoreScheduler:
 
     def computed(
         self, request: str, before: int, after: int, ids: Callable[[], tuple[list[int], ...]]
-    ) -> tuple[int, tuple[BlockList, ...]] | None:
+    ) -> Save | None:
         """This step's pass computes tokens ``[before, after)``: save the rows that it completes.
 
         Args:
             ids: gives the request's blocks by group, holes and all.
 
         Returns:
-            The number of the save and its blocks, which the caller pins until
-            :meth:`take_saved` names that number; None if nothing is saved.
+            What is saved: the caller pins its blocks until :meth:`note` names its number.
         """
         stored = self._tracked.get(request)
         if stored is None or self._settings.read_only:
@@ -373,9 +380,7 @@ class StoreScheduler:
         saving.chain = saving.chain.extended(stored.tokens, until, extras)
         return True
 
-    def _save(
-        self, names: list[RowName], ids: Callable[[], tuple[list[int], ...]]
-    ) -> tuple[int, tuple[BlockList, ...]] | None:
+    def _save(self, names: list[RowName], ids: Callable[[], tuple[list[int], ...]]) -> Save | None:
         by_group = ids()
         names = [name for name in names if self._blocks.has_all(name, by_group)]
         names = self._keeper.admitted(names)
@@ -387,4 +392,4 @@ class StoreScheduler:
         self._saves[self._number] = self._num_ranks
         self._commands.append(SaveRows(self._number, blocks, rows))
         self._keeper.add(SaveBatch(self._opening.namespace, rows))
-        return self._number, blocks
+        return Save(self._number, blocks, tuple(names))

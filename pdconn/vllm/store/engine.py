@@ -18,9 +18,11 @@ from typing import Any
 from pdconn.protocol.ticket import trimmed
 from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.store.engine.build import build_scheduler
+from pdconn.store.engine.requests import Save
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
+from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of
 from registration.references import KVCacheReferences
@@ -38,10 +40,15 @@ class EngineStore:
         settings: checked settings.
         config: vLLM's configuration.
         writer: this boot's name.
+        kv_cache_config: vLLM's KV cache configuration.
     """
 
-    def __init__(self, settings: StoreSettings, config: Any, writer: str) -> None:
+    def __init__(
+        self, settings: StoreSettings, config: Any, writer: str, kv_cache_config: Any
+    ) -> None:
         self._settings, self._config, self._writer = settings, config, writer
+        self._kv_cache_config = kv_cache_config
+        self._events: StoreEvents | None = None
         self._store: StoreScheduler | None = None
         self._pool: Any = None
         self._requests: dict[str, Any] = {}
@@ -55,7 +62,10 @@ class EngineStore:
 
         def reset_prefix_cache() -> bool:
             self.cleared()
-            return bool(resetting())
+            is_reset = bool(resetting())
+            if self._events is not None:
+                self._events.cleared(engine_told=is_reset)
+            return is_reset
 
         block_pool.reset_prefix_cache = reset_prefix_cache
 
@@ -67,6 +77,14 @@ class EngineStore:
             StoreError: the root cannot be opened.
         """
         layout = store_layout(ranks, self._settings.block_tokens)
+        if self._pool.enable_kv_cache_events:
+            self._events = StoreEvents(
+                event_groups(self._kv_cache_config, layout, self._pool.hash_block_size),
+                row_tokens=layout.block_tokens,
+                hash_block_tokens=self._pool.hash_block_size,
+                locality="REMOTE" if self._settings.shelf == "obj" else "LOCAL",
+                clock=time.monotonic,
+            )
         self._namespace_of = partial(namespace_of, self._config, traits, layout)
         self._store = build_scheduler(
             self._settings,
@@ -75,6 +93,7 @@ class EngineStore:
             namespace=self._namespace_of(),
             writer=self._writer,
             clock=time.monotonic,
+            told=None if self._events is None else self._events.told,
         )
 
     def arrived(self, request: Any) -> None:
@@ -101,7 +120,10 @@ class EngineStore:
         if self._store is None:
             return False
         blocks = tuple(trimmed(group) for group in ids)
-        return self._store.allocated(request.request_id, blocks, num_external)
+        is_ours = self._store.allocated(request.request_id, blocks, num_external)
+        if is_ours and self._events is not None:
+            self._events.serving(request, self._store.served(request.request_id))
+        return is_ours
 
     def scheduled(self, output: Any, select: Any) -> list[StoreCommand]:
         """What the ranks are to do in this step.
@@ -122,9 +144,11 @@ class EngineStore:
             before = request.num_computed_tokens
             ids = partial(_ids_of, state, request_id, select)
             saved = self._store.computed(request_id, before, before + count, ids)
-            if saved is not None:
-                number, blocks = saved
-                self._pin(number, [block for group in blocks for block in group.ids if block])
+            if saved is None:
+                continue
+            self._pin(saved)
+            if self._events is not None:
+                self._events.saving(request, saved.rows)
         return self._store.take_commands()
 
     def note(self, results: Sequence[StoreResult]) -> None:
@@ -154,15 +178,20 @@ class EngineStore:
         """What was counted since the last call."""
         return {} if self._store is None else self._store.take_counts()
 
+    def take_events(self) -> list[Any]:
+        """Stored rows that are there, and that are gone, since the last call."""
+        return [] if self._events is None else self._events.take()
+
     def close(self) -> None:
         """Stop the threads."""
         if self._store is not None:
             self._store.close()
 
-    def _pin(self, number: int, ids: list[int]) -> None:
+    def _pin(self, saved: Save) -> None:
+        ids = [block for group in saved.blocks for block in group.ids if block]
         blocks = [self._pool.blocks[block] for block in ids]
         self._pool.touch(blocks)
-        self._pinned[number] = blocks
+        self._pinned[saved.number] = blocks
         self._num_pinned += len(blocks)
 
     def _unpin(self, number: int) -> None:

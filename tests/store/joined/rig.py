@@ -237,10 +237,9 @@ class FakeEngine:
             self._free_windows(before, ids)
             saved = self.store.computed(name, before, after, lambda: tuple(map(list, ids)))
             if saved is not None:
-                number, blocks = saved
-                self.pinned[number] = blocks
+                self.pinned[saved.number] = saved.blocks
                 outcome.saves += 1
-                for group, held in enumerate(blocks):
+                for group, held in enumerate(saved.blocks):
                     for block in held.ids:
                         self.refs[group, block] += bool(block)
             for position in range(before, after):
