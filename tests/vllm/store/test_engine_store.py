@@ -1,0 +1,130 @@
+"""Blocks of vLLM's pool: pinned while their rows are read, free after it, and at a reset."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdconn.protocol.ticket import BlockList
+from pdconn.store.engine.requests import Save
+from pdconn.store.settings import StoreSettings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from pdconn.vllm.store.engine import EngineStore
+
+
+class Pool:
+    """References of blocks, as vLLM's pool counts them."""
+
+    enable_kv_cache_events = False
+    num_gpu_blocks = 100
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=n, refs=0) for n in range(self.num_gpu_blocks)]
+        self.was_free_at_reset = False
+
+    def touch(self, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.refs += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            block.refs -= 1
+            assert block.refs >= 0
+
+    def held(self) -> set[int]:
+        return {block.block_id for block in self.blocks if block.refs}
+
+    def reset_prefix_cache(self) -> bool:
+        self.was_free_at_reset = not self.held()
+        return self.was_free_at_reset
+
+
+class Scheduler:
+    """Saves blocks 1, 2 and 5 of every request in each step."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.cleared_to: list[str] = []
+
+    def arrived(self, *args: Any, **more: Any) -> None: ...
+
+    def computed(self, request: str, before: int, after: int, ids: Any) -> Save:
+        assert ids() == ([1, 2, 0, 5],)
+        self.number += 1
+        return Save(self.number, (BlockList(0, (1, 2, 0, 5)),), ())
+
+    def take_commands(self) -> list[Any]:
+        return []
+
+    def note(self, results: list[int]) -> list[int]:
+        return results
+
+    def cleared(self, namespace: str) -> None:
+        self.cleared_to.append(namespace)
+
+    def finished(self, request: str) -> None: ...
+
+
+@pytest.fixture
+def store() -> Any:
+    made = EngineStore(StoreSettings("root", 1 << 20), None, "writer", None)
+    made.bind(Pool())
+    made._store = Scheduler()  # type: ignore[assignment]
+    made._namespace_of = lambda salt="": f"ns{salt}"  # type: ignore[assignment]
+    made.arrived(request())
+    return made
+
+
+def request(**changes: Any) -> Any:
+    made = SimpleNamespace(
+        request_id="r", prompt_token_ids=[1, 2], prompt_embeds=None, pooling_params=None,
+        resumable=False, all_token_ids=[1, 2], num_prompt_tokens=2, num_computed_tokens=0,
+        skip_reading_prefix_cache=False,
+    )  # fmt: skip
+    vars(made).update(changes)
+    return made
+
+
+def step(store: Any) -> None:
+    state = SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 0, 5],))
+    output = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"r": 2})
+    store.scheduled(output, lambda ids: ids)
+
+
+def test_blocks_are_pinned_until_all_ranks_have_read_them(store: Any) -> None:
+    step(store)
+    assert store._pool.held() == {1, 2, 5}
+    step(store)
+    store.note([1])
+    assert store._pool.held() == {1, 2, 5}
+    store.note([2])
+    assert not store._pool.held()
+    assert store._num_pinned == 0
+
+
+def test_a_reset_unpins_first_and_names_another_place_for_rows(store: Any) -> None:
+    step(store)
+    assert store._pool.reset_prefix_cache()
+    assert store._pool.was_free_at_reset
+    (first,) = store._store.cleared_to
+    store._pool.reset_prefix_cache()
+    assert store._store.cleared_to[1] != first != "ns"
+    store.note([1])  # comes late: nothing is freed twice
+
+
+def test_no_more_than_a_quarter_of_the_blocks_is_pinned(store: Any) -> None:
+    for _ in range(50):
+        step(store)
+    assert store._num_pinned == 27  # nine saves of three blocks: the tenth would begin above 25
+
+
+def test_requests_without_keys_are_not_saved(store: Any) -> None:
+    store.finished(request())
+    store.arrived(request(pooling_params=object()))
+    step(store)
+    assert not store._pool.held()

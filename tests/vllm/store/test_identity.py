@@ -1,0 +1,124 @@
+"""Namespaces: engines share rows only if they compute the same KV from the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdconn.lab.model import write_model
+from pdconn.store.format.layout import store_layout
+from pdconn.vllm.store.identity import namespace_of, weights_digest
+from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
+from tests.fakes.layouts import layout_memory
+
+TRAITS = {"model": "tiny", "kv_dtype": "auto/float32", "block_content": "TRITON:"}
+
+
+class Config(dict[str, Any]):
+    """A ``transformers`` configuration, as far as it is looked at."""
+
+    _commit_hash = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def config(model: Path | str, **changes: Any) -> Any:
+    hf = Config({"hidden_size": 128, "rope_theta": 10_000.0, **changes.pop("hf", {})})
+    model_config = SimpleNamespace(
+        model=str(model), hf_config=hf, hf_text_config=hf, dtype="float32",
+        quantization=None, revision=None, seed=0, max_model_len=2048,
+    )  # fmt: skip
+    vars(model_config).update(changes)
+    return SimpleNamespace(
+        model_config=model_config,
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+
+
+def layout(token_nbytes: int = 64) -> Any:
+    memory = layout_memory(
+        "LBHNC", base=4096, num_blocks=4, layers=("a",), num_heads=2, block_tokens=16,
+        token_nbytes=token_nbytes,
+    )  # fmt: skip
+    references = build_kv_cache_references([GroupMemory(AttentionKind.FULL, None, 16, memory)])
+    return store_layout([references], 64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models"))
+
+
+def test_engines_of_one_model_share_a_namespace_wherever_it_lies(
+    model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "elsewhere"
+    copy.mkdir()
+    for path in model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert namespace_of(config(model), TRAITS, layout()) == namespace_of(
+        config(copy), TRAITS | {"model": "elsewhere"}, layout()
+    )
+
+
+CHANGES: dict[str, Callable[[Path], str]] = {
+    "dtype": lambda m: namespace_of(config(m, dtype="bfloat16"), TRAITS, layout()),
+    "quantisation": lambda m: namespace_of(config(m, quantization="fp8"), TRAITS, layout()),
+    "an override": lambda m: namespace_of(config(m, hf={"rope_theta": 1e6}), TRAITS, layout()),
+    "KV dtype": lambda m: namespace_of(config(m), TRAITS | {"kv_dtype": "fp8"}, layout()),
+    "block content": lambda m: namespace_of(config(m), TRAITS | {"block_content": "X"}, layout()),
+    "layout of rows": lambda m: namespace_of(config(m), TRAITS, layout(128)),
+    "a reset": lambda m: namespace_of(config(m), TRAITS, layout(), "salt"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_changes_kv_changes_the_namespace(
+    model: Path, change: Callable[[Path], str]
+) -> None:
+    assert change(model) != namespace_of(config(model), TRAITS, layout())
+
+
+def test_tables_that_depend_on_the_longest_prompt_do_and_others_do_not(model: Path) -> None:
+    def of(length: int, **hf: Any) -> str:
+        return namespace_of(config(model, max_model_len=length, hf=hf), TRAITS, layout())
+
+    scaled = {"rope_scaling": {"rope_type": "longrope"}}
+    assert of(2048) == of(4096)
+    assert of(2048, **scaled) != of(4096, **scaled)
+
+
+def test_a_fine_tuned_model_has_another_digest_although_its_header_is_the_same(
+    tmp_path: Path,
+) -> None:
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    tensors = {f"layer.{n}": rng.normal(size=(256, 256)).astype(np.float32) for n in range(4)}
+    for name in ("base", "same", "tuned"):
+        (tmp_path / name).mkdir()
+        if name == "tuned":
+            tensors["layer.3"] = tensors["layer.3"] + np.float32(1e-3)
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    base, same, tuned = (weights_digest(str(tmp_path / n)) for n in ("base", "same", "tuned"))
+    assert base == same
+    assert base != tuned
+
+
+def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
+    assert weights_digest(str(tmp_path)) is None
+
+
+def test_a_draft_model_is_part_of_it(model: Path) -> None:
+    drafted = config(model)
+    drafted.speculative_config = SimpleNamespace(
+        draft_model_config=config(model, dtype="bfloat16").model_config
+    )
+    assert namespace_of(drafted, TRAITS, layout()) != namespace_of(config(model), TRAITS, layout())
