@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -73,7 +74,7 @@ async def half_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 async def crowd(
     port: int, *kinds: tuple[Client, int], pause_s: float = PAUSE_S
 ) -> AsyncIterator[list[int]]:
-    """So many clients of each kind, which connect again ``pause_s`` after they are closed.
+    """So many clients of each kind, which connect again about ``pause_s`` after they are closed.
 
     Yields the number of connections that were made, as the only element of a list.
     """
@@ -88,7 +89,7 @@ async def crowd(
                     await client(reader, writer)
                 finally:
                     writer.transport.abort()
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(random.uniform(0.0, 2 * pause_s))  # else they come all at once
 
     tasks = [asyncio.create_task(again(kind)) for kind, count in kinds for _ in range(count)]
     try:
