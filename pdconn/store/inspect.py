@@ -30,12 +30,10 @@ from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import NO_KEY, RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.folders import is_namespace
+from pdconn.store.shelf.folders import LAYOUT_FILE, is_namespace
 from pdconn.store.verify import footer_of
 from transport.errors import FieldError, did_you_mean, shown
 
-LAYOUT_FILE = "layout.json"
-"""Beside the rows of a namespace: :meth:`StoreLayout.encoded`, to verify them with."""
 _MOST_LAYOUT_NBYTES = 1 << 24
 
 

@@ -13,6 +13,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdconn.protocol.messages import RefusalReason
 from pdconn.puller.results import PullRecord
+from pdconn.vllm.store.metrics import STORE_COUNTERS, STORE_GAUGES
 
 _SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0]
 _BYTES = [2.0 ** (10 + i) for i in range(1, 25, 2)]
@@ -90,18 +91,23 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:connections_refused",
         "Side-channel connections refused because too many were open.",
     ),
+    **STORE_COUNTERS,
 }
 
 
 @dataclass
 class PdStats(KVConnectorStats):
-    """What happened in an interval: ``seen`` lists per histogram, ``counts`` per counter."""
+    """What happened in an interval: ``seen`` lists per histogram, ``counts`` per counter.
+
+    ``gauges`` are values as of its end.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.data.setdefault("seen", {})
         self.data.setdefault("counts", {})
+        self.data.setdefault("gauges", {})
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter."""
@@ -126,11 +132,11 @@ class PdStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start an interval."""
-        self.data = {"seen": {}, "counts": {}}
+        self.data = {"seen": {}, "counts": {}, "gauges": {}}
 
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        return not (self.data["seen"] or self.data["counts"])
+        return not (self.data["seen"] or self.data["counts"] or self.data["gauges"])
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another worker's or interval's."""
@@ -138,6 +144,7 @@ class PdStats(KVConnectorStats):
             self.data["seen"].setdefault(name, []).extend(values)
         for name, amount in other.data.get("counts", {}).items():
             self.count(name, amount)
+        self.data["gauges"] |= other.data.get("gauges", {})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -145,6 +152,11 @@ class PdStats(KVConnectorStats):
         seen, counts = self.data["seen"], self.data["counts"]
         times = seen.get("total_s", [])
         nbytes, moving = sum(seen.get("nbytes", [])), sum(seen.get("transfer_s", []))
+        store = {
+            name.replace("_", " "): counts.get(name, 0)
+            for name in ("store_hits", "store_hit_tokens", "store_rows_committed")
+            if any(key.startswith("store_") for key in counts)
+        }
         return {
             "pulls": counts.get("pulls", 0),
             "failed": counts.get("failed", 0),
@@ -153,6 +165,7 @@ class PdStats(KVConnectorStats):
             "descriptors": sum(seen.get("descriptors", [])),
             "leases lent": counts.get("lent", 0),
             "leases expired": counts.get("freed_expired", 0),
+            **store,
         }
 
 
@@ -184,15 +197,30 @@ class PdPromMetrics(KVConnectorPromMetrics):
             )
             for key, (name, text) in _COUNTERS.items()
         }
+        self._gauges = {
+            key: create_metric_per_engine(
+                self._gauge_cls(
+                    name=name,
+                    documentation=text,
+                    labelnames=labelnames,
+                    multiprocess_mode="mostrecent",
+                ),
+                per_engine_labelvalues,
+            )
+            for key, (name, text) in STORE_GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval; counts without a metric of their own are left out."""
+        """Add one interval; counts and gauges without a metric of their own are left out."""
         for name, values in transfer_stats_data.get("seen", {}).items():
             for value in values:
                 self._histograms[name][engine_idx].observe(value)
         for name, amount in transfer_stats_data.get("counts", {}).items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(amount)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            if name in self._gauges:
+                self._gauges[name][engine_idx].set(value)
 
 
 __all__ = ["PdPromMetrics", "PdStats"]

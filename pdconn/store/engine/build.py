@@ -21,7 +21,7 @@ from pdconn.store.format.boundaries import Spacing
 from pdconn.store.format.layout import StoreLayout, share_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
-from pdconn.store.shelf.open import open_shelf
+from pdconn.store.shelf.open import keep_layout, open_shelf
 from registration.references import KVCacheGroupReference, KVCacheReferences
 
 
@@ -67,7 +67,7 @@ def build_scheduler(
         committer=lambda settled: make_committer(settled=settled),
         clock=clock,
         told=told,
-        layout=layout,
+        describe=lambda place: keep_layout(settings, place, layout),
     )
     finder = Finder(layout, keeper.namespace, catalogue, sizes, settings.staging, clock)
     keeper.start()

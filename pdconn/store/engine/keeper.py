@@ -19,7 +19,6 @@ from pdconn.store.engine.catalogue import Catalogue
 from pdconn.store.engine.commits import Committed, Committer, SaveBatch
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import StoreError
-from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Shelf
 
@@ -74,7 +73,7 @@ class Keeper:
         shelf: opens the shelf, on the thread.
         budget: the byte budget; None for a store that is only read.
         told: is told of rows committed and gone.
-        layout: kept beside the rows for those who verify them without an engine.
+        describe: keeps the layout beside the rows of a namespace, for those who verify them.
         clock: seconds that never go back.
     """
 
@@ -89,15 +88,16 @@ class Keeper:
         committer: Callable[[Callable[[RowName], None]], Committer],
         clock: Callable[[], float],
         told: Told | None,
-        layout: StoreLayout,
+        describe: Callable[[str], None] = lambda namespace: None,
     ) -> None:
         self.sizes = sizes
         self._namespace, self._catalogue, self._budget = namespace, catalogue, budget
         self._open_shelf, self._clock, self._told = shelf, clock, told or (lambda new, gone: None)
-        self._layout = layout
+        self._describe = describe
         self._saving: set[RowName] = set()
         self._committer = committer(self._saving.discard)
         self._touched: dict[RowName, float] = {}
+        self._described = ""
         self._queue: queue.SimpleQueue[Callable[[Shelf], None] | None] = queue.SimpleQueue()
         self._counts: Counter[str] = Counter()
         self._usage: dict[str, int] = {}
@@ -192,8 +192,8 @@ class Keeper:
         shelf = self._open_shelf()
         if self._budget is not None:
             self._budget.open(shelf)
-        namespace = self._namespace
-        self._catalogue.add(row.name for row in shelf.rows(namespace))
+        self._described = ""
+        self._catalogue.add(row.name for row in shelf.rows(self._namespace))
         return shelf
 
     def _take(self, shelf: Shelf) -> bool:
@@ -224,6 +224,9 @@ class Keeper:
         return False
 
     def _step(self, shelf: Shelf) -> None:
+        if self._described != self._namespace and len(self._committer):
+            self._described = self._namespace
+            self._describe(self._namespace)
         done = self._committer.step(shelf, self._namespace, self._clock())
         self._counts["store_save_failures"] += self._committer.take_failures()
         self._counts["store_rows_committed"] += sum(row.is_new for row in done)

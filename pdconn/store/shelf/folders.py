@@ -46,6 +46,10 @@ def failure(action: str, path: str, error: OSError) -> ShelfFailure:
     return ShelfFailure(f"cannot {action} {path}: {code}: {error.strerror}")
 
 
+LAYOUT_FILE = "layout.json"
+"""Beside the rows of a namespace: :meth:`StoreLayout.encoded`, to verify them with."""
+
+
 class Folders:
     """Paths below one root.
 

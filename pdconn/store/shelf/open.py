@@ -5,11 +5,14 @@ Modules are imported when they are needed: NIXL takes a second, and is not every
 
 from __future__ import annotations
 
+import os
 from urllib.parse import parse_qs, urlsplit
 
 from pdconn.store.errors import StoreSettingError
+from pdconn.store.format.layout import StoreLayout
 from pdconn.store.settings import SHELVES, StoreSettings
 from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.folders import LAYOUT_FILE, failure, write_whole
 
 
 def open_shelf(settings: StoreSettings) -> Shelf:
@@ -47,3 +50,22 @@ def accounts_root(settings: StoreSettings) -> str:
         hint = "as in s3://bucket/prefix?state=/var/lib/pdconn"
         raise StoreSettingError("store.root", "a local directory state=DIR", settings.root, hint)
     return named[-1]
+
+
+def keep_layout(settings: StoreSettings, namespace: str, layout: StoreLayout) -> None:
+    """Keep the layout of a namespace's rows beside them, once, where the shelf has folders.
+
+    Raises:
+        ShelfFailure: it cannot be written.
+    """
+    if settings.shelf == "obj" or not settings.root:
+        return
+    path = os.path.join(settings.root, "rows", namespace, LAYOUT_FILE)
+    try:
+        if not os.path.exists(path):
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            aside = f"{path}.{os.getpid()}"
+            write_whole(aside, layout.encoded())
+            os.rename(aside, path)
+    except OSError as error:
+        raise failure("describe", path, error) from error

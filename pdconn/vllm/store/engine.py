@@ -20,6 +20,7 @@ from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.store.engine.build import build_scheduler
 from pdconn.store.engine.requests import Save
 from pdconn.store.engine.scheduler import StoreScheduler
+from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.store.events import StoreEvents, event_groups
@@ -76,6 +77,7 @@ class EngineStore:
             FormatError: KV memory that rows cannot hold.
             StoreError: the root cannot be opened.
         """
+        self._check_groups()
         layout = store_layout(ranks, self._settings.block_tokens)
         if self._pool.enable_kv_cache_events:
             self._events = StoreEvents(
@@ -186,6 +188,13 @@ class EngineStore:
         """Stop the threads."""
         if self._store is not None:
             self._store.close()
+
+    def _check_groups(self) -> None:
+        """Refuse groups whose blocks belong to one request, as scratch memory does."""
+        config = self._kv_cache_config
+        others = set(config.transfer_group_ids) - set(config.prefix_cacheable_group_ids)
+        if others:
+            raise FormatError("KV cache groups", "all of them cacheable by prefix", sorted(others))
 
     def _pin(self, saved: Save) -> None:
         ids = [block for group in saved.blocks for block in group.ids if block]
