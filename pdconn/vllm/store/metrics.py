@@ -1,0 +1,69 @@
+"""Metrics of the store: counts of ranks and of the scheduler's part, and bytes of the budget.
+
+Ranks count rows once for each rank that reads or writes a share of them; the scheduler's part
+counts prompts and rows once.  ``pdconn.vllm.stats`` registers them.
+"""
+
+from __future__ import annotations
+
+STORE_COUNTERS: dict[str, tuple[str, str]] = {
+    # the scheduler's part
+    "store_lookups": ("pdconn:store_lookups", "Prompts looked up in the store."),
+    "store_hits": ("pdconn:store_hits", "Prompts whose prefix was loaded from the store."),
+    "store_hit_tokens": ("pdconn:store_hit_tokens", "Tokens loaded from the store."),
+    "store_misses": ("pdconn:store_misses", "Look-ups that found no prefix worth loading."),
+    "store_late": ("pdconn:store_late", "Hits given up because reading took too long."),
+    "store_no_room": (
+        "pdconn:store_no_room",
+        "Hits given up because the staging area had no room.",
+    ),
+    "store_rows_missing": (
+        "pdconn:store_rows_missing",
+        "Rows that were gone or could not be read when they were fetched.",
+    ),
+    "store_rows_damaged": (
+        "pdconn:store_rows_damaged",
+        "Rows whose bytes were not those saved; they are removed.",
+    ),
+    "store_rows_committed": ("pdconn:store_rows_committed", "Rows saved."),
+    "store_saves_skipped": (
+        "pdconn:store_saves_skipped",
+        "Rows not saved because the budget had no room.",
+    ),
+    "store_save_failures": (
+        "pdconn:store_save_failures",
+        "Rows not saved because a rank or the shelf failed.",
+    ),
+    "store_rows_evicted": ("pdconn:store_rows_evicted", "Rows that this engine evicted."),
+    "store_evicted_bytes": ("pdconn:store_evicted_bytes", "Bytes that this engine evicted."),
+    # ranks
+    "store_rows_read": ("pdconn:store_rows_read", "Shares of rows read and verified, per rank."),
+    "store_bytes_read": ("pdconn:store_read_bytes", "Bytes read from the store, per rank."),
+    "store_read_failures": ("pdconn:store_read_failures", "Reads that the shelf refused."),
+    "store_loads": ("pdconn:store_loads", "Prefixes copied to KV blocks, per rank."),
+    "store_load_failures": (
+        "pdconn:store_load_failures",
+        "Prefixes that could not be copied to KV blocks, per rank.",
+    ),
+    "store_rows_written": ("pdconn:store_rows_written", "Shares of rows written, per rank."),
+    "store_bytes_written": ("pdconn:store_written_bytes", "Bytes written, per rank."),
+    "store_write_failures": (
+        "pdconn:store_write_failures",
+        "Shares of rows that could not be written, per rank.",
+    ),
+}
+"""By the name that they are counted under: the metric and its meaning."""
+
+STORE_GAUGES: dict[str, tuple[str, str]] = {
+    "store_capacity_bytes": (
+        "pdconn:store_capacity_bytes",
+        "Bytes that the root may hold: the least that an engine on it allows.",
+    ),
+    "store_committed_bytes": ("pdconn:store_committed_bytes", "Bytes of rows in the root."),
+    "store_window_bytes": ("pdconn:store_window_bytes", "Of those, bytes of WA rows."),
+    "store_reserved_bytes": (
+        "pdconn:store_reserved_bytes",
+        "Bytes that engines have reserved for rows to write.",
+    ),
+}
+"""By the name in the budget's usage: the metric and its meaning."""

@@ -1,0 +1,100 @@
+"""What the store counts is exported, and gauges are as they were last."""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pdconn.vllm.stats import PdPromMetrics, PdStats
+from pdconn.vllm.store.metrics import STORE_COUNTERS, STORE_GAUGES
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> PdPromMetrics:
+    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    return PdPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+
+
+def value(registry: CollectorRegistry, name: str) -> float | None:
+    return registry.get_sample_value(name, {"model_name": "m", "engine": "0"})
+
+
+def counted(source: str) -> set[str]:
+    """Names that code counts: ``counts["store_x"] += …`` and ``reports.count(x=…)``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            if isinstance(node.slice.value, str) and node.slice.value.startswith("store_"):
+                found.add(node.slice.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "count":
+            found |= {f"store_{word.arg}" for word in node.keywords if word.arg}
+    return found
+
+
+def test_whatever_is_counted_has_a_metric() -> None:
+    folders = [ROOT / "pdconn/store/engine", ROOT / "pdconn/store/rank"]
+    sources = [path.read_text() for folder in folders for path in folder.glob("*.py")]
+    names = set().union(*map(counted, sources))
+    assert len(names) > 15
+    assert sorted(names - STORE_COUNTERS.keys() - STORE_GAUGES.keys()) == []
+
+
+def test_a_count_without_a_metric_is_noticed() -> None:
+    """Negative control."""
+    source = 'self.counts["store_wonders"] += 1\nself._reports.count(rows_bent=2)\n'
+    assert counted(source) - STORE_COUNTERS.keys() == {"store_wonders", "store_rows_bent"}
+
+
+def test_counts_add_up_and_gauges_are_the_last_ones(
+    metrics: PdPromMetrics, registry: CollectorRegistry
+) -> None:
+    for hits, used in ((2, 700), (3, 500)):
+        stats = PdStats({"counts": {"store_hits": hits}, "gauges": {"store_committed_bytes": used}})
+        metrics.observe(stats.data)
+    assert value(registry, "pdconn:store_hits_total") == 5
+    assert value(registry, "pdconn:store_committed_bytes") == 500
+
+
+def test_every_metric_of_the_store_is_fed(
+    metrics: PdPromMetrics, registry: CollectorRegistry
+) -> None:
+    counts = dict.fromkeys(STORE_COUNTERS, 7)
+    metrics.observe({"counts": counts, "gauges": dict.fromkeys(STORE_GAUGES, 9)})
+    assert {value(registry, f"{name}_total") for name, _ in STORE_COUNTERS.values()} == {7}
+    assert {value(registry, name) for name, _ in STORE_GAUGES.values()} == {9}
+
+
+def test_names_without_a_metric_harm_nothing(metrics: PdPromMetrics) -> None:
+    metrics.observe({"counts": {"store_wonders": 1}, "gauges": {"store_moons": 2}})
+    metrics.observe({"counts": {"pulls": 1}})
+
+
+def test_workers_are_added_and_the_last_gauges_win() -> None:
+    ours = PdStats({"counts": {"store_rows_read": 4}, "gauges": {"store_committed_bytes": 1}})
+    ours.aggregate(PdStats({"counts": {"store_rows_read": 5}}))
+    ours.aggregate(PdStats({"gauges": {"store_committed_bytes": 2}}))
+    assert ours.data["counts"] == {"store_rows_read": 9}
+    assert ours.data["gauges"] == {"store_committed_bytes": 2}
+    assert not ours.is_empty()
+    ours.reset()
+    assert ours.is_empty()
+
+
+def test_the_log_line_tells_of_the_store_where_there_is_one() -> None:
+    assert "store hits" not in PdStats({"counts": {"pulls": 1}}).reduce()
+    line = PdStats({"counts": {"store_hits": 2, "store_hit_tokens": 512}}).reduce()
+    assert (line["store hits"], line["store hit tokens"]) == (2, 512)
