@@ -45,7 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     # The last pair lives until the end of the session, so the tests that start more engines
     # are first.
-    first = ("test_topology", "test_bench_serve", "test_faults", "test_router", "test_gemma4")
+    first = (
+        "test_topology", "test_bench_serve", "test_faults", "test_router", "test_gemma4",
+        "test_store", "test_matrix",
+    )  # fmt: skip
     items.sort(key=lambda item: here in item.path.parents and item.path.stem not in first)
 
 
