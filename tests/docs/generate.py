@@ -32,6 +32,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.docs import store_settings as store_settings_table
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
@@ -43,7 +45,8 @@ _PART = re.compile(
 PACKAGES = (
     "pdconn/vllm", "pdconn/lender", "pdconn/puller", "pdconn/sidechannel", "pdconn/lifecycle",
     "pdconn/planning", "pdconn/protocol", "pdconn/integrity", "registration", "transport",
-    "pdconn/router", "pdconn/faults", "pdconn/forecast", "pdconn/cli", "pdconn/bench", "pdconn/lab",
+    "pdconn/store", "pdconn/router", "pdconn/faults", "pdconn/forecast", "pdconn/cli",
+    "pdconn/bench", "pdconn/lab",
 )  # fmt: skip
 
 
@@ -68,6 +71,11 @@ def settings() -> str:
         for key in KEYS
     )
     return _table(("key", "takes", "default", "read by", "meaning", "in NixlConnector"), rows)
+
+
+def store_settings() -> str:
+    """Every key of ``store`` in ``kv_connector_extra_config``."""
+    return _table(("key", "takes", "default", "meaning"), store_settings_table.rows())
 
 
 def command_line() -> str:
@@ -121,6 +129,13 @@ def example(*words: str) -> str:
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     return f"```text\n$ pdconn {' '.join(words)}\n{done.stdout.rstrip()}\n```\n"
+
+
+def example_plan_store() -> str:
+    """What ``pdconn plan --store`` adds to a plan, without the plan."""
+    words = "plan", "--model", "gemma-3-27b", "--prompt", "32k", "--decode", "tp=2", "--store"
+    text = example(*words, "--prefill-rate", "12000")
+    return re.sub(r"(?<=12000\n).*?\n(?=store  )", "...\n", text, flags=re.DOTALL)
 
 
 def engine_metrics() -> str:
@@ -245,11 +260,13 @@ def _cell(word: str) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "handover": handover,
     "settings": settings,
+    "store-settings": store_settings,
     "command-line": command_line,
     "example-plan": partial(
         example, "plan", "--model", "gpt-oss-20b", "--prompt", "32768",
         "--prefill", "tp=4,layout=LBHNC", "--decode", "tp=8",
     ),
+    "example-plan-store": example_plan_store,
     "example-score": partial(example, "score", "examples/snapshot.json"),
     "engine-metrics": engine_metrics,
     "router-metrics": router_metrics,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.forecast import MAX_PROMPT_TOKENS
+from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
 from pdconn.store.format.boundaries import Spacing, find_boundary, pieces, rows_needed
 from pdconn.store.format.footer import footer_nbytes, row_nbytes
@@ -41,6 +42,7 @@ class StoreForecast:
         boundary: tokens that a second request with this prompt does not compute.
         fa_rows, wa_rows: that the prompt leaves in the store, its last boundary among them.
         load_nbytes: that all ranks read for the boundary, replicated heads once for each.
+        staging_nbytes: host memory that this takes in each rank, or less of the prompt is loaded.
         rate: bytes per second of the store, for all ranks together.
         prefill_rate: tokens per second that prefill computes; None if it is not known.
         break_even: tokens of the shortest prompt that is loaded faster than computed, as are
@@ -55,6 +57,7 @@ class StoreForecast:
     fa_rows: int
     wa_rows: int
     load_nbytes: int
+    staging_nbytes: int
     rate: float
     prefill_rate: float | None
     break_even: int | None
@@ -127,7 +130,8 @@ def forecast_store(
     spacing = Spacing.of(layout, window_every)
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
-    load = _LoadSizes.of(layout, [share_layout([rank], block_tokens) for rank in ranks])
+    shares = [share_layout([rank], block_tokens) for rank in ranks]
+    load = _LoadSizes.of(layout, shares)
     return StoreForecast(
         engine,
         layout,
@@ -137,6 +141,7 @@ def forecast_store(
         saved[RowKind.FA],
         saved[RowKind.WA],
         load.nbytes(layout, boundary),
+        ShareSizes.of(shares).of_rows(rows_needed(layout, 0, boundary)),
         rate,
         prefill_rate,
         None if prefill_rate is None else _break_even(layout, load, rate, prefill_rate),
@@ -211,6 +216,7 @@ def store_document(made: StoreForecast) -> dict[str, object]:
         "bytes": made.nbytes,
         "wa_share": made.wa_share,
         "load_bytes": made.load_nbytes,
+        "staging_bytes": made.staging_nbytes,
         "store_bytes_per_s": made.rate,
         "load_s": made.load_s,
         "prefill_tokens_per_s": made.prefill_rate,

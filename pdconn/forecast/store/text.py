@@ -49,9 +49,9 @@ def _load(made: StoreForecast) -> str:
         f"{made.boundary:,} tokens: {_mib(made.load_nbytes)} at {made.rate / 1e9:g} GB/s, "
         f"{1e3 * made.load_s:,.1f} ms"
     )
-    if made.recompute_s is None:
-        return text
-    return f"{text}; {1e3 * made.recompute_s:,.1f} ms to compute them"
+    if made.recompute_s is not None:
+        text += f"; {1e3 * made.recompute_s:,.1f} ms to compute them"
+    return f"{text}\n{'staging':<11}{_mib(made.staging_nbytes)} a rank, or less is loaded"
 
 
 def _break_even(made: StoreForecast) -> str:
