@@ -304,7 +304,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         counts = {} if self._producer is None else self._producer.take_counts()
         if self._store is not None:
             counts |= self._store.take_counts()
-        return PdStats({"counts": counts}) if counts else None
+        gauges = {} if self._store is None else self._store.take_gauges()
+        return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""

@@ -88,15 +88,19 @@ class RootBudget:
 
     def usage(self) -> dict[str, int]:
         """Gauges for metrics, in bytes."""
-        accounts, evictor = self._opened()
-        usage = accounts.usage()
+        usage = self._opened()[0].usage()
         return {
             "store_capacity_bytes": usage.capacity,
             "store_committed_bytes": usage.committed,
             "store_window_bytes": usage.wa,
             "store_reserved_bytes": usage.reserved,
-            "store_evicted_bytes": evictor.evicted_nbytes,
         }
+
+    def take_evicted_nbytes(self) -> int:
+        """Bytes evicted since the last call."""
+        evictor = self._opened()[1]
+        nbytes, evictor.evicted_nbytes = evictor.evicted_nbytes, 0
+        return nbytes
 
     def close(self) -> None:
         """Leave the root's accounts; rows that are there stay."""

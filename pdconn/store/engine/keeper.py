@@ -57,6 +57,9 @@ class Budget(Protocol):
     def usage(self) -> dict[str, int]:
         """Gauges for metrics."""
 
+    def take_evicted_nbytes(self) -> int:
+        """Bytes evicted since the last call."""
+
     def close(self) -> None:
         """Give back what was not used."""
 
@@ -100,6 +103,7 @@ class Keeper:
         self._described = ""
         self._queue: queue.SimpleQueue[Callable[[Shelf], None] | None] = queue.SimpleQueue()
         self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._usage: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="pdconn-store-keeper", daemon=True)
 
@@ -122,7 +126,7 @@ class Keeper:
         taken: list[RowName] = []
         for name in names:
             if self._budget is None or not self._budget.take(self._committer.nbytes(name.kind)):
-                self._counts["store_saves_skipped"] += len(names) - len(taken)
+                self._count(store_saves_skipped=len(names) - len(taken))
                 break
             taken.append(name)
         self._saving.update(taken)
@@ -154,8 +158,9 @@ class Keeper:
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return dict(counts)
+        with self._counting:
+            counts, self._counts = self._counts, Counter()
+        return {name: amount for name, amount in counts.items() if amount}
 
     def usage(self) -> dict[str, int]:
         """Gauges: bytes of the budget, as last seen."""
@@ -166,6 +171,10 @@ class Keeper:
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(20.0)
+
+    def _count(self, **amounts: int) -> None:
+        with self._counting:
+            self._counts.update(amounts)
 
     # On the keeper's thread
 
@@ -228,13 +237,18 @@ class Keeper:
             self._described = self._namespace
             self._describe(self._namespace)
         done = self._committer.step(shelf, self._namespace, self._clock())
-        self._counts["store_save_failures"] += self._committer.take_failures()
-        self._counts["store_rows_committed"] += sum(row.is_new for row in done)
+        self._count(
+            store_save_failures=self._committer.take_failures(),
+            store_rows_committed=sum(row.is_new for row in done),
+        )
         gone: list[RowName] = []
         if self._budget is not None:
             gone = self._budget.step(shelf, self._namespace)
             self._catalogue.removed(gone)
-            self._counts["store_rows_evicted"] += len(gone)
+            self._count(
+                store_rows_evicted=len(gone),
+                store_evicted_bytes=self._budget.take_evicted_nbytes(),
+            )
             self._usage = self._budget.usage()
         if done or gone:
             self._told([row.name for row in done], gone)

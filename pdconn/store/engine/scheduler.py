@@ -246,6 +246,10 @@ class StoreScheduler:
         """Whether nothing is being fetched, saved or committed."""
         return not (self._saves or self._fetches or self._keeper.is_saving())
 
+    def usage(self) -> dict[str, int]:
+        """Gauges of the byte budget, as last seen."""
+        return self._keeper.usage()
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         counts, self.counts = self.counts, Counter()
@@ -349,8 +353,6 @@ class StoreScheduler:
         if fetch.left:
             return
         if fetch.missing or fetch.damaged:
-            self.counts["store_rows_missing"] += len(fetch.missing)
-            self.counts["store_rows_damaged"] += len(fetch.damaged)
             self._keeper.failed(fetch.missing - fetch.damaged, fetch.damaged)
         if fetch.is_dropped:
             self._forget(result.number)

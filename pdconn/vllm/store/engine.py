@@ -55,6 +55,7 @@ class EngineStore:
         self._requests: dict[str, Any] = {}
         self._pinned: dict[int, list[Any]] = {}
         self._num_pinned = 0
+        self._gauges: dict[str, int] = {}
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in, and see when it is reset."""
@@ -179,6 +180,14 @@ class EngineStore:
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         return {} if self._store is None else self._store.take_counts()
+
+    def take_gauges(self) -> dict[str, int]:
+        """Bytes of the budget, if they have changed since the last call."""
+        usage = {} if self._store is None else self._store.usage()
+        if usage == self._gauges:
+            return {}
+        self._gauges = usage
+        return usage
 
     def take_events(self) -> list[Any]:
         """Stored rows that are there, and that are gone, since the last call."""

@@ -26,4 +26,7 @@ class EndlessBudget:
     def usage(self) -> dict[str, int]:
         return {}
 
+    def take_evicted_nbytes(self) -> int:
+        return 0
+
     def close(self) -> None: ...
