@@ -29,7 +29,7 @@ from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.accounts import hold_writer
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
-from pdconn.store.shelf.open import accounts_root, open_shelf
+from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.compat_metadata import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
@@ -119,7 +119,7 @@ class PdWorker:
                     self._rank,
                     lambda: open_shelf(store),
                     wake=self._stored.set,
-                    hold=None if store.read_only else partial(hold_writer, accounts_root(store)),
+                    hold=None if store.read_only else partial(hold_writer, store.root),
                 )
 
     def handshake(self) -> PdHandshake | None:

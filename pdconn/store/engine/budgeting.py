@@ -13,7 +13,6 @@ from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf, StoredRow
-from pdconn.store.shelf.open import accounts_root
 
 _RECOUNT_S = 600.0
 _LOOK_S = 5.0
@@ -54,8 +53,7 @@ class RootBudget:
         """Take part in the root's accounts."""
         settings = self._settings
         if self._accounts is None:
-            root = accounts_root(settings)
-            self._accounts = Accounts(root, self._writer, settings.capacity)
+            self._accounts = Accounts(settings.root, self._writer, settings.capacity)
             self._evictor = Evictor(self._accounts, settings.wa_share, self._clock)
         self.step(shelf, "")
 

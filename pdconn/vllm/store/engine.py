@@ -85,7 +85,7 @@ class EngineStore:
                 event_groups(self._kv_cache_config, layout, self._pool.hash_block_size),
                 row_tokens=layout.block_tokens,
                 hash_block_tokens=self._pool.hash_block_size,
-                locality="REMOTE" if self._settings.shelf == "obj" else "LOCAL",
+                locality="LOCAL",
                 clock=time.monotonic,
             )
         self._namespace_of = partial(namespace_of, self._config, traits, layout)
