@@ -14,9 +14,9 @@ _FLAG = "true, false"
 #: What a key takes, and what it means.
 MEANINGS: Mapping[str, tuple[str, str]] = {
     "root": (
-        "path, or `s3://` address",
+        "path",
         "Where rows are kept: a folder of this machine or of a shared file system, made if it is "
-        "not there; for `obj` a bucket, see [Shelves](#shelves). Engines with the same root share "
+        "not there. Engines with the same root share "
         "rows.",
     ),
     "capacity": (
