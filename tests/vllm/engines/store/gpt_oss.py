@@ -21,7 +21,10 @@ def write_gpt_oss(directory: Path) -> Path:
         num_key_value_heads=2, head_dim=32, sliding_window=WINDOW, max_position_embeddings=8192,
         tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         dtype="float32",
-        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+        },
     )  # fmt: skip
     torch.manual_seed(3)
     model = GptOssForCausalLM(config).float()

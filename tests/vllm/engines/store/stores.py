@@ -27,10 +27,11 @@ def store_engine(
     caching: bool = False,
     ranks: int = 1,
     role: str = "kv_both",
+    policy: str = "fail",
     **store: Any,
 ) -> EngineSpec:
-    """An engine with vLLM's default failure policy and a store; ``store`` are further settings."""
-    configuration = Configuration(layout, caching, one_process=True, policy="fail")
+    """An engine with a store; ``store`` are further settings.  ``policy`` is vLLM's default."""
+    configuration = Configuration(layout, caching, one_process=True, policy=policy)
     settings = {
         "root": str(root), "capacity": "512MiB", "block_tokens": TOKENS, "min_tokens": 1,
         "staging": "64MiB", **store,

@@ -165,9 +165,9 @@ def test_few_blocks_are_filled_from_the_store_again_and_again(
     expected.ask(wanted)
     before, local = hit_tokens(few), _local_tokens(few)
     for _ in range(2):
-        with ThreadPoolExecutor(4) as pool:
-            answers = pool.map(lambda prompt: few.complete(prompt, NUM_TOKENS), wanted)
-            assert not expected.mismatches(dict(zip(wanted, answers, strict=True)))
+        with ThreadPoolExecutor(3) as pool:
+            for answers in pool.map(lambda prompt: [asked(few, [prompt]) for _ in "12"], wanted):
+                assert not any(map(expected.mismatches, answers))
     assert hit_tokens(few) > before
     assert _local_tokens(few) > local
     assert few.metrics()["vllm:kv_cache_usage_perc"] == 0.0 or _settles(few)
@@ -196,7 +196,7 @@ def pair(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
     root = work / "pair-store"
     specs = [
         store_engine("prefill", model, root, layout="BHLNC", role="kv_producer"),
-        store_engine("decode", model, root, layout="LBHNC", role="kv_consumer"),
+        store_engine("decode", model, root, layout="LBHNC", role="kv_consumer", policy="recompute"),
     ]
     with _fleet(specs, root, work / "store-pair", model) as started:
         yield started
@@ -226,17 +226,21 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
     assert not expected.mismatches(asked(pair["decode"], [second]))
     assert hit_tokens(pair["decode"]) - pulled["decode"] == resumable(second)
 
-    # A ticket whose lender died: the store first, and what it lacks is computed.
+    # Prefill dies: what it saved is there, also for tickets of blocks that are gone.
     tickets = {prompt: prefill_only(pair["prefill"], prompt) for prompt in (other, late)}
     assert all(tickets.values())
+    wait_for_rows(pair.root, num_rows([second, other, late]))
     pair.engines["prefill"].kill()
-    before = hit_tokens(pair["decode"])
-    assert not expected.mismatches(asked(pair["decode"], [first, other, late]))
-    assert hit_tokens(pair["decode"]) - before >= resumable(first) + resumable(other)
-    before = hit_tokens(pair["decode"])
-    answer = pair["decode"].complete(other, NUM_TOKENS, kv_transfer_params=tickets[other])
-    assert compare(expected[other], answer) is None
-    assert hit_tokens(pair["decode"]) - before == resumable(other)
+    for prompt in (first, other, late):
+        before = _stored_tokens(pair["decode"])
+        answer = pair["decode"].complete(prompt, NUM_TOKENS, kv_transfer_params=tickets.get(prompt))
+        assert compare(expected[prompt], answer) is None, len(prompt)
+        assert _stored_tokens(pair["decode"]) - before == resumable(prompt), len(prompt)
+
+
+def _stored_tokens(client: Client) -> int:
+    """Tokens that the store gave, without those that were pulled."""
+    return int(client.metrics().get("pdconn:store_hit_tokens_total", 0))
 
 
 # A model like gpt-oss
