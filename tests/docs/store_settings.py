@@ -16,8 +16,7 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "root": (
         "path",
         "Where rows are kept: a folder of this machine or of a shared file system, made if it is "
-        "not there. Engines with the same root share "
-        "rows.",
+        "not there. Engines with the same root share rows.",
     ),
     "capacity": (
         _SIZE,

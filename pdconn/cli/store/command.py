@@ -40,7 +40,7 @@ from pdconn.store.shelf.base import Shelf, StoredRow
 from pdconn.store.verify import CheckedRow, RowState, check_rows
 
 _EPILOG = """\
-ROOT is the folder that "root" in the connector's "store" names, not a bucket. It may be in use:
+ROOT is the folder that "root" in the connector's "store" names. It may be in use:
 what engines read and write meanwhile is not disturbed, and a row that goes is a miss.
 
 examples:
