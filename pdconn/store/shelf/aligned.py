@@ -17,7 +17,7 @@ import numpy as np
 from pdconn.store.format.layout import ALIGNMENT
 from pdconn.store.shelf.base import Buffer
 
-DIRECT_NBYTES = 256 << 10
+DIRECT_NBYTES = 64 << 10
 """Reads below are not worth it: the device's latency outweighs the copy."""
 
 _MOST_BUFFERS = 1024  # IOV_MAX

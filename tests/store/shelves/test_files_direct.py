@@ -79,7 +79,7 @@ def test_auto_reads_little_or_unaligned_from_the_cache(
     cached(0)
     save(shelf, ROW, DATA)
     shelf = forgotten(shelf)
-    assert direct_calls(system, lambda: load(shelf, ROW, 64 * PAGE - PAGE)) == 0
+    assert direct_calls(system, lambda: load(shelf, ROW, 16 * PAGE - PAGE)) == 0
     shelf = forgotten(shelf)
     into = memoryview(bytearray(MIB + 1))[1:]
     if aligned.address_of(into) % PAGE:

@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -149,8 +150,8 @@ def measure(sizes: Sequence[str], rounds: int, mib: int, root: Path) -> list[Rat
             readers: dict[str, Callable[[], None]] = {
                 "store": files.read_rows,
                 "device": files.read_device,
-                "fs_io_C, O_DIRECT": lambda files=files: files.read_fs_io(direct=True),
-                "fs_io_C, buffered": lambda files=files: files.read_fs_io(direct=False),
+                "fs_io_C, O_DIRECT": partial(files.read_fs_io, direct=True),
+                "fs_io_C, buffered": partial(files.read_fs_io, direct=False),
             }
             for read in readers.values():
                 read()
