@@ -11,7 +11,7 @@ from pdconn.store.errors import StoreSettingError
 from transport.errors import did_you_mean
 
 WINDOW_EVERY = ("auto", "all", "last")
-SHELVES = ("files",)
+SHELVES = ("files", "posix")
 SAVE = ("prompt", "all")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 

@@ -21,6 +21,10 @@ def open_shelf(settings: StoreSettings) -> Shelf:
     """
     if settings.shelf not in SHELVES:
         raise StoreSettingError("store.shelf", " or ".join(SHELVES), repr(settings.shelf))
+    if settings.shelf == "posix":
+        from pdconn.store.shelf.nixl_posix import NixlPosixShelf  # nixl takes a second
+
+        return NixlPosixShelf(settings.root)
     return FilesShelf(settings.root, settings.direct_io)
 
 
