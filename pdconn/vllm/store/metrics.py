@@ -19,11 +19,11 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "store_rows_missing": (
         "pdconn:store_rows_missing",
-        "Rows that were gone or could not be read when they were fetched.",
+        "Rows that were gone or could not be read when they were fetched, per rank.",
     ),
     "store_rows_damaged": (
         "pdconn:store_rows_damaged",
-        "Rows whose bytes were not those saved; they are removed.",
+        "Rows whose bytes were not those saved, per rank; they are removed.",
     ),
     "store_rows_committed": ("pdconn:store_rows_committed", "Rows saved."),
     "store_saves_skipped": (

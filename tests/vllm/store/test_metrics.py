@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.store.metrics import STORE_COUNTERS, STORE_GAUGES
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.stats import PdPromMetrics, PdStats
 
 ROOT = Path(__file__).parents[3]
 
