@@ -42,6 +42,22 @@ class StoredRequest:
     num_local: int = 0
     tries: int = 0
 
+    def learn(self, lookup: Lookup) -> None:
+        """Take over keys, and where the prompt parts from those saved, from a look-up done."""
+        if len(lookup.chain.keys) > len(self.saving.chain.keys):
+            self.saving.chain = lookup.chain
+        if lookup.full and self.saving.junction is None:
+            self.saving.junction = lookup.full - 1
+
+    def awaits_keys(self) -> bool:
+        """Whether it is being computed and its prompt is still being hashed."""
+        if self.stage is LoadStage.LOOKING and self.lookup is not None:
+            if not self.lookup.done.is_set():
+                return True
+            self.learn(self.lookup)
+            self.stage = LoadStage.OVER
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class Save:

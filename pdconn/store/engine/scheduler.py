@@ -197,7 +197,9 @@ class StoreScheduler:
         after = min(after, most)
         if after // self._layout.block_tokens <= stored.saving.next_block:
             return None
-        if not self._extend(stored, after):
+        if stored.stage is LoadStage.NEW and stored.may_load:  # pulled: we were not asked for it
+            self._look_up(stored, stored.num_prompt_tokens - 1, 0, self._clock())
+        if stored.awaits_keys() or not self._extend(stored, after):
             return None
         names = rows_to_save(
             stored.saving, self._layout, self._spacing, after, self._keeper.is_wanted
@@ -289,11 +291,7 @@ class StoreScheduler:
         if not lookup.is_storable:
             stored.may_load = False
             return self._over(stored)
-        saving = stored.saving
-        if len(lookup.chain.keys) > len(saving.chain.keys):
-            saving.chain = lookup.chain
-        if lookup.full and saving.junction is None:
-            saving.junction = lookup.full - 1
+        stored.learn(lookup)
         if lookup.boundary - num_local < self._least():
             self.counts["store_misses"] += 1
             return self._over(stored)

@@ -16,7 +16,8 @@ import pytest
 
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import FetchResult, SaveResult
-from pdconn.store.format.names import Chain, RowName
+from pdconn.store.engine.requests import LoadStage
+from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from tests.store.joined.rig import PATIENCE_S, FakeEngine, Model
@@ -125,7 +126,8 @@ def test_a_saved_row_costs_the_engine_a_few_times_what_hashing_its_tokens_costs(
         store, name, watch = engine(MemoryShelf).store, f"request-{number}", Stopwatch()
         store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True)
         chain = Chain(ROW_TOKENS).extended(PROMPT, TOKENS)
-        store._tracked[name].saving.chain = chain  # as after a look-up
+        stored = store._tracked[name]
+        stored.saving.chain, stored.stage = chain, LoadStage.OVER  # as after a look-up
         rows = 0
         for before in range(0, TOKENS, PASS_TOKENS):
             with watch:
@@ -143,14 +145,37 @@ def test_a_saved_row_costs_the_engine_a_few_times_what_hashing_its_tokens_costs(
     assert us / rows < 20 * reference
 
 
+def test_a_prompt_that_was_pulled_is_hashed_elsewhere_and_not_saved_if_it_is_there(
+    engine: Callable[[type[MemoryShelf]], FakeEngine],
+) -> None:
+    """The engine asks the store about no prompt with a ticket before it computes its end."""
+
+    def once(number: int, shelf: type[MemoryShelf]) -> tuple[float, int]:
+        store, name, watch = engine(shelf).store, f"request-{number}", Stopwatch()
+        with watch:
+            store.arrived(name, PROMPT, TOKENS + 1, lambda: (), may_load=True)
+            assert store.computed(name, TOKENS, TOKENS + 1, _ids) is None
+        lookup = store._tracked[name].lookup
+        assert lookup is not None
+        assert lookup.done.wait(PATIENCE_S)
+        saved = store.computed(name, TOKENS + 1, TOKENS + 2, _ids)
+        rows = saved.rows if saved else ()
+        return watch.us, sum(name.kind is RowKind.FA for name in rows)
+
+    us = least(lambda number: once(number, MemoryShelf)[0], times=3)
+    print(f"\npulled: {us:.0f} us")
+    assert us < hashing_us()
+    assert once(8, MemoryShelf)[1] == ROWS
+    assert once(9, _Full)[1] == 0
+
+
 def test_the_reference_tells_a_cost_of_milliseconds() -> None:
-    """Negative control: to hash the prompt on the engine's thread would break both bounds."""
+    """Negative control: to hash the prompt on the engine's thread would break the bounds."""
 
     def once(_: int) -> float:
         watch = Stopwatch()
         with watch:
-            for _ in range(4):
-                Chain(ROW_TOKENS).extended(PROMPT, TOKENS)
+            Chain(ROW_TOKENS).extended(PROMPT, TOKENS)
         return watch.us
 
     assert least(once, 3) > 3 * hashing_us()

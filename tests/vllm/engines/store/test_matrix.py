@@ -222,6 +222,14 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
     assert pair.hits() == {"prefill": resumable(first), **pulled}
     wait_for_rows(pair.root, num_rows([second, other]))
 
+    # What is stored is pulled, and not saved again.
+    written = _rows_written(pair["decode"])
+    answer = through(pair["prefill"], pair["decode"], other, NUM_TOKENS)
+    assert compare(expected[other], answer) is None
+    pulled["decode"] += len(other) - 1
+    assert pair.hits() == {"prefill": resumable(first) + resumable(other), **pulled}
+    assert _rows_written(pair["decode"]) == written
+
     # Without a ticket decode loads.
     assert not expected.mismatches(asked(pair["decode"], [second]))
     assert hit_tokens(pair["decode"]) - pulled["decode"] == resumable(second)
@@ -236,6 +244,10 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
         answer = pair["decode"].complete(prompt, NUM_TOKENS, kv_transfer_params=tickets.get(prompt))
         assert compare(expected[prompt], answer) is None, len(prompt)
         assert _stored_tokens(pair["decode"]) - before == resumable(prompt), len(prompt)
+
+
+def _rows_written(client: Client) -> int:
+    return int(client.metrics().get("pdconn:store_rows_written_total", 0))
 
 
 def _stored_tokens(client: Client) -> int:
