@@ -308,7 +308,7 @@ def _remover(root: str | os.PathLike[str], shelf: Shelf) -> Iterator[Callable[[s
         yield partial(accounts.remove, shelf)
     finally:
         accounts.close()
-        (accounts.folder / "writers" / writer).unlink(missing_ok=True)
+        Path(root, "budget", "writers", writer).unlink(missing_ok=True)
 
 
 class _Chains:
