@@ -119,7 +119,7 @@ class StoredEngine:
         self._changed = threading.Condition()
         settings = StoreSettings("unused", 1, staging=staging)
         self.stores = [
-            RankStore(settings, references, rank, rows.open, self._wake)
+            RankStore(settings, references, rank, rows.open, wake=self._wake)
             for rank, references in enumerate(ranks)
         ]
         self._results: list[list[StoreResult]] = [[] for _ in ranks]
