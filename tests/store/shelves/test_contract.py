@@ -155,7 +155,7 @@ def test_settings_open_the_shelf_that_they_name(tmp_path: Path, direct_io: bool 
 
 
 def test_a_shelf_of_another_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreSettingError, match="files or posix or obj"):
+    with pytest.raises(StoreSettingError, match="files or posix"):
         open_shelf(StoreSettings(str(tmp_path), 1 << 30, shelf="tape"))
 
 
