@@ -307,8 +307,7 @@ def _remover(root: str | os.PathLike[str], shelf: Shelf) -> Iterator[Callable[[s
     try:
         yield partial(accounts.remove, shelf)
     finally:
-        accounts.close()
-        Path(root, "budget", "writers", writer).unlink(missing_ok=True)
+        accounts.leave()
 
 
 class _Chains:

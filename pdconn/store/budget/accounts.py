@@ -4,6 +4,7 @@
 
     ROOT/budget/lock              held while anything below is changed
                /ledger            bytes of committed rows, of WA rows among them
+               /commits           rows that are new since the evictor last looked
                /writers/WRITER    bytes that it has reserved, wants, and its capacity;
                                   a shared lock is held by all its processes while they live
 
@@ -11,283 +12,276 @@ The law: committed + reserved of all writers is at most the capacity, and is nev
 bytes that are there.  So every step counts too much before it counts right:
 
 * a part is covered by its writer's reserve before it is made;
-* a row that was committed stays reserved until it is counted as committed;
-* a row is removed, and then counted as removed, under one lock.
+* under one lock, a row is committed, then counted as committed, then reserved no more;
+* under one lock, a row is removed, and then counted as removed.
 
 A process that is killed between two steps leaves a count that is too high.  A *recount* puts it
 right: it lists the rows, and forgets writers of which no process lives, after their parts were
-discarded.  A process that is stopped while it holds the lock stops all others' background
-threads, which then save nothing; no engine waits for the lock.
+discarded.  A process that is stopped while it holds the lock keeps the background threads of
+others from saving anything: each try fails after half a minute.  No engine waits for the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
-import struct
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from pdconn.store.errors import ShelfFailure
-from pdconn.store.format.footer import checksum
-from pdconn.store.format.names import RowKind, RowName
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.budget.locks import (
+    LOCK_WAIT_S,
+    claim_writer,
+    failures,
+    hold_writer,
+    try_lock,
+    wait_lock,
+)
+from pdconn.store.budget.records import (
+    RowCount,
+    Usage,
+    WriterAccount,
+    news_line,
+    parse_news,
+    read_account,
+    read_count,
+    recorded_usage,
+    sum_usage,
+    write_account,
+    write_count,
+)
+from pdconn.store.errors import StoreError
+from pdconn.store.format.names import RowName
+from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 
-_LEDGER = struct.Struct("<8sQQQ")
-_WRITER = struct.Struct("<8sQQQQ")
-_MAGIC = b"pdconnL1"
+__all__ = ["Accounts", "Usage", "hold_writer", "recorded_usage"]
 
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Bytes of a root; ``capacity`` is the smallest that a live writer names."""
-
-    capacity: int
-    committed: int
-    wa: int
-    reserved: int
-    wanted: int
-    num_writers: int
-
-    @property
-    def free(self) -> int:
-        """Bytes that may still be reserved."""
-        return max(0, self.capacity - self.committed - self.reserved)
-
-
-@dataclass(slots=True)
-class _Account:
-    reserved: int
-    wanted: int
-    capacity: int
+log = logging.getLogger(__name__)
 
 
 class Accounts:
     """One writer's way to the accounts of a root.  One thread; calls may wait for other processes.
 
+    Args:
+        capacity: bytes; the smallest that a live writer of the root names counts.
+        wait_s: how long a call waits for the lock.
+
     Raises:
-        ShelfFailure: the accounts cannot be read or written.
+        ShelfFailure: the accounts cannot be read or written, or are locked for too long; nothing
+            was changed then.
     """
 
-    def __init__(self, root: str | Path, writer: str, capacity: int) -> None:
-        self._folder, self._writer = Path(root, "budget"), writer
-        self._own = _Account(0, 0, capacity)
-        with _failures():
+    def __init__(
+        self, root: str | Path, writer: str, capacity: int, wait_s: float = LOCK_WAIT_S
+    ) -> None:
+        self._folder, self._writer, self._wait_s = Path(root, "budget"), writer, wait_s
+        self._own = WriterAccount(0, 0, capacity)
+        self._open = contextlib.ExitStack()
+        with failures(), contextlib.ExitStack() as opened:
             Path(self._folder, "writers").mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(
                 self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
-            with self._locked():  # so that no recount takes a writer for dead that begins
+            opened.callback(os.close, self._lock)
+            with self._locked():
                 self._mine = hold_writer(root, writer)
-                self._write_own()
-
-    @property
-    def folder(self) -> Path:
-        """Where the accounts are."""
-        return self._folder
+                opened.callback(os.close, self._mine)
+                write_account(self._mine, self._own)
+            self._open = opened.pop_all()
 
     def usage(self) -> Usage:
         """As of now."""
         with self._locked():
             return self._usage()
 
+    # Writing
+
     def reserve(self, nbytes: int, wanted: int = 0) -> int:
         """Reserve up to ``nbytes``; those granted.  ``wanted`` more are noted for the evictor."""
         with self._locked():
             granted = min(nbytes, self._usage().free)
-            self._own.reserved += granted
-            self._own.wanted = max(0, nbytes - granted, wanted)
-            self._write_own()
+            self._write_own(granted, max(0, nbytes - granted, wanted))
         return granted
 
     def release(self, nbytes: int) -> None:
         """Reserved bytes are not used."""
         with self._locked():
-            self._own.reserved -= nbytes
-            self._write_own()
+            self._write_own(-nbytes, self._own.wanted)
 
-    def committed(self, nbytes: int, kind: RowKind) -> None:
-        """A row of ours is there now: its bytes are committed, and reserved no more."""
+    def commit(self, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
+        """Give a part, whose bytes we reserved, its name; False if the row was there.
+
+        The bytes of a new row are reserved no more; else they stay reserved.
+
+        Raises:
+            ShelfFailure: it is not committed.
+        """
         with self._locked():
-            committed, wa = self._read_ledger()
-            self._write_ledger(committed + nbytes, wa + nbytes * (kind is RowKind.WA))
-            self._own.reserved -= nbytes
-            self._write_own()
+            self._append_news(row)
+            if not shelf.commit(part.writer, part.part, row.namespace, row.name):
+                return False
+            try:
+                count = read_count(self._folder)
+                if count is not None:
+                    write_count(self._folder, count.plus(row.nbytes, row.name.kind))
+                self._write_own(-row.nbytes, self._own.wanted)
+            except OSError as error:  # the row is there, and stays reserved
+                log.warning("pdconn: store: a row was not counted: %s", error)
+        return True
+
+    # Removing
 
     def remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
         """Remove a row; its bytes."""
         with self._locked():
-            nbytes = shelf.remove(namespace, name)
-            committed, wa = self._read_ledger()
-            wa -= nbytes * (name.kind is RowKind.WA)
-            self._write_ledger(max(0, committed - nbytes), max(0, wa))
-        return nbytes
+            return self._remove(shelf, namespace, name)
+
+    def evict(self, shelf: Shelf, namespace: str, name: RowName) -> int | None:
+        """Remove a row unless there are new ones, which may need it: None then."""
+        with self._locked():
+            return None if self._has_news() else self._remove(shelf, namespace, name)
+
+    def take_news(self) -> list[StoredRow]:
+        """Rows that were committed since the last call.  The evictor alone takes them."""
+        with self._locked():
+            if not self._has_news():
+                return []
+            found = parse_news((self._folder / "commits").read_bytes())
+            os.truncate(self._folder / "commits", 0)
+        return found
+
+    def list_rows(self, shelf: Shelf) -> list[StoredRow]:
+        """Recount; the rows that are there.  News before them are dropped."""
+        with self._locked():
+            rows = self._recount(shelf)[0]
+            if self._has_news():
+                os.truncate(self._folder / "commits", 0)
+        return rows
+
+    # Counting
 
     def recount(self, shelf: Shelf) -> list[str]:
         """Count the rows that are there, and forget the writers that are dead; these."""
         with self._locked():
-            dead = [name for name in self._writers() if self._is_dead(name)]
-            known = set(self._writers()) - set(dead)
-            for part in shelf.parts():
-                if part.writer not in known:
-                    shelf.discard(part.writer, part.part)
-            for name in dead:
-                with contextlib.suppress(FileNotFoundError):
-                    (self._folder / "writers" / name).unlink()
-            committed = wa = 0
-            for row in shelf.rows():
-                committed += row.nbytes
-                wa += row.nbytes * (row.name.kind is RowKind.WA)
-            self._write_ledger(committed, wa)
-        return dead
+            return self._recount(shelf)[1]
 
-    def has_dead(self) -> bool:
-        """Whether a writer is dead, so that a recount would free bytes."""
-        with _failures():
-            return any(self._is_dead(name) for name in self._writers())
+    def is_stale(self) -> bool:
+        """Whether a recount is due: a writer is dead, or the count cannot be read."""
+        with self._locked():
+            if read_count(self._folder) is None:
+                return True
+            for name in self._others():
+                claimed = claim_writer(self._folder / "writers" / name)
+                if claimed is not None:
+                    os.close(claimed)
+                    return True
+        return False
+
+    def try_evictor(self) -> int | None:
+        """A descriptor that makes its holder the evictor of the root; None while there is one."""
+        return try_lock(self._folder / "evictor")
+
+    def leave(self) -> None:
+        """Close, and forget our account: nothing of ours is on its way.
+
+        For a writer of one process, that reserved nothing.
+        """
+        try:
+            with self._locked():
+                (self._folder / "writers" / self._writer).unlink(missing_ok=True)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Leave.  What is reserved is freed by a recount, once no process of ours lives."""
-        if self._mine < 0:
-            return
-        os.close(self._mine)
-        os.close(self._lock)
-        self._mine = -1
+        self._open.close()
+
+    # Under the lock
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with _failures():
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with failures():
+            wait_lock(self._lock, fcntl.LOCK_EX, self._wait_s)
             try:
                 yield
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def _usage(self) -> Usage:
-        committed, wa = self._read_ledger()
-        accounts = [self._read_account(name) for name in self._writers()]
-        found = [account for account in accounts if account is not None]
-        return Usage(
-            min([account.capacity for account in found] + [self._own.capacity]),
-            committed,
-            wa,
-            sum(account.reserved for account in found),
-            sum(account.wanted for account in found),
-            len(found),
-        )
+        others = [read_account(self._folder / "writers" / name) for name in self._others()]
+        accounts = [account for account in others if account is not None]
+        return sum_usage(read_count(self._folder), [*accounts, self._own])
 
-    def _read_ledger(self) -> tuple[int, int]:
-        """Committed bytes and WA bytes; without a ledger everything counts as taken."""
-        return _ledger_in(self._folder) or (1 << 62, 0)
+    def _others(self) -> list[str]:
+        names = os.listdir(self._folder / "writers")
+        return sorted(name for name in names if name != self._writer)
 
-    def _write_ledger(self, committed: int, wa: int) -> None:
-        body = _LEDGER.pack(_MAGIC, committed, wa, 0)[:-8]
-        _replace(self._folder / "ledger", body + struct.pack("<Q", checksum(body)))
+    def _write_own(self, more: int, wanted: int) -> None:
+        """Reserve more, or less; what we remember changes once it is written."""
+        changed = WriterAccount(max(0, self._own.reserved + more), wanted, self._own.capacity)
+        write_account(self._mine, changed)
+        self._own = changed
 
-    def _writers(self) -> list[str]:
-        return sorted(p.name for p in (self._folder / "writers").iterdir() if p.is_file())
+    def _remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
+        nbytes = shelf.remove(namespace, name)
+        count = read_count(self._folder)
+        if count is not None:
+            write_count(self._folder, count.plus(-nbytes, name.kind))
+        return nbytes
 
-    def _read_account(self, writer: str) -> _Account | None:
-        """A writer's account; one that cannot be read counts as none: it was just made."""
-        if writer == self._writer:
-            return self._own
-        return _account_in(self._folder / "writers" / writer)
-
-    def _write_own(self) -> None:
-        own = self._own
-        body = _WRITER.pack(_MAGIC, own.reserved, own.wanted, own.capacity, 0)[:-8]
-        os.pwrite(self._mine, body + struct.pack("<Q", checksum(body)), 0)
-
-    def _is_dead(self, writer: str) -> bool:
-        if writer == self._writer:
-            return False
+    def _append_news(self, row: StoredRow) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(self._folder / "commits", flags, 0o600)
         try:
-            fd = os.open(self._folder / "writers" / writer, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+            line = news_line(row)
+            if os.write(fd, line) < len(line):
+                raise OSError(errno.ENOSPC, "no room for the name of a row")
         finally:
             os.close(fd)
-        return True
 
-
-def recorded_usage(root: str | os.PathLike[str]) -> Usage | None:
-    """What the accounts of a root say, without taking part in them; None if there are none.
-
-    Nothing is locked or written.  Writers that are dead and not yet forgotten count.
-    """
-    folder = Path(root, "budget")
-    found = [_account_in(path) for path in folder.glob("writers/*")]
-    accounts = [account for account in found if account is not None]
-    ledger = _ledger_in(folder)
-    if ledger is None or not accounts:
-        return None
-    return Usage(
-        min(account.capacity for account in accounts),
-        *ledger,
-        sum(account.reserved for account in accounts),
-        sum(account.wanted for account in accounts),
-        len(accounts),
-    )
-
-
-def _ledger_in(folder: Path) -> tuple[int, int] | None:
-    """Committed bytes and WA bytes, or None without a sound ledger."""
-    try:
-        data = (folder / "ledger").read_bytes()
-        magic, committed, wa, digest = _LEDGER.unpack(data)
-    except (OSError, struct.error):
-        return None
-    return (committed, wa) if magic == _MAGIC and checksum(data[:-8]) == digest else None
-
-
-def _account_in(path: Path) -> _Account | None:
-    try:
-        data = path.read_bytes()
-        magic, reserved, wanted, capacity, digest = _WRITER.unpack(data)
-    except (OSError, struct.error):
-        return None
-    if magic != _MAGIC or checksum(data[:-8]) != digest:
-        return None
-    return _Account(reserved, wanted, capacity)
-
-
-def hold_writer(root: str | Path, writer: str) -> int:
-    """A descriptor that shows that a process of ``writer`` lives, until it is closed."""
-    folder = Path(root, "budget", "writers")
-    with _failures():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(folder / writer, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
-
-
-def try_lock(path: Path) -> int | None:
-    """A descriptor that holds ``path`` alone, or None while another process does."""
-    with _failures():
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _has_news(self) -> bool:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-    return fd
+            return os.stat(self._folder / "commits").st_size > 0
+        except FileNotFoundError:
+            return False
 
+    def _recount(self, shelf: Shelf) -> tuple[list[StoredRow], list[str]]:
+        claimed: dict[str, int] = {}
+        try:
+            for name in self._others():
+                fd = claim_writer(self._folder / "writers" / name)
+                if fd is not None:
+                    claimed[name] = fd
+            count = RowCount(self._sort_parts(shelf, set(claimed)), 0)
+            rows = list(shelf.rows())
+            for row in rows:
+                count = count.plus(row.nbytes, row.name.kind)
+            write_count(self._folder, count)
+            for name in claimed:
+                (self._folder / "writers" / name).unlink(missing_ok=True)
+        finally:
+            for fd in claimed.values():
+                os.close(fd)
+        return rows, list(claimed)
 
-def _replace(path: Path, data: bytes) -> None:
-    aside = path.with_name(f"{path.name}.new")
-    aside.write_bytes(data)
-    aside.rename(path)
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ShelfFailure(f"budget: {error}") from error
+    def _sort_parts(self, shelf: Shelf, dead: set[str]) -> int:
+        """Discard parts of dead writers; bytes of parts that are there and not reserved."""
+        live: Counter[str] = Counter()
+        uncovered = 0
+        known = {self._writer, *self._others()} - dead
+        for part in list(shelf.parts()):
+            if part.writer in known:
+                live[part.writer] += part.nbytes
+                continue
+            try:
+                shelf.discard(part.writer, part.part)
+            except StoreError as error:
+                log.warning("pdconn: store: part not removed: part=%s: %s", part.part, error)
+                uncovered += part.nbytes
+        for writer, nbytes in live.items():
+            account = read_account(self._folder / "writers" / writer)
+            uncovered += max(0, nbytes - (0 if account is None else account.reserved))
+        return uncovered

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import StoredRow
 
 Place = tuple[str, RowName]
+_Key = tuple[str, bytes]
+_Order = tuple[float, int, bool]
 
 
 @dataclass(slots=True)
@@ -29,14 +31,23 @@ class _KeptRow:
 
 
 class RowTree:
-    """Rows of all namespaces of a root.  One thread."""
+    """Rows of all namespaces of a root.  One thread.
 
-    def __init__(self) -> None:
+    Candidates of each kind are in a heap, which may hold what has changed since: an entry that
+    is not a leaf's present place in the order is put right, or dropped, when it comes up.
+    """
+
+    def __init__(self, rows: Iterable[StoredRow] = ()) -> None:
         self._rows: dict[Place, _KeptRow] = {}
-        self._after: Counter[tuple[str, bytes]] = Counter()
-        self._windows: set[tuple[str, bytes]] = set()
-        self._full: dict[tuple[str, bytes], Place] = {}
-        self._heap: list[tuple[float, int, int, str, RowName]] = []
+        self._after: Counter[_Key] = Counter()
+        self._full: dict[_Key, Place] = {}
+        self._windows: Counter[_Key] = Counter()
+        self._passed: set[Place] = set()
+        self._heaps: dict[RowKind, list[tuple[_Order, Place]]] = {kind: [] for kind in RowKind}
+        for row in rows:
+            self._insert(row)
+        for place in self._rows:
+            self._offer(place)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -44,84 +55,92 @@ class RowTree:
     def __contains__(self, place: Place) -> bool:
         return place in self._rows
 
-    def add(self, rows: Iterable[StoredRow]) -> None:
-        """Rows are there."""
-        for row in rows:
-            place = row.namespace, row.name
-            if place in self._rows:
-                self._rows[place].used_at = max(row.used_at, self._rows[place].used_at)
-                continue
-            self._rows[place] = _KeptRow(row.nbytes, row.used_at)
-            if row.name.kind is RowKind.WA:
-                self._windows.add((row.namespace, row.name.key))
-            else:
-                self._after[row.namespace, row.name.parent] += 1
-                self._full[row.namespace, row.name.key] = place
+    def used_at(self, place: Place) -> float:
+        """When a row that is there was last used, as far as we know."""
+        return self._rows[place].used_at
+
+    def add(self, row: StoredRow) -> None:
+        """A row is there."""
+        place = row.namespace, row.name
+        if place in self._rows:
+            self.touched(place, row.used_at)
+        else:
+            self._insert(row)
             self._offer(place)
 
-    def touched(self, places: Iterable[Place], now: float) -> None:
-        """Rows were used."""
-        for place in places:
-            if place in self._rows:
-                self._rows[place].used_at = now
+    def touched(self, place: Place, used_at: float) -> None:
+        """A row was used; times before the last are left out."""
+        kept = self._rows.get(place)
+        if kept is not None and used_at > kept.used_at:
+            kept.used_at = used_at
 
     def removed(self, place: Place) -> None:
         """A row is gone."""
         if self._rows.pop(place, None) is None:
             return
+        self._passed.discard(place)
         namespace, name = place
+        key = namespace, name.key
         if name.kind is RowKind.WA:
-            self._windows.discard((namespace, name.key))
-            freed = self._full.get((namespace, name.key))
+            _count_down(self._windows, key)
+            before = self._full.get(key)
         else:
-            del self._full[namespace, name.key]
-            self._after[namespace, name.parent] -= 1
-            freed = self._full.get((namespace, name.parent))
-        if freed is not None:
-            self._offer(freed)
+            self._full.pop(key, None)
+            before = self._full.get((namespace, name.parent))
+            _count_down(self._after, (namespace, name.parent))
+        if before is not None:
+            self._offer(before)
 
-    def victims(self, kind: RowKind | None = None) -> Iterator[Place]:
-        """Leaves, the next to go first; rows that the caller removes meanwhile free others.
+    def passed_over(self, place: Place) -> None:
+        """A row cannot be removed: it is no victim, until another tree is made."""
+        self._passed.add(place)
 
-        ``kind``: of that one alone.
-        """
-        passed = []
-        try:
-            while self._heap:
-                entry = heapq.heappop(self._heap)
-                place = entry[3], entry[4]
-                kept = self._rows.get(place)
-                if kept is None or not self._is_leaf(place):
-                    continue
-                if kept.used_at > entry[0]:
-                    self._offer(place)
-                    continue
-                passed.append(entry)
-                if kind is None or place[1].kind is kind:
-                    yield place
-        finally:
-            for entry in passed:
-                if (entry[3], entry[4]) in self._rows:
-                    heapq.heappush(self._heap, entry)
+    def victim(self, kind: RowKind | None = None) -> Place | None:
+        """The leaf that goes next, or the next of one kind; None if there is none."""
+        kinds = list(RowKind) if kind is None else [kind]
+        tops = [top for top in map(self._top, kinds) if top is not None]
+        return min(tops)[1] if tops else None
 
-    def keep(self, found: Iterable[StoredRow]) -> None:
-        """A new listing: rows that are not in it are gone."""
-        listed = list(found)
-        there = {(row.namespace, row.name) for row in listed}
-        for place in [place for place in self._rows if place not in there]:
-            self.removed(place)
-        self.add(listed)
+    def _top(self, kind: RowKind) -> tuple[_Order, Place] | None:
+        heap = self._heaps[kind]
+        while heap:
+            order, place = heap[0]
+            if place not in self._rows or place in self._passed or not self._is_leaf(place):
+                heapq.heappop(heap)
+            elif (now := self._order(place)) != order:
+                heapq.heapreplace(heap, (now, place))
+            else:
+                return heap[0]
+        return None
+
+    def _insert(self, row: StoredRow) -> None:
+        place = row.namespace, row.name
+        self._rows[place] = _KeptRow(row.nbytes, row.used_at)
+        key = row.namespace, row.name.key
+        if row.name.kind is RowKind.WA:
+            self._windows[key] += 1
+        else:
+            self._full[key] = place
+            self._after[row.namespace, row.name.parent] += 1
+
+    def _offer(self, place: Place) -> None:
+        if self._is_leaf(place):
+            heapq.heappush(self._heaps[place[1].kind], (self._order(place), place))
 
     def _is_leaf(self, place: Place) -> bool:
         namespace, name = place
         if name.kind is RowKind.WA:
             return True
         key = namespace, name.key
-        return not self._after[key] and key not in self._windows
+        return not self._after[key] and not self._windows[key]
 
-    def _offer(self, place: Place) -> None:
-        kept = self._rows.get(place)
-        if kept is not None and self._is_leaf(place):
-            namespace, name = place
-            is_fa = int(name.kind is RowKind.FA)
-            heapq.heappush(self._heap, (kept.used_at, -name.index, is_fa, namespace, name))
+    def _order(self, place: Place) -> _Order:
+        """By use; at one time from the end of a prefix, WA first.  Never goes down."""
+        _, name = place
+        return self._rows[place].used_at, -name.index, name.kind is RowKind.FA
+
+
+def _count_down(counter: Counter[_Key], key: _Key) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.allowance import Allowance
 from pdconn.store.budget.evictions import Evictor
-from pdconn.store.engine.commits import Committed
 from pdconn.store.format.footer import row_nbytes
 from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowName
 from pdconn.store.settings import StoreSettings
-from pdconn.store.shelf.base import Shelf, StoredRow
+from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 
 _RECOUNT_S = 600.0
 _LOOK_S = 5.0
-"""How often it is looked for dead writers."""
+"""How often it is looked for dead writers, and for a count that cannot be read."""
 _ROWS = 4
 """Rows of each kind that an allowance is good for at least."""
 
@@ -63,18 +62,17 @@ class RootBudget:
         now = self._clock()
         if now - self._looked_at >= _LOOK_S:
             self._looked_at = now
-            if now - self._counted_at >= _RECOUNT_S or accounts.has_dead():
+            if now - self._counted_at >= _RECOUNT_S or accounts.is_stale():
                 accounts.recount(shelf)
                 self._counted_at = now
         gone = evictor.step(shelf)
         self._allowance.top_up(accounts)
         return [name for where, name in gone if where == namespace]
 
-    def committed(self, row: Committed) -> None:
-        """The row is there: count it."""
-        accounts, evictor = self._opened()
-        accounts.committed(row.nbytes, row.name.kind)
-        evictor.added(StoredRow(row.namespace, row.name, row.nbytes, self._now()))
+    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+        """Commit a part of taken bytes; False, and they stay taken, if the row was there."""
+        row = StoredRow(namespace, name, part.nbytes, self._now())
+        return self._opened()[0].commit(shelf, part, row)
 
     def release(self, nbytes: int) -> None:
         """Taken bytes were not written, or the row was there already."""

@@ -24,7 +24,7 @@ from pdconn.store.errors import RowDamaged, StoreError
 from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined, row_nbytes
 from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowKind, RowName
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.base import Shelf, StoredPart
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ _AHEAD = 4
 
 
 class CommitBudget(Protocol):
-    """What commits tell the byte budget: reserved bytes became a row's, or are free again."""
+    """What commits ask of the byte budget: reserved bytes become a row's, or are free again."""
 
-    def committed(self, row: Committed) -> None: ...
+    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool: ...
 
     def release(self, nbytes: int) -> None: ...
 
@@ -161,14 +161,15 @@ class Committer:
         data = memoryview(bytearray(encode_footer(footer)))
         shelf.write(self._writer, row.part, [(layout.data_nbytes, data)])
         nbytes = self._nbytes[row.name.kind]
-        is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
+        if self._budget is None:
+            is_new = shelf.commit(self._writer, row.part, batch.namespace, row.name)
+        else:
+            part = StoredPart(self._writer, row.part, nbytes)
+            is_new = self._budget.commit(shelf, part, batch.namespace, row.name)
         made = Committed(batch.namespace, row.name, nbytes, is_new)
         self._catalogue.saved(row.name)
-        if self._budget is not None:
-            if is_new:
-                self._budget.committed(made)
-            else:
-                self._budget.release(nbytes)
+        if self._budget is not None and not is_new:
+            self._budget.release(nbytes)
         return made
 
     def _give_up(self, shelf: Shelf, row: SaveRow) -> None:
@@ -176,5 +177,6 @@ class Committer:
             shelf.discard(self._writer, row.part)
         except StoreError as error:
             log.warning("pdconn: store: part not removed: part=%s: %s", row.part, error)
+            return  # its bytes are there, and stay reserved
         if self._budget is not None:
             self._budget.release(self._nbytes[row.name.kind])

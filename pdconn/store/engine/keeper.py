@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pdconn.store.engine.catalogue import Catalogue
-from pdconn.store.engine.commits import Committed, Committer, SaveBatch
+from pdconn.store.engine.commits import Committer, SaveBatch
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import StoreError
 from pdconn.store.format.names import RowName
-from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.base import Shelf, StoredPart
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class Budget(Protocol):
     def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
         """Top up, evict; rows of ``namespace`` that were evicted."""
 
-    def committed(self, row: Committed) -> None:
-        """Taken bytes are a row's now, which may be evicted one day."""
+    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+        """Commit a part of taken bytes, to be evicted one day; False if the row was there."""
 
     def release(self, nbytes: int) -> None:
         """Taken bytes are free again."""

@@ -75,6 +75,10 @@ class Shelf(Protocol):
         """Note that the rows were used now; those that are gone are left out."""
         ...
 
+    def used_at(self, namespace: str, name: RowName) -> float | None:
+        """When the row was last used (seconds, epoch); None if there is no such row."""
+        ...
+
     def remove(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had, 0 if it was gone."""
         ...

@@ -142,6 +142,19 @@ class FilesShelf(FileParts):
                 raise failure("touch", path, error) from error
             self._recent.add(path)
 
+    def used_at(self, namespace: str, name: RowName) -> float | None:
+        """When the row was last used; None if there is no such row.
+
+        Raises:
+            ShelfFailure: it cannot be told.
+        """
+        path = self._row(namespace, name)
+        try:
+            found = None if path is None else regular(path)
+        except OSError as error:
+            raise failure("look at", str(path), error) from error
+        return None if found is None else found.st_mtime
+
     def remove(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had, 0 if it was gone.
 

@@ -95,6 +95,11 @@ class MemoryShelf:
                 if row is not None:
                     row.used_at = now
 
+    def used_at(self, namespace: str, name: RowName) -> float | None:
+        """When the row was last used; None if there is no such row."""
+        row = self._shared.rows.get((namespace, name))
+        return None if row is None else row.used_at
+
     def remove(self, namespace: str, name: RowName) -> int:
         """Remove the row; the bytes that it had, 0 if it was gone."""
         with self._shared.lock:

@@ -16,7 +16,8 @@ class EndlessBudget:
     def step(self, shelf: Any, namespace: str) -> list[Any]:
         return []
 
-    def committed(self, row: Any) -> None: ...
+    def commit(self, shelf: Any, part: Any, namespace: str, name: Any) -> bool:
+        return bool(shelf.commit(part.writer, part.part, namespace, name))
 
     def release(self, nbytes: int) -> None: ...
 
