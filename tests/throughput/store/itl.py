@@ -130,9 +130,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--streams", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=250, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=1200, help="of each stream")
     parser.add_argument("--prompt", type=int, default=800, help="tokens of each new prompt")
-    parser.add_argument("--rate", type=float, default=1.0, help="new prompts a second")
+    parser.add_argument("--rate", type=float, default=2.0, help="new prompts a second")
     parser.add_argument("--json", type=Path, help="write the rounds there, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:

@@ -2,12 +2,12 @@
 
     python -m tests.throughput.store.shelves --json shelves.json
 
-One thread reads as many bytes in rows of each size, as a rank's reader does: open the file, read
-data and footer into staging, verify every slab's checksum.  In turns with it within one run:
-plain ``preadv`` of the same files past the page cache, and ``fs_io_C``, the batch functions of
-vLLM's own fs tier, over files of as many bytes (it verifies nothing), past the page cache and
-through it.  Cold: the files' pages are dropped from the page cache before.  Warm: they were read
-just before.
+One thread reads as many bytes in rows of each size, as a rank does, and two do, as every rank has:
+open the file, read data and footer into staging, verify every slab's checksum.  In turns with
+these within one run: plain ``preadv`` of the same files past the page cache, and ``fs_io_C``, the
+batch functions of vLLM's own fs tier, over files of as many bytes (it verifies nothing), past the
+page cache and through it.  Cold: the files' pages are dropped from the page cache before.  Warm:
+they were read just before.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from pdconn.store.format.layout import Layer, RowLayout, Section
 from pdconn.store.format.names import NO_KEY, RowKind, RowName
 from pdconn.store.rank.shares import RowShare
 from pdconn.store.rank.staging import HostArea
+from pdconn.store.rank.store import NUM_READERS
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows
 from registration.references import AttentionKind
@@ -70,9 +72,10 @@ class Files:
     def __init__(self, root: Path, share: RowShare, count: int) -> None:
         self.share, self._root = share, root
         self.staging = HostArea(count * share.nbytes)
-        self.footer = HostArea(share.footer_nbytes)
+        areas = [HostArea(share.footer_nbytes) for _ in range(NUM_READERS)]
+        self._footers = [area.view(0, share.footer_nbytes) for area in areas]
         self.plain = [root / f"plain-{number}" for number in range(count)]
-        self._shelf = FilesShelf(root / "shelf")
+        self._shelves = [FilesShelf(root / "shelf") for _ in range(NUM_READERS)]
         self.names = [self._save(number) for number in range(count)]
         os.sync()
         self.rows = sorted(root.glob("shelf/rows/*/*/*/*"))
@@ -91,10 +94,11 @@ class Files:
         tokens = range(number * TOKENS, (number + 1) * TOKENS)
         footer = Footer("ns", name, tokens, share.nbytes, np.array(sums, dtype=np.uint64))
         part = f"part-{number}"
-        self._shelf.begin("writer", part, share.nbytes + share.footer_nbytes)
+        shelf = self._shelves[0]
+        shelf.begin("writer", part, share.nbytes + share.footer_nbytes)
         ranges = [(0, memoryview(data)), (share.nbytes, memoryview(encode_footer(footer)))]
-        self._shelf.write("writer", part, ranges)
-        self._shelf.commit("writer", part, "ns", name)
+        shelf.write("writer", part, ranges)
+        shelf.commit("writer", part, "ns", name)
         return name
 
     def drop_pages(self) -> None:
@@ -114,13 +118,18 @@ class Files:
 
     # Readers
 
-    def read_rows(self) -> None:
+    def read_rows(self, threads: int = 1) -> None:
         """As a rank that has not read them before; every row is verified."""
-        self._shelf._recent = RecentRows()
-        footer = self.footer.view(0, self.share.footer_nbytes)
-        for number, name in enumerate(self.names):
-            data = self.view(number)
-            self._shelf.read("ns", name, self.share.ranges(data, footer))
+        with ThreadPoolExecutor(threads) as pool:
+            for read in [pool.submit(self._read_rows, at, threads) for at in range(threads)]:
+                read.result()
+
+    def _read_rows(self, first: int, step: int) -> None:
+        shelf, footer = self._shelves[first], self._footers[first]
+        shelf._recent = RecentRows()
+        for number in range(first, len(self.names), step):
+            data, name = self.view(number), self.names[number]
+            shelf.read("ns", name, self.share.ranges(data, footer))
             self.share.check(data, footer, "ns", name)
 
     def read_device(self) -> None:
@@ -149,6 +158,7 @@ def measure(sizes: Sequence[str], rounds: int, mib: int, root: Path) -> list[Rat
             files = Files(Path(folder), share, count)
             readers: dict[str, Callable[[], None]] = {
                 "store": files.read_rows,
+                "store, 2 threads": partial(files.read_rows, NUM_READERS),
                 "device": files.read_device,
                 "fs_io_C, O_DIRECT": partial(files.read_fs_io, direct=True),
                 "fs_io_C, buffered": partial(files.read_fs_io, direct=False),
