@@ -1,7 +1,9 @@
 """Bytes that may be written at once: reserved in advance, taken without a system call.
 
-The engine's thread takes; a background thread reserves more, up to a target that follows what
-was asked for and could not be given.
+The engine's thread takes; a background thread reserves more, up to a target that doubles when
+something could not be given, and falls back slowly when all was::
+
+    share of the capacity, a few rows  <=  target  <=  a quarter of the capacity, by writers
 """
 
 from __future__ import annotations
@@ -9,9 +11,17 @@ from __future__ import annotations
 import threading
 
 from pdconn.store.budget.accounts import Accounts
+from pdconn.store.budget.records import Usage
+from pdconn.store.errors import StoreError
 
 _SHARE = 16
-"""An allowance is at most one byte of so many, divided by the number of writers."""
+"""An allowance is one byte of so many, divided by the number of writers, until more is missed."""
+
+_MOST = 4
+"""As :data:`_SHARE`, of what an allowance may become."""
+
+_FALL = 32
+"""Demand falls by one part of so many at each step: to half in 10 s of an idle engine."""
 
 
 class Allowance:
@@ -21,7 +31,8 @@ class Allowance:
         """``least``: bytes that are kept ready where the capacity has room for them."""
         self._least = least
         self._ready = 0
-        self._missed = 0
+        self._has_missed = False
+        self._demand = self._target = 0
         self._lock = threading.Lock()
 
     @property
@@ -33,7 +44,7 @@ class Allowance:
         """Whether ``nbytes`` may be written."""
         with self._lock:
             if self._ready < nbytes:
-                self._missed += nbytes
+                self._has_missed = True
                 return False
             self._ready -= nbytes
             return True
@@ -44,25 +55,37 @@ class Allowance:
             self._ready += nbytes
 
     def top_up(self, accounts: Accounts) -> None:
-        """Reserve up to the target, and return what is above it.  May wait for the accounts."""
+        """Reserve up to the target, and return what is far above it.  May wait for the accounts.
+
+        Raises:
+            ShelfFailure: neither was done.
+        """
         usage = accounts.usage()
-        most = usage.capacity // (_SHARE * max(1, usage.num_writers))
         with self._lock:
-            missed, self._missed = self._missed, 0
-            target = min(max(most, self._least), usage.capacity // 2)
-            if missed:
-                target = min(max(target, missed), usage.capacity // 4)
+            target = self._next_target(usage)
             lacking = target - self._ready
+            excess = 0
+            if -lacking > target // 4:
+                excess = -lacking
+                self._ready -= excess
         if lacking > 0:
             self.give_back(accounts.reserve(lacking))
-        elif -lacking > target:
-            with self._lock:
-                excess = min(self._ready, -lacking)
-                self._ready -= excess
-            accounts.release(excess)
+        elif excess:
+            try:
+                accounts.release(excess)
+            except StoreError:
+                self.give_back(excess)
+                raise
 
-    def empty(self) -> int:
-        """Take all that is ready; how much."""
-        with self._lock:
-            taken, self._ready = self._ready, 0
-        return taken
+    def _next_target(self, usage: Usage) -> int:
+        if self._has_missed:
+            self._demand = 2 * self._target
+        else:
+            self._demand -= self._demand // _FALL
+        self._has_missed = False
+        num_writers = max(1, usage.num_writers)
+        usual = max(usage.capacity // (_SHARE * num_writers), self._least)
+        most = usage.capacity // (_MOST * num_writers)
+        most = max(most, min(self._least, usage.capacity // (2 * num_writers)))
+        self._target = min(max(usual, self._demand), most)
+        return self._target

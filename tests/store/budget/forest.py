@@ -1,0 +1,28 @@
+"""Rows of made-up prefixes."""
+
+from __future__ import annotations
+
+import random
+
+from pdconn.store.format.names import NO_KEY, RowKind, RowName
+
+NAMESPACES = ("ns-1", "ns-2")
+
+
+def key_of(path: tuple[int, ...]) -> bytes:
+    """The key of the prefix that takes these branches."""
+    return random.Random(repr(path)).randbytes(16) if path else NO_KEY
+
+
+def row_of(path: tuple[int, ...], kind: RowKind = RowKind.FA) -> RowName:
+    """The row at the end of a prefix of one block or more."""
+    return RowName(kind, key_of(path), key_of(path[:-1]), len(path) - 1)
+
+
+def needs(name: RowName, other: RowName) -> bool:
+    """Whether ``other`` is of no use without ``name``."""
+    if name.kind is RowKind.WA:
+        return False
+    if other.kind is RowKind.WA:
+        return other.key == name.key
+    return other.index == name.index + 1 and other.parent == name.key
