@@ -7,6 +7,9 @@ a shared system prompt and grows turn by turn; each policy gets the same trace w
 tokens, so that no policy finds the cache of another.  Cached tokens are those of the
 engines' own counters.  Every answer is compared with that of one engine alone.
 
+``--stores off on`` asks the same trace again of engines that share a store; ``--num-blocks`` few
+enough make their own caches forget, as those of busy engines do.
+
 With one engine per role the only choice is whether to hand over: a turn whose prefix decode
 has cached needs no prefill.
 """
@@ -45,6 +48,7 @@ class Row:
     """One policy's trace."""
 
     policy: str
+    store: str
     requests: int
     prompt_tokens: int
     alone: int
@@ -76,7 +80,9 @@ def conversations(count: int, turns: int, shift: int) -> Iterator[list[int]]:
 
 
 @contextmanager
-def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]]]:
+def engines(
+    directory: Path, num_blocks: int, store: str
+) -> Iterator[tuple[Engine, Engine, Engine, list[str]]]:
     """Alone, prefill and decode, and the words that name the last two to a router."""
     model = write_model(directory)
     ports = free_ports(8)
@@ -89,11 +95,14 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]
             "endpoint": f"tcp://*:{events}",
             "replay_endpoint": f"tcp://*:{replay}",
         }
-        transfer = {
+        transfer: dict[str, object] = {
             "kv_connector": "PdConnector",
             "kv_connector_module_path": "pdconn.vllm",
             "kv_role": role,
         }
+        if store == "on":
+            kept = {"root": str(directory / "root"), "capacity": "8GiB", "min_tokens": 128}
+            transfer["kv_connector_extra_config"] = {"store": kept | {"block_tokens": 128}}
         extra = ("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publishing))
         members.append(
             f"http://{LOCALHOST}:{port},events=tcp://{{host}}:{events},replay=tcp://{{host}}:{replay}"
@@ -106,7 +115,7 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]
             kv_transfer_config=transfer if role else None,
             one_process=True,
             prefix_caching=role is not None,
-            num_blocks=600,
+            num_blocks=num_blocks if role else None,
             block_tokens=BLOCK,
             max_model_len=LONGEST + ANSWER_TOKENS + BLOCK,
             args=extra if role else (),
@@ -122,7 +131,10 @@ def engines(directory: Path) -> Iterator[tuple[Engine, Engine, Engine, list[str]
 
 
 def run(
-    policy: str, prompts: Sequence[list[int]], fleet: tuple[Engine, Engine, Engine, list[str]]
+    policy: str,
+    store: str,
+    prompts: Sequence[list[int]],
+    fleet: tuple[Engine, Engine, Engine, list[str]],
 ) -> Row:
     """Ask a trace through the router, then the engine alone."""
     alone, prefill, decode, members = fleet
@@ -133,7 +145,7 @@ def run(
         client = Client(url)
         for number, prompt in enumerate(prompts):
             answers.append(client.stream(prompt, ANSWER_TOKENS))
-            _say(f"{policy}: {number + 1} of {len(prompts)}")
+            _say(f"{policy}, store {store}: {number + 1} of {len(prompts)}")
             time.sleep(0.05)
         name = 'pdconn_router_direct_requests_total{reason="prefix_held"}'
         held = _labelled(Client(admin_url(url)).get("/metrics"), name)
@@ -149,6 +161,7 @@ def run(
         wrong += compare(single.complete(prompt, ANSWER_TOKENS, top=1), answer.answer) is not None
     return Row(
         policy,
+        store,
         len(prompts),
         total,
         int(held),
@@ -185,18 +198,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--policies", nargs="+", default=["round-robin", "prefix"])
+    parser.add_argument("--stores", nargs="+", choices=["off", "on"], default=["off"])
+    parser.add_argument("--num-blocks", type=int, default=600, help="of each engine")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as directory, engines(Path(directory)) as fleet:
-        rows = [
-            run(policy, list(conversations(args.conversations, args.turns, number)), fleet)
-            for number, policy in enumerate(args.policies)
-        ]
+    rows = []
+    for store in args.stores:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            engines(Path(directory), args.num_blocks, store) as fleet,
+        ):
+            for number, policy in enumerate(args.policies):
+                prompts = list(conversations(args.conversations, args.turns, number))
+                rows.append(run(policy, store, prompts, fleet))
     print(file=sys.stderr)
     print(
         table(
             [
                 "policy",
+                "store",
                 "requests",
                 "prompt\ntokens",
                 "by decode\nalone",
@@ -210,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             [
                 [
                     row.policy,
+                    row.store,
                     str(row.requests),
                     str(row.prompt_tokens),
                     str(row.alone),
