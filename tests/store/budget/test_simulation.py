@@ -19,7 +19,7 @@ from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 from tests.store.budget.roots import SimulatedEngine, Wrong, simulate
 
-SEEDS = range(40)
+SEEDS = range(25)
 
 Patch = pytest.MonkeyPatch
 
