@@ -91,7 +91,7 @@ class KVCacheDataReference:
         tensor: index of the tensor reference it lies in.
         offset: bytes from the start of a block row to head 0, token 0.
         nbytes: unpadded bytes of the chunk in one block, all heads.
-        num_heads: heads held here; 1 for MLA and for state.
+        num_heads: heads held here, or parts of a state; 1 for MLA.
         first_head: the model-wide index of the first of them.
         head_stride: bytes from one head to the next.
         token_stride: bytes from one stored token to the next within a head, or
@@ -264,10 +264,17 @@ class AttentionChunk:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A recurrent state inside a layer's page: moved whole or not at all."""
+    """A recurrent state inside a layer's page, or a piece of it: moved whole or not at all.
+
+    A piece that tensor parallelism divides consists of ``num_heads`` parts of equal size, one
+    behind the other, of which the first is part ``first_head`` of the model's.  ``offset``
+    counts from the start of the page, ``nbytes`` are those of all parts.
+    """
 
     nbytes: int
     offset: int = 0
+    num_heads: int = 1
+    first_head: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +365,18 @@ def _reference(
 ) -> KVCacheDataReference:
     offset = layer.offset + chunk.offset
     if isinstance(chunk, StateChunk):
+        heads, each = chunk.num_heads, chunk.nbytes // chunk.num_heads
         return KVCacheDataReference(
-            layer.layer, number, tensor, offset, chunk.nbytes, 1, 0, chunk.nbytes, None, None
+            layer.layer,
+            number,
+            tensor,
+            offset,
+            chunk.nbytes,
+            heads,
+            chunk.first_head,
+            each,
+            None,
+            None,
         )
     return KVCacheDataReference(
         layer.layer,

@@ -30,6 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.messages import Described
+from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
@@ -88,10 +89,13 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = transfer.engine_id
         if settings.store is not None:
             self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
+        has_states = any(keeps_states(kv_cache_config))
         if transfer.is_kv_producer:
             self._shutdown.watch()
             sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self._producer = ProducerScheduler(settings, transfer.engine_id, incarnation, sizes)
+            self._producer = ProducerScheduler(
+                settings, transfer.engine_id, incarnation, sizes, has_states=has_states
+            )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
             self._consumer = ConsumerScheduler(
@@ -99,6 +103,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 recompute=transfer.kv_load_failure_policy == "recompute",
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 max_model_len=vllm_config.model_config.max_model_len,
+                has_states=has_states,
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -143,8 +148,18 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._consumer.arrived(request)
         else:
             drop_wrong_params(request)
+        if self._producer is not None:
+            self._producer.arrived(request)
         if self._store is not None:
             self._store.arrived(request)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether a pull completes a local hit of which some groups have less than others.
+
+        It brings the states whatever is held; windows it brings from the end of the hit on.
+        """
+        return may_lag(self._kv_cache_config)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A pull restores every group that takes part in transfers."""
@@ -246,13 +261,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._consumer.finished(request)
         if self._store is not None:
             self._store.finished(request)
+        if self._producer is None:
+            return False, None
+        ticket = None
         params = request.kv_transfer_params
-        if self._producer is None or not params or not params.get("do_remote_decode"):
-            return False, None
-        if request.status not in _PREFILLED:
-            return False, None
-        ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        return False, self._producer.lend(request, ids)
+        if params and params.get("do_remote_decode") and request.status in _PREFILLED:
+            ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
+            ticket = self._producer.lend(request, ids)
+        self._producer.finished(request)
+        return False, ticket
 
     # Worker side
 

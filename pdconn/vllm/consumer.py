@@ -59,15 +59,23 @@ class ConsumerScheduler:
             such requests fail.
         prefix_caching: whether a finished pull can be hit by the next request.
         max_model_len: tokens of the longest prompt that the engine takes.
+        has_states: whether the model keeps recurrent states, of which there is one, after
+            the last token that prefill has computed.
     """
 
     def __init__(
-        self, incarnation: str, recompute: bool, prefix_caching: bool, max_model_len: int
+        self,
+        incarnation: str,
+        recompute: bool,
+        prefix_caching: bool,
+        max_model_len: int,
+        has_states: bool = False,
     ) -> None:
         self._incarnation = incarnation
         self._recompute = recompute
         self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
+        self._has_states = has_states
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
@@ -188,7 +196,7 @@ class ConsumerScheduler:
         if tracked.checked or tracked.ticket is None:
             return
         tracked.checked = True
-        tracked.problem = _problem(request, tracked.ticket)
+        tracked.problem = _problem(request, tracked.ticket, self._has_states)
         if tracked.problem is not None:
             name = shown(request.request_id)
             log.warning("pdconn: ticket of %s is wrong: %s", name, tracked.problem)
@@ -228,15 +236,16 @@ def _key(ticket: Ticket) -> tuple[str, str]:
     return ticket.incarnation, ticket.request_id
 
 
-def _problem(request: Any, ticket: Ticket) -> str | None:
+def _problem(request: Any, ticket: Ticket, has_states: bool) -> str | None:
     """Why the ticket cannot be this request's, or None."""
     if has_embeddings(request):
         return EMBEDDINGS
-    if ticket.num_tokens < request.num_prompt_tokens - 1:
-        error = TicketError(
-            "remote_num_tokens", f"at least {request.num_prompt_tokens - 1}", ticket.num_tokens
-        )
-        return str(error)
+    wanted = request.num_prompt_tokens - 1
+    if ticket.num_tokens < wanted:
+        return str(TicketError("remote_num_tokens", f"at least {wanted}", ticket.num_tokens))
+    if has_states and ticket.num_tokens > wanted:
+        expected = f"{wanted}, since states of later tokens are of no use"
+        return str(TicketError("remote_num_tokens", expected, ticket.num_tokens))
     digest = prompt_digest(request)
     if ticket.prompt != digest:
         return str(TicketError("pdconn.prompt", digest, ticket.prompt))

@@ -17,6 +17,10 @@ vLLM makes a request of each answer of a best-of-n request (``n > 1``), and show
 the ticket of the child that finishes last.  Which one that is, and how many there are, the
 engine does not know.  So the first child that finishes is lent, and its siblings, which have
 the same prompt, return its ticket.
+
+Decode computes the last prompt token itself, to have something to sample from.  A recurrent
+state that has seen that token already would see it twice, so where the model has states prefill
+leaves the token out: it computes the prompt without it.
 """
 
 from __future__ import annotations
@@ -35,7 +39,13 @@ from pdconn.protocol.ticket import BlockList, Ticket, check_block_count, max_blo
 from pdconn.puller.verification import Verify
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.config import Settings
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
+from pdconn.vllm.prompt import (
+    EMBEDDINGS,
+    has_embeddings,
+    parent_of,
+    prompt_digest,
+    without_last_token,
+)
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
@@ -97,6 +107,7 @@ class ProducerScheduler:
         engine_id: the engine's name in tickets.
         incarnation: this boot's name in tickets.
         sizes: TP and PP size, put in tickets for proxies that look.
+        has_states: whether the model keeps recurrent states.
         clock: seconds that never go back.
     """
 
@@ -106,12 +117,16 @@ class ProducerScheduler:
         engine_id: str,
         incarnation: str,
         sizes: tuple[int, int],
+        *,
+        has_states: bool = False,
         clock: Callable[[], float] = steady,
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._sizes = sizes
+        self._has_states = has_states
+        self._shortened: dict[str, str] = {}
         self._said_of_stop: bool | None = None
         self._lender: Lender | None = None
         self._pool: Any = None
@@ -147,6 +162,29 @@ class ProducerScheduler:
             is_summing=self._settings.verify is not Verify.OFF,
         )
         log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
+
+    def arrived(self, request: Any) -> None:
+        """A request entered the engine: leave its last prompt token to decode, if it must be.
+
+        The ticket names the whole prompt.  A prompt of one token is computed, and is of no use
+        to decode, which asks for none of it.
+        """
+        params = request.kv_transfer_params
+        if (
+            self._has_states
+            and params
+            and params.get("do_remote_decode")
+            and request.num_prompt_tokens > 1
+            and request.prompt_token_ids is not None
+            and request.request_id not in self._shortened
+            and not request.skip_reading_prefix_cache  # decode computes such a prompt itself
+        ):
+            self._shortened[request.request_id] = prompt_digest(request)
+            without_last_token(request)
+
+    def finished(self, request: Any) -> None:
+        """The request left the engine, and was lent if it was to be."""
+        self._shortened.pop(request.request_id, None)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Pin and lend a finished request's blocks; the ticket, or None without blocks."""
@@ -277,6 +315,6 @@ class ProducerScheduler:
             self._settings.side_channel_host,
             self._settings.side_channel_port,
             request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
-            prompt_digest(request),
+            self._shortened.get(request.request_id) or prompt_digest(request),
             blocks,
         )

@@ -50,3 +50,15 @@ def parent_of(request_id: str) -> str | None:
     """
     child = _CHILD.fullmatch(request_id)
     return child.group(1) if child else None
+
+
+def without_last_token(request: Any) -> None:
+    """Shorten the prompt of a request that was not scheduled yet by a token.
+
+    The engine computes one token after it, and ends the request.  Block hashes stay: they are
+    of full blocks, and vLLM uses no more of them than there are computed tokens.
+    """
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1

@@ -12,11 +12,16 @@ vLLM has freed what lies outside the window of the *next* token, N::
 It happens whenever N - window + 1 is a multiple of the block size (for chunked
 attention, when N is a multiple of the chunk: the whole chunk is dropped).  Prefill
 therefore frees as if one token fewer had been computed.
+
+A state is another matter: one that has seen the last token cannot be taken back, so prefill
+leaves that token to decode (:mod:`pdconn.vllm.producer`).
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from pdconn.vllm.blocks.kinds import is_state
 
 
 def keep_window_of_last_token(kv_cache_manager: Any) -> int:
@@ -30,6 +35,8 @@ def keep_window_of_last_token(kv_cache_manager: Any) -> int:
     """
     changed = 0
     for manager in kv_cache_manager.coordinator.single_type_managers:
+        if is_state(manager.kv_cache_spec):
+            continue
         if manager.get_num_skipped_tokens(1 << 30) > 0:
             _delay_by_one(manager)
             changed += 1

@@ -30,9 +30,11 @@ from pdconn.store.budget.accounts import hold_writer
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
-from pdconn.vllm.compat_metadata import block_traits
+from pdconn.vllm.blocks.geometry import kv_cache_references
+from pdconn.vllm.blocks.heads import total_kv_heads
+from pdconn.vllm.blocks.states import num_groups, state_chunks
+from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
-from pdconn.vllm.geometry import kv_cache_references, total_kv_heads
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
@@ -312,6 +314,12 @@ class PdWorker:
             kv_caches,
             layout=layout.name,
             total_kv_heads=partial(total_kv_heads, model),
+            states=partial(
+                state_chunks,
+                num_groups=num_groups(model.hf_text_config),
+                tp_rank=tp_rank,
+                tp_size=parallel.tensor_parallel_size,
+            ),
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
             opaque_tokens=self._config.device_config.device_type == "cpu",

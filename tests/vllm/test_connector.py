@@ -21,7 +21,9 @@ def connector(role: str) -> Any:
     made._producer = made._consumer = made._store = None
     made._loading_from_store = set()
     if role != "decode":
-        made._producer = SimpleNamespace(unpin_freed=lambda: None)
+        made._producer = SimpleNamespace(
+            unpin_freed=lambda: None, arrived=lambda request: None, finished=lambda request: None
+        )
     if role != "prefill":
         made._consumer = ConsumerScheduler("here", True, False, max_model_len=2048)
     return made

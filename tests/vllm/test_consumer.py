@@ -305,3 +305,12 @@ def test_requests_without_a_ticket_are_left_alone() -> None:
     side.allocated(asked, BLOCKS, 0)
     side.finished(asked)
     assert len(side) == 0
+
+
+@pytest.mark.parametrize(("computed", "taken"), [(38, False), (39, True), (40, False)])
+def test_states_are_of_the_last_token_that_prefill_computed(computed: int, taken: bool) -> None:
+    """Those of a prefill engine that computed the whole prompt would see its last token twice."""
+    side = ConsumerScheduler("here", True, False, MAX_MODEL_LEN, has_states=True)
+    asked = request(remote_num_tokens=computed)
+    side.arrived(asked)
+    assert side.matched(asked, 0) == ((39, True) if taken else (0, False))

@@ -23,8 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from pdconn.vllm.compat_metadata import block_traits
-from pdconn.vllm.geometry import _first_head, kv_cache_references, total_kv_heads
+from pdconn.vllm.blocks.geometry import kv_cache_references
+from pdconn.vllm.blocks.heads import first_head, total_kv_heads
+from pdconn.vllm.blocks.traits import block_traits
 from registration import AttentionKind, RegistrationError
 
 ATTENTION: dict[str, Any] = {
@@ -45,6 +46,7 @@ def described(spec: Any) -> Any:
         {},
         layout="LBHNC",
         total_kv_heads=lambda layer: 2,
+        states=lambda spec: (),
         tp_rank=0,
         tp_size=1,
         opaque_tokens=False,
@@ -88,7 +90,7 @@ def test_ranks_hold_heads_in_order_and_replicas_share(
     heads: int, total: int | None, tp: int, firsts: list[int]
 ) -> None:
     spec = FullAttentionSpec(**{**ATTENTION, "num_kv_heads": heads})
-    assert [_first_head(spec, total, rank, tp) for rank in range(tp)] == firsts
+    assert [first_head(spec, total, rank, tp) for rank in range(tp)] == firsts
 
 
 @pytest.mark.parametrize(("heads", "total"), [(4, None), (2, 8), (8, 8)])
@@ -96,7 +98,7 @@ def test_heads_that_cannot_be_determined_are_refused(heads: int, total: int | No
     """A layer with other heads than the model's other layers, over two ranks."""
     spec = FullAttentionSpec(**{**ATTENTION, "num_kv_heads": heads})
     with pytest.raises(RegistrationError, match=f"KV heads: {heads} on a rank of 2"):
-        _first_head(spec, total, 1, 2)
+        first_head(spec, total, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_layers_that_differ_in_their_heads_are_split_over_ranks(rank: int) -> No
     firsts = []
     for heads, total in zip((4, 4, 4, 4, 4, 1), layer_heads(gemma_4(), 6), strict=True):
         spec = FullAttentionSpec(**{**ATTENTION, "num_kv_heads": heads})
-        firsts.append(_first_head(spec, total, rank, 2))
+        firsts.append(first_head(spec, total, rank, 2))
     assert firsts == [4 * rank] * 5 + [rank]
 
 

@@ -33,6 +33,7 @@ from pdconn.protocol.messages import (
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
+from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
 
@@ -109,7 +110,7 @@ def clock() -> Clock:
 def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[ProducerScheduler]:
     [port] = free_ports(1)
     settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
-    made = ProducerScheduler(settings, "p", "boot", (1, 1), clock)
+    made = ProducerScheduler(settings, "p", "boot", (1, 1), clock=clock)
     made.bind(pool)
     geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
     made.serve(Welcome.of("p", "boot", {}, (geometry,)))
@@ -399,3 +400,64 @@ def test_a_prefill_engine_leaves_other_parameters_alone(
     drop_wrong_params(asked)
     assert asked.kv_transfer_params == params
     assert not caplog.messages
+
+
+# Prompts of models with states
+
+
+def state_request(*prompt: int, **changes: Any) -> Any:
+    """As vLLM's, of which prefill is asked for."""
+    made = request("r", prompt)
+    made._all_token_ids = list(prompt)
+    made.kv_transfer_params = {"do_remote_decode": True}
+    made.max_tokens, made.skip_reading_prefix_cache = 9, False
+    return SimpleNamespace(**{**vars(made), **changes})
+
+
+def with_states() -> ProducerScheduler:
+    [port] = free_ports(1)
+    settings = read_settings({}, "127.0.0.1", port, 0)
+    return ProducerScheduler(settings, "p", "boot", (1, 1), has_states=True)
+
+
+def test_a_model_with_states_leaves_the_last_token_to_decode(
+    pool: Pool, lending: ProducerScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ticket names the whole prompt, and the tokens that were computed."""
+    monkeypatch.setattr(lending, "_has_states", True)
+    whole, made = prompt_digest(state_request(7, 8, 9)), state_request(7, 8, 9)
+    lending.arrived(made)
+    lending.arrived(made)  # as a request that was preempted might
+    assert (made.prompt_token_ids, made._all_token_ids) == ([7, 8], [7, 8])
+    assert (made.num_prompt_tokens, made.max_tokens) == (2, 1)
+    made.num_computed_tokens = 2
+    params = lending.lend(made, ([1],))
+    assert params is not None
+    ticket = parse_ticket(params, 8)
+    assert (ticket.num_tokens, ticket.prompt) == (2, whole)
+    lending.finished(made)
+    assert lending._shortened == {}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        state_request(7),
+        state_request(7, 8, 9, skip_reading_prefix_cache=True),
+        state_request(7, 8, 9, kv_transfer_params=None),
+        state_request(7, 8, 9, kv_transfer_params={"do_remote_prefill": True}),
+        state_request(7, 8, 9, prompt_token_ids=None),
+    ],
+    ids=["one token", "computed by decode", "no hand-over", "decode", "embeddings"],
+)
+def test_other_prompts_are_computed_whole(made: Any) -> None:
+    before = made._all_token_ids[:]
+    with_states().arrived(made)
+    assert made._all_token_ids == before
+    assert made.max_tokens == 9
+
+
+def test_a_model_without_states_computes_the_whole_prompt(lending: ProducerScheduler) -> None:
+    made = state_request(7, 8, 9)
+    lending.arrived(made)
+    assert made.prompt_token_ids == [7, 8, 9]

@@ -6,6 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+
 from pdconn.vllm.retention import keep_window_of_last_token
 
 
@@ -13,6 +18,7 @@ class Manager:
     """Frees blocks outside the window, as vLLM's managers do."""
 
     max_admission_blocks_per_request: int | None = 9
+    kv_cache_spec: object = None
 
     def __init__(self, block_tokens: int, num_blocks: int, window: int | None, chunk: bool) -> None:
         self.block_tokens, self.window, self.chunk = block_tokens, window, chunk
@@ -72,3 +78,13 @@ def test_full_attention_is_left_alone() -> None:
     assert keep_window_of_last_token(SimpleNamespace(coordinator=coordinator)) == 0
     assert manager.remove_skipped_blocks == before
     assert manager.max_admission_blocks_per_request == 9
+
+
+def test_a_state_is_left_alone() -> None:
+    """Its manager would keep one token more as well; prefill leaves decode that token instead."""
+    spec = MambaSpec(block_size=2, shapes=((4,),), dtypes=(torch.float32,))
+    for kept_spec, changed in ((spec, 0), (None, 1)):
+        manager = Manager(2, 4, 1, chunk=False)
+        manager.kv_cache_spec = kept_spec
+        coordinator = SimpleNamespace(single_type_managers=[manager])
+        assert keep_window_of_last_token(SimpleNamespace(coordinator=coordinator)) == changed

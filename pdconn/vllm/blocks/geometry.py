@@ -12,25 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheTensor,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, MambaSpec
 
+from pdconn.vllm.blocks.heads import first_head
+from pdconn.vllm.blocks.kinds import kind_of, layer_spec
 from registration.references import (
     AttentionChunk,
-    AttentionKind,
     GroupMemory,
     KVCacheReferences,
     LayerMemory,
     RegistrationError,
+    StateChunk,
     build_kv_cache_references,
 )
 from transport import HOST, Device, Memory
@@ -39,24 +31,13 @@ if TYPE_CHECKING:
     import torch
 
 
-_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
-
-_KINDS = {
-    FullAttentionSpec: AttentionKind.FULL,
-    SinkFullAttentionSpec: AttentionKind.FULL,
-    MLAAttentionSpec: AttentionKind.FULL,
-    SlidingWindowSpec: AttentionKind.SLIDING_WINDOW,
-    SlidingWindowMLASpec: AttentionKind.SLIDING_WINDOW,
-    ChunkedLocalAttentionSpec: AttentionKind.CHUNKED_LOCAL,
-}
-
-
 def kv_cache_references(
     config: KVCacheConfig,
     kv_caches: dict[str, torch.Tensor],
     *,
     layout: str,
     total_kv_heads: Callable[[str], int | None],
+    states: Callable[[Any], tuple[StateChunk, ...]],
     tp_rank: int,
     tp_size: int,
     opaque_tokens: bool,
@@ -69,6 +50,8 @@ def kv_cache_references(
         layout: the resolved layout's name.
         total_kv_heads: gives a layer's KV heads in the whole model, before tensor
             parallelism; None where they are not known.
+        states: gives the chunks of a state layer's page from its specification
+            (:func:`pdconn.vllm.blocks.states.state_chunks`).
         opaque_tokens: whether the backend packs tokens inside a head's block, as
             vLLM's CPU kernels do, so that a block can only move whole.
 
@@ -84,75 +67,17 @@ def kv_cache_references(
         for name in group.layer_names:
             if name not in placed:
                 continue  # shares another layer's cache, and that one is described
-            spec = _layer_spec(specs, name)
-            first_head = _first_head(spec, total_kv_heads(name), tp_rank, tp_size)
-            chunk = _chunk(spec, layout, placed[name], first_head, opaque_tokens)
-            layers.append(_layer(name, placed[name], kv_caches[name], config, chunk))
-        kind, window = _kind(_layer_spec(specs, group.layer_names[0]))
+            spec = layer_spec(specs, name)
+            chunks: tuple[AttentionChunk | StateChunk, ...]
+            if isinstance(spec, MambaSpec):
+                chunks = states(spec)
+            else:
+                first = first_head(spec, total_kv_heads(name), tp_rank, tp_size)
+                chunks = (_chunk(spec, layout, placed[name], first, opaque_tokens),)
+            layers.append(_layer(name, placed[name], kv_caches[name], config, chunks))
+        kind, window = kind_of(layer_spec(specs, group.layer_names[0]))
         groups.append(GroupMemory(kind, window, specs.block_size, tuple(layers)))
     return build_kv_cache_references(groups)
-
-
-def total_kv_heads(model: Any, layer: str) -> int | None:
-    """KV heads of ``layer`` in the whole model; None when its config names several numbers.
-
-    Where layers differ and ``transformers`` says so (Gemma 4), its config refuses to name one
-    number, and vLLM knows every layer's.  A drafter's layers come after the model's.
-    """
-    if model.use_mla:
-        return 1
-    arch = model.model_arch_config
-    if getattr(arch, "per_layer_overrides", None) is not None:
-        index = next(int(part) for part in layer.split(".") if part.isdecimal())
-        of_the_model = index < arch.total_num_hidden_layers
-        return int(arch[index].total_num_kv_heads) if of_the_model else None
-    total: int = model.get_total_num_kv_heads()
-    names = [name for name in vars(model.hf_text_config) if name.endswith(_HEAD_COUNTS)]
-    counts = {getattr(model.hf_text_config, name) for name in names} - {None}
-    return total if counts <= {total} else None
-
-
-def _layer_spec(spec: Any, name: str) -> Any:
-    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _kind(spec: Any) -> tuple[AttentionKind, int | None]:
-    """What a layer keeps, and its window.  A kind of cache is served once it is known.
-
-    Raises:
-        RegistrationError: a spec that keeps something else than one row per token, or
-            a state, which decode's recomputing of the last token would advance twice.
-    """
-    kind = _KINDS.get(type(spec))
-    if kind is None:
-        known = ", ".join(known.__name__ for known in _KINDS)
-        raise RegistrationError(
-            f"KV cache spec: expected one of {known}, got {type(spec).__name__}: pdconn "
-            f"does not know yet how to hand such a cache over"
-        )
-    if kind is AttentionKind.SLIDING_WINDOW:
-        return kind, spec.sliding_window
-    if kind is AttentionKind.CHUNKED_LOCAL:
-        return kind, spec.attention_chunk_size
-    return kind, None
-
-
-def _first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: int) -> int:
-    """The model-wide index of this rank's first head; ranks with replicas share one.
-
-    Raises:
-        RegistrationError: which heads the rank holds cannot be determined.
-    """
-    heads: int = spec.num_heads
-    if tp_size == 1:
-        return 0
-    if total_kv_heads is None or heads != max(1, total_kv_heads // tp_size):
-        raise RegistrationError(
-            f"KV heads: {heads} on a rank of {tp_size}, of {total_kv_heads or 'varying numbers'} "
-            f"in the model: layers that differ in their heads need tensor_parallel_size 1"
-        )
-    shards = getattr(spec, "max_tp_shards", None) or total_kv_heads // heads
-    return int(tp_rank * min(tp_size, shards) // tp_size * heads)
 
 
 def _chunk(
@@ -196,14 +121,14 @@ def _layer(
     tensor: KVCacheTensor,
     view: torch.Tensor,
     config: KVCacheConfig,
-    chunk: AttentionChunk,
+    chunks: tuple[AttentionChunk | StateChunk, ...],
 ) -> LayerMemory:
     storage = view.untyped_storage()
     allocation = Memory(storage.data_ptr(), storage.nbytes(), _device(view))
     num_blocks = config.num_blocks_of(tensor)
     offset = tensor.offset + tensor.layers.index(name) * tensor.layer_stride
-    made = LayerMemory(name, allocation, offset, tensor.block_stride, num_blocks, (chunk,))
-    _check_view(made, view, chunk)
+    made = LayerMemory(name, allocation, offset, tensor.block_stride, num_blocks, chunks)
+    _check_view(made, view)
     return made
 
 
@@ -215,20 +140,23 @@ def _device(view: torch.Tensor) -> Device:
     return Device("cuda", view.device.index or 0)
 
 
-def _check_view(layer: LayerMemory, view: torch.Tensor, chunk: AttentionChunk) -> None:
+def _check_view(layer: LayerMemory, view: torch.Tensor) -> None:
     """Hold our arithmetic against the strides of the engine's own view."""
     if view.shape[0] != layer.num_blocks:
         raise RegistrationError(
             f"{layer.layer}: expected {layer.num_blocks} blocks, got {view.shape[0]}: the "
             f"attention backend splits blocks; set --block-size to its kernel's block size"
         )
-    size = view.element_size()
-    expected = (layer.offset, layer.block_stride, chunk.head_stride)
-    seen = (
+    size, stride = view.element_size(), layer.block_stride
+    expected: list[int] = [layer.offset, stride]
+    seen = [
         view.data_ptr() - layer.allocation.base,
-        view.stride(0) * size if layer.num_blocks > 1 else layer.block_stride,
-        view.stride(1) * size if chunk.num_heads > 1 else chunk.head_stride,
-    )
+        view.stride(0) * size if layer.num_blocks > 1 else stride,
+    ]
+    for chunk in layer.chunks:
+        if isinstance(chunk, AttentionChunk) and chunk.num_heads > 1:
+            expected.append(chunk.head_stride)
+            seen.append(view.stride(1) * size)
     if expected != seen:
         raise RegistrationError(
             f"{layer.layer}: expected offset, block and head stride {expected}, got {seen}"

@@ -1,0 +1,46 @@
+"""Which of the model's KV heads a rank holds, by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from registration.references import RegistrationError
+
+_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+
+
+def total_kv_heads(model: Any, layer: str) -> int | None:
+    """KV heads of ``layer`` in the whole model; None when its config names several numbers.
+
+    Where layers differ and ``transformers`` says so (Gemma 4), its config refuses to name one
+    number, and vLLM knows every layer's.  A drafter's layers come after the model's.
+    """
+    if model.use_mla:
+        return 1
+    arch = model.model_arch_config
+    if getattr(arch, "per_layer_overrides", None) is not None:
+        index = next(int(part) for part in layer.split(".") if part.isdecimal())
+        of_the_model = index < arch.total_num_hidden_layers
+        return int(arch[index].total_num_kv_heads) if of_the_model else None
+    total: int = model.get_total_num_kv_heads()
+    names = [name for name in vars(model.hf_text_config) if name.endswith(_HEAD_COUNTS)]
+    counts = {getattr(model.hf_text_config, name) for name in names} - {None}
+    return total if counts <= {total} else None
+
+
+def first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: int) -> int:
+    """The model-wide index of this rank's first head; ranks with replicas share one.
+
+    Raises:
+        RegistrationError: which heads the rank holds cannot be determined.
+    """
+    heads: int = spec.num_heads
+    if tp_size == 1:
+        return 0
+    if total_kv_heads is None or heads != max(1, total_kv_heads // tp_size):
+        raise RegistrationError(
+            f"KV heads: {heads} on a rank of {tp_size}, of {total_kv_heads or 'varying numbers'} "
+            f"in the model: layers that differ in their heads need tensor_parallel_size 1"
+        )
+    shards = getattr(spec, "max_tp_shards", None) or total_kv_heads // heads
+    return int(tp_rank * min(tp_size, shards) // tp_size * heads)

@@ -1,0 +1,75 @@
+"""Kinds of KV cache by vLLM's specifications."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from registration.references import AttentionKind, RegistrationError
+
+_KINDS = {
+    FullAttentionSpec: AttentionKind.FULL,
+    SinkFullAttentionSpec: AttentionKind.FULL,
+    MLAAttentionSpec: AttentionKind.FULL,
+    SlidingWindowSpec: AttentionKind.SLIDING_WINDOW,
+    SlidingWindowMLASpec: AttentionKind.SLIDING_WINDOW,
+    ChunkedLocalAttentionSpec: AttentionKind.CHUNKED_LOCAL,
+    MambaSpec: AttentionKind.STATE,
+}
+
+
+def layer_spec(spec: Any, name: str) -> Any:
+    """The specification of one layer of a group."""
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def kind_of(spec: Any) -> tuple[AttentionKind, int | None]:
+    """What a layer keeps, and its window.  A kind of cache is served once it is known.
+
+    Raises:
+        RegistrationError: a spec that keeps something else than one row per token or a state.
+    """
+    kind = _KINDS.get(type(spec))
+    if kind is None:
+        known = ", ".join(known.__name__ for known in _KINDS)
+        raise RegistrationError(
+            f"KV cache spec: expected one of {known}, got {type(spec).__name__}: pdconn "
+            f"does not know yet how to hand such a cache over"
+        )
+    if kind is AttentionKind.SLIDING_WINDOW:
+        return kind, spec.sliding_window
+    if kind is AttentionKind.CHUNKED_LOCAL:
+        return kind, spec.attention_chunk_size
+    return kind, None
+
+
+def is_state(spec: Any) -> bool:
+    """Whether layers of the specification keep a recurrent state."""
+    return isinstance(spec, MambaSpec)
+
+
+def keeps_states(config: KVCacheConfig) -> Iterator[bool]:
+    """Of each group that is transferred, whether it keeps states."""
+    for group in config.transfer_groups:
+        yield is_state(layer_spec(group.kv_cache_spec, group.layer_names[0]))
+
+
+def may_lag(config: KVCacheConfig) -> bool:
+    """Whether every group that may hold less of a prompt than full attention keeps states."""
+    found = set()
+    for group in config.transfer_groups:
+        spec = layer_spec(group.kv_cache_spec, group.layer_names[0])
+        found.add(_KINDS.get(type(spec)))
+    return found == {AttentionKind.FULL, AttentionKind.STATE}
