@@ -22,6 +22,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -49,6 +50,8 @@ def register() -> None:
         KVConnectorFactory.register_connector("PdConnector", "pdconn.vllm.connector", "PdConnector")
     if os.environ.get("PDCONN_CPU_LAYOUTS") == "1":
         allow_cpu_layouts()
+    if os.environ.get("PDCONN_CPU_STATES") == "1":
+        split_prefills_for_states()
     if os.environ.get("PDCONN_PATIENT_READERS") == "1":
         let_readers_sleep()
     if os.environ.get("PDCONN_FORK_ENGINES") == "1":
@@ -107,6 +110,24 @@ def allow_cpu_layouts() -> None:
         return layouts
 
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported_kv_cache_layouts)
+
+
+def split_prefills_for_states() -> None:
+    """Let vLLM keep the states of Mamba2 layers for its prefix cache on a CPU.
+
+    On a GPU a pass over a prompt exports the state at a block's end from within.  The CPU's
+    scan has no such states, and the engine ends with an IndexError; without the export vLLM
+    ends the pass there, as it does for other layers.
+    """
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    exporting = MambaMixer2.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: MambaMixer2, vllm_config: Any) -> Any:
+        spec = exporting(self, vllm_config)
+        return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+    MambaMixer2.get_kv_cache_spec = get_kv_cache_spec
 
 
 def fork_engines() -> None:
