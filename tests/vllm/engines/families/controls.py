@@ -1,0 +1,35 @@
+"""Connectors that are wrong about states, for controls: named by ``kv_connector_module_path``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdconn.vllm.connector import PdConnector
+
+
+class WholePrompt(PdConnector):
+    """Prefill computes the last prompt token too, and decode takes what it lends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for side in (self._producer, self._consumer):
+            if side is not None:
+                side._has_states = False
+
+
+class FlippedState(PdConnector):
+    """After every pull one bit of every state of the first state layer is another."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        states = [view for view in kv_caches.values() if view.shape[1] == view.shape[2] == 1]
+        self._flipped = states[0].view(torch.uint8)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if results.finished_recving:
+            # The exponent of a float32 at the beginning of the convolution's window.
+            self._flipped[..., 3] ^= 0x04
+        return results

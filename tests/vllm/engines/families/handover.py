@@ -1,0 +1,114 @@
+"""A hand-over of a family's model, against one engine alone.
+
+The engine alone generates one token more, and what is handed over is the prompt with the first
+of them: both sides then compute that token in a step of its own, from the KV and states of the
+prompt.  So kernels that compute a prompt and a step differently make no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pdconn.lab.client import Client, prefill_then_decode
+from pdconn.lab.compare import TOLERANCE, Answer, Mismatch, compare
+from pdconn.lab.engine import running
+from pdconn.lab.ports import free_ports
+from pdconn.lab.spec import EngineSpec
+from tests.vllm.engines.engines import LEASE_S, cache_beside, transfer_config
+from tests.vllm.engines.families.models import Family
+
+MAX_MODEL_LEN = 2048
+NUM_TOKENS = 8
+COARSE = 0.02
+"""Nats between right answers of a model in bfloat16."""
+
+Prompt = tuple[int, ...]
+
+
+def engine(
+    name: str,
+    family: Family,
+    model: Path,
+    role: str | None,
+    *,
+    ranks: int = 1,
+    prefix_caching: bool = False,
+    connector: str | None = None,
+    layout: str = "LBHNC",
+    **extra: Any,
+) -> EngineSpec:
+    """One engine; ``connector`` is a class of :mod:`tests.vllm.engines.families.controls`."""
+    port, side = free_ports(2)
+    transfer = None
+    if role is not None:
+        lease = {"kv_lease_duration": LEASE_S} if role == "kv_producer" else {}
+        transfer = transfer_config(role, policy="fail", **{"verify": "always", **lease, **extra})
+        if connector is not None:
+            transfer["kv_connector"] = connector
+            transfer["kv_connector_module_path"] = "tests.vllm.engines.families.controls"
+    return EngineSpec(
+        name=name,
+        model=model,
+        port=port,
+        side_channel_port=side if role == "kv_producer" else None,
+        kv_transfer_config=transfer,
+        layout=layout,
+        prefix_caching=prefix_caching,
+        tensor_parallel=ranks,
+        one_process=ranks == 1,
+        max_model_len=MAX_MODEL_LEN,
+        block_tokens=family.block_tokens,
+        args=("--dtype", family.dtype, *family.args),
+        env={"PDCONN_CPU_STATES": "1", "VLLM_SERVER_DEV_MODE": "1"},
+    )
+
+
+class Handover:
+    """Engines of one model, by name; ``alone`` has no connector."""
+
+    def __init__(self, family: Family, clients: dict[str, Client]) -> None:
+        self.family, self.clients = family, clients
+
+    def expected(self, prompt: Prompt) -> tuple[Prompt, Answer]:
+        """What to hand over, and the right answer to it."""
+        whole = self.clients["alone"].complete(prompt, NUM_TOKENS + 1)
+        rest = Answer(whole.tokens[1:], whole.logprobs[1:], whole.top[1:])
+        return (*prompt, whole.tokens[0]), rest
+
+    def mismatches(
+        self, prompts: Sequence[Prompt], prefill: str = "prefill", decode: str = "decode"
+    ) -> list[tuple[int, Mismatch]]:
+        """How answers after a hand-over differ, by the prompt's tokens."""
+        tolerance = COARSE if self.family.dtype == "bfloat16" else TOLERANCE
+        found = []
+        for prompt in prompts:
+            longer, want = self.expected(prompt)
+            seen = prefill_then_decode(
+                self.clients[prefill], self.clients[decode], longer, NUM_TOKENS
+            )
+            if (difference := compare(want, seen, tolerance)) is not None:
+                found.append((len(longer), difference))
+        return found
+
+    def metric(self, name: str, engine: str = "decode") -> float:
+        """A counter of ours."""
+        return self.clients[engine].metrics().get(f"pdconn:{name}", 0.0)
+
+
+@contextmanager
+def handing_over(
+    family: Family, work: Path, specs: Sequence[EngineSpec], model: Path
+) -> Iterator[Handover]:
+    """Run ``specs`` and an engine alone."""
+    alone = engine("alone", family, model, None)
+    with running([alone, *specs], work, cache=cache_beside(model)) as started:
+        yield Handover(family, {each.spec.name: Client(each.url) for each in started})
+
+
+def boundaries(*sizes: int) -> list[int]:
+    """Lengths of prompts around multiples of blocks, windows and chunks; and others."""
+    edges = {size + step for size in sizes for step in (-1, 0, 1)}
+    return sorted({1, 2, 5, 300, 1500, *edges} - {0})
