@@ -272,14 +272,14 @@ def _pulled(
         moved += plan.moved
         runs += plan.num_runs if laid_out else _num_runs(part[0], plan.moved)
         sent.update({rank: spans.total_bytes for rank, spans in plan.reads})
-    cost = Cost(moved.full + moved.window, runs, moved.saved_by_window, moved.saved_by_hits)
+    cost = Cost(moved.nbytes, runs, moved.saved_by_window, moved.saved_by_hits)
     sources = frozenset(one.their_rank for one in templates)
     return _Pulled(cost, sent, sources, templates[0].their_block_tokens if templates else None)
 
 
 def _num_runs(template: Template, moved: Moved) -> int:
     """Runs of the sub-blocks that make up ``moved``."""
-    return (moved.full + moved.window) // template.sub_block_nbytes * len(template.nbytes)
+    return moved.nbytes // template.sub_block_nbytes * len(template.nbytes)
 
 
 def _as_one_run(template: Template) -> Template:

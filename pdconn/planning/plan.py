@@ -56,7 +56,7 @@ class Need:
 class Moved:
     """Bytes of a plan, and bytes that it did not have to move.
 
-    ``full`` and ``window`` are pulled bytes by attention kind.  ``saved_by_window``
+    ``full``, ``window`` and ``state`` are pulled bytes by attention kind.  ``saved_by_window``
     are bytes of blocks that no window reaches any more, ``saved_by_hits`` bytes of
     blocks that the receiver holds already.
     """
@@ -65,6 +65,12 @@ class Moved:
     window: int = 0
     saved_by_window: int = 0
     saved_by_hits: int = 0
+    state: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes pulled."""
+        return self.full + self.window + self.state
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(
@@ -72,6 +78,7 @@ class Moved:
             self.window + other.window,
             self.saved_by_window + other.saved_by_window,
             self.saved_by_hits + other.saved_by_hits,
+            self.state + other.state,
         )
 
 
@@ -151,8 +158,11 @@ class Pairing:
 
     def _moved(self, template: Template, pairs: _Pairs) -> Moved:
         each = template.sub_block_nbytes
-        windowed = self.ours.groups[template.our_group].window is not None
+        group = self.ours.groups[template.our_group]
+        windowed = group.window is not None
         pulled = len(pairs.ours) * each
+        if group.kind is AttentionKind.STATE:
+            return Moved(state=pulled)
         return Moved(
             full=0 if windowed else pulled,
             window=pulled if windowed else 0,

@@ -39,6 +39,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "pulls": ("pdconn:pulls", "KV pulls received, per rank."),
     "full": ("pdconn:full_attention_bytes", "Bytes pulled of full-attention groups."),
     "window": ("pdconn:window_bytes", "Bytes pulled of windowed groups."),
+    "state": ("pdconn:state_bytes", "Bytes pulled of recurrent states."),
     "saved_by_window": ("pdconn:saved_by_window_bytes", "Bytes that no window needs."),
     "saved_by_hits": ("pdconn:saved_by_hits_bytes", "Bytes that decode held already."),
     "lent": ("pdconn:leases_granted", "Leases granted: prompts lent."),
@@ -119,7 +120,7 @@ class PdStats(KVConnectorStats):
         for name, value in (
             ("transfer_s", record.transfer_s),
             ("post_s", record.post_s),
-            ("nbytes", moved.full + moved.window),
+            ("nbytes", moved.nbytes),
             ("descriptors", record.num_descriptors),
             ("claim_s", record.claim_s),
             ("plan_s", record.plan_s),
@@ -127,7 +128,7 @@ class PdStats(KVConnectorStats):
         ):
             self.data["seen"].setdefault(name, []).append(value)
         self.count("pulls")
-        for name in ("full", "window", "saved_by_window", "saved_by_hits"):
+        for name in ("full", "window", "state", "saved_by_window", "saved_by_hits"):
             self.count(name, getattr(moved, name))
 
     def reset(self) -> None:

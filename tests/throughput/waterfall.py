@@ -170,7 +170,7 @@ def _pull(
         ended - received,
         freed - received,
         ended - began,
-        record.moved.full + record.moved.window,
+        record.moved.nbytes,
         record.num_descriptors,
     )
 
