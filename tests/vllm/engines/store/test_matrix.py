@@ -196,7 +196,7 @@ def pair(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
     root = work / "pair-store"
     specs = [
         store_engine("prefill", model, root, layout="BHLNC", role="kv_producer"),
-        store_engine("decode", model, root, layout="LBHNC", role="kv_consumer", policy="recompute"),
+        store_engine("decode", model, root, layout="LBHNC", role="kv_consumer"),
     ]
     with _fleet(specs, root, work / "store-pair", model) as started:
         yield started
@@ -238,7 +238,7 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
     tickets = {prompt: prefill_only(pair["prefill"], prompt) for prompt in (other, late)}
     assert all(tickets.values())
     wait_for_rows(pair.root, num_rows([second, other, late]))
-    pair.engines["prefill"].kill()
+    pair.engines["prefill"].kill()  # under vLLM's default policy, a pull that fails would show
     for prompt in (first, other, late):
         before = _stored_tokens(pair["decode"])
         answer = pair["decode"].complete(prompt, NUM_TOKENS, kv_transfer_params=tickets.get(prompt))
