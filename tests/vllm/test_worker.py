@@ -46,7 +46,7 @@ def test_a_lender_that_cannot_be_read_from_stops_its_engine() -> None:
 def test_what_came_of_claims_is_reported_while_the_engine_idles() -> None:
     """An engine that waits for nothing else sleeps until then, and its scheduler hears of it."""
     with Pair() as pair:
-        worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)  # type: ignore[arg-type]
+        worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)
         worker._puller = pair.puller
         ticket = pair.lend("r")
         gone = replace(ticket, request_id="never lent")
