@@ -57,6 +57,7 @@ def generate(
         for position in range(len(known) - 1, len(known) + DRAFTS):
             made._write(known + drafts, position, ids)
         made.step(passed=True)
+        made._until(lambda: not made.pinned, lambda: None)  # read as this pass left them
         before, accepted = before + 1 + DRAFTS, right + 1
     made.settle()
     made.store.finished("drafted")
