@@ -155,6 +155,24 @@ def test_what_an_engine_holds_itself_is_not_loaded(fleet: Fleet, expected: Expec
     assert hit_tokens(few) - before == resumable(prompt) - held
 
 
+def test_two_ranks_pull_with_a_ticket_and_load_when_it_is_consumed(
+    fleet: Fleet, expected: Expected
+) -> None:
+    """Both ranks are refused the second time, before anything is promised: nothing fails."""
+    [prompt] = prompts(48, (5 * TOKENS + 7,))
+    saved, two = fleet.saved(), fleet["two"]
+    ticket = prefill_only(fleet["one"], prompt)
+    assert ticket
+    wait_for_rows(fleet.root, saved + num_rows([prompt]))
+    for stored, gone in ((0, 0), (resumable(prompt), 1)):
+        before = _stored_tokens(two)
+        answer = two.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        assert not expected.mismatches({prompt: answer})
+        assert _stored_tokens(two) - before == stored
+        assert two.metrics().get("pdconn:tickets_gone_total", 0) == gone
+    assert two.metrics()["pdconn:pulls_total"] == 2, "one of each rank"
+
+
 def test_few_blocks_are_filled_from_the_store_again_and_again(
     fleet: Fleet, expected: Expected
 ) -> None:
