@@ -204,6 +204,11 @@ class Pull:
         self.wanted = False
         self._reason: str | None = None
 
+    @property
+    def reason(self) -> str | None:
+        """Why it failed."""
+        return self._reason
+
     def welcomed(self, now: float) -> list[Effect]:
         """The lender's geometry is known and fits; our transport connects to it."""
         if self.state is PullState.GREETING:

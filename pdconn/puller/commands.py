@@ -19,11 +19,16 @@ class ClaimTicket:
 
     Posted as soon as the request is known, so that waiting in the engine's queue costs
     nothing and greeting a new peer overlaps with it.
+
+    Attributes:
+        is_awaited: whether the engine waits for the claim before it gives the request blocks:
+            each rank tells then whether it was granted, and whether it was lost since.
     """
 
     request: str
     pull: str
     ticket: Ticket
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdconn.lifecycle.pull import Effect, Pull, SendClaim, SendConfirm, SendRenew, ToLender
+from pdconn.lifecycle.pull import (
+    Effect,
+    Pull,
+    PullState,
+    SendClaim,
+    SendConfirm,
+    SendRenew,
+    ToLender,
+)
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Moved, Need, Plan
 from pdconn.protocol.messages import (
@@ -21,7 +29,7 @@ from pdconn.protocol.messages import (
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.peers import Peer
 from pdconn.puller.reads import ReadSettled, Summed
-from pdconn.puller.results import PullRecord
+from pdconn.puller.results import ClaimOutcome, PullRecord
 from pdconn.puller.verification import Verification
 from transport import ReadStats, TransportError
 
@@ -70,6 +78,8 @@ class PullEntry:
         plan: or why there is none.
         reading: reads that have not settled.
         alarm: when the entry is looked at, at the latest.
+        is_awaited: whether the engine is to be told what comes of the claim.
+        told: the state of the machine that it was told of last.
     """
 
     request: str
@@ -85,6 +95,8 @@ class PullEntry:
     reading: int = 0
     error: str | None = None
     alarm: float | None = None
+    is_awaited: bool = False
+    told: PullState | None = None
 
     def message(self, effect: ToLender) -> FromReader:
         """What the lender is sent."""
@@ -96,6 +108,20 @@ class PullEntry:
         if isinstance(effect, SendConfirm):
             return Confirm(effect.seq, request, self.reader, self.digest)
         return Done(request, self.reader, self.digest)
+
+    def claim_outcome(self) -> ClaimOutcome | None:
+        """What the engine must be told of its claim now; nothing once it wants the blocks.
+
+        From then on the pull is reported, received or failed.
+        """
+        machine = self.machine
+        if not self.is_awaited or machine.wanted or machine.state is self.told:
+            return None
+        if machine.state not in (PullState.HELD, PullState.FAILED):
+            return None
+        self.told = machine.state
+        reader = self.reader
+        return ClaimOutcome(self.request, reader.pull, reader.rank, machine.reason)
 
     def make_plan(self, clock: Callable[[], float]) -> None:
         """Plan the reads; what is wrong with them is kept instead."""

@@ -133,6 +133,7 @@ class Pulls:
             Pull(self._patience, now, verify=self._verifier.is_on),
             peer,
             Measured(claimed=now),
+            is_awaited=command.is_awaited,
         )
         self._entries[request] = self._by_pull[command.pull] = entry
         peer.pulls[request] = None
@@ -152,6 +153,7 @@ class Pulls:
 
     def _cancel(self, request: str) -> None:
         if (entry := self._entries.get(request)) is not None:
+            entry.is_awaited = False
             self._perform(entry, entry.machine.fail("cancelled", self._clock()))
             self._forget_if_over(entry, even_if_unasked=True)
 
@@ -305,6 +307,8 @@ class Pulls:
             for effect in effects:
                 following += self._perform_one(entry, effect)
             effects = following
+        if (outcome := entry.claim_outcome()) is not None:
+            self.reports.append(outcome)
         if entry.machine.state in ENDED:
             self._forget_if_over(entry)
         else:

@@ -48,7 +48,20 @@ class Released:
     request: str
 
 
-Report = PullRecord | FailedPull | Released
+@dataclass(frozen=True, slots=True)
+class ClaimOutcome:
+    """What came of an awaited claim at ``rank``: it was granted, or there is a ``problem``.
+
+    A claim that was granted and is lost before its blocks are known is told a second time.
+    """
+
+    request: str
+    pull: str
+    rank: int
+    problem: str | None = None
+
+
+Report = PullRecord | FailedPull | Released | ClaimOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +72,13 @@ class PullResults:
         records: pulls that were received.
         failed: pulls that were not.
         released: requests whose quarantine is over.
+        claims: awaited claims that were granted, refused or lost.
     """
 
     records: tuple[PullRecord, ...]
     failed: tuple[FailedPull, ...]
     released: tuple[str, ...]
+    claims: tuple[ClaimOutcome, ...] = ()
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> PullResults:
@@ -73,6 +88,7 @@ class PullResults:
             tuple(report for report in reports if isinstance(report, PullRecord)),
             tuple(report for report in reports if isinstance(report, FailedPull)),
             tuple(report.request for report in reports if isinstance(report, Released)),
+            tuple(report for report in reports if isinstance(report, ClaimOutcome)),
         )
 
     @property

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from pdconn.lifecycle.pull import Patience
-from pdconn.puller.commands import Command, FailPull, ReadBlocks
+from pdconn.puller.commands import ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.dialer import LookedUp, Resolve, SocketDialer
 from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.pulls import Pulls
@@ -84,6 +84,7 @@ class Puller:
         self._selector = selectors.DefaultSelector()
         self._has_news = threading.Event()
         self._num_unreported = 0
+        self._awaited: set[str] = set()
         self._broken: str | None = None
         self._stopping = False
         self._reader = ReaderThread(transport, self._inbox.put, clock)
@@ -107,10 +108,14 @@ class Puller:
         """Have ``command`` carried out, after those before it; never blocks."""
         if isinstance(command, _REPORTED):
             self._num_unreported += 1
+        if not isinstance(command, ClaimTicket):
+            self._awaited.discard(command.request)
+        elif command.is_awaited:
+            self._awaited.add(command.request)
         self._inbox.put(command)
 
     def collect(self) -> PullResults:
-        """What was received and what failed since the last call; never blocks.
+        """What was received, what failed, what came of claims since the last call; never blocks.
 
         Raises:
             PullerBroken: one of our threads died.
@@ -122,6 +127,7 @@ class Puller:
         self._has_news.clear()
         results = PullResults.of(self._outbox.take_reports())
         self._num_unreported -= len(results.records) + len(results.failed)
+        self._awaited.difference_update(outcome.request for outcome in results.claims)
         return results
 
     def wait(self, timeout_s: float) -> None:
@@ -130,7 +136,7 @@ class Puller:
         For an engine that has no other work: its steps would keep the cores busy that
         the pull needs.
         """
-        if self._num_unreported > 0:
+        if self._num_unreported > 0 or self._awaited:
             self._has_news.wait(timeout_s)
 
     def take_counts(self) -> dict[str, int]:

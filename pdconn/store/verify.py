@@ -32,6 +32,9 @@ from pdconn.store.shelf.base import Shelf, StoredRow
 
 _AT_ONCE = 32 << 20
 """Bytes of a row that are in memory at a time, unless one slab is larger."""
+_MOST_FOOTER_NBYTES = 16 << 20
+"""Of two million slabs, a hundred times those of large models."""
+_MOST_TOKENS = 1 << 40
 
 
 class RowState(StrEnum):
@@ -98,6 +101,8 @@ def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
     nbytes = footer_nbytes(num_slabs_of(last[-TAIL_NBYTES:]))
     if nbytes > row.nbytes:
         raise RowDamaged(f"footer: expected {nbytes} bytes, got a row of {row.nbytes}")
+    if nbytes > _MOST_FOOTER_NBYTES:
+        raise RowDamaged(f"footer: expected at most {_MOST_FOOTER_NBYTES} bytes, got {nbytes}")
     if nbytes > ALIGNMENT:
         last = _pages(nbytes)
         shelf.read(row.namespace, row.name, [(row.nbytes - nbytes, last)])
@@ -110,6 +115,11 @@ def footer_of(shelf: Shelf, row: StoredRow) -> Footer:
     ):
         if expected != seen:
             raise RowDamaged(f"{field}: expected {expected}, got {seen}")
+    first, until = footer.tokens.start, footer.tokens.stop
+    if not 0 <= first < until <= _MOST_TOKENS or first != footer.name.index * (until - first):
+        raise RowDamaged(
+            f"tokens: expected those of block {footer.name.index}, got {footer.tokens}"
+        )
     return footer
 
 

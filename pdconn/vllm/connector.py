@@ -90,9 +90,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.store is not None:
             self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
         has_states = any(keeps_states(kv_cache_config))
+        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
-            sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
             self._producer = ProducerScheduler(
                 settings, transfer.engine_id, incarnation, sizes, has_states=has_states
             )
@@ -104,6 +104,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 max_model_len=vllm_config.model_config.max_model_len,
                 has_states=has_states,
+                awaited_ranks=0 if self._store is None else sizes[0] * sizes[1],
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -229,6 +230,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._consumer is None:
             return
         if isinstance(report, PdWorkerReport):
+            self._consumer.claimed(report.claims)
             for request_id in report.quarantined:
                 self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
             for request_id in report.released:
@@ -319,6 +321,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             return self._worker.take_stats()
         counts = {} if self._producer is None else self._producer.take_counts()
+        if self._consumer is not None:
+            counts |= self._consumer.take_counts()
         if self._store is not None:
             counts |= self._store.take_counts()
         gauges = {} if self._store is None else self._store.take_gauges()

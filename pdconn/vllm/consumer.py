@@ -9,19 +9,29 @@ Best-of-n sends one ticket with several requests.  Each holds a claim of its own
 with prefix caching the later ones wait for the first pull and then hit its blocks.
 One that comes when the first pull has started claims nothing, since the lease may be
 consumed by then: it waits likewise, or computes for itself.
+
+An engine with a store has another source for a request whose lender is gone, but vLLM takes no
+promise back: what was promised and does not come fails the request, if that is the policy.  So
+there a ticket is promised when every rank has been granted its claim.  Until then vLLM is told
+to ask again; each rank's answer comes within the time limits of the pull.  If a claim fails, or
+is lost before the request has blocks, the others are given up, and the request goes on as one
+without a ticket.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.puller.peers import PeerKey
+from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
 from transport.errors import shown
 
@@ -38,6 +48,8 @@ class _Tracked:
         follows: the ticket that a sibling pulls with, when there is no ticket of its own.
         blocks: those that the pull writes to, holes and all, by group.
         num_local: the local hit in tokens that the engine last asked with.
+        pull: the id of its own claim.
+        granted: ranks that were granted it, where the engine waits for that.
     """
 
     ticket: Ticket | None
@@ -48,6 +60,8 @@ class _Tracked:
     checked: bool = False
     pulling: bool = False
     num_local: int = 0
+    pull: str = ""
+    granted: set[int] = field(default_factory=set)
 
 
 class ConsumerScheduler:
@@ -61,6 +75,8 @@ class ConsumerScheduler:
         max_model_len: tokens of the longest prompt that the engine takes.
         has_states: whether the model keeps recurrent states, of which there is one, after
             the last token that prefill has computed.
+        awaited_ranks: how many ranks must be granted a claim before its ticket is promised;
+            none without a store.
     """
 
     def __init__(
@@ -70,17 +86,20 @@ class ConsumerScheduler:
         prefix_caching: bool,
         max_model_len: int,
         has_states: bool = False,
+        awaited_ranks: int = 0,
     ) -> None:
         self._incarnation = incarnation
         self._recompute = recompute
         self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._has_states = has_states
+        self._awaited_ranks = awaited_ranks
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
         self._commands: list[Command] = []
         self._number = 0
+        self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -108,8 +127,9 @@ class ConsumerScheduler:
             tracked.ticket, tracked.follows = None, _key(ticket)
             return
         self._number += 1
-        pull = f"{self._incarnation}/{self._number}"
-        self._commands.append(ClaimTicket(request.request_id, pull, ticket))
+        tracked.pull = f"{self._incarnation}/{self._number}"
+        is_awaited = self._awaited_ranks > 0
+        self._commands.append(ClaimTicket(request.request_id, tracked.pull, ticket, is_awaited))
 
     def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens after the local hit can be pulled; None to ask again later.
@@ -130,7 +150,20 @@ class ConsumerScheduler:
         key = tracked.follows if tracked.ticket is None else _key(tracked.ticket)
         if self._prefix_caching and key is not None and self._pulling.get(key):
             return None, False
-        return (0, False) if tracked.ticket is None else (count, True)
+        if tracked.ticket is None:
+            return 0, False
+        return (count, True) if len(tracked.granted) >= self._awaited_ranks else (None, False)
+
+    def claimed(self, outcomes: Iterable[ClaimOutcome]) -> None:
+        """Ranks told what came of awaited claims; those of requests that have blocks are over."""
+        for outcome in outcomes:
+            tracked = self._tracked.get(outcome.request)
+            if tracked is None or tracked.pull != outcome.pull or tracked.pulling:
+                continue
+            if outcome.problem is None:
+                tracked.granted.add(outcome.rank)
+            elif tracked.ticket is not None and tracked.problem is None:
+                self._lost(outcome.request, tracked.ticket, outcome.problem)
 
     def allocated(self, request: Any, blocks: tuple[list[int], ...], num_external: int) -> None:
         """The request got blocks, of which ``num_external`` tokens are ours to fill."""
@@ -177,6 +210,11 @@ class ConsumerScheduler:
         else:
             self._give_up(request.request_id, tracked)
 
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
     def take_commands(self) -> list[Command]:
         """This step's commands for the pullers, in order."""
         commands, self._commands = self._commands, []
@@ -200,6 +238,22 @@ class ConsumerScheduler:
         if tracked.problem is not None:
             name = shown(request.request_id)
             log.warning("pdconn: ticket of %s is wrong: %s", name, tracked.problem)
+
+    def _lost(self, request_id: str, ticket: Ticket, problem: str) -> None:
+        """A claim failed: give up those of the other ranks, and go on without the ticket.
+
+        If a sibling pulls with the ticket all the same, its blocks are waited for.
+        """
+        log.warning(
+            "pdconn: ticket of %s is of no use, asking the store: lender=%s reason=%s",
+            shown(request_id),
+            PeerKey.of(ticket),
+            problem,
+        )
+        self._counts["tickets_gone"] += 1
+        self._commands.append(CancelPull(request_id))
+        tracked = self._tracked[request_id]
+        tracked.ticket, tracked.follows = None, _key(ticket)
 
     def _fail(self, request_id: str, tracked: _Tracked) -> None:
         self._tracked[request_id] = tracked

@@ -17,6 +17,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import Command
+from pdconn.puller.results import ClaimOutcome
 from pdconn.store.commands import StoreCommand, StoreResult
 
 
@@ -46,17 +47,19 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         released: those of them for which that is over, once per worker.
         sums: checksums of what a rank lends: request, rank, sums; None if they failed.
         store: answers of the ranks' part of the store.
+        claims: what came of awaited claims, once or twice per worker.
     """
 
     quarantined: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     sums: list[tuple[str, int, LentSums | None]] = field(default_factory=list)
     store: list[StoreResult] = field(default_factory=list)
+    claims: list[ClaimOutcome] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.quarantined or self.released or self.sums or self.store)
+        return not (self.quarantined or self.released or self.sums or self.store or self.claims)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
         """Ours and another worker's."""
@@ -66,6 +69,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
             self.released + other.released,
             self.sums + other.sums,
             self.store + other.store,
+            self.claims + other.claims,
         )
 
 

@@ -62,6 +62,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:pulls_unreachable",
         "KV pulls whose lender was lost or refused us.",
     ),
+    "tickets_gone": (
+        "pdconn:tickets_gone",
+        "Tickets whose claim failed before their pull began; the store was asked instead.",
+    ),
     "pulls_unauthenticated": (
         "pdconn:pulls_unauthenticated",
         "KV pulls whose lender failed to authenticate.",

@@ -229,6 +229,7 @@ class PdWorker:
                 self._report.quarantined.append(failed.request)
                 self._stats.count("quarantined")
         self._report.released += pulled.released
+        self._report.claims += pulled.claims
 
     def _sum(self, terms: Terms, blocks: tuple[BlockList, ...]) -> None:
         """Checksum what a finished request lends, on the engine's thread."""

@@ -278,7 +278,7 @@ class DecodeRank:
         self._alarm.set(self.pulls.next_deadline(), self.turn)
         outcome = PullResults.of(self.pulls.reports)
         self.pulls.reports.clear()
-        if outcome.records or outcome.failed or outcome.released:
+        if outcome.records or outcome.failed or outcome.released or outcome.claims:
             for record in outcome.records:
                 ticket = self._engine.requests[record.request].ticket
                 lender = self._engine.lenders[ticket.port]

@@ -11,10 +11,16 @@ from tests.simulation.world import Chances, World
 MAX_BLOCKS = 5
 
 
-def simulate(seed: int, requests: int, chances: Chances, warms: bool = False) -> Counter[str]:
+def simulate(
+    seed: int,
+    requests: int,
+    chances: Chances,
+    warms: bool = False,
+    kind: type[Decode] = Decode,
+) -> Counter[str]:
     """Run ``requests`` requests over three prefill and three decode engines.
 
-    With ``warms`` every decode rank keeps all prefill engines warm.
+    With ``warms`` every decode rank keeps all prefill engines warm; ``kind`` are its engines.
 
     Returns:
         What happened, counted.  Equal seeds count the same.
@@ -25,7 +31,7 @@ def simulate(seed: int, requests: int, chances: Chances, warms: bool = False) ->
     world = World(seed, chances)
     prefills = [Prefill(world, number) for number in range(3)]
     lenders = {prefill.port: prefill for prefill in prefills}
-    decodes = [Decode(world, number, 1 + number % 2, lenders, warms) for number in range(3)]
+    decodes = [kind(world, number, 1 + number % 2, lenders, warms) for number in range(3)]
     laws = Laws(world, prefills, decodes)
     world.check = laws.hold
     for number in range(requests):

@@ -22,10 +22,12 @@ from pdconn.lifecycle.lease import Denied, Lease, LeaseState
 from pdconn.lifecycle.lease_table import FreedLease, LeaseTable
 from pdconn.lifecycle.pull import Effect, Pull, PullState
 from pdconn.protocol.messages import Reader
+from pdconn.puller.entry import PullEntry
 from pdconn.puller.pulls import Pulls
-from pdconn.puller.results import FailedPull
+from pdconn.puller.results import ClaimOutcome, FailedPull
 from tests.fakes.credulous import without_confirmation, without_deadline, without_leases
 from tests.simulation import engines
+from tests.simulation.awaiting import AwaitingDecode
 from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.log import ReaderLog
 from tests.simulation.run import simulate
@@ -71,6 +73,35 @@ def test_the_laws_hold_on_clocks_that_drift_freeze_and_are_slewed(seed: int) -> 
     print(f"seed {seed}: {dict(sorted(counts.items()))}")
     assert counts["received"] > PER_SEED / 15
     assert min(counts[what] for what in ("frozen", "slewed", "resets")) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_laws_hold_where_claims_are_awaited_and_no_request_waits_for_ever(seed: int) -> None:
+    """As on engines with a store: what is not promised is asked for elsewhere."""
+    counts = simulate(seed, PER_SEED, Chances(crash=0.03), kind=AwaitingDecode)
+    print(f"seed {seed}: {dict(sorted(counts.items()))}")
+    assert counts["received"] > PER_SEED / 8
+    assert counts["asked elsewhere"] > 0
+    assert counts["promised"] == counts["received"] + counts["failed"]
+
+
+def test_without_faults_every_awaited_claim_is_promised_and_received() -> None:
+    counts = simulate(0, 200, NO_FAULTS, kind=AwaitingDecode)
+    assert counts["asked"] == counts["promised"] == counts["received"] > 150
+    assert counts["asked elsewhere"] == counts["failed"] == 0
+
+
+def test_a_rank_that_does_not_tell_of_a_failed_claim_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = PullEntry.claim_outcome
+
+    def silent(self: PullEntry) -> ClaimOutcome | None:
+        return None if self.machine.state is PullState.FAILED else real(self)
+
+    monkeypatch.setattr(PullEntry, "claim_outcome", silent)
+    with pytest.raises(LawBroken, match="law 5"):
+        simulate(0, 200, Chances(crash=0.03, cancel=0.0), kind=AwaitingDecode)
 
 
 @pytest.mark.parametrize("warms", [False, True], ids=["cold", "warm"])

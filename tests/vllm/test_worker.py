@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pdconn.puller.commands import ClaimTicket
 from pdconn.vllm.config import read_settings
+from tests.fakes.pair import Pair
 from transport import BackendFailure
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.worker import PdWorker
 
 
@@ -36,3 +41,29 @@ def test_a_lender_that_cannot_be_read_from_stops_its_engine() -> None:
         worker.results()
     worker._lends = False
     assert not worker.results().finished_recving, "one that only reads recomputes"
+
+
+def test_what_came_of_claims_is_reported_while_the_engine_idles() -> None:
+    """An engine that waits for nothing else sleeps until then, and its scheduler hears of it."""
+    with Pair() as pair:
+        worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), None, None)
+        worker._puller = pair.puller
+        ticket = pair.lend("r")
+        gone = replace(ticket, request_id="never lent")
+        claims = [
+            ClaimTicket(name, f"here/{name}", each, is_awaited=True)
+            for name, each in (("granted", ticket), ("gone", gone))
+        ]
+        worker.apply(PdMetadata(list(claims), is_idle=True))
+        told: dict[str, str | None] = {}
+        steps, give_up = 0, time.monotonic() + 30.0
+        while len(told) < len(claims):
+            assert time.monotonic() < give_up, told
+            steps += 1
+            results = worker.results()
+            assert not results.finished_recving
+            report = worker.take_report()
+            told |= {each.request: each.problem for each in report.claims} if report else {}
+        assert told["granted"] is None
+        assert "refused, unknown" in str(told["gone"])
+        assert steps < 1000, "it spins"

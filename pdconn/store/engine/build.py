@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
+from pdconn.store.budget.evictions import HEADROOM
 from pdconn.store.commands import OpenStore
 from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.engine.catalogue import Catalogue
@@ -17,12 +19,16 @@ from pdconn.store.engine.lookups import Finder, LookupThread, ShareSizes
 from pdconn.store.engine.saves import RowBlocks
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
-from pdconn.store.format.boundaries import Spacing
+from pdconn.store.format.boundaries import Spacing, pieces
+from pdconn.store.format.footer import row_nbytes
 from pdconn.store.format.layout import StoreLayout, share_layout
+from pdconn.store.format.names import RowKind
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.open import keep_layout, open_shelf
 from registration.references import KVCacheGroupReference, KVCacheReferences
+
+log = logging.getLogger(__name__)
 
 
 def build_scheduler(
@@ -55,6 +61,7 @@ def build_scheduler(
         budget = RootBudget(settings, writer, layout, clock, time.time)
     catalogue = Catalogue()
     sizes = ShareSizes.of([share_layout([rank], layout.block_tokens) for rank in ranks])
+    _warn_of_little_room(settings, layout, sizes)
     make_committer = partial(
         Committer, layout, writer=writer, num_ranks=len(ranks), catalogue=catalogue, budget=budget
     )
@@ -80,6 +87,32 @@ def build_scheduler(
         keeper=keeper,
         clock=clock,
     )
+
+
+def _warn_of_little_room(settings: StoreSettings, layout: StoreLayout, sizes: ShareSizes) -> None:
+    """Say what else would show as misses and skipped rows alone: nothing fits.
+
+    A prefix is as far from its start as windows reach: the shortest one that needs all their rows.
+    """
+    far = layout.block_tokens << 20
+    num_wa = len(pieces(layout.wa, far))
+    least = sizes.of_rows([(RowKind.FA, 0)] + [(RowKind.WA, 0)] * num_wa)
+    if settings.staging < least:
+        log.warning(
+            "pdconn: store: staging has no room for a boundary, long prefixes are not loaded: "
+            "needed=%d staging=%d",
+            least,
+            settings.staging,
+        )
+    each = row_nbytes(layout.fa) + (0 if layout.wa is None else num_wa * row_nbytes(layout.wa))
+    if settings.capacity < each * HEADROOM and not settings.read_only:
+        log.warning(
+            "pdconn: store: capacity is less than %d boundaries with their windows, little or "
+            "nothing is kept: bytes_of_one=%d capacity=%d",
+            HEADROOM,
+            each,
+            settings.capacity,
+        )
 
 
 def replicas_of(

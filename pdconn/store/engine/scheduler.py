@@ -127,6 +127,7 @@ class StoreScheduler:
             return self._fetching(stored, num_local, now)
         if num_tokens - 1 - num_local < self._least():
             return self._over(stored)
+        self.counts["store_lookups"] += 1
         self._look_up(stored, num_tokens - 1, num_local, now)
         return None
 
@@ -281,14 +282,17 @@ class StoreScheduler:
         stored.tries += 1
         stored.lookup = Lookup(stored.tokens, stored.extras, limit, held, stored.saving.chain)
         self._lookups.post(stored.lookup)
-        self.counts["store_lookups"] += 1
 
     def _looking(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         lookup = stored.lookup
         assert lookup is not None
         if not lookup.done.is_set():
-            return self._over(stored) if now - stored.since > LOOKUP_S else None
+            if now - stored.since <= LOOKUP_S:
+                return None
+            self.counts["store_late"] += 1
+            return self._over(stored)
         if not lookup.is_storable:
+            self.counts["store_misses"] += 1
             stored.may_load = False
             return self._over(stored)
         stored.learn(lookup)

@@ -25,7 +25,7 @@ from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
-from pdconn.vllm.store.identity import namespace_of
+from pdconn.vllm.store.identity import namespace_of, salted
 from registration.references import KVCacheReferences
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class EngineStore:
         self._kv_cache_config = kv_cache_config
         self._events: StoreEvents | None = None
         self._store: StoreScheduler | None = None
+        self._namespace = ""
         self._pool: Any = None
         self._requests: dict[str, Any] = {}
         self._pinned: dict[int, list[Any]] = {}
@@ -88,12 +89,12 @@ class EngineStore:
                 locality="LOCAL",
                 clock=time.monotonic,
             )
-        self._namespace_of = partial(namespace_of, self._config, traits, layout)
+        self._namespace = namespace_of(self._config, traits, layout)
         self._store = build_scheduler(
             self._settings,
             layout,
             ranks,
-            namespace=self._namespace_of(),
+            namespace=self._namespace,
             writer=self._writer,
             clock=time.monotonic,
             told=None if self._events is None else self._events.told,
@@ -175,7 +176,7 @@ class EngineStore:
         for number in list(self._pinned):
             self._unpin(number)
         if self._store is not None:
-            self._store.cleared(self._namespace_of(salt=secrets.token_hex(8)))
+            self._store.cleared(salted(self._namespace, secrets.token_hex(8)))
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""

@@ -3,19 +3,34 @@
 Each goes into the key of the first canonical block that it can change, and by the chain into
 all after it.  A prompt for which that cannot be told has no keys: it is neither saved nor
 loaded.  Names are not enough where content may change under them: an adapter is told by its
-files, and media by the digest that vLLM makes of their content, not by names of clients.
+files, and media by the digest that vLLM makes of their content.  A name that a client gave them
+is seen by its form, unless it has that of a digest, too.
+
+An adapter whose files change while an engine runs has no keys until the engine is started anew:
+its weights in memory may be the old ones, and so may blocks in the engine's own prefix cache,
+which knows an adapter by its name and path.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pdconn.vllm.store.identity import weights_digest
+from transport.errors import shown
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+log = logging.getLogger(__name__)
+
+_DIGEST = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""What vLLM's hashers make, after the name of an adapter that changes embeddings."""
+
+_CHANGED = ""
+_seen: dict[tuple[str, str], str] = {}
+"""Adapters by name and path: the digest of their files, or :data:`_CHANGED` once they differed."""
 
 
 def extras_of(request: Any, block_tokens: int) -> list[bytes] | None:
@@ -25,23 +40,28 @@ def extras_of(request: Any, block_tokens: int) -> list[bytes] | None:
     """
     if not has_keys(request):
         return None
-    found: dict[int, list[str]] = {}
+    found: dict[int, list[tuple[str | int, ...]]] = {}
     if request.cache_salt:
-        found.setdefault(0, []).append(f"salt={request.cache_salt!r}")
+        found.setdefault(0, []).append(("salt", request.cache_salt))
     if request.lora_request is not None:
         adapter = _adapter(request.lora_request)
         if adapter is None:
             return None
-        found.setdefault(0, []).append(f"adapter={adapter}")
+        found.setdefault(0, []).append(("adapter", adapter))
     for feature in request.mm_features:
-        if not _DIGEST.search(feature.identifier):
+        if not _DIGEST.fullmatch(feature.identifier):
             return None
         position = feature.mm_position
         at = int(position.offset)
-        text = f"media={feature.identifier}@{at}+{int(position.length)}"
-        found.setdefault(at // block_tokens, []).append(text)
+        seen = ("media", feature.identifier, at, int(position.length))
+        found.setdefault(at // block_tokens, []).append(seen)
     last = max(found, default=-1)
-    return ["|".join(found.get(index, ())).encode() for index in range(last + 1)]
+    return [_encoded(found.get(index)) for index in range(last + 1)]
+
+
+def _encoded(found: list[tuple[str | int, ...]] | None) -> bytes:
+    """As JSON, so that no text of one can be taken for another."""
+    return b"" if found is None else json.dumps(found).encode()
 
 
 def has_keys(request: Any) -> bool:
@@ -55,7 +75,24 @@ def has_keys(request: Any) -> bool:
 
 
 def _adapter(lora: Any) -> str | None:
-    """The adapter's digest, or None where its files cannot be seen from here."""
+    """The adapter's digest; None where its files cannot be seen from here, or have changed."""
+    found = _files_digest(lora)
+    if found is None:
+        return None
+    which = str(lora.lora_name), str(lora.lora_path)
+    first = _seen.setdefault(which, found)
+    if first in (found, _CHANGED):
+        return first or None
+    _seen[which] = _CHANGED
+    log.warning(
+        "pdconn: store: files of an adapter have changed under the engine: its prompts are "
+        "neither saved nor loaded any more: adapter=%s",
+        shown(which[0]),
+    )
+    return None
+
+
+def _files_digest(lora: Any) -> str | None:
     path = Path(lora.lora_path)
     try:
         files = tuple(sorted((f.name, f.stat().st_mtime_ns, f.stat().st_size)

@@ -12,7 +12,10 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
     "store_hits": ("pdconn:store_hits", "Prompts whose prefix was loaded from the store."),
     "store_hit_tokens": ("pdconn:store_hit_tokens", "Tokens loaded from the store."),
     "store_misses": ("pdconn:store_misses", "Look-ups that found no prefix worth loading."),
-    "store_late": ("pdconn:store_late", "Hits given up because reading took too long."),
+    "store_late": (
+        "pdconn:store_late",
+        "Look-ups and hits given up because the shelf took too long.",
+    ),
     "store_no_room": (
         "pdconn:store_no_room",
         "Hits given up because the staging area had no room.",

@@ -75,7 +75,7 @@ def store() -> Any:
     made = EngineStore(StoreSettings("root", 1 << 20), None, "writer", None)
     made.bind(Pool())
     made._store = Scheduler()  # type: ignore[assignment]
-    made._namespace_of = lambda salt="": f"ns{salt}"  # type: ignore[assignment]
+    made._namespace = "ns"
     made.arrived(request())
     return made
 

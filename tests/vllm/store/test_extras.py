@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -65,6 +68,47 @@ def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> N
     assert not set(first) & set(other)
 
 
+def test_no_text_of_an_input_is_taken_for_another_input(tmp_path: Path) -> None:
+    """As joined text, the second adapter was the first one and an image."""
+    plain, named = adapter(tmp_path / "a", 1.0), adapter(tmp_path / "b", 1.0)
+    (tmp_path / "b" / "adapter_config.json").write_text("{}|media=" + DIGEST + "@10+20")
+    seen = keys(request(lora_request=plain, mm_features=[media(DIGEST, 10)]))
+    assert not set(seen) & set(keys(request(lora_request=named)))
+    salts = ["a", "'a'", "a|adapter=b", "é", "e\u0301", "\ud800", " ", "0"]
+    first = [keys(request(cache_salt=salt))[0] for salt in salts]
+    assert len(set(first)) == len(salts)
+    assert keys(request(cache_salt="")) == keys(request())
+
+
+def test_an_adapter_whose_files_change_under_the_engine_has_no_keys_any_more(
+    tmp_path: Path,
+) -> None:
+    """The weights in memory, and blocks of the engine's own cache, may be of the old files."""
+    there = adapter(tmp_path / "a", 1.0)
+    before = keys(request(lora_request=there))
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    old, stamp = weights.read_bytes(), weights.stat().st_mtime_ns
+    weights.write_bytes(old[:-1] + b"x")
+    os.utime(weights, ns=(stamp + 1, stamp + 1))
+    assert extras_of(request(lora_request=there), 64) is None
+    weights.write_bytes(old)
+    os.utime(weights, ns=(stamp, stamp))
+    assert extras_of(request(lora_request=there), 64) is None
+    moved = tmp_path / "b"
+    shutil.copytree(tmp_path / "a", moved)  # a new path is a new adapter, to the engine, too
+    again = SimpleNamespace(lora_name="same", lora_path=str(moved))
+    assert keys(request(lora_request=again)) == before
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    ["ab" * 32, "cd" * 64, "adapter:" + "ab" * 32],
+    ids=["blake3", "sha512", "with an adapter"],
+)
+def test_digests_of_media_are_believed(identifier: str) -> None:
+    assert extras_of(request(mm_features=[media(identifier, 10)]), 64) is not None
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -73,9 +117,20 @@ def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> N
         {"pooling_params": object()},
         {"resumable": True},
         {"mm_features": [media("image-1", 10)]},
+        {"mm_features": [media(uuid4().hex, 10)]},
+        {"mm_features": [media(f"chat-{DIGEST}-image-0", 10)]},
         {"lora_request": SimpleNamespace(lora_name="x", lora_path="/nowhere")},
     ],
-    ids=["embeddings", "no tokens", "pooling", "stream", "named media", "unseen adapter"],
+    ids=[
+        "embeddings",
+        "no tokens",
+        "pooling",
+        "stream",
+        "named media",
+        "a UUID",
+        "named by a request",
+        "unseen adapter",
+    ],
 )
 def test_a_prompt_whose_kv_cannot_be_told_has_no_keys(changes: dict[str, Any]) -> None:
     assert extras_of(request(**changes), 64) is None

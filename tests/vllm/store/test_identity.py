@@ -12,7 +12,7 @@ import pytest
 
 from pdconn.lab.model import write_model
 from pdconn.store.format.layout import store_layout
-from pdconn.vllm.store.identity import namespace_of, weights_digest
+from pdconn.vllm.store.identity import namespace_of, salted, weights_digest
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import layout_memory
 
@@ -75,7 +75,15 @@ CHANGES: dict[str, Callable[[Path], str]] = {
     "KV dtype": lambda m: namespace_of(config(m), TRAITS | {"kv_dtype": "fp8"}, layout()),
     "block content": lambda m: namespace_of(config(m), TRAITS | {"block_content": "X"}, layout()),
     "layout of rows": lambda m: namespace_of(config(m), TRAITS, layout(128)),
-    "a reset": lambda m: namespace_of(config(m), TRAITS, layout(), "salt"),
+    "a reset": lambda m: salted(namespace_of(config(m), TRAITS, layout()), "salt"),
+    "quantisation's arguments": lambda m: namespace_of(
+        config(m, quantization_config={"ignore": ["lm_head"]}), TRAITS, layout()
+    ),
+    "how media are processed": lambda m: namespace_of(
+        config(m, multimodal_config=SimpleNamespace(mm_processor_kwargs={"num_crops": 4})),
+        TRAITS,
+        layout(),
+    ),
 }
 
 
@@ -92,6 +100,7 @@ def test_tables_that_depend_on_the_longest_prompt_do_and_others_do_not(model: Pa
 
     scaled = {"rope_scaling": {"rope_type": "longrope"}}
     assert of(2048) == of(4096)
+    assert of(2048, suppress_tokens=None) == of(4096, suppress_tokens=None)  # has "su" in it
     assert of(2048, **scaled) != of(4096, **scaled)
 
 
@@ -110,6 +119,63 @@ def test_a_fine_tuned_model_has_another_digest_although_its_header_is_the_same(
     base, same, tuned = (weights_digest(str(tmp_path / n)) for n in ("base", "same", "tuned"))
     assert base == same
     assert base != tuned
+
+
+@pytest.mark.parametrize("at", [1 << 20, (17 << 20) + 512, -1], ids=["start", "middle", "end"])
+def test_a_change_of_a_part_of_a_large_tensor_is_seen_there(tmp_path: Path, at: int) -> None:
+    from safetensors.numpy import save_file
+
+    tensors = {"a": np.zeros(1 << 20, np.uint8), "b": np.zeros(40 << 20, np.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = weights_digest(str(tmp_path))
+    both = np.concatenate([tensors["a"], tensors["b"]])
+    both[at] = 1
+    tensors["b"] = both[1 << 20 :]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert weights_digest(str(tmp_path)) != before
+
+
+def test_two_buckets_are_two_models_although_their_folders_have_the_same_index(
+    tmp_path: Path,
+) -> None:
+    """vLLM copies all but the weights of a bucket to a folder, which it takes for the model."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1"}}')
+
+    def of(bucket: str) -> str:
+        return namespace_of(config(tmp_path, model_weights=bucket), TRAITS, layout())
+
+    assert of("s3://models/base") == of("s3://models/base")
+    assert of("s3://models/base") != of("s3://models/tuned")
+    assert weights_digest(str(tmp_path)) is None
+
+
+def test_a_model_of_one_file_is_told_by_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    found = []
+    for value in (0, 1, 0):
+        file.write_bytes(bytes([value]) * 200_000)
+        found.append(namespace_of(config(file), TRAITS, layout()))
+    assert found[0] == found[2] != found[1]
+
+
+def test_weights_from_elsewhere_are_told_by_where(model: Path) -> None:
+    def of(where: str) -> str:
+        loaded = config(model)
+        loaded.load_config = SimpleNamespace(
+            load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": where}
+        )
+        return namespace_of(loaded, TRAITS, layout())
+
+    assert of("s3://a") == of("s3://a")
+    assert of("s3://a") != of("s3://b")
+
+
+def test_equal_sets_in_a_configuration_are_equal_whatever_their_order(model: Path) -> None:
+    """Of text it depends on the hash seed of the process: there were no hits after a restart."""
+    one, other = set([0, 8]), set([8, 0])  # noqa: C405 - in the order of insertion, as they collide
+    assert str(one) != str(other)
+    found = [namespace_of(config(model, hf={"x": each}), TRAITS, layout()) for each in (one, other)]
+    assert found[0] == found[1]
 
 
 def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:

@@ -155,6 +155,24 @@ def test_what_an_engine_holds_itself_is_not_loaded(fleet: Fleet, expected: Expec
     assert hit_tokens(few) - before == resumable(prompt) - held
 
 
+def test_two_ranks_pull_with_a_ticket_and_load_when_it_is_consumed(
+    fleet: Fleet, expected: Expected
+) -> None:
+    """Both ranks are refused the second time, before anything is promised: nothing fails."""
+    [prompt] = prompts(48, (5 * TOKENS + 7,))
+    saved, two = fleet.saved(), fleet["two"]
+    ticket = prefill_only(fleet["one"], prompt)
+    assert ticket
+    wait_for_rows(fleet.root, saved + num_rows([prompt]))
+    for stored, gone in ((0, 0), (resumable(prompt), 1)):
+        before = _stored_tokens(two)
+        answer = two.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        assert not expected.mismatches({prompt: answer})
+        assert _stored_tokens(two) - before == stored
+        assert two.metrics().get("pdconn:tickets_gone_total", 0) == gone
+    assert two.metrics()["pdconn:pulls_total"] == 2, "one of each rank"
+
+
 def test_few_blocks_are_filled_from_the_store_again_and_again(
     fleet: Fleet, expected: Expected
 ) -> None:
@@ -196,7 +214,7 @@ def pair(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
     root = work / "pair-store"
     specs = [
         store_engine("prefill", model, root, layout="BHLNC", role="kv_producer"),
-        store_engine("decode", model, root, layout="LBHNC", role="kv_consumer", policy="recompute"),
+        store_engine("decode", model, root, layout="LBHNC", role="kv_consumer"),
     ]
     with _fleet(specs, root, work / "store-pair", model) as started:
         yield started
@@ -238,7 +256,7 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
     tickets = {prompt: prefill_only(pair["prefill"], prompt) for prompt in (other, late)}
     assert all(tickets.values())
     wait_for_rows(pair.root, num_rows([second, other, late]))
-    pair.engines["prefill"].kill()
+    pair.engines["prefill"].kill()  # under vLLM's default policy, a pull that fails would show
     for prompt in (first, other, late):
         before = _stored_tokens(pair["decode"])
         answer = pair["decode"].complete(prompt, NUM_TOKENS, kv_transfer_params=tickets.get(prompt))

@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.lab.client import Client
+from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.engine import Engine, running
-from tests.vllm.engines.engines import BLOCK, Expected, cache_beside
+from pdconn.lab.errors import RequestRefused
+from tests.vllm.engines.engines import (
+    BLOCK,
+    Configuration,
+    Expected,
+    Prompt,
+    cache_beside,
+    engine,
+)
 from tests.vllm.engines.store.stores import (
     NUM_TOKENS,
     TOKENS,
@@ -27,6 +35,7 @@ from tests.vllm.engines.store.stores import (
     store_engine,
     wait_for_rows,
 )
+from tests.vllm.engines.tap import Ticket
 
 LENGTHS = (40, TOKENS - 1, TOKENS, TOKENS + 1, 3 * TOKENS, 700, 5 * BLOCK + 3, 1500)
 
@@ -76,29 +85,84 @@ def test_a_longer_prompt_resumes_where_the_shorter_one_ended(
     assert hit_tokens(first.client) - before == 4 * TOKENS
 
 
-def test_a_killed_engine_leaves_what_it_committed_to_one_of_another_layout(
-    first: Rooted, expected: Expected, model: Path, work: Path
-) -> None:
-    kept, lost = prompts(33, (1000, 1200))
+@dataclass
+class Survivors:
+    """Engines started after the first was killed, and what was asked of that one before.
+
+    Attributes:
+        second: over the same root, in another layout.
+        storeless: pulls, and has no store.
+        kept, lost: prompts that it computed; the rows of the second may not be whole.
+        tickets: of prompts that it lent, and whose rows were committed.
+        whole: rows that were committed when it was killed.
+    """
+
+    second: Client
+    storeless: Client
+    root: Path
+    kept: Prompt
+    lost: Prompt
+    tickets: dict[Prompt, Ticket]
+    whole: set[Path]
+
+
+@pytest.fixture(scope="module")
+def survivors(first: Rooted, model: Path, work: Path) -> Iterator[Survivors]:
+    """Both have vLLM's default failure policy."""
+    kept, lost, *lent = prompts(33, (1000, 1200, 700, 300))
     saved = len(rows(first.root, "fa"))
     asked(first.client, [kept])
-    wait_for_rows(first.root, saved + num_rows([kept]))
+    tickets = {prompt: prefill_only(first.client, prompt) or {} for prompt in lent}
+    assert all(tickets.values())
+    wait_for_rows(first.root, saved + num_rows([kept, *lent]))
     asked(first.client, [lost])
     first.engine.kill()
     whole = set(rows(first.root, "fa"))
-    spec = store_engine("second", model, first.root, layout="LBHNC")
-    with running([spec], work / "second", cache=cache_beside(model)) as (engine,):
-        client = Client(engine.url)
-        answers = asked(client, [kept])
-        assert not expected.mismatches(answers)
-        assert hit_tokens(client) == resumable(kept)
-        assert not expected.mismatches(asked(client, [lost]))
-        assert whole <= set(rows(first.root, "fa"))
-        _damage(first.root)
+    alone = Configuration("LBHNC", False, one_process=True, policy="fail")
+    specs = [
+        store_engine("second", model, first.root, layout="LBHNC"),
+        engine("storeless", model, alone, "kv_consumer", 0),
+    ]
+    with running(specs, work / "second", cache=cache_beside(model)) as (second, storeless):
+        clients = (Client(second.url), Client(storeless.url))
+        yield Survivors(*clients, first.root, kept, lost, tickets, whole)
+
+
+def test_tickets_of_a_killed_engine_are_answered_from_the_store(
+    survivors: Survivors, expected: Expected
+) -> None:
+    """No request fails under vLLM's default policy; without a store it does."""
+    for prompt, ticket in survivors.tickets.items():
+        client = survivors.second
         before = hit_tokens(client)
-        assert not expected.mismatches(asked(client, [kept, lost]))
-        assert hit_tokens(client) == before
-        assert client.metrics()["pdconn:store_rows_damaged_total"] > 0
+        answer = client.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        assert not expected.mismatches({prompt: answer})
+        assert hit_tokens(client) - before == resumable(prompt)
+        with pytest.raises(RequestRefused) as refused:  # the control
+            survivors.storeless.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        assert refused.value.status == 500
+    counts = survivors.second.metrics()
+    assert counts["pdconn:tickets_gone_total"] == len(survivors.tickets)
+    assert counts["vllm:nixl_num_failed_transfers_total"] == 0
+    assert survivors.storeless.metrics()["vllm:nixl_num_failed_transfers_total"] == len(
+        survivors.tickets
+    )
+
+
+def test_a_killed_engine_leaves_what_it_committed_to_one_of_another_layout(
+    survivors: Survivors, expected: Expected
+) -> None:
+    client, kept, lost = survivors.second, survivors.kept, survivors.lost
+    before = hit_tokens(client)
+    assert not expected.mismatches(asked(client, [kept]))
+    assert hit_tokens(client) - before == resumable(kept)
+    assert not expected.mismatches(asked(client, [lost]))
+    assert survivors.whole <= set(rows(survivors.root, "fa"))
+    _damage(survivors.root)
+    before = hit_tokens(client)
+    assert not expected.mismatches(asked(client, [kept, lost]))
+    assert hit_tokens(client) == before
+    assert client.metrics()["pdconn:store_rows_damaged_total"] > 0
 
 
 def _damage(root: Path) -> None:
