@@ -85,6 +85,7 @@ class ConsumerScheduler:
         recompute: bool,
         prefix_caching: bool,
         max_model_len: int,
+        *,
         has_states: bool = False,
         awaited_ranks: int = 0,
     ) -> None:
