@@ -29,6 +29,7 @@ from pdconn.store.format.boundaries import can_resume, pieces
 from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import NO_KEY, RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.described import place_of
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import LAYOUT_FILE, is_namespace
 from pdconn.store.verify import footer_of
@@ -56,7 +57,12 @@ def open_existing(root: str | os.PathLike[str]) -> FilesShelf:
         raise InspectError(
             "ROOT", "the folder of a store", f"{shown(str(root))}, without a file 'format'"
         )
-    return FilesShelf(path)
+    place = place_of(path)
+    if place is None:
+        return FilesShelf(path)
+    from pdconn.store.shelf.obj.shelf import ObjShelf
+
+    return ObjShelf(path, place)
 
 
 def read_layout(root: str | os.PathLike[str], namespace: str) -> StoreLayout | None:

@@ -11,8 +11,12 @@ from pdconn.store.errors import StoreSettingError
 from transport.errors import did_you_mean
 
 WINDOW_EVERY = ("auto", "all", "last")
-SHELVES = ("files", "posix")
+SHELVES = ("files", "posix", "obj")
+OF_OBJ = ("bucket", "endpoint", "region")
+"""Keys that have a meaning with the shelf ``obj`` alone."""
 SAVE = ("prompt", "all")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
+_ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -23,6 +27,9 @@ class StoreSettings:
     root: str
     capacity: int
     shelf: str = "files"
+    bucket: str | None = None
+    endpoint: str | None = None
+    region: str | None = None
     staging: int = 1 << 30
     block_tokens: int = 256
     window_every: int | Literal["auto", "all", "last"] = "auto"
@@ -45,6 +52,9 @@ def read_store_settings(given: Any) -> StoreSettings:
         "root": _text,
         "capacity": size_of,
         "shelf": lambda value: _one_of(value, SHELVES),
+        "bucket": _bucket,
+        "endpoint": _endpoint,
+        "region": _region,
         "staging": size_of,
         "block_tokens": _block_tokens,
         "window_every": _window_every,
@@ -66,7 +76,19 @@ def read_store_settings(given: Any) -> StoreSettings:
     for key in ("root", "capacity"):
         if key not in values:
             raise StoreSettingError(f"store.{key}", "a value", "none")
+    _check_obj(values)
     return StoreSettings(**values)
+
+
+def _check_obj(values: Mapping[str, Any]) -> None:
+    if values.get("shelf") == "obj":
+        if "bucket" not in values:
+            raise StoreSettingError("store.bucket", "a value with shelf 'obj'", "none")
+        return
+    for key in OF_OBJ:
+        if key in values:
+            shelf = values.get("shelf", "files")
+            raise StoreSettingError(f"store.{key}", f"none with shelf {shelf!r}", values[key])
 
 
 def size_of(value: Any) -> int:
@@ -87,6 +109,24 @@ def size_of(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("text")
+    return value
+
+
+def _bucket(value: Any) -> str:
+    if not isinstance(value, str) or _BUCKET.fullmatch(value) is None:
+        raise ValueError("the name of an S3 bucket, or BUCKET/PREFIX of letters, digits, . _ - /")
+    return value
+
+
+def _endpoint(value: Any) -> str:
+    if not isinstance(value, str) or _ENDPOINT.fullmatch(value) is None:
+        raise ValueError("a URL like https://s3.example.com:9000, without credentials or path")
+    return value.rstrip("/")
+
+
+def _region(value: Any) -> str:
+    if not isinstance(value, str) or re.fullmatch(r"[a-z0-9-]{1,64}", value) is None:
+        raise ValueError("a region like eu-central-1")
     return value
 
 

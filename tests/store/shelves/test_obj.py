@@ -1,0 +1,437 @@
+"""The shelf of objects, against a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdconn.store.budget.accounts import Accounts
+from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure, StoreError
+from pdconn.store.shelf.base import StoredPart, StoredRow
+from pdconn.store.shelf.obj import bucket as bucket_module
+from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
+from tests.store.shelves.contract import (
+    PAGE,
+    OpenShelf,
+    ShelfContract,
+    at_once,
+    load,
+    names_of,
+    pages,
+    parts_of,
+    payload,
+    row_name,
+    save,
+)
+from tests.store.shelves.s3_server import PATIENCE_S, Relay, S3Server, credentials, s3_server
+
+pytest.importorskip("nixl", reason="the shelf obj needs nixl")
+pytest.importorskip("boto3", reason="the shelf obj needs boto3")
+pytest.importorskip("moto.server", reason="the shelf obj is tested against moto's server")
+
+from pdconn.store.shelf.obj.shelf import ObjShelf
+
+pytestmark = pytest.mark.xdist_group("s3")
+BIG = 64 * PAGE
+"""More than an index takes."""
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[S3Server]:
+    with s3_server() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def known_credentials() -> Iterator[None]:
+    with credentials():
+        yield
+
+
+@pytest.fixture
+def place(server: S3Server) -> BucketPlace:
+    return server.new_place()
+
+
+@pytest.fixture(params=[0, 32 << 10], ids=["objects", "inline"])
+def open_shelf(request: Any, tmp_path: Path, place: BucketPlace) -> OpenShelf:
+    return lambda: ObjShelf(tmp_path / "root", place, request.param)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+class TestObjShelf(ShelfContract):
+    """The contract, with rows as objects of their own and within their indexes."""
+
+
+# Several roots
+
+
+def test_roots_see_each_others_rows_and_list_their_own(tmp_path: Path, place: BucketPlace) -> None:
+    with ObjShelf(tmp_path / "a", place) as ours, ObjShelf(tmp_path / "b", place) as theirs:
+        assert not theirs.has("ns", row_name(1))
+        save(ours, row_name(1), payload(1, BIG))
+        save(theirs, row_name(2), payload(2, BIG))
+        for shelf, name, seed in ((theirs, row_name(1), 1), (ours, row_name(2), 2)):
+            assert shelf.has("ns", name)
+            assert load(shelf, name, BIG) == payload(seed, BIG)
+        assert names_of(ours) == [("ns", row_name(1))]
+        assert names_of(theirs) == [("ns", row_name(2))]
+        assert theirs.used_at("ns", row_name(1)) is None
+        assert not save(theirs, row_name(1), payload(3, BIG)), "the first commit wins"
+        assert load(theirs, row_name(1), BIG) == payload(1, BIG)
+        assert names_of(theirs) == [("ns", row_name(2))]
+
+
+def test_prefixes_of_a_bucket_are_apart(tmp_path: Path, place: BucketPlace) -> None:
+    other = BucketPlace(place.bucket, "other/", place.endpoint, place.region)
+    with ObjShelf(tmp_path / "a", place) as ours, ObjShelf(tmp_path / "b", other) as theirs:
+        save(ours, row_name(), payload(1))
+        assert not theirs.has("ns", row_name())
+
+
+def test_each_root_accounts_for_its_own_rows(tmp_path: Path, place: BucketPlace) -> None:
+    shelves = [ObjShelf(tmp_path / name, place) for name in "ab"]
+    accounts = [Accounts(tmp_path / name, f"w{name}", 1 << 30) for name in "ab"]
+    for number, (shelf, of) in enumerate(zip(shelves, accounts, strict=True)):
+        of.recount(shelf)
+        assert of.reserve(BIG) == BIG
+        shelf.begin(f"w{'ab'[number]}", "p", BIG)
+        shelf.write(f"w{'ab'[number]}", "p", [(0, pages(payload(number, BIG)))])
+        row = StoredRow("ns", row_name(number), BIG, time.time())
+        assert of.commit(shelf, StoredPart(f"w{'ab'[number]}", "p", BIG), row)
+    for shelf, of in zip(shelves, accounts, strict=True):
+        of.recount(shelf)
+        assert (of.usage().committed, of.usage().reserved) == (BIG, 0)
+    assert accounts[0].remove(shelves[0], "ns", row_name(0)) == BIG
+    assert [of.usage().committed for of in accounts] == [0, BIG]
+    assert not shelves[1].has("ns", row_name(0))
+    assert load(shelves[0], row_name(1), BIG) == payload(1, BIG)
+    for one in (*shelves, *accounts):
+        one.close()
+
+
+def test_a_removed_row_leaves_no_object(root: Path, server: S3Server, place: BucketPlace) -> None:
+    with ObjShelf(root, place) as shelf:
+        save(shelf, row_name(), payload(1, BIG))
+        assert (len(server.data_keys(place)), len(server.index_keys(place))) == (1, 1)
+        assert not save(shelf, row_name(), payload(2, BIG))
+        assert len(server.data_keys(place)) == 1, "what lost is removed"
+        assert shelf.remove("ns", row_name()) == BIG
+    assert server.keys(place) == []
+
+
+def test_another_roots_row_is_removed_without_its_bytes_and_may_be_saved_again(
+    tmp_path: Path, server: S3Server, place: BucketPlace
+) -> None:
+    with ObjShelf(tmp_path / "a", place) as ours, ObjShelf(tmp_path / "b", place) as theirs:
+        save(ours, row_name(), payload(1, BIG))
+        assert theirs.remove("ns", row_name()) == 0
+        assert server.keys(place) == []
+        assert save(theirs, row_name(), payload(2, BIG))
+        assert ours.remove("ns", row_name()) == BIG, "the entry of the row that is gone"
+        assert load(theirs, row_name(), BIG) == payload(2, BIG), "theirs is still there"
+        save(ours, row_name(3), payload(3, BIG))
+        theirs.remove("ns", row_name(3))
+        assert save(ours, row_name(3), payload(4, BIG)), "an entry without a row is replaced"
+        assert load(ours, row_name(3), BIG) == payload(4, BIG)
+        assert len(server.data_keys(place)) == 2
+
+
+# Writers
+
+
+def test_ranks_write_an_object_each_and_the_footer_goes_into_the_index(
+    root: Path, server: S3Server, place: BucketPlace
+) -> None:
+    data, half = payload(1, 2 * BIG + PAGE), BIG
+    with ObjShelf(root, place) as shelf:
+        shelf.begin("writer", "p", len(data))
+
+        def write(rank: int) -> None:
+            with ObjShelf(root, place) as own:
+                views = [
+                    (rank * half + at, pages(data[rank * half + at : rank * half + at + half // 2]))
+                    for at in (half // 2, 0)
+                ]
+                own.write("writer", "p", views)
+
+        at_once(lambda rank=rank: write(rank) for rank in range(2))
+        shelf.write("writer", "p", [(2 * BIG, pages(data[2 * BIG :]))])
+        assert shelf.commit("writer", "p", "ns", row_name())
+        assert load(shelf, row_name(), len(data)) == data
+    assert len(server.data_keys(place)) == 2
+
+
+def test_a_row_that_was_not_written_whole_is_not_committed(root: Path, place: BucketPlace) -> None:
+    with ObjShelf(root, place) as shelf:
+        shelf.begin("writer", "p", BIG)
+        shelf.write("writer", "p", [(PAGE, pages(BIG - PAGE))])
+        with pytest.raises(ShelfFailure, match="from 0 on"):
+            shelf.commit("writer", "p", "ns", row_name())
+        shelf.write("writer", "p", [(0, pages(2 * PAGE))])
+        with pytest.raises(ShelfFailure, match="ranges"):
+            shelf.commit("writer", "p", "ns", row_name())
+        assert not shelf.has("ns", row_name())
+
+
+CHILD = """
+import os, signal, sys
+from pdconn.store.budget.accounts import Accounts
+from pdconn.store.shelf.obj.bucket import BucketPlace
+from pdconn.store.shelf.obj.shelf import ObjShelf
+from tests.store.shelves.contract import pages, payload, row_name
+root, bucket, endpoint, step = sys.argv[1:]
+accounts = Accounts(root, "dead", 1 << 30)
+shelf = ObjShelf(root, BucketPlace(bucket, "kv/", endpoint, "us-east-1"))
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if step == "put":
+    shelf._data.put = die
+shelf.begin("dead", "p", 262144)
+shelf.write("dead", "p", [(0, pages(payload(1, 262144)))])
+if step == "written":
+    die()
+if step == "index":
+    shelf._bucket.put_new = die
+if step == "entry":
+    shelf._link = die
+if step == "clear":
+    shelf._clear = die
+shelf.commit("dead", "p", "ns", row_name())
+"""
+
+
+@pytest.mark.parametrize("step", ["put", "written", "index", "entry", "clear"])
+def test_what_a_killed_writer_left_is_discarded_by_the_next_recount(
+    root: Path, server: S3Server, place: BucketPlace, step: str
+) -> None:
+    command = [sys.executable, "-c", CHILD, str(root), place.bucket, str(place.endpoint), step]
+    killed = subprocess.run(command, timeout=PATIENCE_S, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with ObjShelf(root, place) as shelf, contextlib.closing(Accounts(root, "w", 1 << 30)) as ours:
+        assert parts_of(shelf) == {("dead", "p")}
+        assert bool(server.data_keys(place)) == (step != "put")
+        assert ours.recount(shelf) == ["dead"]
+        assert parts_of(shelf) == set()
+        if step == "clear":  # it was a row already
+            assert ours.usage().committed == BIG
+            assert load(shelf, row_name(), BIG) == payload(1, BIG)
+        else:
+            assert ours.usage().committed == 0
+            assert server.keys(place) == []
+            assert not shelf.has("ns", row_name())
+
+
+def test_objects_of_parts_are_found_by_their_records_alone(
+    root: Path, server: S3Server, place: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without records a discarded part leaves its object."""
+    with ObjShelf(root, place) as shelf:
+        shelf.begin("writer", "p", BIG)
+        shelf.write("writer", "p", [(0, pages(BIG))])
+        monkeypatch.setattr(shelf, "_objects_of", lambda *_: {})
+        shelf.discard("writer", "p")
+    assert len(server.data_keys(place)) == 1
+
+
+# Damage
+
+
+def _indexes(server: S3Server, place: BucketPlace) -> str:
+    (key,) = server.index_keys(place)
+    return key
+
+
+def test_an_index_that_is_cut_or_flipped_is_a_damaged_row_and_can_be_removed(
+    root: Path, server: S3Server, place: BucketPlace
+) -> None:
+    with ObjShelf(root, place) as shelf:
+        save(shelf, row_name(), payload(1, BIG))
+        key = _indexes(server, place)
+        good = server.client.get_object(Bucket=place.bucket, Key=key)["Body"].read()
+        flipped = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in (0, 9, 30)]
+        for bad in (b"", good[:7], good[:12], good[:-1], good + b"x", *flipped):
+            server.client.put_object(Bucket=place.bucket, Key=key, Body=bad)
+            with pytest.raises(RowDamaged):
+                load(shelf, row_name(), BIG)
+        assert shelf.remove("ns", row_name()) == BIG
+        assert server.keys(place) == []
+        assert save(shelf, row_name(), payload(2, BIG))
+        assert load(shelf, row_name(), BIG) == payload(2, BIG)
+
+
+def test_a_row_whose_objects_are_gone_is_missing_and_may_be_saved_again(
+    root: Path, server: S3Server, place: BucketPlace
+) -> None:
+    with ObjShelf(root, place) as shelf:
+        save(shelf, row_name(), payload(1, BIG))
+        (key,) = server.data_keys(place)
+        server.client.delete_object(Bucket=place.bucket, Key=key)
+        with pytest.raises(RowMissing, match="objects are gone"):
+            load(shelf, row_name(), BIG)
+        assert save(shelf, row_name(), payload(2, BIG))
+        assert load(shelf, row_name(), BIG) == payload(2, BIG)
+
+
+def test_what_an_object_lacks_is_never_bytes_of_another_row(
+    root: Path, server: S3Server, place: BucketPlace
+) -> None:
+    with ObjShelf(root, place) as shelf:
+        save(shelf, row_name(1), b"\xaa" * BIG)
+        assert load(shelf, row_name(1), BIG) == b"\xaa" * BIG
+        save(shelf, row_name(2), b"\xbb" * BIG)
+        key = next(key for key in server.data_keys(place) if _is_of(server, place, key, 0xBB))
+        server.client.put_object(Bucket=place.bucket, Key=key, Body=b"\xbb" * PAGE)
+        found = load(shelf, row_name(2), BIG)
+        assert found == b"\xbb" * PAGE + bytes(BIG - PAGE)
+
+
+def _is_of(server: S3Server, place: BucketPlace, key: str, first: int) -> bool:
+    got = server.client.get_object(Bucket=place.bucket, Key=key, Range="bytes=0-0")
+    return bool(got["Body"].read() == bytes([first]))
+
+
+# Failures
+
+
+@pytest.fixture
+def relay(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    monkeypatch.setattr(bucket_module, "_CONNECT_S", 1)
+    monkeypatch.setattr(bucket_module, "_ANSWER_S", 1)
+    monkeypatch.setattr(bucket_module, "_TRANSFER_S", 1)
+    monkeypatch.setattr(bucket_module, "_PAUSE_S", 0.2)
+    with Relay(server.endpoint) as made:
+        yield made
+
+
+def _through(relay: Relay, place: BucketPlace) -> BucketPlace:
+    return BucketPlace(place.bucket, place.prefix, relay.endpoint, place.region)
+
+
+CALLS = {
+    "has": lambda shelf: shelf.has("ns", row_name(9)),
+    "read": lambda shelf: load(shelf, row_name(), BIG),
+    "write": lambda shelf: shelf.write("writer", "q", [(0, pages(BIG))]),
+    "commit": lambda shelf: shelf.commit("writer", "done", "ns", row_name(2)),
+    "discard": lambda shelf: shelf.discard("writer", "done"),
+    "remove": lambda shelf: shelf.remove("ns", row_name()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fault", ["500", "403", "slow"])
+def test_a_server_that_fails_is_a_failure_of_the_shelf_and_the_shelf_goes_on(
+    root: Path, place: BucketPlace, relay: Relay, call: str, fault: str
+) -> None:
+    with ObjShelf(root, _through(relay, place)) as shelf:
+        save(shelf, row_name(), payload(1, BIG))
+        shelf.begin("writer", "done", BIG)
+        shelf.write("writer", "done", [(0, pages(payload(2, BIG)))])
+        shelf.begin("writer", "q", BIG)
+        if fault == "slow":
+            relay.delay_s = 5.0
+        else:
+            relay.answers = {"*": int(fault)}
+        began = time.monotonic()
+        with pytest.raises(ShelfFailure) as seen:
+            CALLS[call](shelf)
+        assert time.monotonic() - began < 30.0
+        assert f"{place}" in str(seen.value), "the key is named"
+        assert "secret-of-tests" not in str(seen.value)
+        relay.answers, relay.delay_s = {}, 0.0
+        time.sleep(0.5)
+        if call != "discard":
+            shelf.discard("writer", "q")
+            assert (call == "commit") <= shelf.commit("writer", "done", "ns", row_name(2))
+            assert load(shelf, row_name(2), BIG) == payload(2, BIG)
+        if call == "remove":
+            assert shelf.remove("ns", row_name()) == BIG
+        assert save(shelf, row_name(5), payload(5, BIG), part="new")
+
+
+def test_while_a_server_is_down_calls_fail_at_once(
+    root: Path, place: BucketPlace, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_module, "_PAUSE_S", 60.0)
+    with ObjShelf(root, _through(relay, place)) as shelf:
+        shelf.begin("writer", "p", BIG)
+        relay.answers = {"*": 503}
+        with pytest.raises(ShelfFailure):
+            shelf.has("ns", row_name())
+        num_seen = len(relay.seen)
+        for _ in range(50):
+            with pytest.raises(ShelfFailure, match="next try in"):
+                shelf.has("ns", row_name())
+            with pytest.raises(ShelfFailure, match="next try in"):
+                shelf.write("writer", "p", [(0, pages(BIG))])
+        assert len(relay.seen) == num_seen
+
+
+def test_a_commit_whose_answer_was_lost_is_a_commit(
+    root: Path, server: S3Server, place: BucketPlace, relay: Relay
+) -> None:
+    with ObjShelf(root, _through(relay, place)) as shelf:
+        shelf.begin("writer", "p", BIG)
+        shelf.write("writer", "p", [(0, pages(payload(1, BIG)))])
+        relay.loses = ["PUT"]
+        assert shelf.commit("writer", "p", "ns", row_name())
+        assert relay.loses == []
+        assert load(shelf, row_name(), BIG) == payload(1, BIG)
+
+
+def test_a_commit_that_may_have_been_done_is_undone_with_its_part(
+    root: Path, server: S3Server, place: BucketPlace, relay: Relay
+) -> None:
+    with ObjShelf(root, _through(relay, place)) as shelf:
+        shelf.begin("writer", "p", BIG)
+        shelf.write("writer", "p", [(0, pages(payload(1, BIG)))])
+        relay.loses = ["PUT", "PUT"]
+        with pytest.raises(ShelfFailure):
+            shelf.commit("writer", "p", "ns", row_name())
+        assert server.index_keys(place)
+        time.sleep(0.5)
+        shelf.discard("writer", "p")
+        assert server.keys(place) == []
+
+
+def test_a_bucket_that_cannot_be_used_is_an_error_at_the_start(
+    root: Path, place: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = BucketPlace("no-such-bucket", "", place.endpoint, place.region)
+    with pytest.raises(StoreError, match="no such bucket"):
+        ObjShelf(root, none)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    other = BucketPlace(place.bucket, "x/", place.endpoint, place.region)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    with pytest.raises(StoreError, match="no credentials"):
+        ObjShelf(root, other)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(StoreError, match=r"pip install 'pdconn\[s3\]'"):
+        ObjShelf(root, BucketPlace(place.bucket, "y/", place.endpoint, place.region))
+
+
+def test_new_credentials_are_used_by_the_next_transfer(
+    root: Path, place: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ObjShelf(root, place) as shelf:
+        save(shelf, row_name(), payload(1, BIG))
+        first = shelf._data._objects
+        load(shelf, row_name(), BIG)
+        assert shelf._data._objects is first
+        changed = {**open_bucket(place).nixl_options(), "session_token": "another"}
+        monkeypatch.setattr(shelf._bucket, "nixl_options", lambda: changed)
+        assert load(shelf, row_name(), BIG) == payload(1, BIG)
+        assert shelf._data._objects is not first
