@@ -105,7 +105,7 @@ class Committer:
         """Rows are on their way."""
         self._waiting |= {row.name: (batch, row) for row in batch.rows}
 
-    def step(self, shelf: Shelf, namespace: str, now: float) -> list[Committed]:
+    def step(self, shelf: Shelf, namespace: Callable[[], str], now: float) -> list[Committed]:
         """Commit what is written.
 
         Rows of another namespace than the engine's present one are dropped: the prefix cache
@@ -129,7 +129,9 @@ class Committer:
             del self._waiting[row.name]
             made = None
             try:
-                if batch.namespace == namespace:
+                # Asked after the notes were read: a reset frees blocks, and a row that was
+                # gathered after it may be of others' bytes.
+                if batch.namespace == namespace():
                     made = self._commit(shelf, batch, row, [notes[rank] for rank in notes])
             except StoreError as error:
                 self._failures += 1

@@ -236,7 +236,7 @@ class Keeper:
         if self._described != self._namespace and len(self._committer):
             self._described = self._namespace
             self._describe(self._namespace)
-        done = self._committer.step(shelf, self._namespace, self._clock())
+        done = self._committer.step(shelf, lambda: self._namespace, self._clock())
         self._count(
             store_save_failures=self._committer.take_failures(),
             store_rows_committed=sum(row.is_new for row in done),
