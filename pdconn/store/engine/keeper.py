@@ -101,6 +101,7 @@ class Keeper:
         self._committer = committer(self._saving.discard)
         self._touched: dict[RowName, float] = {}
         self._described = ""
+        self._is_open = False
         self._queue: queue.SimpleQueue[Callable[[Shelf], None] | None] = queue.SimpleQueue()
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -137,7 +138,9 @@ class Keeper:
         self._queue.put(lambda shelf: self._committer.add(batch))
 
     def touch(self, rows: Sequence[RowName]) -> None:
-        """The rows were used."""
+        """The rows were used.  Forgotten while the shelf cannot be opened, perhaps for ever."""
+        if not self._is_open:
+            return
         self._queue.put(lambda shelf: self._touch(shelf, rows))
 
     def failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
@@ -203,6 +206,7 @@ class Keeper:
             self._budget.open(shelf)
         self._described = ""
         self._catalogue.add(row.name for row in shelf.rows(self._namespace))
+        self._is_open = True
         return shelf
 
     def _take(self, shelf: Shelf) -> bool:
