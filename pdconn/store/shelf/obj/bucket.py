@@ -68,7 +68,7 @@ class Bucket:
             import boto3
             from botocore.config import Config
         except ImportError as error:
-            raise StoreError("shelf obj: boto3 is missing: pip install 'pdconn[s3]'") from error
+            raise StoreError("shelf obj: boto3 is missing: pip install '.[s3]'") from error
         config = Config(
             connect_timeout=_CONNECT_S,
             read_timeout=_ANSWER_S,
