@@ -141,6 +141,22 @@ class Folders:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder of ours", path)
 
 
+def make_private(path: str | os.PathLike[str]) -> None:
+    """Make a folder and those above it that are missing, for their owner alone.
+
+    Raises:
+        OSError: something else is in its place, or the file system refuses.
+    """
+    whole = os.path.abspath(path)
+    if os.path.isdir(whole):
+        return
+    make_private(os.path.dirname(whole))
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(whole, 0o700)
+    if not os.path.isdir(whole):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", whole)
+
+
 def note_of(file_name: str) -> tuple[str, int, bool] | None:
     """Part, rank, and whether it is a whole note, of a file beside a part; None for another file.
 

@@ -10,7 +10,7 @@ from pdconn.store.settings import SHELVES, StoreSettings
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.described import check_files, keep_place
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.folders import LAYOUT_FILE, failure, write_whole
+from pdconn.store.shelf.folders import LAYOUT_FILE, failure, make_private, write_whole
 from pdconn.store.shelf.obj.bucket import BucketPlace
 
 
@@ -48,7 +48,7 @@ def keep_layout(settings: StoreSettings, namespace: str, layout: StoreLayout) ->
     path = os.path.join(settings.root, "rows", namespace, LAYOUT_FILE)
     try:
         if not os.path.exists(path):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            make_private(os.path.dirname(path))
             aside = f"{path}.{os.getpid()}"
             write_whole(aside, layout.encoded())
             os.rename(aside, path)
