@@ -10,7 +10,6 @@ look-ups do not queue behind a server that is down.
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import threading
@@ -49,6 +48,11 @@ class BucketPlace:
         bucket, _, prefix = path.partition("/")
         return cls(bucket, f"{prefix}/" if prefix else "", endpoint, region)
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the bucket is part of the host's name: at AWS, unless TLS cannot match it."""
+        return self.endpoint is None and "." not in self.bucket
+
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
 
@@ -75,7 +79,7 @@ class Bucket:
             retries={"total_max_attempts": 2, "mode": "standard"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"addressing_style": "path" if place.endpoint else "virtual"},
+            s3={"addressing_style": "virtual" if place.is_virtual else "path"},
         )
         with self._failures("open", ""):
             self._session: Any = boto3.Session()
@@ -177,7 +181,7 @@ class Bucket:
             "num_threads": _THREADS,
             "req_checksum": "required",
             "resp_checksum": "required",
-            "use_virtual_addressing": "false" if self.place.endpoint else "true",
+            "use_virtual_addressing": "true" if self.place.is_virtual else "false",
         }
         if found.token:
             options["session_token"] = found.token
@@ -260,18 +264,26 @@ def _code(error: Any) -> str:
 
 
 _opening = threading.Lock()
+_opened: dict[tuple[int, BucketPlace], Bucket] = {}
+_refused: dict[BucketPlace, tuple[float, str]] = {}
 
 
 def open_bucket(place: BucketPlace) -> Bucket:
     """The bucket, one object for all threads of the process.
 
     Raises:
-        StoreError, ShelfFailure: see :class:`Bucket`.
+        StoreError: see :class:`Bucket`.
+        ShelfFailure: it cannot be reached, or could not a moment ago.
     """
+    key = os.getpid(), place
     with _opening:
-        return _bucket_of(place, os.getpid())
-
-
-@functools.lru_cache(maxsize=8)
-def _bucket_of(place: BucketPlace, pid: int) -> Bucket:
-    return Bucket(place)
+        if key not in _opened:
+            until, why = _refused.get(place, (0.0, ""))
+            if time.monotonic() < until:
+                raise ShelfFailure(why)
+            try:
+                _opened[key] = Bucket(place)
+            except ShelfFailure as error:
+                _refused[place] = time.monotonic() + _PAUSE_S, str(error)
+                raise
+        return _opened[key]
