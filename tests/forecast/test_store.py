@@ -65,6 +65,25 @@ def test_windows_of_deepseek_v4_are_two_blocks_of_64_tokens_in_every_layer() -> 
     assert sum(layer.unit_nbytes for layer in layers) * tokens == 43 * 128 * 584
 
 
+def test_a_boundary_of_deepseek_v4_keeps_what_a_resumed_request_reads_and_no_more() -> None:
+    """By hand: 128 tokens of 43 windows; of compressors 4 to 1 the four tokens that the next
+    output shares with the last one; of compressors 128 to 1 nothing, as 256 is a multiple.
+    """
+    swa = 43 * 128 * 584
+    c4 = 21 * 4 * 8192
+    c4_indexer = 21 * 4 * 2048
+    c128 = 20 * 0 * 4096
+    needed = swa + c4 + c4_indexer + c128
+    assert needed / MIB == pytest.approx(3.89, abs=0.005), "as in the facts"
+    one = made("deepseek-v4")
+    assert tail(one) == needed
+    # 74,752 bytes of a window layer take 19 pages; those of compressors are whole pages.
+    pages = 43 * 19 + 21 * 8 + 21 * 2
+    assert one.wa_row_nbytes == (pages + 1) * 4096
+    # As windows of their own: 8 tokens of the one, 128 of the other.
+    assert 14.6 < (swa + 21 * 8 * (8192 + 2048) + 20 * 128 * 4096) / MIB < 14.8
+
+
 @pytest.mark.parametrize(
     ("model", "every", "wa_total"),
     [("gpt-oss-120b", 1, 0.56 * GIB), ("gemma-3-27b", 21, 2.4 * GIB)],
