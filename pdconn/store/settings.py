@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from pdconn.store.errors import StoreSettingError
@@ -17,6 +19,7 @@ OF_OBJ = ("bucket", "endpoint", "region")
 SAVE = ("prompt", "all")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
 _ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")
+_MOST_NBYTES = (1 << 63) - 1
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -49,7 +52,7 @@ def read_store_settings(given: Any) -> StoreSettings:
     if not isinstance(given, Mapping):
         raise StoreSettingError("store", "an object with root and capacity", repr(given))
     checks: dict[str, Callable[[Any], Any]] = {
-        "root": _text,
+        "root": lambda value: os.path.expanduser(_text(value)),
         "capacity": size_of,
         "shelf": lambda value: _one_of(value, SHELVES),
         "bucket": _bucket,
@@ -100,10 +103,12 @@ def size_of(value: Any) -> int:
     >>> size_of("1.5 KiB")
     1536
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB)?\s*", str(value))
-    if isinstance(value, bool | float) or match is None or not float(match[1]):
-        raise ValueError("a size above 0 like 20GiB or 512MiB, or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    text = "" if isinstance(value, bool | float) else str(value)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]iB)?\s*", text, re.ASCII)
+    nbytes = 0 if match is None else int(Decimal(match[1]) * _UNITS[match[2] or ""])
+    if not 0 < nbytes <= _MOST_NBYTES:
+        raise ValueError("a size of 1 byte to 8 EiB like 20GiB or 512MiB, or a number of bytes")
+    return nbytes
 
 
 def _text(value: Any) -> str:

@@ -92,3 +92,37 @@ def test_a_description_that_is_not_ours_is_refused(tmp_path: Path, text: str) ->
     (tmp_path / SHELF_FILE).write_text(text)
     with pytest.raises(FormatError):
         place_of(tmp_path)
+
+
+# Sizes and roots
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        ("20GiB", 20 << 30),
+        ("1.5 KiB", 1536),
+        (4096, 4096),
+        ("7.999999TiB", int(7_999_999 * (1 << 40) // 10**6)),
+        ((1 << 63) - 1, (1 << 63) - 1),
+    ],
+)
+def test_sizes_are_exact(given: object, nbytes: int) -> None:
+    made = read_store_settings({"root": "/mnt/kv", "capacity": given})
+    assert made.capacity == nbytes
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["0.4", 0, -1, "", "20GB", "1e9", True, 2.5, 1 << 63, "8388608TiB", "9" * 400, "١GiB", None],
+    ids=repr,
+)
+def test_sizes_that_are_none_are_named(given: object) -> None:
+    """2^64 bytes failed at each save, 400 digits with an OverflowError, 0.4 saved nothing."""
+    with pytest.raises(StoreSettingError, match=r"store\.capacity: expected a size of 1 byte"):
+        read_store_settings({"root": "/mnt/kv", "capacity": given})
+
+
+def test_a_root_in_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/kv")
+    assert read_store_settings({"root": "~/rows", "capacity": 1}).root == "/home/kv/rows"

@@ -57,8 +57,8 @@ class Budget(Protocol):
     def usage(self) -> dict[str, int]:
         """Gauges for metrics."""
 
-    def take_evicted_nbytes(self) -> int:
-        """Bytes evicted since the last call."""
+    def take_evicted(self) -> tuple[int, int]:
+        """Rows of any namespace, and their bytes, evicted since the last call."""
 
     def close(self) -> None:
         """Give back what was not used."""
@@ -249,10 +249,8 @@ class Keeper:
         if self._budget is not None:
             gone = self._budget.step(shelf, self._namespace)
             self._catalogue.removed(gone)
-            self._count(
-                store_rows_evicted=len(gone),
-                store_evicted_bytes=self._budget.take_evicted_nbytes(),
-            )
+            rows, nbytes = self._budget.take_evicted()
+            self._count(store_rows_evicted=rows, store_evicted_bytes=nbytes)
             self._usage = self._budget.usage()
         if done or gone:
             self._told([row.name for row in done], gone)
