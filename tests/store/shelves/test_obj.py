@@ -127,6 +127,9 @@ def test_another_roots_row_is_removed_without_its_bytes_and_may_be_saved_again(
         assert save(ours, row_name(3), payload(4, BIG)), "an entry without a row is replaced"
         assert load(ours, row_name(3), BIG) == payload(4, BIG)
         assert len(server.data_keys(place)) == 2
+        assert ours.remove("ns", row_name(3)) == BIG, "the new entry names what was saved"
+        assert not theirs.has("ns", row_name(3))
+        assert len(server.data_keys(place)) == 1
 
 
 # Writers
@@ -179,6 +182,9 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if step == "put":
     shelf._data.put = die
+if step == "made":
+    put = shelf._data.put
+    shelf._data.put = lambda *given: (put(*given), die())
 shelf.begin("dead", "p", 262144)
 shelf.write("dead", "p", [(0, pages(payload(1, 262144)))])
 if step == "written":
@@ -193,7 +199,7 @@ shelf.commit("dead", "p", "ns", row_name())
 """
 
 
-@pytest.mark.parametrize("step", ["put", "written", "index", "entry", "clear"])
+@pytest.mark.parametrize("step", ["put", "made", "written", "index", "entry", "clear"])
 def test_what_a_killed_writer_left_is_discarded_by_the_next_recount(
     root: Path, server: S3Server, place: BucketPlace, step: str
 ) -> None:
