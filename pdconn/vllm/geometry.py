@@ -9,7 +9,7 @@ check that this module and the engine agree on every stride.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from pdconn.vllm.compressors import compress_ratio
 from registration.references import (
     AttentionChunk,
     AttentionKind,
@@ -60,6 +61,7 @@ def kv_cache_references(
     tp_rank: int,
     tp_size: int,
     opaque_tokens: bool,
+    modules: Mapping[str, Any] | None = None,
 ) -> KVCacheReferences:
     """Describe the transferable groups of one worker.
 
@@ -71,6 +73,8 @@ def kv_cache_references(
             parallelism; None where they are not known.
         opaque_tokens: whether the backend packs tokens inside a head's block, as
             vLLM's CPU kernels do, so that a block can only move whole.
+        modules: attention layers by name (vLLM's static forward context), which tell
+            compressors; without them there are none.
 
     Raises:
         RegistrationError: memory that is laid out in a way this cannot describe,
@@ -88,8 +92,12 @@ def kv_cache_references(
             first_head = _first_head(spec, total_kv_heads(name), tp_rank, tp_size)
             chunk = _chunk(spec, layout, placed[name], first_head, opaque_tokens)
             layers.append(_layer(name, placed[name], kv_caches[name], config, chunk))
-        kind, window = _kind(_layer_spec(specs, group.layer_names[0]))
-        groups.append(GroupMemory(kind, window, specs.block_size, tuple(layers)))
+        spec = _layer_spec(specs, group.layer_names[0])
+        kind, window = _kind(spec)
+        ratio = 1
+        if kind is AttentionKind.SLIDING_WINDOW:
+            ratio = compress_ratio(modules or {}, group.layer_names, spec)
+        groups.append(GroupMemory(kind, window, specs.block_size, tuple(layers), ratio))
     return build_kv_cache_references(groups)
 
 
