@@ -137,6 +137,10 @@ class Keeper:
         """Rows are on their way to the shelf."""
         self._queue.put(lambda shelf: self._committer.add(batch))
 
+    def not_saved(self, part: str) -> None:
+        """A rank cannot save its share of the row."""
+        self._queue.put(lambda shelf: self._committer.not_saved(part))
+
     def touch(self, rows: Sequence[RowName]) -> None:
         """The rows were used.  Forgotten while the shelf cannot be opened, perhaps for ever."""
         if not self._is_open:
