@@ -63,6 +63,7 @@ def test_a_read_that_was_given_up_never_writes_to_its_callers_memory(
             agent.get([("a", 0, into)])
         assert time.monotonic() - began < 1.5
         (given_up,) = agent._stuck
+        assert agent._memory is not given_up.memory, "what it still writes to is its own"
         relay.delay_s = 0.0
         next_read = pages(4096)
         agent.get([("b", 0, next_read)])

@@ -108,6 +108,9 @@ def test_a_removed_row_leaves_no_object(root: Path, server: S3Server, place: Buc
         assert (len(server.data_keys(place)), len(server.index_keys(place))) == (1, 1)
         assert not save(shelf, row_name(), payload(2, BIG))
         assert len(server.data_keys(place)) == 1, "what lost is removed"
+        (entry,) = (one for one in (root / "rows").rglob("*") if one.is_file())
+        assert entry.stat().st_size == BIG
+        assert 512 * entry.stat().st_blocks <= 2 * PAGE, "it takes no room on this machine"
         assert shelf.remove("ns", row_name()) == BIG
     assert server.keys(place) == []
 
