@@ -121,6 +121,16 @@ def test_a_compressor_keeps_what_the_next_output_reads(ratio: int, tokens: int) 
     assert kept.get("2", 0) == tokens
 
 
+def test_engines_that_keep_other_tails_share_no_rows() -> None:
+    """The layout is part of the namespace: a tail is never read as a longer one."""
+    ratios = (1, 4, 16, 32)
+    layouts = [
+        store_layout(engine(sorts=(FULL, replace(SLIDING, compress_ratio=n))).ranks, SIZE)
+        for n in ratios
+    ]
+    assert len({one.encoded() for one in layouts}) == len(ratios)
+
+
 def test_a_unit_of_compressed_layers_is_several_tokens() -> None:
     fa = store_layout(engine().ranks, SIZE).fa
     assert (fa.sections[1].unit_tokens, fa.sections[1].units) == (4, 16)
