@@ -172,13 +172,16 @@ class KVCacheGroupReference:
 
     ``window`` is the sliding window or the chunk in tokens, None for full
     attention and state.  ``block_tokens`` counts tokens of the sequence, also
-    where the engine stores several of them in one row.
+    where the engine stores several of them in one row.  ``compress_ratio`` is above 1
+    for what a compressor keeps of tokens that it has yet to compress: every so many
+    tokens it reads its window, and at no other.
     """
 
     kind: AttentionKind
     window: int | None
     block_tokens: int
     data: tuple[KVCacheDataReference, ...]
+    compress_ratio: int = 1
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
@@ -187,6 +190,10 @@ class KVCacheGroupReference:
             raise RegistrationError(f"{self.kind}: window {self.window} does not fit the kind")
         if self.window is not None and self.window <= 0:
             raise RegistrationError(f"window: expected above 0, got {self.window}")
+        if self.compress_ratio <= 0 or self.compress_ratio >= _ADDRESS_LIMIT:
+            raise RegistrationError(f"compress_ratio: {self.compress_ratio} is out of range")
+        if self.compress_ratio > 1 and self.kind is not AttentionKind.SLIDING_WINDOW:
+            raise RegistrationError(f"{self.kind}: a compress_ratio does not fit the kind")
         if max(self.block_tokens, self.window or 0) >= _ADDRESS_LIMIT:
             raise RegistrationError(f"block_tokens: expected below 2^62, got {self.block_tokens}")
         keys = [(ref.layer, ref.chunk) for ref in self.data]
@@ -266,9 +273,8 @@ class AttentionChunk:
 class StateChunk:
     """A recurrent state inside a layer's page, or a piece of it: moved whole or not at all.
 
-    A piece that tensor parallelism divides consists of ``num_heads`` parts of equal size, one
-    behind the other, of which the first is part ``first_head`` of the model's.  ``offset``
-    counts from the start of the page, ``nbytes`` are those of all parts.
+    What tensor parallelism divides consists of ``num_heads`` parts of equal size, one behind the
+    other; the first is the model's part ``first_head``.  ``nbytes`` are those of all parts.
     """
 
     nbytes: int
@@ -297,6 +303,7 @@ class GroupMemory:
     window: int | None
     block_tokens: int
     layers: tuple[LayerMemory, ...]
+    compress_ratio: int = 1
 
 
 def build_kv_cache_references(groups: Sequence[GroupMemory]) -> KVCacheReferences:
@@ -343,7 +350,9 @@ def build_kv_cache_references(groups: Sequence[GroupMemory]) -> KVCacheReference
                 _reference(layer, number, index, chunk) for number, chunk in enumerate(layer.chunks)
             ]
         built.append(
-            KVCacheGroupReference(group.kind, group.window, group.block_tokens, tuple(data))
+            KVCacheGroupReference(
+                group.kind, group.window, group.block_tokens, tuple(data), group.compress_ratio
+            )
         )
     return KVCacheReferences(tuple(tensors), tuple(built))
 
@@ -366,18 +375,8 @@ def _reference(
     offset = layer.offset + chunk.offset
     if isinstance(chunk, StateChunk):
         heads, each = chunk.num_heads, chunk.nbytes // chunk.num_heads
-        return KVCacheDataReference(
-            layer.layer,
-            number,
-            tensor,
-            offset,
-            chunk.nbytes,
-            heads,
-            chunk.first_head,
-            each,
-            None,
-            None,
-        )
+        where = (layer.layer, number, tensor, offset)
+        return KVCacheDataReference(*where, chunk.nbytes, heads, chunk.first_head, each, None, None)
     return KVCacheDataReference(
         layer.layer,
         number,

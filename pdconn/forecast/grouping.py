@@ -31,17 +31,20 @@ class SharedTable:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """One KV cache group of the whole model: shares of one kind, window and block size."""
+    """One KV cache group of the whole model: shares of one kind, window, block size and ratio."""
 
     kind: AttentionKind
     window: int | None
     block_tokens: int
     shares: tuple[SharedTable, ...]
+    compress_ratio: int = 1
 
     @property
     def header(self) -> KVCacheGroupReference:
         """The group without its layers."""
-        return KVCacheGroupReference(self.kind, self.window, self.block_tokens, ())
+        return KVCacheGroupReference(
+            self.kind, self.window, self.block_tokens, (), self.compress_ratio
+        )
 
     @property
     def num_layers(self) -> int:
@@ -58,9 +61,9 @@ class Paged:
     page_nbytes: int
 
     @property
-    def key(self) -> tuple[AttentionKind, int | None, int]:
+    def key(self) -> tuple[AttentionKind, int | None, int, int]:
         """What is equal for all layers of a group."""
-        return self.sort.kind, self.sort.window, self.block_tokens
+        return self.sort.kind, self.sort.window, self.block_tokens, self.sort.compress_ratio
 
 
 def group_layers(paged: Sequence[Paged]) -> tuple[LayerGroup, ...]:
@@ -90,8 +93,9 @@ def _split(bucket: list[Paged], number: int, count: int) -> LayerGroup:
     shares = tuple(
         SharedTable(one.sort, one.sort.layers[number::count], one.page_nbytes) for one in bucket
     )
-    kind, window, block_tokens = bucket[0].key
-    return LayerGroup(kind, window, block_tokens, tuple(share for share in shares if share.layers))
+    kind, window, block_tokens, ratio = bucket[0].key
+    here = tuple(share for share in shares if share.layers)
+    return LayerGroup(kind, window, block_tokens, here, ratio)
 
 
 def _equal_page_counts(buckets: Sequence[list[Paged]]) -> list[int]:

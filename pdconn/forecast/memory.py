@@ -55,7 +55,11 @@ def rank_memory(
             region = _Region(share, group.block_tokens, layout, num_blocks, row, place)
             layers += region.layers(allocation, offset)
             offset += region.nbytes
-        made.append(GroupMemory(group.kind, group.window, group.block_tokens, tuple(layers)))
+        made.append(
+            GroupMemory(
+                group.kind, group.window, group.block_tokens, tuple(layers), group.compress_ratio
+            )
+        )
     return tuple(made)
 
 

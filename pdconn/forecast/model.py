@@ -33,6 +33,8 @@ class LayerSort:
         row_tokens: tokens that share a stored row: a compression ratio, usually 1.
         block_tokens: tokens per block if the model fixes them; None for the engine's.
         part: name of this part of the layer, unique within the layer.
+        compress_ratio: above 1 for what a compressor keeps of tokens that it has yet to
+            compress, in a sliding window that it reads once in so many tokens.
 
     Raises:
         ShapeError: a value is wrong.
@@ -46,13 +48,17 @@ class LayerSort:
     row_tokens: int = 1
     block_tokens: int | None = None
     part: str = "attn"
+    compress_ratio: int = 1
 
     def __post_init__(self) -> None:
         if self.kind is AttentionKind.STATE:
             raise ShapeError("kind", "attention of some kind", self.kind)
         if self.kind.is_windowed != (self.window is not None):
             raise ShapeError(f"window of {self.kind}", _window_rule(self.kind), self.window)
-        for field in ("heads", "row_nbytes", "row_tokens", "window", "block_tokens"):
+        if self.compress_ratio != 1 and self.kind is not AttentionKind.SLIDING_WINDOW:
+            raise ShapeError(f"compress_ratio of {self.kind}", "1", self.compress_ratio)
+        positive = ("heads", "row_nbytes", "row_tokens", "window", "block_tokens", "compress_ratio")
+        for field in positive:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ShapeError(field, "a number above 0", value)

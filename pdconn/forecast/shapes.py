@@ -33,6 +33,15 @@ def _mla(name: str, *, layers: int, latent: int, rope: int) -> ModelShape:
     return ModelShape(name, sorts_of([_FULL] * layers, None, 1, 2 * (latent + rope)))
 
 
+def _state(
+    layers: tuple[int, ...], window: int, ratio: int, nbytes: int, *, block_tokens: int, part: str
+) -> LayerSort:
+    """What compressors of ``ratio`` keep of the tokens in their window."""
+    return LayerSort(
+        layers, _WINDOW, window, 1, nbytes, 1, block_tokens, part, compress_ratio=ratio
+    )
+
+
 def _deepseek_v4(name: str) -> ModelShape:
     """DeepSeek-V4-Flash as vLLM caches it with ``fp8_ds_mla``, in five groups.
 
@@ -55,9 +64,9 @@ def _deepseek_v4(name: str) -> ModelShape:
             LayerSort(c128, _FULL, None, 1, 584, row_tokens=128, block_tokens=256),
             LayerSort(c4, _FULL, None, 1, 132, row_tokens=4, block_tokens=256, part="indexer"),
             LayerSort(tuple(range(43)), _WINDOW, 128, 1, 584, block_tokens=64, part="swa"),
-            LayerSort(c4, _WINDOW, 8, 1, 8192, block_tokens=4, part="state"),
-            LayerSort(c4, _WINDOW, 8, 1, 2048, block_tokens=4, part="indexer_state"),
-            LayerSort(c128, _WINDOW, 128, 1, 4096, block_tokens=8, part="state"),
+            _state(c4, 8, 4, 8192, block_tokens=4, part="state"),
+            _state(c4, 8, 4, 2048, block_tokens=4, part="indexer_state"),
+            _state(c128, 128, 128, 4096, block_tokens=8, part="state"),
         ),
     )
 

@@ -4,6 +4,7 @@ Commands go to all ranks alike with a step's metadata; each rank does its share 
 
     OpenStore ─► Fetch ─► FetchResult ─► LoadRows ─► (vLLM: received)      or  DropFetch
               ─► SaveRows ─► SaveResult (blocks may be reused), notes beside the parts
+                         ─► SaveFailed, for each part without a note
 """
 
 from __future__ import annotations
@@ -108,5 +109,12 @@ class SaveResult:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """A rank could not even leave a note beside ``part``, as on a full disk."""
+
+    part: str
+
+
 StoreCommand = OpenStore | Fetch | LoadRows | DropFetch | SaveRows
-StoreResult = FetchResult | SaveResult
+StoreResult = FetchResult | SaveResult | SaveFailed

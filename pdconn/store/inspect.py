@@ -29,6 +29,7 @@ from pdconn.store.format.boundaries import can_resume, pieces
 from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import NO_KEY, RowKind, RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.described import place_of
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import LAYOUT_FILE, is_namespace
 from pdconn.store.verify import footer_of
@@ -56,7 +57,12 @@ def open_existing(root: str | os.PathLike[str]) -> FilesShelf:
         raise InspectError(
             "ROOT", "the folder of a store", f"{shown(str(root))}, without a file 'format'"
         )
-    return FilesShelf(path)
+    place = place_of(path)
+    if place is None:
+        return FilesShelf(path)
+    from pdconn.store.shelf.obj.shelf import ObjShelf
+
+    return ObjShelf(path, place)
 
 
 def read_layout(root: str | os.PathLike[str], namespace: str) -> StoreLayout | None:
@@ -71,11 +77,39 @@ def read_layout(root: str | os.PathLike[str], namespace: str) -> StoreLayout | N
             return None
         if path.stat().st_size > _MOST_LAYOUT_NBYTES:
             raise InspectError(str(path), f"at most {_MOST_LAYOUT_NBYTES} bytes", "more")
-        return msgspec.json.decode(path.read_bytes(), type=StoreLayout)
+        layout = msgspec.json.decode(path.read_bytes(), type=StoreLayout)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InspectError(str(path), "the layout of rows", error) from error
     except OSError as error:
         raise InspectError(str(path), "a file that can be read", error) from error
+    _check_layout(path, layout)
+    return layout
+
+
+def _check_layout(path: Path, layout: StoreLayout) -> None:
+    """Numbers that no engine writes would end a listing in the middle.
+
+    Raises:
+        InspectError: naming the first one.
+    """
+    for kind in (layout.fa, layout.wa):
+        if kind is None:
+            continue
+        numbers = {"block_tokens": kind.block_tokens, "sections": len(kind.sections)}
+        for section in kind.sections:
+            numbers |= {
+                "unit_tokens": section.unit_tokens,
+                "units": section.units,
+                "num_heads": section.num_heads,
+                "layers": len(section.layers),
+                "first_head": section.first_head + 1,
+                "unit_nbytes": min((layer.unit_nbytes for layer in section.layers), default=0),
+            }
+            for name, value in numbers.items():
+                if value < 1:
+                    raise InspectError(f"{path}: {name}", "a number above 0", value)
+        if not kind.sections:
+            raise InspectError(f"{path}: sections", "at least one", "none")
 
 
 @dataclass(frozen=True, slots=True)

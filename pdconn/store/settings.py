@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from pdconn.store.errors import StoreSettingError
 from transport.errors import did_you_mean
 
 WINDOW_EVERY = ("auto", "all", "last")
-SHELVES = ("files", "posix")
+SHELVES = ("files", "posix", "obj")
+OF_OBJ = ("bucket", "endpoint", "region")
+"""Keys that have a meaning with the shelf ``obj`` alone."""
 SAVE = ("prompt", "all")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
+_ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")
+_MOST_NBYTES = (1 << 63) - 1
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -23,6 +30,9 @@ class StoreSettings:
     root: str
     capacity: int
     shelf: str = "files"
+    bucket: str | None = None
+    endpoint: str | None = None
+    region: str | None = None
     staging: int = 1 << 30
     block_tokens: int = 256
     window_every: int | Literal["auto", "all", "last"] = "auto"
@@ -42,9 +52,12 @@ def read_store_settings(given: Any) -> StoreSettings:
     if not isinstance(given, Mapping):
         raise StoreSettingError("store", "an object with root and capacity", repr(given))
     checks: dict[str, Callable[[Any], Any]] = {
-        "root": _text,
+        "root": lambda value: os.path.expanduser(_text(value)),
         "capacity": size_of,
         "shelf": lambda value: _one_of(value, SHELVES),
+        "bucket": _bucket,
+        "endpoint": _endpoint,
+        "region": _region,
         "staging": size_of,
         "block_tokens": _block_tokens,
         "window_every": _window_every,
@@ -66,7 +79,19 @@ def read_store_settings(given: Any) -> StoreSettings:
     for key in ("root", "capacity"):
         if key not in values:
             raise StoreSettingError(f"store.{key}", "a value", "none")
+    _check_obj(values)
     return StoreSettings(**values)
+
+
+def _check_obj(values: Mapping[str, Any]) -> None:
+    if values.get("shelf") == "obj":
+        if "bucket" not in values:
+            raise StoreSettingError("store.bucket", "a value with shelf 'obj'", "none")
+        return
+    for key in OF_OBJ:
+        if key in values:
+            shelf = values.get("shelf", "files")
+            raise StoreSettingError(f"store.{key}", f"none with shelf {shelf!r}", values[key])
 
 
 def size_of(value: Any) -> int:
@@ -78,15 +103,35 @@ def size_of(value: Any) -> int:
     >>> size_of("1.5 KiB")
     1536
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB)?\s*", str(value))
-    if isinstance(value, bool | float) or match is None or not float(match[1]):
-        raise ValueError("a size above 0 like 20GiB or 512MiB, or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    text = "" if isinstance(value, bool | float) else str(value)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]iB)?\s*", text, re.ASCII)
+    nbytes = 0 if match is None else int(Decimal(match[1]) * _UNITS[match[2] or ""])
+    if not 0 < nbytes <= _MOST_NBYTES:
+        raise ValueError("a size of 1 byte to 8 EiB like 20GiB or 512MiB, or a number of bytes")
+    return nbytes
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("text")
+    return value
+
+
+def _bucket(value: Any) -> str:
+    if not isinstance(value, str) or _BUCKET.fullmatch(value) is None:
+        raise ValueError("the name of an S3 bucket, or BUCKET/PREFIX of letters, digits, . _ - /")
+    return value
+
+
+def _endpoint(value: Any) -> str:
+    if not isinstance(value, str) or _ENDPOINT.fullmatch(value) is None:
+        raise ValueError("a URL like https://s3.example.com:9000, without credentials or path")
+    return value.rstrip("/")
+
+
+def _region(value: Any) -> str:
+    if not isinstance(value, str) or re.fullmatch(r"[a-z0-9-]{1,64}", value) is None:
+        raise ValueError("a region like eu-central-1")
     return value
 
 

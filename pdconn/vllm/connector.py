@@ -98,13 +98,16 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
+            recompute = transfer.kv_load_failure_policy == "recompute"
+            # A request whose pull failed is asked about again under that policy.
+            awaits_claims = self._store is not None and not recompute
             self._consumer = ConsumerScheduler(
                 incarnation,
-                recompute=transfer.kv_load_failure_policy == "recompute",
+                recompute=recompute,
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 max_model_len=vllm_config.model_config.max_model_len,
                 has_states=has_states,
-                awaited_ranks=0 if self._store is None else sizes[0] * sizes[1],
+                awaited_ranks=sizes[0] * sizes[1] if awaits_claims else 0,
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")

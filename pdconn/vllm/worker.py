@@ -324,6 +324,7 @@ class PdWorker:
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
             opaque_tokens=self._config.device_config.device_type == "cpu",
+            modules=self._config.compilation_config.static_forward_context,
         )
 
 

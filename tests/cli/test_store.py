@@ -465,3 +465,28 @@ def test_a_key_of_the_wrong_parent_is_not_reached(root: Path, run: Run) -> None:
     (one,) = asked(run, "ls", root)
     assert one["longest_prefix_tokens"] == 5 * BLOCK
     assert one["rows_not_reached"] == 2
+
+
+# Files that no engine writes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        (f'"block_tokens":{BLOCK}', '"block_tokens":0', "block_tokens"),
+        ('"num_heads":2', '"num_heads":-2', "num_heads"),
+        ('"unit_tokens":1', '"unit_tokens":0', "unit_tokens"),
+        ('"first_head":0', '"first_head":-1', "first_head"),
+    ],
+)
+def test_a_layout_of_numbers_that_cannot_be_is_named(
+    old: str, new: str, field: str, root: Path, run: Run
+) -> None:
+    """They ended a listing in a traceback."""
+    path = root / "rows" / NAMESPACE / "layout.json"
+    text = path.read_text()
+    assert old in text
+    assert field not in run("verify", root)[1]
+    path.write_text(text.replace(old, new, 1))
+    assert run("ls", root)[0] == 0
+    assert f"{field}: expected a number above 0" in run("verify", root)[1]

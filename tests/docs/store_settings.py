@@ -23,7 +23,16 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "Bytes that the root may hold, rows and those being written; the least that an engine on "
         "the root names counts. See [The budget](#the-budget).",
     ),
-    "shelf": ("", "What moves the bytes, see [Shelves](#shelves)."),
+    "shelf": ("", "Where rows are and what moves their bytes, see [Shelves](#shelves)."),
+    "bucket": (
+        "`bucket` or `bucket/prefix`",
+        "With shelf `obj`, needed: the bucket of rows, see [Object stores](#object-stores).",
+    ),
+    "endpoint": ("URL", "With shelf `obj`: the server; without one AWS is used."),
+    "region": (
+        "region",
+        "With shelf `obj`: the bucket's; without one what the machine's AWS configuration says.",
+    ),
     "staging": (
         _SIZE,
         "Host memory of each rank for rows on their way to the KV cache, for all requests; one "

@@ -28,14 +28,14 @@ def configurations(text: str) -> Iterator[dict[str, Any]]:
 
 def test_configurations_to_copy_have_a_store_and_are_read() -> None:
     found = list(configurations(PAGE))
-    assert [one["kv_role"] for one in found] == ["kv_both", "kv_producer", "kv_consumer"]
+    assert [one["kv_role"] for one in found] == ["kv_both", "kv_producer", "kv_consumer", "kv_both"]
     stores = []
     for one in found:
         extra = {**one["kv_connector_extra_config"], "insecure": True}
         settings = read_settings(extra, "localhost", 5600, 0, {})
         assert settings.store is not None
         stores.append((settings.store.root, settings.store.capacity))
-    assert set(stores) == {("/mnt/kv", 200 << 30)}
+    assert set(stores) == {("/mnt/kv", 200 << 30), ("/var/lib/kv", 2 << 40)}
 
 
 def test_a_configuration_with_a_typo_is_noticed() -> None:

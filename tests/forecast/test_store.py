@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pdconn.cli.main import main
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.model import ModelShape
 from pdconn.forecast.shapes import built_in
 from pdconn.forecast.store import cost
 from pdconn.forecast.store.cost import StoreForecast, forecast_store
@@ -19,6 +21,9 @@ from pdconn.store.format.layout import RowLayout
 
 MIB, GIB = 1 << 20, 1 << 30
 PROMPT = 32_768
+DEEPSEEK_TAIL = 43 * 128 * 584 + 21 * 4 * 8192 + 21 * 4 * 2048
+"""128 tokens of 43 windows; of compressors 4 to 1 the four tokens that the next output shares with
+the last one; of compressors 128 to 1 nothing, as 256 is a multiple: 3.89 MiB, as in the facts."""
 
 
 def made(model: str, prompt: int = PROMPT, *, tp: int = 1, **options: Any) -> StoreForecast:
@@ -43,18 +48,17 @@ def tail(one: StoreForecast) -> int:
     [
         ("gpt-oss-120b", 9.0 * MIB, 4.5 * MIB, 1.12 * GIB, 0.56 * GIB),
         ("gemma-3-27b", 20 * MIB, 416 * MIB, 2.5 * GIB, 13 * GIB),
-        ("deepseek-v4", 0.94 * MIB, None, 0.12 * GIB, None),
+        ("deepseek-v4", 0.94 * MIB, DEEPSEEK_TAIL, 0.12 * GIB, 0.49 * GIB),
     ],
 )
 def test_rows_have_the_sizes_computed_by_hand(
-    model: str, fa_row: float, wa_tail: float | None, fa_total: float, every_boundary: float | None
+    model: str, fa_row: float, wa_tail: float, fa_total: float, every_boundary: float
 ) -> None:
     one = made(model, window_every="all")
     assert contents(one.layout.fa) == pytest.approx(fa_row, rel=0.005)
     assert one.fa_rows * contents(one.layout.fa) == pytest.approx(fa_total, rel=0.025)
-    if wa_tail is not None and every_boundary is not None:
-        assert tail(one) == wa_tail
-        assert one.wa_rows * contents(one.layout.wa) == pytest.approx(every_boundary, rel=0.01)
+    assert tail(one) == wa_tail
+    assert one.wa_rows * contents(one.layout.wa) == pytest.approx(every_boundary, rel=0.01)
 
 
 def test_windows_of_deepseek_v4_are_two_blocks_of_64_tokens_in_every_layer() -> None:
@@ -63,6 +67,28 @@ def test_windows_of_deepseek_v4_are_two_blocks_of_64_tokens_in_every_layer() -> 
     layers = [layer for s in layout.sections for layer in s.layers if ".swa" in layer.name]
     (tokens,) = {s.tokens for s in layout.sections if ".swa" in s.layers[0].name}
     assert sum(layer.unit_nbytes for layer in layers) * tokens == 43 * 128 * 584
+
+
+def test_a_boundary_of_deepseek_v4_keeps_what_a_resumed_request_reads_and_no_more() -> None:
+    one = made("deepseek-v4")
+    kept = tail(one)
+    assert kept == DEEPSEEK_TAIL
+    assert kept / MIB == pytest.approx(3.89, abs=0.005)
+    # 74,752 bytes of a window layer take 19 pages; those of compressors are whole pages.
+    pages = 43 * 19 + 21 * 8 + 21 * 2
+    assert one.wa_row_nbytes == (pages + 1) * 4096
+    fa_pages = 21 * 10 + 20 * 1 + 21 * 3  # of 37,376, 1,168 and 8,448 bytes
+    assert one.fa_row_nbytes == (fa_pages + 1) * 4096
+    assert one.every == 4, "4.02 / 1.15 MiB; without what aligns slabs 3.89 / 0.94 were 5"
+
+
+def test_compressors_taken_for_windows_are_noticed() -> None:
+    """Negative control: 8 tokens of those 4 to 1 and 128 of those 128 to 1, 14.7 MiB."""
+    shape = built_in("deepseek-v4")
+    plain = ModelShape("plain", tuple(replace(sort, compress_ratio=1) for sort in shape.sorts))
+    one = forecast_store(EngineShape(plain), PROMPT, 3e9)
+    whole = 43 * 128 * 584 + 21 * 8 * (8192 + 2048) + 20 * 128 * 4096
+    assert tail(one) == whole > 3.7 * DEEPSEEK_TAIL
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class Layers:
 
     ``ratio`` tokens share one stored row of ``row_nbytes`` bytes per head.  ``opaque``:
     a head's block only moves whole.  One head stands for MLA, and for state.
+    ``compress_ratio`` above 1: a compressor reads the window, where that divides the next token.
     """
 
     numbers: tuple[int, ...]
@@ -49,6 +50,7 @@ class Layers:
     row_nbytes: int
     ratio: int = 1
     opaque: bool = False
+    compress_ratio: int = 1
 
     def reach(self, until: int) -> int:
         """The first token that token ``until`` still sees."""
@@ -191,7 +193,8 @@ class Side:
                 opaque=group.sort.opaque,
                 **self._page(rank, group),
             ) if here else ()  # fmt: skip
-            made.append(GroupMemory(*group.kind, group.block_tokens, layers))
+            ratio = 1 if group.whole else group.sort.compress_ratio
+            made.append(GroupMemory(*group.kind, group.block_tokens, layers, ratio))
         return build_kv_cache_references(made)
 
 

@@ -96,7 +96,26 @@ def _layers(
         window = -(-window // first) * first
     count = 1 if ratio > 1 else draw(st.sampled_from([heads, heads, max(1, heads // 2)]))
     nbytes = draw(st.integers(1, 3))
-    return Layers(numbers, kind, window, count, nbytes, ratio, opaque), (first, second)
+    compress = 1
+    if kind is AttentionKind.SLIDING_WINDOW:
+        compress = draw(st.sampled_from([1, 1, 2, 3, 4, 6, size]))
+    return Layers(numbers, kind, window, count, nbytes, ratio, opaque, compress), (first, second)
+
+
+def first_read(sort: Layers, boundary: int) -> int:
+    """The first token that any token from ``boundary`` on reads; ``boundary`` if none is.
+
+    Compressors read where an output ends, and each one reads later tokens than the one before.
+    """
+    if sort.kind is not AttentionKind.SLIDING_WINDOW:
+        return sort.reach(boundary)
+    reads = [
+        token - back
+        for token in range(boundary, boundary + sort.compress_ratio)
+        if (token + 1) % sort.compress_ratio == 0
+        for back in range(sort.window or 0)
+    ]
+    return max(0, min(boundary, *reads))
 
 
 @dataclass
@@ -194,6 +213,16 @@ class Store:
         return host, rows
 
 
+def longest_way_back(sort: Layers, block_tokens: int) -> int:
+    """The most tokens before a boundary that are read after it.  Rows are as long for all.
+
+    Boundaries repeat after as many as the ratio; the first ones, near the beginning, do not count.
+    """
+    first = -(-(sort.window or 0) // block_tokens)
+    boundaries = [n * block_tokens for n in range(first, first + sort.compress_ratio)]
+    return max(boundary - first_read(sort, boundary) for boundary in boundaries)
+
+
 def check(store: Store, rank: int) -> None:
     """Save, load, and look at every byte of the rank's memory.
 
@@ -230,12 +259,16 @@ def _allowed(
     for number, group in groups.items():
         here = (wanted != NOWHERE) & (layer == number)
         unit = group.block_tokens if group.sort.opaque else group.sort.ratio
-        reach = group.sort.reach(case.boundary)
+        reach = first_read(group.sort, case.boundary)
         first, end = position * unit, (position + 1) * unit
         begin = max(reach, case.held)
         inside = here & (first < case.boundary)
         must |= inside & (end > begin)
         may |= inside & (end > reach) & (end <= begin)
+        if case.block_tokens % group.sort.compress_ratio:
+            reach = max(0, case.boundary - longest_way_back(group.sort, case.block_tokens))
+            may |= inside & (end > reach) & (end <= begin)
+            begin = max(reach, case.held)
         loose |= (
             inside & (end <= reach) & (first >= begin // group.block_tokens * group.block_tokens)
         )

@@ -6,23 +6,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import gcd
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from pdconn.planning.errors import PlanningError
+from pdconn.planning.errors import MissingBlock, PlanningError
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
+from pdconn.store.format import layout as layout_module
 from pdconn.store.format.boundaries import pieces
-from pdconn.store.format.layout import RowLayout, Section, Slab, store_layout
+from pdconn.store.format.layout import RowLayout, Section, Slab, StoreLayout, store_layout
 from pdconn.store.format.names import RowKind
 from pdconn.store.rank import pairing as pairing_module
 from pdconn.store.rank.pairing import Row, RowPairing
-from registration.references import AttentionKind, KVCacheReferences
+from registration.references import (
+    AttentionKind,
+    KVCacheGroupReference,
+    KVCacheReferences,
+)
 from tests.property.scale import drawn
-from tests.property.stored import SlabKey, Store, StoredCase, check, stored_cases
+from tests.property.stored import SlabKey, Store, StoredCase, check, first_read, stored_cases
 from transport import Spans
 
 
@@ -43,7 +49,7 @@ def test_the_cases_are_not_all_alike() -> None:
     seen: Counter[str] = Counter()
 
     @settings(
-        max_examples=100,
+        max_examples=300,
         database=None,
         derandomize=True,
         phases=(Phase.generate,),
@@ -57,14 +63,17 @@ def test_the_cases_are_not_all_alike() -> None:
     expected = {
         "opaque", "opaque window", "compressed", "chunks", "a chunk's end", "pieces", "a tail",
         "held", "other TP", "stages", "other blocks", "other layout", "replicas",
+        "a compressor", "a compressor that keeps nothing", "a compressor not in step with rows",
+        "a compressor of opaque blocks",
     }  # fmt: skip
     assert seen.keys() == expected
-    assert min(seen.values()) >= 3, seen
+    assert min(seen.values()) >= 5, seen
 
 
 def _traits(case: StoredCase) -> set[str]:
     sorts = [group.sort for group in case.reader.groups]
     chunks = [s for s in sorts if s.kind is AttentionKind.CHUNKED_LOCAL]
+    compressors = [s for s in sorts if s.compress_ratio > 1]
     wa, writer, reader = case.layout.wa, case.writer, case.reader
     sizes = [
         {n: g.block_tokens for g in side.groups for n in g.numbers} for side in (writer, reader)
@@ -83,6 +92,14 @@ def _traits(case: StoredCase) -> set[str]:
         "other blocks": sizes[0] != sizes[1],
         "other layout": writer.layout != reader.layout,
         "replicas": any(s.heads < reader.tp for s in sorts),
+        "a compressor": any((s.window or 0) > s.compress_ratio for s in compressors),
+        "a compressor that keeps nothing": any(
+            first_read(s, case.boundary) == case.boundary for s in compressors
+        ),
+        "a compressor not in step with rows": any(
+            case.block_tokens % s.compress_ratio for s in compressors
+        ),
+        "a compressor of opaque blocks": any(s.opaque for s in compressors),
     }
     return {name for name, is_so in found.items() if is_so}
 
@@ -192,6 +209,37 @@ class WrongScale(Store):
             return super().pairing(references, share, saves)
 
 
+class OtherTail(Store):
+    """A compressor's tail reckoned by another rule: ``kept`` are tokens from window, ratio, rows.
+
+    Layout and pairing share the rule, so a wrong one is seen by what it loads alone.
+    """
+
+    def __init__(self, case: StoredCase, kept: Callable[[int, int, int], int]) -> None:
+        super().__init__(case)
+        self._kept = kept
+
+    def share(self, references: KVCacheReferences) -> StoreLayout:
+        return super().share(self._wrong(references))
+
+    def pairing(self, references: KVCacheReferences, share: RowLayout, saves: bool) -> RowPairing:
+        return super().pairing(self._wrong(references), share, saves)
+
+    def _wrong(self, references: KVCacheReferences) -> KVCacheReferences:
+        groups = tuple(
+            replace(
+                group, window=self._window(group.window, group.compress_ratio), compress_ratio=1
+            )
+            for group in references.groups
+        )
+        return replace(references, groups=groups)
+
+    def _window(self, window: int | None, ratio: int) -> int | None:
+        if window is None or ratio == 1:
+            return window
+        return max(0, self._kept(window, ratio, self.case.block_tokens)) + 1
+
+
 class OneBlockOff(Store):
     """The engine's block list taken as if it began a block earlier."""
 
@@ -252,6 +300,22 @@ MUTANTS: dict[str, Callable[[StoredCase], Store]] = {
     "half of the window saved": partial(WindowTooShort, saves=True, less=lambda w: w // 2),
     "window a token short when loaded": partial(WindowTooShort, saves=False, less=lambda w: w - 1),
     "window of opaque blocks rounded down": WrongScale,
+    "a compressor's tail a token short": partial(
+        OtherTail, kept=lambda window, ratio, rows: window - gcd(ratio, rows) - 1
+    ),
+    "a compressor's tail an output short": partial(
+        OtherTail, kept=lambda window, ratio, rows: window - 2 * gcd(ratio, rows)
+    ),
+    "a compressor's tail a token long": partial(
+        OtherTail, kept=lambda window, ratio, rows: window - gcd(ratio, rows) + 1
+    ),
+    "a compressor's window kept whole": partial(
+        OtherTail, kept=lambda window, ratio, rows: window - 1
+    ),
+    "a compressor's tail left out": partial(OtherTail, kept=lambda window, ratio, rows: 0),
+    "a compressor trimmed out of step with rows": partial(
+        OtherTail, kept=lambda window, ratio, rows: window - ratio
+    ),
     "one block off": OneBlockOff,
     "the last piece alone": LastPieceOnly,
     "one byte off in KV memory, saved": partial(Edited, saves=True, edit=_one_off("local")),
@@ -271,6 +335,41 @@ def test_the_account_catches(mutant: str) -> None:
     find(
         stored_cases(),
         lambda case: _is_caught(MUTANTS[mutant](case)),
+        settings=settings(
+            max_examples=2000, database=None, derandomize=True, phases=(Phase.generate,)
+        ),
+    )
+
+
+class RowUnitShort(Store):
+    """Rows of a unit too few for what is read of them."""
+
+    def share(self, references: KVCacheReferences) -> StoreLayout:
+        def short(group: KVCacheGroupReference, unit_tokens: int, all_units: int) -> int:
+            right = tail_units(group, unit_tokens, all_units)
+            return max((n for n in range(1, right) if all_units % n == 0), default=right)
+
+        tail_units = layout_module._tail_units
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layout_module, "_tail_units", short)
+            return super().share(references)
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
+def test_a_row_of_a_unit_too_few_is_refused_when_it_is_saved() -> None:
+    """Negative control: rows and windows that do not agree are an error, not wrong bytes."""
+
+    def is_refused(case: StoredCase) -> bool:
+        compressed = any(group.sort.compress_ratio > 1 for group in case.reader.groups)
+        try:
+            RowUnitShort(case).save()
+        except MissingBlock:
+            return compressed
+        return False
+
+    find(
+        stored_cases(),
+        is_refused,
         settings=settings(
             max_examples=2000, database=None, derandomize=True, phases=(Phase.generate,)
         ),

@@ -246,6 +246,23 @@ def test_a_group_that_contradicts_itself_is_refused(
         KVCacheGroupReference(kind, window, block_tokens, (GOOD,))
 
 
+@pytest.mark.parametrize(
+    ("kind", "window", "ratio", "message"),
+    [
+        (AttentionKind.SLIDING_WINDOW, 8, 0, "compress_ratio: 0 is out of range"),
+        (AttentionKind.SLIDING_WINDOW, 8, 1 << 63, "is out of range"),
+        (AttentionKind.CHUNKED_LOCAL, 8, 4, "a compress_ratio does not fit the kind"),
+        (AttentionKind.FULL, None, 4, "a compress_ratio does not fit the kind"),
+    ],
+)
+def test_only_a_sliding_window_has_a_compress_ratio(
+    kind: AttentionKind, window: int | None, ratio: int, message: str
+) -> None:
+    assert KVCacheGroupReference(AttentionKind.SLIDING_WINDOW, 8, 4, (GOOD,), 4).window == 8
+    with pytest.raises(RegistrationError, match=message):
+        KVCacheGroupReference(kind, window, 4, (GOOD,), ratio)
+
+
 def test_a_group_may_store_several_tokens_in_one_row() -> None:
     assert KVCacheGroupReference(AttentionKind.FULL, None, 256, (GOOD,)).data[0].num_rows == 4
 

@@ -1,23 +1,23 @@
 """The planning cases of UCM's FA/WA connector, and where ours differs on purpose.
 
-Agreed: which groups are windowed, the blocks of a plain window's tail, the range of blocks dumped
-at a boundary, the look-up's step back from a full hit.
+Agreed: which groups are windowed, the blocks of a plain window's tail and of a compressor's, the
+range of blocks dumped at a boundary, the look-up's step back from a full hit.
 
 Different:
 
 * A tail counts ``window - 1`` tokens, not ``window``: the next token is one of its own window.
   With blocks of a window's divisor both give the same; else UCM keeps a block more.
 * A tail is rounded up to what divides the canonical block, so that it is a block to the planner.
-* A compressor's tail is trimmed by what one of its outputs covers (``window - ratio``), valid
-  only where the ratio divides the boundary.  Ours comes from the group's window alone, as for any
-  sliding window, so it is at least as long, and valid at every boundary; the trimmed one is that
-  of a window of ``window - ratio + 1``.  No section is empty: at least one unit is kept.
+* A compressor's tail (``window - ratio``) is valid only where the ratio divides the boundary.
+  Ours is ``window - gcd(ratio, canonical block)``: the same where the ratio divides canonical
+  blocks, and else as much longer as it takes to be valid at every boundary.
 * Windows above a canonical block are cut in pieces that neighbours share; UCM cannot hold them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -39,11 +39,14 @@ def ucm_tail(block: int, window: int | None, ratio: int | None = None) -> int | 
     return 0 if window <= ratio else math.ceil((window - ratio) / block)
 
 
-def rows_of(*groups: tuple[int, int | None, AttentionKind]) -> StoreLayout:
-    """Rows of an engine with one layer for each (block, window, kind)."""
+def rows_of(
+    *groups: tuple[int, int | None, AttentionKind], ratios: Sequence[int] = ()
+) -> StoreLayout:
+    """Rows of an engine with one layer for each (block, window, kind), and ratio of compressors."""
+    ratios = ratios or (1,) * len(groups)
     made = tuple(
-        Group(Layers((number,), kind, window, 1, 8), (number,), block)
-        for number, (block, window, kind) in enumerate(groups)
+        Group(Layers((number,), kind, window, 1, 8, compress_ratio=ratio), (number,), block)
+        for number, ((block, window, kind), ratio) in enumerate(zip(groups, ratios, strict=True))
     )
     side = Side(made, "LBHNC", 1, (tuple(range(len(made))),), 2, (), 1 << 40, 0)
     return store_layout(side.ranks, CANONICAL)
@@ -55,8 +58,15 @@ def windows(block: int, window: int | None) -> tuple[int, int | None, AttentionK
 
 def section_of(layout: StoreLayout, number: int) -> Section:
     rows = (layout.fa, layout.wa) if layout.wa else (layout.fa,)
-    found = [s for row in rows for s in row.sections if s.layers[0].name == str(number)]
-    return found[0]
+    return next(
+        s for row in rows for s in row.sections if str(number) in {layer.name for layer in s.layers}
+    )
+
+
+def tokens_kept(layout: StoreLayout, number: int) -> int:
+    """Of windowed layer ``number`` in a row; 0 if it is in no section."""
+    wa = layout.wa.sections if layout.wa is not None else ()
+    return sum(s.tokens for s in wa for layer in s.layers if layer.name == str(number))
 
 
 FULL = windows(CANONICAL, None)
@@ -74,9 +84,21 @@ def test_groups_are_partitioned_by_window_or_chunk() -> None:
     assert (full, windowed) == (["0", "3"], ["1", "2"])
 
 
+DEEPSEEK_V4 = tuple(
+    zip((256, 64, 64, 4, 8), (None, 128, 128, 8, 128), (1, 1, 1, 4, 128), strict=True)
+)
+"""Block, window and ratio of its groups."""
+
+
 def test_the_facts_of_deepseek_v4() -> None:
-    groups = zip((256, 64, 64, 4, 8), (None, 128, 128, 8, 128), (None,) * 3 + (4, 128), strict=True)
-    assert [ucm_tail(*group) for group in groups] == [None, 2, 2, 1, 0]
+    """Tails in blocks, by the rule of the facts and by our rows."""
+    theirs = [ucm_tail(block, w, None if r == 1 else r) for block, w, r in DEEPSEEK_V4]
+    assert theirs == [None, 2, 2, 1, 0]
+    layout = rows_of(
+        *(windows(block, w) for block, w, _ in DEEPSEEK_V4), ratios=[r for *_, r in DEEPSEEK_V4]
+    )
+    ours = [tokens_kept(layout, n) // block for n, (block, *_) in enumerate(DEEPSEEK_V4)]
+    assert ours == [tail or 0 for tail in theirs]
 
 
 @pytest.mark.parametrize(
@@ -98,16 +120,38 @@ def test_tails_that_differ(block: int, window: int, theirs: int, ours: int) -> N
     assert section_of(rows_of(FULL, windows(block, window)), 1).tokens // block == ours
 
 
-@pytest.mark.parametrize(("block", "window", "ratio"), [(4, 8, 4), (8, 128, 128)])
-def test_a_compressors_tail_is_at_least_as_long_and_the_trimmed_one_is_a_smaller_window(
+@pytest.mark.parametrize(
+    ("block", "window", "ratio"),
+    [(4, 8, 4), (8, 128, 128), (8, 64, 32), (16, 32, 16), (4, 4, 4), (8, 64, 128)],
+)
+def test_tails_of_compressors_agree_where_the_ratio_divides_canonical_blocks(
     block: int, window: int, ratio: int
 ) -> None:
-    theirs = ucm_tail(block, window, ratio)
-    assert theirs is not None
-    ours = section_of(rows_of(FULL, windows(block, window)), 1).tokens
-    trimmed = section_of(rows_of(FULL, windows(block, window - ratio + 1)), 1).tokens
-    assert ours >= theirs * block
-    assert max(1, theirs * block) == trimmed
+    tail = ucm_tail(block, window, ratio)
+    layout = rows_of(FULL, windows(block, window), ratios=(1, ratio))
+    assert tokens_kept(layout, 1) // block == tail
+    plain = rows_of(FULL, windows(block, window))
+    assert tokens_kept(plain, 1) > tokens_kept(layout, 1), "negative control"
+
+
+@pytest.mark.parametrize(("window", "ratio"), [(6, 3), (24, 12), (12, 12), (200, 96), (7, 5)])
+def test_a_tail_out_of_step_with_canonical_blocks_is_what_the_worst_boundary_needs(
+    window: int, ratio: int
+) -> None:
+    """An output ends at token ``t`` where the ratio divides ``t + 1``, and reads its window."""
+    needed = 0
+    for boundary in range(CANONICAL, CANONICAL * (ratio + 1), CANONICAL):
+        end = next(t for t in range(boundary, boundary + ratio) if (t + 1) % ratio == 0)
+        needed = max(needed, boundary - (end - window + 1))
+    kept = tokens_kept(rows_of(FULL, windows(1, window), ratios=(1, ratio)), 1)
+    assert kept == next(n for n in range(max(1, needed), CANONICAL + 1) if CANONICAL % n == 0)
+    assert needed > window - ratio, "negative control: the trimmed tail is too short"
+
+
+def test_a_model_whose_compressors_keep_nothing_resumes_at_every_boundary_without_wa_rows() -> None:
+    layout = rows_of(FULL, windows(8, 128), ratios=(1, 128))
+    assert layout.wa is None
+    assert find_boundary(layout, 1023, lambda kind, index: kind is RowKind.FA) == 768
 
 
 def test_the_range_of_blocks_at_a_boundary_agrees() -> None:

@@ -168,6 +168,24 @@ def test_blocks_are_told_as_the_block_pool_tells_them(more: dict[str, Any]) -> N
     assert ours == full | tails
 
 
+@pytest.mark.parametrize("keeps", [16, 0])
+def test_of_a_compressor_the_whole_window_is_told_though_a_row_keeps_less(keeps: int) -> None:
+    """A router that knows its window alone would not count a boundary otherwise."""
+    config = KVCacheConfig(100, [], [*CONFIG.kv_cache_groups, group("state", 16, 33)])
+    assert LAYOUT.wa is not None
+    kept = (section("state", keeps + 1, keeps),) if keeps else ()
+    layout = msgspec.structs.replace(
+        LAYOUT, wa=msgspec.structs.replace(LAYOUT.wa, sections=LAYOUT.wa.sections + kept)
+    )
+    state = event_groups(config, layout, HASH)[3]
+    assert (state.group, state.row, state.window) == (3, RowKind.WA, 33)
+    assert state.num_blocks() == 2, "32 tokens back"
+    assert event_groups(config, layout, HASH)[:3] == event_groups(CONFIG, LAYOUT, HASH)
+    without = msgspec.structs.replace(LAYOUT, wa=None)
+    if not keeps:
+        assert event_groups(config, without, HASH)[-1].row is RowKind.FA, "all rows there are"
+
+
 def test_media_in_a_prompt_are_told_as_extra_keys() -> None:
     tokens = prompt(3 * ROW)
     position = SimpleNamespace(offset=ROW + 5, length=40)

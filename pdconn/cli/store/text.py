@@ -122,7 +122,7 @@ def _budget(found: RootSummary) -> str:
     if usage is None:
         used = found.fa.nbytes + found.wa.nbytes + found.parts.nbytes
         return f"no accounts; rows and parts take {size(used)}"
-    share = 100 * (usage.committed + usage.reserved) / usage.capacity
+    share = 100 * (usage.committed + usage.reserved) / max(1, usage.capacity)
     return (
         f"{size(usage.committed)} committed and {size(usage.reserved)} reserved "
         f"of {size(usage.capacity)}, {share:.1f} %; {usage.num_writers} writers"

@@ -37,6 +37,7 @@ from pdconn.store.budget.locks import (
     claim_writer,
     failures,
     hold_writer,
+    open_ours,
     try_lock,
     wait_lock,
 )
@@ -56,6 +57,7 @@ from pdconn.store.budget.records import (
 from pdconn.store.errors import StoreError
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.folders import is_writer, listed, make_private, read_whole, regular
 
 __all__ = ["Accounts", "Usage", "hold_writer", "recorded_usage"]
 
@@ -81,10 +83,8 @@ class Accounts:
         self._own = WriterAccount(0, 0, capacity)
         self._open = contextlib.ExitStack()
         with failures(), contextlib.ExitStack() as opened:
-            Path(self._folder, "writers").mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(
-                self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            make_private(self._folder / "writers")
+            self._lock = open_ours(self._folder / "lock", os.O_RDWR | os.O_CREAT)
             opened.callback(os.close, self._lock)
             with self._locked():
                 self._mine = hold_writer(root, writer)
@@ -149,8 +149,8 @@ class Accounts:
         with self._locked():
             if not self._has_news():
                 return []
-            found = parse_news((self._folder / "commits").read_bytes())
-            os.truncate(self._folder / "commits", 0)
+            found = parse_news(read_whole(str(self._folder / "commits")) or b"")
+            self._drop_news()
         return found
 
     def list_rows(self, shelf: Shelf) -> list[StoredRow]:
@@ -158,7 +158,7 @@ class Accounts:
         with self._locked():
             rows = self._recount(shelf)[0]
             if self._has_news():
-                os.truncate(self._folder / "commits", 0)
+                self._drop_news()
         return rows
 
     # Counting
@@ -216,8 +216,9 @@ class Accounts:
         return sum_usage(read_count(self._folder), [*accounts, self._own])
 
     def _others(self) -> list[str]:
-        names = os.listdir(self._folder / "writers")
-        return sorted(name for name in names if name != self._writer)
+        found = listed(str(self._folder / "writers"))
+        ours = [each.name for each in found if each.is_file(follow_symlinks=False)]
+        return sorted(name for name in ours if is_writer(name) and name != self._writer)
 
     def _write_own(self, more: int, wanted: int) -> None:
         """Reserve more, or less; what we remember changes once it is written."""
@@ -233,8 +234,7 @@ class Accounts:
         return nbytes
 
     def _append_news(self, row: StoredRow) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(self._folder / "commits", flags, 0o600)
+        fd = open_ours(self._folder / "commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             line = news_line(row)
             if os.write(fd, line) < len(line):
@@ -243,10 +243,11 @@ class Accounts:
             os.close(fd)
 
     def _has_news(self) -> bool:
-        try:
-            return os.stat(self._folder / "commits").st_size > 0
-        except FileNotFoundError:
-            return False
+        found = regular(str(self._folder / "commits"))
+        return found is not None and found.st_size > 0
+
+    def _drop_news(self) -> None:
+        os.close(open_ours(self._folder / "commits", os.O_WRONLY | os.O_TRUNC))
 
     def _recount(self, shelf: Shelf) -> tuple[list[StoredRow], list[str]]:
         claimed: dict[str, int] = {}

@@ -63,7 +63,7 @@ class Evictor:
         self._tree: RowTree | None = None
         self._listed_at = self._warned_at = float("-inf")
         self._num_failed = 0
-        self.evicted_nbytes = 0
+        self.evicted_nbytes = self.num_evicted = 0
 
     @property
     def is_ours(self) -> bool:
@@ -98,6 +98,7 @@ class Evictor:
             self._free(shelf, self._tree, done, lambda: self._missing(usage) - done.nbytes)
         finally:
             self.evicted_nbytes += done.nbytes
+            self.num_evicted += len(done.places)
         return done.places
 
     def close(self) -> None:

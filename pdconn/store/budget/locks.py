@@ -1,7 +1,8 @@
 """Locks of files: which processes live, and which one may change something.
 
 All are ``flock``: the kernel frees them when the last process that shares a descriptor ends,
-however it ends.
+however it ends.  Only regular files are opened, and never waited for: a link, a pipe or a
+folder that somebody put in a file's place is an error that names it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdconn.store.errors import ShelfFailure
+from pdconn.store.shelf.folders import make_private, open_regular
 
 LOCK_WAIT_S = 30.0
 """How long a lock is waited for: its holder may list a large root, or be stopped."""
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
+
+
+def open_ours(path: str | Path, flags: int) -> int:
+    """A descriptor of a regular file.
+
+    Raises:
+        FileNotFoundError: there is none, or something else is in its place.
+        OSError: the file system refuses.
+    """
+    opened = open_regular(str(path), flags)
+    if opened is None:
+        raise FileNotFoundError(errno.ENOENT, "no file of ours", str(path))
+    return opened[0]
 
 
 def hold_writer(root: str | Path, writer: str) -> int:
@@ -31,9 +46,9 @@ def hold_writer(root: str | Path, writer: str) -> int:
     """
     path = Path(root, "budget", "writers", writer)
     with failures():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_ours(path, os.O_RDWR | os.O_CREAT)
             try:
                 wait_lock(fd, fcntl.LOCK_SH)
                 with contextlib.suppress(FileNotFoundError):
@@ -48,7 +63,7 @@ def hold_writer(root: str | Path, writer: str) -> int:
 def claim_writer(path: Path) -> int | None:
     """A descriptor that keeps processes of a dead writer from coming back; None if one lives."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_ours(path, os.O_RDWR)
     except FileNotFoundError:
         return None
     return _locked_or_closed(fd)
@@ -61,7 +76,7 @@ def try_lock(path: Path) -> int | None:
         ShelfFailure: it cannot be locked.
     """
     with failures():
-        return _locked_or_closed(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        return _locked_or_closed(open_ours(path, os.O_RDWR | os.O_CREAT))
 
 
 def wait_lock(fd: int, kind: int, wait_s: float = LOCK_WAIT_S) -> None:

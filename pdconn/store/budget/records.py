@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdconn.store.budget.locks import open_ours
 from pdconn.store.format.footer import checksum
 from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import StoredRow
+from pdconn.store.shelf.folders import read_whole
 
 _MAGIC = b"pdconnL1"
 _DIGEST = struct.Struct("<Q")
@@ -94,7 +96,7 @@ def read_count(folder: Path) -> RowCount | None:
 
 def write_count(folder: Path, count: RowCount) -> None:
     """Keep the count of rows."""
-    fd = os.open(folder / "ledger", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_ours(folder / "ledger", os.O_WRONLY | os.O_CREAT)
     try:
         os.pwrite(fd, _record(_COUNT, count.committed, count.wa), 0)
     finally:
@@ -156,9 +158,8 @@ def _record(form: struct.Struct, *numbers: int) -> bytes:
 
 def _read(path: Path, form: struct.Struct) -> tuple[int, ...] | None:
     for _ in range(_ATTEMPTS):
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+        data = read_whole(str(path))
+        if data is None:
             return None
         body, digest = data[: form.size], data[form.size :]
         if len(data) == form.size + _DIGEST.size and _DIGEST.pack(checksum(body)) == digest:

@@ -92,11 +92,12 @@ class RootBudget:
             "store_reserved_bytes": usage.reserved,
         }
 
-    def take_evicted_nbytes(self) -> int:
-        """Bytes evicted since the last call."""
+    def take_evicted(self) -> tuple[int, int]:
+        """Rows of any namespace, and their bytes, evicted since the last call."""
         evictor = self._opened()[1]
-        nbytes, evictor.evicted_nbytes = evictor.evicted_nbytes, 0
-        return nbytes
+        taken = evictor.num_evicted, evictor.evicted_nbytes
+        evictor.num_evicted = evictor.evicted_nbytes = 0
+        return taken
 
     def close(self) -> None:
         """Leave the root's accounts; rows that are there stay."""

@@ -21,7 +21,7 @@ from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.boundaries import Spacing, pieces
 from pdconn.store.format.footer import row_nbytes
-from pdconn.store.format.layout import StoreLayout, share_layout
+from pdconn.store.format.layout import StoreLayout, as_kept, share_layout
 from pdconn.store.format.names import RowKind
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
@@ -82,7 +82,10 @@ def build_scheduler(
         settings,
         opening=OpenStore(layout, namespace, writer, replicas_of(ranks)),
         spacing=Spacing.of(layout, settings.window_every),
-        blocks=RowBlocks(layout.block_tokens, groups_of(ranks)),
+        blocks=RowBlocks(
+            layout.block_tokens,
+            tuple(as_kept(group, layout.block_tokens) for group in groups_of(ranks)),
+        ),
         lookups=LookupThread(finder, open_it),
         keeper=keeper,
         clock=clock,

@@ -5,8 +5,9 @@ go into the footer, and the part gets the row's name.  Within a batch FA rows co
 rows last, and a WA row is committed only if its FA row is there: it tells readers that the
 boundary can be resumed.
 
-A row whose notes do not come, of a rank that died or could not write, is given up after a
-minute, and holds up no other.
+A row of which a rank says that it cannot save its share is given up at once, and one whose notes
+do not come, of a rank that died or hangs, after a minute.  A rank that was late may make the part
+anew, of bytes that nobody reserved any more: parts that were given up are discarded again.
 
 Runs on the engine's background thread; ``add`` may be called by the engine's thread.
 """
@@ -30,6 +31,11 @@ log = logging.getLogger(__name__)
 
 NOTES_S = 60.0
 """How long ranks may take to write a row after another was committed."""
+
+_AGAIN_S = 30.0
+_LATEST_S = 3600.0
+_MOST_GIVEN_UP = 1024
+"""How often, for how long, and how many parts that were given up are discarded again."""
 
 _AHEAD = 4
 """Rows without their notes, after which no more are looked at: ranks write them in order."""
@@ -88,6 +94,9 @@ class Committer:
         self._waiting: dict[RowName, tuple[SaveBatch, SaveRow]] = {}
         self._last_note: float | None = None
         self._failures = 0
+        self._not_saved: set[str] = set()
+        self._given_up: dict[str, float] = {}
+        self._discarded_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -105,7 +114,12 @@ class Committer:
         """Rows are on their way."""
         self._waiting |= {row.name: (batch, row) for row in batch.rows}
 
-    def step(self, shelf: Shelf, namespace: str, now: float) -> list[Committed]:
+    def not_saved(self, part: str) -> None:
+        """A rank cannot save its share of the row, and has left no note."""
+        if any(row.part == part for _, row in self._waiting.values()):
+            self._not_saved.add(part)
+
+    def step(self, shelf: Shelf, namespace: Callable[[], str], now: float) -> list[Committed]:
         """Commit what is written.
 
         Rows of another namespace than the engine's present one are dropped: the prefix cache
@@ -123,22 +137,27 @@ class Committer:
             notes = shelf.notes(self._writer, row.part)
             if len(notes) == self._num_ranks:
                 self._last_note = now
-            elif not self._is_late(now):
+            elif row.part not in self._not_saved and not self._is_late(now):
                 unwritten += 1
                 continue
             del self._waiting[row.name]
+            self._not_saved.discard(row.part)
             made = None
             try:
-                if batch.namespace == namespace:
+                # Asked after the notes were read: a reset frees blocks, and a row that was
+                # gathered after it may be of others' bytes.
+                if batch.namespace == namespace():
                     made = self._commit(shelf, batch, row, [notes[rank] for rank in notes])
             except StoreError as error:
                 self._failures += 1
                 log.warning("pdconn: store: not saved: row=%s: %s", row.name.file_name, error)
             if made is None:
-                self._give_up(shelf, row)
+                self._give_up(shelf, row, now)
             else:
                 done.append(made)
             self._settled(row.name)
+        if self._given_up and now - self._discarded_at >= _AGAIN_S:
+            self._discard_again(shelf, now)
         return done
 
     def _is_late(self, now: float) -> bool:
@@ -172,7 +191,21 @@ class Committer:
             self._budget.release(nbytes)
         return made
 
-    def _give_up(self, shelf: Shelf, row: SaveRow) -> None:
+    def _discard_again(self, shelf: Shelf, now: float) -> None:
+        self._discarded_at = now
+        for part, since in list(self._given_up.items()):
+            if now - since > _LATEST_S:
+                del self._given_up[part]
+                continue
+            try:
+                shelf.discard(self._writer, part)
+            except StoreError as error:
+                log.warning("pdconn: store: part not removed: part=%s: %s", part, error)
+
+    def _give_up(self, shelf: Shelf, row: SaveRow, now: float) -> None:
+        self._given_up[row.part] = now
+        if len(self._given_up) > _MOST_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
         try:
             shelf.discard(self._writer, row.part)
         except StoreError as error:

@@ -57,8 +57,8 @@ class Budget(Protocol):
     def usage(self) -> dict[str, int]:
         """Gauges for metrics."""
 
-    def take_evicted_nbytes(self) -> int:
-        """Bytes evicted since the last call."""
+    def take_evicted(self) -> tuple[int, int]:
+        """Rows of any namespace, and their bytes, evicted since the last call."""
 
     def close(self) -> None:
         """Give back what was not used."""
@@ -101,6 +101,7 @@ class Keeper:
         self._committer = committer(self._saving.discard)
         self._touched: dict[RowName, float] = {}
         self._described = ""
+        self._is_open = False
         self._queue: queue.SimpleQueue[Callable[[Shelf], None] | None] = queue.SimpleQueue()
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -136,8 +137,14 @@ class Keeper:
         """Rows are on their way to the shelf."""
         self._queue.put(lambda shelf: self._committer.add(batch))
 
+    def not_saved(self, part: str) -> None:
+        """A rank cannot save its share of the row."""
+        self._queue.put(lambda shelf: self._committer.not_saved(part))
+
     def touch(self, rows: Sequence[RowName]) -> None:
-        """The rows were used."""
+        """The rows were used.  Forgotten while the shelf cannot be opened, perhaps for ever."""
+        if not self._is_open:
+            return
         self._queue.put(lambda shelf: self._touch(shelf, rows))
 
     def failed(self, missing: Iterable[RowName], damaged: Iterable[RowName]) -> None:
@@ -203,6 +210,7 @@ class Keeper:
             self._budget.open(shelf)
         self._described = ""
         self._catalogue.add(row.name for row in shelf.rows(self._namespace))
+        self._is_open = True
         return shelf
 
     def _take(self, shelf: Shelf) -> bool:
@@ -236,7 +244,7 @@ class Keeper:
         if self._described != self._namespace and len(self._committer):
             self._described = self._namespace
             self._describe(self._namespace)
-        done = self._committer.step(shelf, self._namespace, self._clock())
+        done = self._committer.step(shelf, lambda: self._namespace, self._clock())
         self._count(
             store_save_failures=self._committer.take_failures(),
             store_rows_committed=sum(row.is_new for row in done),
@@ -245,10 +253,8 @@ class Keeper:
         if self._budget is not None:
             gone = self._budget.step(shelf, self._namespace)
             self._catalogue.removed(gone)
-            self._count(
-                store_rows_evicted=len(gone),
-                store_evicted_bytes=self._budget.take_evicted_nbytes(),
-            )
+            rows, nbytes = self._budget.take_evicted()
+            self._count(store_rows_evicted=rows, store_evicted_bytes=nbytes)
             self._usage = self._budget.usage()
         if done or gone:
             self._told([row.name for row in done], gone)

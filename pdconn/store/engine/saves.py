@@ -77,7 +77,10 @@ def rows_to_save(
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """Which blocks of each KV cache group of the engine a row is made of."""
+    """Which blocks of each KV cache group of the engine a row is made of.
+
+    ``groups`` are as rows keep them, see :func:`~pdconn.store.format.layout.as_kept`.
+    """
 
     block_tokens: int
     groups: tuple[KVCacheGroupReference, ...]

@@ -27,6 +27,7 @@ from pdconn.store.commands import (
     FetchResult,
     LoadRows,
     OpenStore,
+    SaveFailed,
     SaveRow,
     SaveRows,
     StoreCommand,
@@ -218,9 +219,9 @@ class StoreScheduler:
         for result in results:
             if isinstance(result, FetchResult):
                 self._fetched(result)
-                continue
-            left = self._saves.get(result.number, 0) - 1
-            if left > 0:
+            elif isinstance(result, SaveFailed):
+                self._keeper.not_saved(result.part)
+            elif (left := self._saves.get(result.number, 0) - 1) > 0:
                 self._saves[result.number] = left
             elif self._saves.pop(result.number, None) is not None:
                 saved.append(result.number)

@@ -13,6 +13,15 @@ engine block where blocks are opaque in tokens (the CPU backend packs them).  On
 ``units`` units of a canonical block are kept: all of them for full attention, and for a window
 what a boundary at the block's end can reach.
 
+A compressor keeps the tokens that it has yet to compress in a window of its own, and reads it
+only where an output ends.  At a boundary that the ratio divides, the next output is a whole ratio
+away and shares what its window is longer than that with the tokens before::
+
+    ratio 4, window 8     | b-8 ... b-5 | b-4 ... b-1 | b ... b+3 |    the next output ends at b+3:
+                                        [   window of 8 tokens    ]    4 tokens of 8 are kept
+
+With a window as long as the ratio nothing is kept, and such layers are in no section.
+
 The layout is made from the references of all ranks of an engine, and is the same for engines
 of any TP size, PP size, layout and block size (but for opaque blocks), since it is ordered by
 layer names and model-wide heads.
@@ -23,8 +32,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 import msgspec
 
@@ -54,7 +64,8 @@ class Section(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: an :class:`AttentionKind`.
-        window: tokens of the window or chunk, None for full attention.
+        window: tokens of the window or chunk, None for full attention; of compressors what
+            :func:`as_kept` says.
         unit_tokens: tokens of the sequence that a unit covers.
         units: units of a head in one row: the last ones of the canonical block.
         is_opaque: a unit is a block of the engine, which moves whole.
@@ -178,13 +189,33 @@ def store_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> Store
     return made
 
 
+def as_kept(group: KVCacheGroupReference, block_tokens: int) -> KVCacheGroupReference:
+    """A compressor's group as a window of what any canonical boundary needs; others as they are.
+
+    An output ends at every multiple of the ratio.  The first one after a boundary is at least
+    ``gcd(ratio, block_tokens)`` tokens away, and reads the window before its end, so that
+    ``window - gcd`` tokens before the boundary are the most that are read.  A window of 1 is the
+    next token alone: nothing is kept of it.
+
+    >>> state = KVCacheGroupReference(AttentionKind.SLIDING_WINDOW, 8, 4, (), compress_ratio=4)
+    >>> as_kept(state, 256).window
+    5
+    """
+    if group.window is None or group.compress_ratio == 1:
+        return group
+    kept = max(0, group.window - gcd(group.compress_ratio, block_tokens))
+    return replace(group, window=kept + 1, compress_ratio=1)
+
+
 def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> StoreLayout:
     """As :func:`store_layout`, of what some ranks hold of the rows: a stage may lack a kind."""
     found: dict[_Class, dict[tuple[str, int], _HeldHeads]] = defaultdict(dict)
     for references in ranks:
-        for group in references.groups:
+        for group in (as_kept(group, block_tokens) for group in references.groups):
             for ref in group.data:
                 key = _class_of(group, ref, block_tokens)
+                if not key[3]:
+                    continue
                 held = found[key].setdefault((ref.layer, ref.chunk), _HeldHeads(ref))
                 held.add(ref)
     sections = []
@@ -250,10 +281,15 @@ def _class_of(group: KVCacheGroupReference, ref: KVCacheDataReference, block_tok
 
 
 def _tail_units(group: KVCacheGroupReference, unit_tokens: int, all_units: int) -> int:
-    """The fewest units, dividing all, that hold what the next token attends to of a block."""
+    """The fewest units, dividing all, that hold what the next token attends to of a block.
+
+    None of a window of one token.
+    """
     assert group.window is not None
     reach = group.window if group.kind is AttentionKind.CHUNKED_LOCAL else group.window - 1
-    needed = min(all_units, max(1, -(-reach // unit_tokens)))
+    needed = min(all_units, -(-reach // unit_tokens))
+    if needed == 0:
+        return 0
     return next(n for n in range(needed, all_units + 1) if all_units % n == 0)
 
 

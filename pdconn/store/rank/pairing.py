@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.errors import FormatError
-from pdconn.store.format.layout import ALIGNMENT, RowLayout, Section, aligned
+from pdconn.store.format.layout import ALIGNMENT, RowLayout, Section, aligned, as_kept
 from pdconn.store.format.names import RowKind
 from registration.references import (
     AttentionKind,
@@ -173,10 +173,16 @@ class _ScaledPairing:
 def _scaled_pairings(
     ours: KVCacheReferences, share: RowLayout, slot_nbytes: int
 ) -> Iterator[_ScaledPairing]:
+    held = {(layer.name, layer.chunk) for s in share.sections for layer in s.layers}
+    kept_groups = [as_kept(group, share.block_tokens) for group in ours.groups]
     for scale in sorted({_section_scale(section) for section in share.sections}):
         numbers, groups = [], []
-        for number, group in enumerate(ours.groups):
-            data = tuple(_by_unit(ref) for ref in group.data if _scale(group, ref) == scale)
+        for number, group in enumerate(kept_groups):
+            data = tuple(
+                _by_unit(ref)
+                for ref in group.data
+                if _scale(group, ref) == scale and (ref.layer, ref.chunk) in held
+            )
             if data and group.kind.is_windowed == (share.kind is RowKind.WA):
                 numbers.append(number)
                 groups.append(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdconn.planning.errors import PlanningError
-from pdconn.store.commands import SaveResult, SaveRow, SaveRows
+from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import StoreError
 from pdconn.store.format.footer import checksum, encode_note, failed_note, row_nbytes
 from pdconn.store.rank.copies import Copies
@@ -126,6 +126,7 @@ class RowWriter:
         except StoreError as error:
             self._reports.count(write_failures=1)
             self._reports.warn("a note was not left: row=%s: %s", row.name.file_name, error)
+            self._reports.answer(SaveFailed(row.part))
 
     def _failure(self, row: SaveRow, why: str) -> bytes:
         self._reports.count(write_failures=1)
@@ -161,3 +162,5 @@ def refuse_save(
                 shelf.put_note(writer, row.part, rank, failed_note("the rank's store failed"))
     except StoreError as error:
         reports.warn("notes were not left: rows=%d: %s", len(rows), error)
+        for row in rows:
+            reports.answer(SaveFailed(row.part))

@@ -64,7 +64,7 @@ class FileParts:
             for _ in range(ATTEMPTS):
                 opened = open_regular(path, os.O_WRONLY | os.O_CREAT)
                 if opened is not None:
-                    _make_room(opened[0], path, nbytes)
+                    self._make_room(opened[0], path, nbytes)
                     return
                 self._folders.make(folder)
         except OSError as error:
@@ -199,19 +199,23 @@ class FileParts:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.path)
 
-
-def _make_room(fd: int, path: str, nbytes: int) -> None:
-    """Reserve a new file's bytes and close it; it is removed again where that fails."""
-    try:
+    def _make_room(self, fd: int, path: str, nbytes: int) -> None:
+        """Reserve a new file's bytes and close it; it is removed again where that fails."""
         try:
-            if nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
+            try:
+                self._reserve(fd, nbytes)
+            finally:
+                os.close(fd)
+        except BaseException:
+            unlink_quietly(path)
+            raise
+
+    def _reserve(self, fd: int, nbytes: int) -> None:
+        if not nbytes:
+            return
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             os.ftruncate(fd, nbytes)
-        finally:
-            os.close(fd)
-    except BaseException:
-        unlink_quietly(path)
-        raise

@@ -171,6 +171,9 @@ class FilesShelf(FileParts):
             return 0
         except OSError as error:
             raise failure("remove", str(path), error) from error
+        with contextlib.suppress(OSError):  # as soon as they are empty
+            os.rmdir(os.path.dirname(path))
+            os.rmdir(os.path.dirname(os.path.dirname(path)))
         return found.st_size
 
     def _row(self, namespace: str, name: RowName) -> str | None:

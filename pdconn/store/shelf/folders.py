@@ -6,6 +6,7 @@
     ROOT/rows/<namespace>/<fa|wa>/<2 hex of key>/<key>.<parent>.<index>
     ROOT/parts/<writer>/<part>                                     a row that is being written
     ROOT/parts/<writer>/<part>.note<rank>                          renamed from ….note<rank>.new
+    ROOT/parts/<writer>/<part>.wrote<object>                       of the shelf obj alone
 
 Only folders and regular files with such names are ours.  Anything else below the root (a
 symbolic link, a pipe, a folder in place of a row, files of other names) is not followed, not
@@ -36,7 +37,7 @@ ABSENT = frozenset(
 _FORMAT = b"pdconn store, version %d\n"
 _NAMESPACE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _WRITER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_NOTE = re.compile(r"(.+)\.note(\d{1,6})(\.new)?")
+_NOTE = re.compile(r"(.+)\.(?:note(\d{1,6})(\.new)?|wrote([0-9a-f]{16}))")
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -140,10 +141,37 @@ class Folders:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder of ours", path)
 
 
+def make_private(path: str | os.PathLike[str]) -> None:
+    """Make a folder and those above it that are missing, for their owner alone.
+
+    Raises:
+        OSError: something else is in its place, or the file system refuses.
+    """
+    whole = os.path.abspath(path)
+    if os.path.isdir(whole):
+        return
+    make_private(os.path.dirname(whole))
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(whole, 0o700)
+    if not os.path.isdir(whole):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", whole)
+
+
 def note_of(file_name: str) -> tuple[str, int, bool] | None:
-    """Part, rank, and whether it is whole, of a note's file; None for another file."""
+    """Part, rank, and whether it is a whole note, of a file beside a part; None for another file.
+
+    What the shelf ``obj`` has written of a part lies beside it, too, and is no note.
+    """
     match = _NOTE.fullmatch(file_name)
-    return None if match is None else (match[1], int(match[2]), match[3] is None)
+    if match is None:
+        return None
+    return match[1], int(match[2] or 0), match[4] is None and match[3] is None
+
+
+def object_of(file_name: str) -> str | None:
+    """The name of an object of a part, whose record a file beside it is."""
+    match = _NOTE.fullmatch(file_name)
+    return None if match is None else match[4]
 
 
 def is_writer(name: str) -> bool:

@@ -8,8 +8,10 @@ from pdconn.store.errors import StoreSettingError
 from pdconn.store.format.layout import StoreLayout
 from pdconn.store.settings import SHELVES, StoreSettings
 from pdconn.store.shelf.base import Shelf
+from pdconn.store.shelf.described import check_files, keep_place
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.folders import LAYOUT_FILE, failure, write_whole
+from pdconn.store.shelf.folders import LAYOUT_FILE, failure, make_private, write_whole
+from pdconn.store.shelf.obj.bucket import BucketPlace
 
 
 def open_shelf(settings: StoreSettings) -> Shelf:
@@ -21,6 +23,13 @@ def open_shelf(settings: StoreSettings) -> Shelf:
     """
     if settings.shelf not in SHELVES:
         raise StoreSettingError("store.shelf", " or ".join(SHELVES), repr(settings.shelf))
+    if settings.shelf == "obj":
+        from pdconn.store.shelf.obj.shelf import ObjShelf
+
+        place = BucketPlace.of(settings.bucket or "", settings.endpoint, settings.region)
+        keep_place(settings.root, place)
+        return ObjShelf(settings.root, place)
+    check_files(settings.root)
     if settings.shelf == "posix":
         from pdconn.store.shelf.nixl_posix import NixlPosixShelf  # nixl takes a second
 
@@ -39,7 +48,7 @@ def keep_layout(settings: StoreSettings, namespace: str, layout: StoreLayout) ->
     path = os.path.join(settings.root, "rows", namespace, LAYOUT_FILE)
     try:
         if not os.path.exists(path):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            make_private(os.path.dirname(path))
             aside = f"{path}.{os.getpid()}"
             write_whole(aside, layout.encoded())
             os.rename(aside, path)

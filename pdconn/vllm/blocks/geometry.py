@@ -9,15 +9,17 @@ check that this module and the engine agree on every stride.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, MambaSpec
 
+from pdconn.vllm.blocks.compressors import compress_ratio
 from pdconn.vllm.blocks.heads import first_head
 from pdconn.vllm.blocks.kinds import kind_of, layer_spec
 from registration.references import (
     AttentionChunk,
+    AttentionKind,
     GroupMemory,
     KVCacheReferences,
     LayerMemory,
@@ -41,6 +43,7 @@ def kv_cache_references(
     tp_rank: int,
     tp_size: int,
     opaque_tokens: bool,
+    modules: Mapping[str, Any] | None = None,
 ) -> KVCacheReferences:
     """Describe the transferable groups of one worker.
 
@@ -54,6 +57,8 @@ def kv_cache_references(
             (:func:`pdconn.vllm.blocks.states.state_chunks`).
         opaque_tokens: whether the backend packs tokens inside a head's block, as
             vLLM's CPU kernels do, so that a block can only move whole.
+        modules: attention layers by name (vLLM's static forward context), which tell
+            compressors; without them there are none.
 
     Raises:
         RegistrationError: memory that is laid out in a way this cannot describe,
@@ -75,8 +80,12 @@ def kv_cache_references(
                 first = first_head(spec, total_kv_heads(name), tp_rank, tp_size)
                 chunks = (_chunk(spec, layout, placed[name], first, opaque_tokens),)
             layers.append(_layer(name, placed[name], kv_caches[name], config, chunks))
-        kind, window = kind_of(layer_spec(specs, group.layer_names[0]))
-        groups.append(GroupMemory(kind, window, specs.block_size, tuple(layers)))
+        spec = layer_spec(specs, group.layer_names[0])
+        kind, window = kind_of(spec)
+        ratio = 1
+        if kind is AttentionKind.SLIDING_WINDOW:
+            ratio = compress_ratio(modules or {}, group.layer_names, spec)
+        groups.append(GroupMemory(kind, window, specs.block_size, tuple(layers), ratio))
     return build_kv_cache_references(groups)
 
 

@@ -8,7 +8,8 @@ the rows are there::
     serving ───────────────────────► told
 
 One BlockStored per row and KV cache group, so that a reader can tell by its tokens in what steps
-a stored prefix ends.  Of a windowed group it names the blocks of the tail that the row keeps.
+a stored prefix ends.  Of a windowed group it names the blocks of the tail that the row keeps, and
+of a compressor's its whole window: the row keeps less of it, and does not need the rest.
 
 Used on the engine's thread, but for :meth:`StoreEvents.told`, which any thread may call.  There
 is no lock: what is to be told waits in a queue, and :meth:`StoreEvents.take` works on a few rows
@@ -61,7 +62,7 @@ class EventGroup:
         kind, window: as vLLM's events name them.
         block_tokens: of one of its blocks.
         row: the kind of rows that hold it.
-        kept_tokens: tokens of the row's canonical block that are kept, the last ones.
+        kept_tokens: tokens of the row's canonical block that the row stands for, the last ones.
     """
 
     group: int
@@ -87,18 +88,21 @@ def event_groups(
     for number in kv_cache_config.prefix_cacheable_group_ids:
         group = kv_cache_config.kv_cache_groups[number]
         spec = group.kv_cache_spec
+        window = get_kv_cache_spec_sliding_window(spec)
         sections = list(_sections_of(layout, frozenset(group.layer_names)))
         fits = not layout.block_tokens % spec.block_size and not spec.block_size % hash_block_tokens
-        if not sections or not fits:
+        if not (sections or window) or not fits:
             continue
+        reach = min(layout.block_tokens, window - 1) if window else 0
+        has_rows = any(section.window is not None for section in sections)
         found.append(
             EventGroup(
                 number,
                 get_kv_cache_spec_kind(spec).value,
-                get_kv_cache_spec_sliding_window(spec),
+                window,
                 spec.block_size,
-                RowKind.FA if sections[0].window is None else RowKind.WA,
-                min(section.tokens for section in sections),
+                RowKind.WA if has_rows or (not sections and layout.wa) else RowKind.FA,
+                max(reach, min((section.tokens for section in sections), default=0)),
             )
         )
     return tuple(found)

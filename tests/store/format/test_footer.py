@@ -145,3 +145,10 @@ def test_notes_join_once_every_slab_is_in_one(notes: list[dict[int, int]]) -> No
     else:
         assert found is not None
         assert found.tolist() == [together[slab] for slab in range(6)]
+
+
+@pytest.mark.parametrize("number", [6, 1 << 63, (1 << 64) - 1])
+def test_a_note_of_a_slab_that_there_is_not_is_no_note(number: int) -> None:
+    """Above 2^63 it raised, and the row stayed on its way for ever."""
+    assert joined([dict.fromkeys(range(6), 1)], 6) is not None
+    assert joined([{**dict.fromkeys(range(6), 1), number: 1}], 6) is None

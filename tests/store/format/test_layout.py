@@ -97,6 +97,40 @@ def test_a_window_keeps_what_its_boundary_reaches_and_no_more_than_divides() -> 
     """19 tokens of 20 need 32 to divide 64; 149 of 150 need the whole block; a chunk its 32."""
 
 
+def test_a_window_of_one_token_keeps_nothing() -> None:
+    """The next token alone is in it."""
+    one = replace(SLIDING, window=1)
+    layout = store_layout(engine(sorts=(FULL, one)).ranks, SIZE)
+    assert layout.wa is None
+    both = store_layout(engine(sorts=(FULL, one, CHUNKS)).ranks, SIZE).wa
+    assert both is not None
+    assert [layer.name for s in both.sections for layer in s.layers] == ["6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens"), [(1, 32), (4, 16), (16, 4), (20, 16), (24, 16), (32, 0)]
+)
+def test_a_compressor_keeps_what_the_next_output_reads(ratio: int, tokens: int) -> None:
+    """Of a window of 20, rows of 64: 19; 16; 4; with steps of 20 always a multiple of 4 away, so
+    16; with 24, of 8: 12; and what divides 64.
+    """
+    sorts = (FULL, replace(SLIDING, compress_ratio=ratio), CHUNKS)
+    wa = store_layout(engine(sorts=sorts).ranks, SIZE).wa
+    assert wa is not None
+    kept = {layer.name: section.tokens for section in wa.sections for layer in section.layers}
+    assert kept.get("2", 0) == tokens
+
+
+def test_engines_that_keep_other_tails_share_no_rows() -> None:
+    """The layout is part of the namespace: a tail is never read as a longer one."""
+    ratios = (1, 4, 16, 32)
+    layouts = [
+        store_layout(engine(sorts=(FULL, replace(SLIDING, compress_ratio=n))).ranks, SIZE)
+        for n in ratios
+    ]
+    assert len({one.encoded() for one in layouts}) == len(ratios)
+
+
 def test_a_unit_of_compressed_layers_is_several_tokens() -> None:
     fa = store_layout(engine().ranks, SIZE).fa
     assert (fa.sections[1].unit_tokens, fa.sections[1].units) == (4, 16)

@@ -27,7 +27,7 @@ class EndlessBudget:
     def usage(self) -> dict[str, int]:
         return {}
 
-    def take_evicted_nbytes(self) -> int:
-        return 0
+    def take_evicted(self) -> tuple[int, int]:
+        return 0, 0
 
     def close(self) -> None: ...

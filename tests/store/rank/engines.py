@@ -18,6 +18,7 @@ from pdconn.store.commands import (
     FetchResult,
     LoadRows,
     OpenStore,
+    SaveFailed,
     SaveResult,
     SaveRow,
     SaveRows,
@@ -154,12 +155,17 @@ class StoredEngine:
         """The one answer of ``rank`` to command ``number``."""
 
         def found() -> list[StoreResult]:
-            self._results[rank] += self.stores[rank].results()
-            return [result for result in self._results[rank] if result.number == number]
+            answers = (one for one in self.results_of(rank) if not isinstance(one, SaveFailed))
+            return [result for result in answers if result.number == number]
 
         self.wait(lambda: bool(found()))
         (result,) = found()
         return result
+
+    def results_of(self, rank: int) -> list[StoreResult]:
+        """All that ``rank`` has answered."""
+        self._results[rank] += self.stores[rank].results()
+        return self._results[rank]
 
     def save(self, names: Iterable[RowName], label: str = "p") -> SaveRows:
         """Save rows on all ranks; returns when the blocks may be freed."""

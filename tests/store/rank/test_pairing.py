@@ -125,13 +125,40 @@ def test_a_windows_row_is_the_end_of_its_block() -> None:
     assert blocks == {17 + 6, 17 + 7}, "the last two of four blocks"
 
 
-@pytest.mark.parametrize("window", [1, 2, 20, 32, 33])
+@pytest.mark.parametrize("window", [2, 20, 32, 33])
 def test_a_window_saves_exactly_what_the_next_token_reaches(window: int) -> None:
     """With blocks of one token nothing is rounded: ``window - 1`` tokens."""
     side = engine(FULL, replace(SLIDING, window=window), block=1)
     blocks = (BLOCKS[0], BlockList(64 - 39, tuple(range(1, 40))))
     saved = runs(window_pairing(side).spans_to_save(0, blocks, STAGING))
     assert sum(nbytes for _, _, nbytes in saved) == (window - 1) * 2 * 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("window", "ratio", "kept"), [(8, 4, 4), (8, 2, 6), (32, 16, 16), (24, 1, 23), (40, 64, None)]
+)
+def test_a_compressor_saves_exactly_what_the_next_output_reads(
+    window: int, ratio: int, kept: int | None
+) -> None:
+    """Of one whose window is no longer than the ratio nothing, and there is no row of windows."""
+    side = engine(FULL, replace(SLIDING, window=window, compress_ratio=ratio), block=1)
+    if kept is None:
+        assert shares(side).wa is None
+        return
+    blocks = (BLOCKS[0], BlockList(64 - 39, tuple(range(1, 40))))
+    saved = runs(window_pairing(side).spans_to_save(0, blocks, STAGING))
+    assert sum(nbytes for _, _, nbytes in saved) == kept * 2 * 4 * 256
+
+
+def test_a_layer_that_keeps_nothing_is_left_alone_beside_one_that_keeps_some() -> None:
+    other = Layers((4,), AttentionKind.SLIDING_WINDOW, 16, 1, 256, compress_ratio=16)
+    side = engine(FULL, SLIDING, other)
+    with_it, without = window_pairing(side), window_pairing(engine(FULL, SLIDING))
+    assert with_it.share == without.share
+    holes = (*BLOCKS, BlockList(0, ()))
+    assert len(runs(with_it.spans_to_save(1, holes, STAGING))) == len(
+        runs(without.spans_to_save(1, BLOCKS, STAGING))
+    )
 
 
 def test_a_window_needs_no_block_that_it_has_left() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdconn.protocol.ticket import BlockList
-from pdconn.store.commands import SaveResult, SaveRow, SaveRows
+from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
 from pdconn.store.errors import RowDamaged, ShelfFailure
 from pdconn.store.format.footer import decode_note
 from tests.store.rank.engines import PATIENCE_S, Shape, StoredEngine, fa, wa
@@ -110,6 +110,9 @@ def test_a_note_that_cannot_be_left_holds_nothing_up(rows: Rows) -> None:
         while len(rows.notes["p1"]) < 2:
             assert not threading.Event().wait(0.002)
         assert not rows.notes["p0"]
+        for rank in range(2):  # so that nobody waits for the note
+            engine.wait(lambda rank=rank: SaveFailed("p0") in engine.results_of(rank))
+            assert SaveFailed("p1") not in engine.results_of(rank)
 
 
 @pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])

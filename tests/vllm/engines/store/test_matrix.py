@@ -215,6 +215,7 @@ def pair(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
     specs = [
         store_engine("prefill", model, root, layout="BHLNC", role="kv_producer"),
         store_engine("decode", model, root, layout="LBHNC", role="kv_consumer"),
+        store_engine("recomputing", model, root, role="kv_consumer", policy="recompute"),
     ]
     with _fleet(specs, root, work / "store-pair", model) as started:
         yield started
@@ -228,7 +229,7 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
         for prompt in (first, other)
     }
     assert not expected.mismatches(seen)
-    pulled = {"decode": len(first) + len(other) - 2}
+    pulled = {"decode": len(first) + len(other) - 2, "recomputing": 0}
     assert pair.hits() == {"prefill": 0, **pulled}, "both were pulled"
     wait_for_rows(pair.root, num_rows([first, other]))
 
@@ -258,10 +259,16 @@ def test_prefill_and_decode_use_the_store_beside_tickets(pair: Fleet, expected: 
     wait_for_rows(pair.root, num_rows([second, other, late]))
     pair.engines["prefill"].kill()  # under vLLM's default policy, a pull that fails would show
     for prompt in (first, other, late):
-        before = _stored_tokens(pair["decode"])
-        answer = pair["decode"].complete(prompt, NUM_TOKENS, kv_transfer_params=tickets.get(prompt))
-        assert compare(expected[prompt], answer) is None, len(prompt)
-        assert _stored_tokens(pair["decode"]) - before == resumable(prompt), len(prompt)
+        for decode in (pair["decode"], pair["recomputing"]):
+            before = _stored_tokens(decode)
+            answer = decode.complete(prompt, NUM_TOKENS, kv_transfer_params=tickets.get(prompt))
+            assert compare(expected[prompt], answer) is None, len(prompt)
+            assert _stored_tokens(decode) - before == resumable(prompt), len(prompt)
+    # With the policy to compute again, a ticket is promised unseen, and its pull fails.
+    gone = "pdconn:tickets_gone_total"
+    assert pair["decode"].metrics()[gone] == 2
+    assert pair["recomputing"].metrics().get(gone, 0) == 0
+    assert pair["recomputing"].metrics()["vllm:nixl_num_failed_transfers_total"] == 2
 
 
 def _rows_written(client: Client) -> int:

@@ -1,0 +1,91 @@
+"""What a root says of its shelf: ``ROOT/shelf.json``, for a root whose rows are in a bucket.
+
+A root without the file is one of files.  It has no credentials.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import msgspec
+
+from pdconn.store.errors import FormatError
+from pdconn.store.shelf.folders import failure, read_whole, unlink_quietly, write_whole
+from pdconn.store.shelf.obj.bucket import BucketPlace
+
+SHELF_FILE = "shelf.json"
+
+
+class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    shelf: str
+    bucket: str
+    endpoint: str | None = None
+    region: str | None = None
+
+
+def place_of(root: str | os.PathLike[str]) -> BucketPlace | None:
+    """The bucket of a root's rows; None for a root of files, or one that is not there.
+
+    Raises:
+        FormatError: a file that is not ours.
+        ShelfFailure: it cannot be read.
+    """
+    path = os.path.join(os.path.abspath(root), SHELF_FILE)
+    try:
+        data = read_whole(path)
+    except OSError as error:
+        raise failure("read", path, error) from error
+    if data is None:
+        return None
+    try:
+        found = msgspec.json.decode(data, type=_Described)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError(path, "what an engine wrote", data[:80]) from error
+    if found.shelf != "obj":
+        raise FormatError(path, "a shelf 'obj'", found.shelf)
+    return BucketPlace.of(found.bucket, found.endpoint, found.region)
+
+
+def check_files(root: str | os.PathLike[str]) -> None:
+    """See that a root is one of files.
+
+    Raises:
+        FormatError: its rows are in a bucket.
+    """
+    place = place_of(root)
+    if place is not None:
+        raise FormatError(
+            "store.shelf", f"'obj' (or another root): the rows of {root} are in {place}", "files"
+        )
+
+
+def keep_place(root: str | os.PathLike[str], place: BucketPlace) -> None:
+    """See that a root is one of this bucket, or make a new one so.
+
+    Raises:
+        FormatError: it has rows as files, or rows of another bucket.
+        ShelfFailure: it cannot be read or written.
+    """
+    folder = os.path.abspath(root)
+    path = os.path.join(folder, SHELF_FILE)
+    there = place_of(folder)
+    if there == place:
+        return
+    if there is None and os.path.exists(os.path.join(folder, "rows")):
+        raise FormatError("store.shelf", f"'files' (or another root): {root} has files", "obj")
+    if there is not None and (there.bucket, there.prefix) != (place.bucket, place.prefix):
+        raise FormatError("store.bucket", f"{there}, as {root} has it (or another root)", place)
+    name = f"{place.bucket}/{place.prefix}".rstrip("/")
+    aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        described = _Described("obj", name, place.endpoint, place.region)
+        write_whole(aside, msgspec.json.encode(described) + b"\n")
+        try:
+            os.replace(aside, path)
+        except OSError:
+            unlink_quietly(aside)
+            raise
+    except OSError as error:
+        raise failure("describe", path, error) from error

@@ -1,0 +1,289 @@
+"""A bucket of an S3-compatible object store: small objects by boto3, large ones by NIXL.
+
+NIXL cannot put an object only where there is none, tell a missing object from a failure, or
+remove one, so these calls are made by boto3.  Credentials are what boto3 finds (environment,
+``~/.aws``, role of the machine) and nothing of the settings.
+
+After a failure of the network no call is tried for a few seconds: it fails at once, so that
+look-ups do not queue behind a server that is down.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pdconn.store.errors import ShelfFailure, StoreError
+from transport.errors import TransportError, TransportUnavailable
+from transport.nixl.objects import NixlObjects
+
+_CONNECT_S, _ANSWER_S = 2, 4
+_TRANSFER_S = 10.0
+_PAUSE_S = 5.0
+_THREADS = "8"
+"""Connections of one thread's agent: its large ranges are read side by side."""
+_GONE = (404,)
+_THERE = (409, 412)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlace:
+    """A bucket and a prefix in it (ends with ``/`` or is empty); no endpoint for AWS."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str | None = None
+
+    @classmethod
+    def of(cls, path: str, endpoint: str | None, region: str | None) -> BucketPlace:
+        """From ``bucket`` or ``bucket/prefix``."""
+        bucket, _, prefix = path.partition("/")
+        return cls(bucket, f"{prefix}/" if prefix else "", endpoint, region)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the bucket is part of the host's name: at AWS, unless TLS cannot match it."""
+        return self.endpoint is None and "." not in self.bucket
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+class Bucket:
+    """Calls for small objects, by keys below the prefix.  Any thread.
+
+    Raises:
+        StoreError: boto3 is missing, there are no credentials, or no such bucket.
+        ShelfFailure: it cannot be reached.
+    """
+
+    def __init__(self, place: BucketPlace) -> None:
+        self.place = place
+        self._down_until = 0.0
+        try:
+            import boto3
+            from botocore.config import Config
+        except ImportError as error:
+            raise StoreError("shelf obj: boto3 is missing: pip install '.[s3]'") from error
+        config = Config(
+            connect_timeout=_CONNECT_S,
+            read_timeout=_ANSWER_S,
+            retries={"total_max_attempts": 2, "mode": "standard"},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"addressing_style": "virtual" if place.is_virtual else "path"},
+        )
+        with self._failures("open", ""):
+            self._session: Any = boto3.Session()
+            self.region = place.region or self._session.region_name or "us-east-1"
+            self._client: Any = self._session.client(
+                "s3", endpoint_url=place.endpoint, region_name=self.region, config=config
+            )
+        if self._session.get_credentials() is None:
+            raise StoreError(
+                f"{place}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "configure ~/.aws"
+            )
+        if not self._is_found("open", "", "head_bucket"):
+            raise StoreError(f"{place}: no such bucket")
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        return self._is_found("look for", key, "head_object", Key=self._full(key))
+
+    def read(self, key: str, most_nbytes: int) -> bytes | None:
+        """The bytes of a small object, one more than ``most_nbytes`` at most; None without one."""
+        with self._failures("read", key):
+            try:
+                answer = self._client.get_object(Bucket=self.place.bucket, Key=self._full(key))
+            except self._client.exceptions.ClientError as error:
+                if _status(error) in _GONE:
+                    return None
+                raise
+            with answer["Body"] as body:
+                data: bytes = body.read(most_nbytes + 1)
+            return data
+        raise AssertionError
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Make an object; False where there is one already (which may be ours, of a first try)."""
+        with self._failures("make", key):
+            try:
+                self._client.put_object(
+                    Bucket=self.place.bucket, Key=self._full(key), Body=data, IfNoneMatch="*"
+                )
+            except self._client.exceptions.ClientError as error:
+                if _status(error) in _THERE:
+                    return False
+                raise
+        return True
+
+    def remove(self, key: str) -> None:
+        """Remove an object, also where there is none."""
+        with self._failures("remove", key):
+            self._client.delete_object(Bucket=self.place.bucket, Key=self._full(key))
+
+    def _is_found(self, action: str, key: str, call: str, **given: str) -> bool:
+        with self._failures(action, key):
+            try:
+                getattr(self._client, call)(Bucket=self.place.bucket, **given)
+            except self._client.exceptions.ClientError as error:
+                if _status(error) in _GONE:
+                    return False
+                raise
+        return True
+
+    def _full(self, key: str) -> str:
+        return self.place.prefix + key
+
+    @contextmanager
+    def _failures(self, action: str, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+        from urllib3.exceptions import HTTPError
+
+        where = f"cannot {action} {self.place}{key}"
+        left_s = self._down_until - time.monotonic()
+        if left_s > 0:
+            raise ShelfFailure(f"{where}: the last call failed; next try in {left_s:.1f} s")
+        try:
+            yield
+        except ClientError as error:
+            if _status(error) >= 500:
+                self.failed()
+            raise ShelfFailure(f"{where}: {_code(error)}") from error
+        except (BotoCoreError, HTTPError, OSError, ValueError) as error:
+            self.failed()
+            raise ShelfFailure(f"{where}: {type(error).__name__}: {error}") from error
+
+    def failed(self) -> None:
+        """The network or the server failed: no call for a few seconds."""
+        now = time.monotonic()
+        if now >= self._down_until:
+            self._down_until = now + _PAUSE_S
+
+    def nixl_options(self) -> dict[str, str]:
+        """Parameters of NIXL's back end, with the credentials as they are now."""
+        with self._failures("get credentials for", ""):
+            found = self._session.get_credentials().get_frozen_credentials()
+        options = {
+            "bucket": self.place.bucket,
+            "region": self.region,
+            "access_key": found.access_key,
+            "secret_key": found.secret_key,
+            "num_threads": _THREADS,
+            "req_checksum": "required",
+            "resp_checksum": "required",
+            "use_virtual_addressing": "true" if self.place.is_virtual else "false",
+        }
+        if found.token:
+            options["session_token"] = found.token
+        if self.place.endpoint:
+            options["endpoint_override"] = self.place.endpoint
+            options["scheme"] = urlsplit(self.place.endpoint).scheme
+        if "AWS_CA_BUNDLE" in os.environ:
+            options["ca_bundle"] = os.environ["AWS_CA_BUNDLE"]
+        return options
+
+
+class BucketData:
+    """One thread's way to the large objects of a bucket; NIXL is loaded at the first.
+
+    Temporary credentials change: the agent is made anew then.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._options: dict[str, str] = {}
+        self._objects: NixlObjects | None = None
+
+    def put(self, key: str, pieces: list[memoryview]) -> None:
+        """Make an object.
+
+        Raises:
+            ShelfFailure: it is not known to be there.
+            StoreError: NIXL cannot be used here.
+        """
+        try:
+            with self._failures("make", key):
+                self._opened().put(self._bucket.place.prefix + key, pieces)
+        except ShelfFailure:
+            self._bucket.failed()
+            raise
+
+    def get(self, reads: list[tuple[str, int, memoryview]]) -> None:
+        """Fill each buffer from its offset in an object.
+
+        Raises:
+            ShelfFailure: an object is missing, or cannot be read now.
+            StoreError: NIXL cannot be used here.
+        """
+        prefix = self._bucket.place.prefix
+        with self._failures("read", reads[0][0]):
+            self._opened().get([(prefix + key, at, into) for key, at, into in reads])
+
+    def close(self) -> None:
+        """Let the agent go."""
+        if self._objects is not None:
+            self._objects.close()
+            self._objects = None
+
+    def _opened(self) -> NixlObjects:
+        options = self._bucket.nixl_options()
+        if self._objects is None or options != self._options:
+            self.close()
+            name = f"pdconn-obj-{os.getpid()}-{secrets.token_hex(4)}"
+            self._objects = NixlObjects(name, options, _TRANSFER_S)
+            self._options = options
+        return self._objects
+
+    @contextmanager
+    def _failures(self, action: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except TransportUnavailable as error:
+            raise StoreError(f"shelf obj: {error}") from error
+        except TransportError as error:
+            raise ShelfFailure(f"cannot {action} {self._bucket.place}{key}: {error}") from error
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _code(error: Any) -> str:
+    found = error.response.get("Error", {})
+    return f"{_status(error)} {found.get('Code', '')} {found.get('Message', '')}".strip()
+
+
+_opening = threading.Lock()
+_opened: dict[tuple[int, BucketPlace], Bucket] = {}
+_refused: dict[BucketPlace, tuple[float, str]] = {}
+
+
+def open_bucket(place: BucketPlace) -> Bucket:
+    """The bucket, one object for all threads of the process.
+
+    Raises:
+        StoreError: see :class:`Bucket`.
+        ShelfFailure: it cannot be reached, or could not a moment ago.
+    """
+    key = os.getpid(), place
+    with _opening:
+        if key not in _opened:
+            until, why = _refused.get(place, (0.0, ""))
+            if time.monotonic() < until:
+                raise ShelfFailure(why)
+            try:
+                _opened[key] = Bucket(place)
+            except ShelfFailure as error:
+                _refused[place] = time.monotonic() + _PAUSE_S, str(error)
+                raise
+        return _opened[key]

@@ -1,0 +1,105 @@
+"""Rows that are given up: at once where a rank says so, and whatever it makes of them later."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdconn.store.commands import SaveRow
+from pdconn.store.engine import commits
+from pdconn.store.engine.catalogue import Catalogue
+from pdconn.store.engine.commits import NOTES_S, Committer, SaveBatch
+from pdconn.store.format.footer import checksum, encode_note, row_nbytes
+from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.shelf.base import Shelf, StoredPart
+from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.cli.stored_rows import LAYOUT, prompt
+
+FA = LAYOUT.fa
+CHAIN = prompt(1, 12)
+
+
+class Reserved:
+    """Bytes that are given back."""
+
+    def __init__(self) -> None:
+        self.released = 0
+
+    def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
+        return shelf.commit(part.writer, part.part, namespace, name)
+
+    def release(self, nbytes: int) -> None:
+        self.released += nbytes
+
+
+class Saving:
+    """A committer of rows 0 to 11, each of one rank."""
+
+    def __init__(self) -> None:
+        self.shelf = MemoryShelf(MemoryRows())
+        self.budget = Reserved()
+        self.committer = Committer(
+            LAYOUT,
+            writer="w",
+            num_ranks=1,
+            catalogue=Catalogue(),
+            budget=self.budget,  # type: ignore[arg-type]
+            settled=lambda row: None,
+        )
+        rows = [SaveRow(CHAIN.name(RowKind.FA, index), f"p{index}") for index in range(12)]
+        self.committer.add(SaveBatch("ns", rows))
+
+    def write(self, index: int) -> None:
+        """What the rank does."""
+        self.shelf.begin("w", f"p{index}", row_nbytes(FA))
+        data = memoryview(bytearray(FA.data_nbytes))
+        self.shelf.write("w", f"p{index}", [(0, data)])
+        sums = {n: checksum(data[s.offset : s.offset + s.nbytes]) for n, s in enumerate(FA.slabs)}
+        self.shelf.put_note("w", f"p{index}", 0, encode_note(sums))
+
+    def step(self, now: float) -> list[int]:
+        return [row.name.index for row in self.committer.step(self.shelf, lambda: "ns", now)]
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["ours", "control"])
+def test_rows_that_could_not_be_noted_hold_up_no_other(says_so: bool) -> None:
+    """On a full disk; four of them stopped all commits for a minute."""
+    saving = Saving()
+    for index in range(6, 12):
+        saving.write(index)
+    if says_so:
+        for index in range(6):
+            saving.committer.not_saved(f"p{index}")
+    assert saving.step(0.0) == (list(range(6, 12)) if says_so else [])
+    assert saving.budget.released == (6 * row_nbytes(FA) if says_so else 0)
+    assert saving.committer.take_failures() == (6 if says_so else 0)
+    assert saving.step(NOTES_S + 1.0) == ([] if says_so else list(range(6, 12)))
+    assert len(saving.committer) == 0
+    assert saving.committer._not_saved == set()
+
+
+def test_what_is_said_of_rows_that_are_settled_is_forgotten() -> None:
+    saving = Saving()
+    saving.write(0)
+    assert saving.step(0.0) == [0]
+    saving.committer.not_saved("p0")
+    assert saving.committer._not_saved == set()
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["ours", "control"])
+def test_a_part_that_a_late_rank_makes_anew_is_discarded(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are nobody's: they were given back when the row was given up."""
+    if not again:
+        monkeypatch.setattr(commits, "_AGAIN_S", float("inf"))
+    saving = Saving()
+    saving.step(0.0)
+    assert saving.step(NOTES_S + 1.0) == []
+    assert saving.budget.released == 12 * row_nbytes(FA)
+    saving.write(3)  # the rank was stopped
+    for minutes in range(2, 20):
+        assert saving.step(60.0 * minutes) == []
+    assert [part.part for part in saving.shelf.parts()] == ([] if again else ["p3"])
+    saving.step(2 * 3600.0)
+    saving.step(3 * 3600.0)
+    assert (saving.committer._given_up == {}) == again, "not for ever"
