@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -198,10 +197,7 @@ def test_a_model_of_equal_layers_has_the_traits_that_it_had() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        CircularBufferSpec(**ATTENTION),
-        MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,)),
-    ],
+    [CircularBufferSpec(**ATTENTION)],
     ids=lambda value: type(value).__name__,
 )
 def test_other_caches_are_refused_by_name(spec: Any) -> None:
