@@ -255,13 +255,18 @@ def test_what_is_listed_is_used() -> None:
 # The wheel
 
 
-def wheel(version: str, folder: Path) -> None:
-    """A wheel as vLLM's is."""
+def wheel(requirement: str, folder: Path) -> None:
+    """Wheels as vLLM's is, and as those of packages are that it needs."""
+    if not requirement.startswith("vllm=="):
+        with ZipFile(folder / "needed-1-any.whl", "w") as made:
+            made.writestr("needed.py", f"asked = {requirement!r}\n")
+        return
+    version = requirement.removeprefix("vllm==")
     with ZipFile(folder / f"vllm-{version}-cp38-abi3-any.whl", "w") as made:
         made.writestr("vllm/__init__.py", f"__version__ = {version!r}\n")
         made.writestr("vllm/_C.abi3.so", "for a GPU")
         made.writestr("vllm/csrc/kernel.cuh", "large")
-        metadata = f"Name: vllm\nVersion: {version}\nRequires-Dist: torch\n"
+        metadata = f"Name: vllm\nVersion: {version}\nRequires-Dist: needed_x>=2\n"
         made.writestr(f"vllm-{version}.dist-info/METADATA", metadata)
 
 
@@ -274,11 +279,15 @@ def installed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_python_files_lie_over_the_installed_libraries(tmp_path: Path, installed: Path) -> None:
+def test_python_files_lie_over_the_installed_libraries(
+    tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.next.tree._NEEDED", ("needed_x", "pytest"))
     tree, was_there = obtain("9.9.0", tmp_path / "next", fetch=wheel, installed=installed)
     assert not was_there
     assert (tree / "vllm/_C.abi3.so").read_text() == "for a CPU"
     assert not (tree / "vllm/csrc").exists()
+    assert (tree / "needed.py").read_text() == "asked = 'needed_x>=2'\n"
     told = "import vllm, importlib.metadata as m; print(vllm.__version__, m.version('vllm'))"
     env = environment(tree, ROOT)
     seen = subprocess.run(
@@ -293,19 +302,19 @@ def test_python_files_lie_over_the_installed_libraries(tmp_path: Path, installed
     assert [path.name for path in tree.rglob("*.so")] == ["_other.so"]
 
 
-def offline(version: str, folder: Path) -> None:
-    raise NotHad(f"vllm=={version}: no network")
+def offline(requirement: str, folder: Path) -> None:
+    raise NotHad(f"{requirement}: no network")
 
 
-def another(version: str, folder: Path) -> None:
-    wheel("1.0.0", folder)
+def another(requirement: str, folder: Path) -> None:
+    wheel("vllm==1.0.0", folder)
 
 
-def damaged(version: str, folder: Path) -> None:
-    (folder / f"vllm-{version}-any.whl").write_bytes(b"PK no more")
+def damaged(requirement: str, folder: Path) -> None:
+    (folder / "vllm-9.9.0-any.whl").write_bytes(b"PK no more")
 
 
-@pytest.mark.parametrize("fetch", [offline, another, damaged, lambda version, folder: None])
+@pytest.mark.parametrize("fetch", [offline, another, damaged, lambda requirement, folder: None])
 def test_what_cannot_be_had_is_told_and_leaves_nothing(
     fetch: Any, tmp_path: Path, installed: Path
 ) -> None:
@@ -319,7 +328,7 @@ def test_no_network_is_its_own_exit_status(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     with pytest.raises(NotHad, match="pip download failed: ERROR"):
-        download("9.9.0", tmp_path)
+        download("vllm==9.9.0", tmp_path)
     shown: list[Outcome] = []
     assert check("9.9.0", tmp_path / "next", [], lambda outcome, _: shown.append(outcome)) == 2
     (outcome,) = shown

