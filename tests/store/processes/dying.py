@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.format.footer import row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
 
 STEPS = ("begin", "write", "put_note", "commit", "remove", "discard")
@@ -35,14 +37,18 @@ def prompts() -> list[list[int]]:
 
 def settings(root: str, **more: Any) -> StoreSettings:
     """Of an engine over ``root``."""
-    from pdconn.store.format.footer import row_nbytes
-
-    layout = FakeEngine(StoreSettings("", 1, staging=1 << 20, block_tokens=64), MODEL, SHAPE)
+    engine = FakeEngine(
+        StoreSettings("", 1, staging=1 << 20, block_tokens=64),
+        MODEL,
+        SHAPE,
+        shelf=lambda: MemoryShelf(MemoryRows()),
+    )
     try:
-        assert layout.layout.wa is not None
-        capacity = NUM_ROWS * max(row_nbytes(layout.layout.fa), row_nbytes(layout.layout.wa))
+        assert engine.layout.wa is not None
+        largest = max(row_nbytes(engine.layout.fa), row_nbytes(engine.layout.wa))
     finally:
-        layout.close()
+        engine.close()
+    capacity = NUM_ROWS * largest
     return StoreSettings(
         root, capacity, staging=8 << 20, block_tokens=64, min_tokens=1, direct_io=False, **more
     )
