@@ -112,10 +112,10 @@ def test_an_engine_that_is_killed_leaves_whole_rows_that_count(
 
 
 @pytest.mark.parametrize(
-    ("mutant", "broken"), [("no footers", "has a name"), ("no reserve", "more than the budget")]
+    ("mutant", "broken"), [("no footers", "has a name"), ("no budget", "more than the budget")]
 )
 def test_an_engine_that_breaks_a_law_is_caught(mutant: str, broken: str, directory: Path) -> None:
-    """Negative controls: rows are committed without footers; bytes are written unreserved."""
+    """Negative controls: rows are committed without footers; more is written than there is room."""
     root = directory / mutant
     killed(root, 10 * num_steps(directory) // 11, mutant)
     with pytest.raises(AssertionError, match=broken):
