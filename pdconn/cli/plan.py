@@ -13,7 +13,8 @@ from pdconn.forecast.advice import Advice, advise
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError, UnreadableConfig
 from pdconn.forecast.forecast import Cost, Forecast, forecast
-from pdconn.forecast.hf_config import FAMILIES, model_shape
+from pdconn.forecast.hf.config import model_shape
+from pdconn.forecast.hf.families import FAMILIES
 from pdconn.forecast.link import PRESETS, Link, parse_link
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.picture import draw
@@ -31,6 +32,7 @@ from pdconn.lab.table import table
 from pdconn.planning.errors import PlanningError
 from pdconn.store.errors import StoreError
 from pdconn.store.settings import WINDOW_EVERY, size_of
+from registration.references import AttentionKind
 
 _EPILOG = """\
 Runs the planner of real pulls on the shapes of two engines. Needs no vLLM, no GPU and
@@ -38,7 +40,8 @@ no model weights: a config.json, or a built-in shape (--list).
 
 ENGINE is written as tp=4,pp=1,layout=BHLNC,block=16; defaults are
 tp=1,pp=1,layout=BHLNC,block=16. A layout is a memory order, outermost first, of
-L(ayers), B(locks), H(eads), N (tokens of a block) and C(ontent).
+L(ayers), B(locks), H(eads), N (tokens of a block) and C(ontent). Where layers keep
+states, or differ in their heads, vLLM takes no BHLNC: the default is BLHNC.
 
 examples:
   pdconn plan --model gemma-3-27b
@@ -184,7 +187,7 @@ def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
     rows = [
         [
             str(one.number),
-            str(one.group.kind).removesuffix("_attention"),
+            _kind(one.group.kind),
             str(one.group.window or "-"),
             str(one.group.num_layers),
             str(one.their_block_tokens),
@@ -233,9 +236,11 @@ def _links(made: Forecast) -> str:
 def _verdict(made: Forecast) -> str:
     clipped = made.total.clipping
     saved = f"; windows save a factor of {clipped:.1f}" if clipped > 1 else ""
+    state = made.total.state
+    of_states = f"; {state / 1e6:,.3f} MB are states, for a prompt of any length" if state else ""
     slowest = made.slowest
     by = f"{slowest.side} rank {slowest.rank}"
-    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by {by}{saved}"
+    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by {by}{saved}{of_states}"
 
 
 def _amounts(cost: Cost) -> list[str]:
@@ -246,6 +251,11 @@ def _amounts(cost: Cost) -> list[str]:
         f"{cost.saved_by_window / 1e6:,.3f}",
         f"{cost.saved_by_hits / 1e6:,.3f}",
     ]
+
+
+def _kind(kind: AttentionKind) -> str:
+    """The kind's name; vLLM calls every state by one sort of them."""
+    return "state" if kind is AttentionKind.STATE else str(kind).removesuffix("_attention")
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:
@@ -342,7 +352,7 @@ def _listing() -> str:
             str(sort.block_tokens or "-"),
         ]
         for shape in SHAPES
-        for sort in shape.sorts
+        for sort in shape.attention
     ]
     headings = [
         "model", "layers", "kind", "window", "KV heads", "bytes a row\nand head", "tokens\na row",

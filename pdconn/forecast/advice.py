@@ -14,11 +14,11 @@ from math import gcd
 
 from pdconn.forecast.engine import MAX_BLOCK_TOKENS, EngineShape
 from pdconn.forecast.forecast import Forecast, forecast
+from registration.references import AttentionKind
 
 SMALL_RUN_NBYTES = 16 << 10
 SLOW_SHARE = 1 / 3
 _NOTABLE = 1.1
-_BEST = "BHLNC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,7 @@ class Advice:
 
 def advise(made: Forecast) -> tuple[Advice, ...]:
     """All warnings about ``made``."""
-    return tuple(
-        advice
-        for rule in (_slow_runs, _partial_hit, _idle_windows, _replicas, _busy_source)
-        for advice in rule(made)
-    )
+    return tuple(advice for rule in _RULES for advice in rule(made))
 
 
 def _slow_runs(made: Forecast) -> Iterator[Advice]:
@@ -85,13 +81,14 @@ def _causes(made: Forecast) -> Iterator[str]:
     ):
         if _again(made, *changed) > slow:
             yield f"{name}'s layout {engine.layout} {_scattered(engine.layout)}"
-    if prefill.block_tokens != decode.block_tokens and _again(made, *_best_layouts(made)) > slow:
+    theirs, ours = prefill.attention_block_tokens, decode.attention_block_tokens
+    if theirs != ours and _again(made, *_best_layouts(made)) > slow:
         yield (
-            f"unequal blocks, theirs {prefill.block_tokens} and ours {decode.block_tokens} "
+            f"unequal blocks, theirs {theirs} and ours {ours} "
             "tokens, move in pieces of their common divisor"
         )
     if _again(made, replace(prefill, tp=decode.tp), decode) * _NOTABLE < made.seconds:
-        heads = max(sort.heads for sort in prefill.model.sorts)
+        heads = max((sort.heads for sort in prefill.model.attention), default=1)
         held, taken = (max(1, heads // engine.tp) for engine in (prefill, decode))
         larger = "prefill" if held > taken else "decode"
         yield (
@@ -131,28 +128,31 @@ def _changes(made: Forecast) -> Iterator[tuple[str, EngineShape, EngineShape]]:
     """Simple changes first: a later one has to be faster to be preferred."""
     prefill, decode = made.prefill, made.decode
     best = _best_layouts(made)
+    layout = best[1].layout
+    theirs, ours = prefill.attention_block_tokens, decode.attention_block_tokens
     if (prefill, decode) != best:
-        yield f"{_BEST} on both sides", *best
-    if prefill.block_tokens != decode.block_tokens:
-        size = max(prefill.block_tokens, decode.block_tokens)
+        yield f"{layout} on both sides", *best
+    if theirs != ours:
+        size = max(theirs, ours)
         yield f"blocks of {size} tokens on both sides", *_equal_blocks(prefill, decode)
         if (prefill, decode) != best:
-            yield f"{_BEST} and blocks of {size} tokens on both sides", *_equal_blocks(*best)
+            yield f"{layout} and blocks of {size} tokens on both sides", *_equal_blocks(*best)
     elif (prefill, decode) == best:
         short = Fraction(SMALL_RUN_NBYTES) / Fraction(made.busiest.mean_run_nbytes)
-        size = prefill.block_tokens
-        while size < prefill.block_tokens * short and size * 2 <= MAX_BLOCK_TOKENS:
+        size = theirs
+        while size < theirs * short and size * 2 <= MAX_BLOCK_TOKENS:
             size *= 2
         larger = replace(prefill, block_tokens=size), replace(decode, block_tokens=size)
         yield f"blocks of {size} tokens on both sides", *larger
 
 
 def _best_layouts(made: Forecast) -> tuple[EngineShape, EngineShape]:
-    return replace(made.prefill, layout=_BEST), replace(made.decode, layout=_BEST)
+    """Both engines in the layout of the fewest pieces."""
+    return replace(made.prefill, layout=""), replace(made.decode, layout="")
 
 
 def _equal_blocks(prefill: EngineShape, decode: EngineShape) -> tuple[EngineShape, EngineShape]:
-    size = max(prefill.block_tokens, decode.block_tokens)
+    size = max(prefill.attention_block_tokens, decode.attention_block_tokens)
     return replace(prefill, block_tokens=size), replace(decode, block_tokens=size)
 
 
@@ -160,7 +160,7 @@ def _partial_hit(made: Forecast) -> Iterator[Advice]:
     """A block that is cached in part is pulled from the start of its sub-block."""
     for group in made.groups:
         ours, hit = group.group.block_tokens, made.hit_tokens
-        if group.group.window is None and hit % ours:
+        if group.group.kind is AttentionKind.FULL and hit % ours:
             again = hit % gcd(ours, group.their_block_tokens)
             yield Advice(
                 "partial-hit",
@@ -183,7 +183,7 @@ def _idle_windows(made: Forecast) -> Iterator[Advice]:
 def _replicas(made: Forecast) -> Iterator[Advice]:
     """Heads that several decode ranks hold move once for each rank."""
     tp = made.decode.tp
-    heads = sorted({sort.heads for sort in made.decode.model.sorts if sort.heads < tp})
+    heads = sorted({sort.heads for sort in made.decode.model.attention if sort.heads < tp})
     if heads:
         what = "one head (or latent)" if heads[0] == 1 else f"{heads[0]} heads"
         yield Advice(
@@ -205,6 +205,36 @@ def _busy_source(made: Forecast) -> Iterator[Advice]:
             "any decode rank reads: a faster link there (--prefill-link), or more ranks on "
             "prefill, would make the pull faster",
         )
+
+
+def _raised_blocks(made: Forecast) -> Iterator[Advice]:
+    """Blocks that vLLM raises, so that a page of attention holds a state."""
+    for side, engine in (("prefill", made.prefill), ("decode", made.decode)):
+        raised, asked = engine.attention_block_tokens, engine.block_tokens
+        if raised != asked:
+            yield Advice(
+                "raised-blocks",
+                f"{side}'s blocks are of {raised} tokens, not {asked}: vLLM raises them until a "
+                f"page of attention holds a state, here of {_nbytes(engine.state_nbytes)} a layer; "
+                f"its prefix hits end at multiples of {raised} tokens",
+            )
+
+
+def _mostly_states(made: Forecast) -> Iterator[Advice]:
+    """A short prompt costs as much as its states do."""
+    if 2 * made.total.state > made.total.nbytes:
+        share = made.total.state / made.total.nbytes
+        yield Advice(
+            "mostly-states",
+            f"{share:.0%} of the bytes are states, which move whole for a prompt of any length "
+            "and whatever is cached: short prompts gain least from being handed over",
+        )
+
+
+_RULES = (
+    _slow_runs, _partial_hit, _idle_windows, _replicas, _busy_source, _raised_blocks,
+    _mostly_states,
+)  # fmt: skip
 
 
 def _nbytes(number: float) -> str:

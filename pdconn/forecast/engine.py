@@ -6,42 +6,49 @@ the planner of real pulls.  Addresses are fictional.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.grouping import LayerGroup, Paged, group_layers
 from pdconn.forecast.memory import LAYOUTS, RankPlace, rank_memory
-from pdconn.forecast.model import LayerSort, ModelShape
+from pdconn.forecast.model import LayerSort, ModelShape, StateSort
 from registration.references import KVCacheReferences, build_kv_cache_references
 from transport.errors import did_you_mean
 
 MAX_RANKS = 4096
 MAX_BLOCK_TOKENS = 1 << 16
 _RANK_SPACING = 1 << 45
+_KERNEL_BLOCK_TOKENS = 16
+"""Smallest block of most attention kernels."""
+_MLA_STEP_TOKENS = 128
+"""What blocks of a latent beside states are a multiple of."""
+_BEST_FIRST = ("BHLNC", "BLHNC", "LBHNC", "BLNHC", "LBNHC", "LHBNC")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
     """One engine: ``tp`` times ``pp`` ranks that serve ``model``.
 
-    ``layout`` is a memory order; ``block_tokens`` the tokens per block of all sorts
-    of layers without a fixed number.
+    ``layout`` is a memory order, by default the one of which pulls have the fewest pieces;
+    ``block_tokens`` the tokens per block of all sorts of layers without a fixed number, before
+    vLLM raises it: where layers keep states, until a page of attention holds a state, and in
+    layouts with layers outermost, until pages are of one size.
 
     Raises:
         ShapeError: a value that the model or vLLM does not allow.
     """
 
     model: ModelShape
-    layout: str = "BHLNC"
+    layout: str = ""
     tp: int = 1
     pp: int = 1
     block_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
+        if self.layout not in ("", *LAYOUTS):
             raise ShapeError("layout", f"one of {', '.join(LAYOUTS)}", self.layout)
         for field, most in (
             ("tp", MAX_RANKS),
@@ -51,25 +58,47 @@ class EngineShape:
             value = self.block_tokens if field == "block" else getattr(self, field)
             if not 1 <= value <= most:
                 raise ShapeError(field, f"a whole number from 1 to {most}", value)
-        for sort in self.model.sorts:
+        self._check_sorts()
+        possible = layouts_of(self._paged, self.tp)
+        if not self.layout:
+            object.__setattr__(self, "layout", min(possible, key=_BEST_FIRST.index))
+        elif self.layout not in possible:
+            names = f"{', '.join(possible[:-1])} or {possible[-1]}"
+            why = "for layers whose pages differ in their heads, rows or bytes"
+            raise ShapeError("layout", f"{names}, {why}", self.layout)
+
+    def _check_sorts(self) -> None:
+        for state in self.model.states:
+            for parts in state.state.parts:
+                if not parts.divides_by(self.tp):
+                    raise ShapeError("tp", f"a divisor of a state's {parts.count} parts", self.tp)
+        for sort in self.model.attention:
             if sort.heads % self.tp and self.tp % sort.heads:
                 raise ShapeError("tp", f"a divisor or multiple of {sort.heads} KV heads", self.tp)
             if self._block_tokens(sort) % sort.row_tokens:
                 raise ShapeError("block", f"a multiple of {sort.row_tokens}", self.block_tokens)
-        pages = sorted({share.page_nbytes for group in self.groups for share in group.shares})
-        if len(pages) > 1 and len(self.groups) > 1 and self.layout[0] != "B":
-            within = " or ".join(layout for layout in LAYOUTS if layout[0] == "B")
-            raise ShapeError("layout", f"{within}, for pages of {pages} bytes", self.layout)
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """KV cache groups of the whole model, the same on every rank."""
-        return group_layers(
-            [
-                Paged(sort, self._block_tokens(sort), self._page_nbytes(sort))
-                for sort in self.model.sorts
-            ]
+        paged = self._paged
+        return group_layers(_unified(paged) if self.layout[0] == "L" else paged)
+
+    @property
+    def attention_block_tokens(self) -> int:
+        """``block_tokens``, raised until a page of attention holds a state."""
+        if not self.model.states or not self.model.attention:
+            return self.block_tokens
+        token_nbytes = max(
+            max(1, sort.heads // self.tp) * sort.row_nbytes for sort in self.model.attention
         )
+        is_mla = any(sort.is_latent for sort in self.model.attention)
+        return raised_block_tokens(self.block_tokens, self.state_nbytes, token_nbytes, is_mla)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of a state of one layer on a rank; 0 without states."""
+        return max((sort.state.nbytes(self.tp) for sort in self.model.states), default=0)
 
     @property
     def ranks(self) -> int:
@@ -95,12 +124,83 @@ class EngineShape:
     def __str__(self) -> str:
         return f"tp={self.tp},pp={self.pp},layout={self.layout},block={self.block_tokens}"
 
+    @property
+    def _paged(self) -> list[Paged]:
+        """Every sort, with its block and page before pages are made of one size."""
+        widest = max((self._page_nbytes(sort) for sort in self.model.attention), default=0)
+        state_page = max(widest, self.state_nbytes)
+        return [
+            Paged(sort, self.attention_block_tokens, state_page)
+            if isinstance(sort, StateSort)
+            else Paged(sort, self._block_tokens(sort), self._page_nbytes(sort))
+            for sort in self.model.sorts
+        ]
+
     def _block_tokens(self, sort: LayerSort) -> int:
-        return sort.block_tokens or self.block_tokens
+        return sort.block_tokens or self.attention_block_tokens
 
     def _page_nbytes(self, sort: LayerSort) -> int:
         rows = self._block_tokens(sort) // sort.row_tokens
         return max(1, sort.heads // self.tp) * rows * sort.row_nbytes
+
+
+def raised_block_tokens(asked: int, state_nbytes: int, token_nbytes: int, is_mla: bool) -> int:
+    """Tokens of a block whose page holds a state, as vLLM's ``_align_hybrid_block_size`` has it.
+
+    >>> raised_block_tokens(16, 1_000_000, 2048, is_mla=False)
+    496
+    """
+    step = max(asked, _KERNEL_BLOCK_TOKENS, _MLA_STEP_TOKENS if is_mla else 0)
+    tokens = step * -(-state_nbytes // (step * token_nbytes))
+    return max(asked, -(-tokens // _KERNEL_BLOCK_TOKENS) * _KERNEL_BLOCK_TOKENS)
+
+
+def layouts_of(paged: Sequence[Paged], tp: int) -> tuple[str, ...]:
+    """The layouts in which vLLM keeps these pages.
+
+    Pages of one block table lie where those of another do.  If they differ in heads, rows or
+    bytes, each has to be in one piece; if in bytes, with layers outermost, blocks of the smaller
+    are raised.
+    """
+    shapes = {(*_heads_and_rows(one, tp), one.page_nbytes) for one in paged}
+    if len(shapes) == 1:
+        return LAYOUTS
+    keys = {one.key for one in paged}
+    whole = [layout for layout in LAYOUTS if {*layout[:2]} == {"L", "B"}]
+    if len(keys) > 1 and not _can_be_unified(paged):
+        whole = [layout for layout in whole if layout[0] == "B"]
+    return tuple(whole)
+
+
+def _heads_and_rows(one: Paged, tp: int) -> tuple[int, int]:
+    if isinstance(one.sort, StateSort):
+        return 1, 1
+    return max(1, one.sort.heads // tp), one.block_tokens // one.sort.row_tokens
+
+
+def _can_be_unified(paged: Sequence[Paged]) -> bool:
+    largest = max(one.page_nbytes for one in paged)
+    return all(
+        one.page_nbytes == largest
+        or (isinstance(one.sort, LayerSort) and not one.sort.block_tokens
+            and largest % one.page_nbytes == 0)
+        for one in paged
+    )  # fmt: skip
+
+
+def _unified(paged: Sequence[Paged]) -> list[Paged]:
+    """The same with pages of one size: smaller ones get more tokens."""
+    largest = max(one.page_nbytes for one in paged)
+    if len({one.key for one in paged}) == 1 or not _can_be_unified(paged):
+        return list(paged)
+    return [
+        replace(
+            one,
+            block_tokens=one.block_tokens * (largest // one.page_nbytes),
+            page_nbytes=largest,
+        )
+        for one in paged
+    ]
 
 
 def pipeline_stages(layers: int, pp: int) -> list[range]:

@@ -9,7 +9,7 @@ estimate, that of the slowest rank of either side::
     prefill rank   bytes that all decode ranks read from it / bytes per second of its link
 
 Decode pulls all but the last token of the prompt, which it recomputes to have something
-to sample from.
+to sample from.  Recurrent states move once, whatever the length of the prompt and of the hit.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pdconn.forecast.tables import Ids, block_tables
 from pdconn.planning.plan import Moved, Need, Pairing
 from pdconn.planning.template import Side, Template
 from pdconn.protocol.ticket import BlockList
+from registration.references import AttentionKind
 
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_LAID_OUT_RUNS = 200_000
@@ -42,13 +43,14 @@ class Cost:
     """Bytes and runs that a pull moves, and bytes that it does not move.
 
     ``saved_by_window`` are bytes before every window, ``saved_by_hits`` bytes that decode
-    has cached.
+    has cached.  ``state`` are bytes of states, among ``nbytes``.
     """
 
     nbytes: int = 0
     runs: int = 0
     saved_by_window: int = 0
     saved_by_hits: int = 0
+    state: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -56,6 +58,7 @@ class Cost:
             self.runs + other.runs,
             self.saved_by_window + other.saved_by_window,
             self.saved_by_hits + other.saved_by_hits,
+            self.state + other.state,
         )
 
     @property
@@ -245,7 +248,7 @@ def _group(
     return GroupForecast(
         number,
         group,
-        sizes[0] if sizes else prefill.block_tokens,
+        sizes[0] if sizes else prefill.attention_block_tokens,
         tuple(sorted(frozenset().union(*(one.sources for one in pulled)))),
         reduce(add, (one.cost for one in pulled)),
         pulled[busiest].cost,
@@ -264,7 +267,11 @@ def _pulled(
     templates = tuple(one for one in pairing.templates if one.our_group == group)
     sent: Counter[int] = Counter()
     moved, runs = Moved(), 0
-    most = sum(-(-need.until // one.sub_block_tokens) * len(one.nbytes) for one in templates)
+    is_state = pairing.ours.groups[group].kind is AttentionKind.STATE
+    most = sum(
+        (1 if is_state else -(-need.until // one.sub_block_tokens)) * len(one.nbytes)
+        for one in templates
+    )
     laid_out = most <= max_laid_out_runs
     for part in [templates] if laid_out else [(one,) for one in templates]:
         used = part if laid_out else tuple(map(_as_one_run, part))
@@ -272,7 +279,7 @@ def _pulled(
         moved += plan.moved
         runs += plan.num_runs if laid_out else _num_runs(part[0], plan.moved)
         sent.update({rank: spans.total_bytes for rank, spans in plan.reads})
-    cost = Cost(moved.nbytes, runs, moved.saved_by_window, moved.saved_by_hits)
+    cost = Cost(moved.nbytes, runs, moved.saved_by_window, moved.saved_by_hits, moved.state)
     sources = frozenset(one.their_rank for one in templates)
     return _Pulled(cost, sent, sources, templates[0].their_block_tokens if templates else None)
 

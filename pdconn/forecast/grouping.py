@@ -16,15 +16,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdconn.forecast.model import LayerSort
+from pdconn.forecast.model import Sort
 from registration.references import AttentionKind, KVCacheGroupReference
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTable:
-    """Layers of one sort in one group, and the bytes of each one's page on a rank."""
+    """Layers of one sort in one group, and the bytes of each one's page on a rank.
 
-    sort: LayerSort
+    Of a state the page is as wide as those of attention, and padded behind the state.
+    """
+
+    sort: Sort
     layers: tuple[int, ...]
     page_nbytes: int
 
@@ -56,7 +59,7 @@ class LayerGroup:
 class Paged:
     """A sort on an engine: its tokens per block and the bytes of a page there."""
 
-    sort: LayerSort
+    sort: Sort
     block_tokens: int
     page_nbytes: int
 
@@ -69,6 +72,7 @@ class Paged:
 def group_layers(paged: Sequence[Paged]) -> tuple[LayerGroup, ...]:
     """The groups of a model whose sorts have these pages, in the order of the sorts.
 
+    >>> from pdconn.forecast.model import LayerSort
     >>> sort = LayerSort((0, 1), AttentionKind.FULL, None, 8, 512)
     >>> [group.num_layers for group in group_layers([Paged(sort, 16, 65536)])]
     [2]

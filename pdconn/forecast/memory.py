@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.forecast.grouping import LayerGroup, SharedTable
-from registration.references import AttentionChunk, GroupMemory, LayerMemory
+from pdconn.forecast.model import StateSort
+from registration.references import AttentionChunk, GroupMemory, LayerMemory, StateChunk
 from transport import Memory
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -90,33 +91,37 @@ class _Region:
 
     def layers(self, allocation: Memory, offset: int) -> list[LayerMemory]:
         """Every layer of the share, the first one ``offset`` bytes into the allocation."""
-        sort = self.share.sort
-        first_head, heads = self.place.heads(sort.heads)
-        rows = self.block_tokens // sort.row_tokens
-        strides = self._strides(heads, rows)
-        chunk = AttentionChunk(
-            heads, rows * sort.row_nbytes, strides["H"], strides["N"], sort.row_nbytes, first_head
-        )
+        chunks, strides = self._page()
         return [
             LayerMemory(
-                sort.name(layer),
+                self.share.sort.name(layer),
                 allocation,
                 offset + index * strides["L"],
                 strides["B"],
                 self.num_blocks,
-                (chunk,),
+                chunks,
             )
             for index, layer in enumerate(self.share.layers)
         ]
 
-    def _strides(self, heads: int, rows: int) -> dict[str, int]:
-        sizes = {
-            "L": len(self.share.layers),
-            "B": self.num_blocks,
-            "H": heads,
-            "N": rows,
-            "C": self.share.sort.row_nbytes,
-        }
+    def _page(self) -> tuple[tuple[AttentionChunk | StateChunk, ...], dict[str, int]]:
+        """What a page holds, and the strides of the layout's letters."""
+        sort = self.share.sort
+        if isinstance(sort, StateSort):
+            chunks = sort.state.chunks(self.place.tp_rank, self.place.tp)
+            return chunks, self._strides(1, 1, self.share.page_nbytes)
+        first_head, heads = self.place.heads(sort.heads)
+        rows = self.block_tokens // sort.row_tokens
+        strides = self._strides(heads, rows, sort.row_nbytes)
+        nbytes = rows * sort.row_nbytes
+        chunk = AttentionChunk(
+            heads, nbytes, strides["H"], strides["N"], sort.row_nbytes, first_head
+        )
+        return (chunk,), strides
+
+    def _strides(self, heads: int, rows: int, nbytes: int) -> dict[str, int]:
+        layers = len(self.share.layers)
+        sizes = {"L": layers, "B": self.num_blocks, "H": heads, "N": rows, "C": nbytes}
         strides: dict[str, int] = {}
         dense = 1
         for letter in reversed(self.layout):

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
 
 from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.states import LayerState
 from registration.references import AttentionKind
 
 MAX_LAYERS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSort:
+class LayerSort(msgspec.Struct, frozen=True, tag=True):
     """Layers whose KV cache is of one kind.
 
     Attributes:
@@ -35,6 +38,7 @@ class LayerSort:
         part: name of this part of the layer, unique within the layer.
         compress_ratio: above 1 for what a compressor keeps of tokens that it has yet to
             compress, in a sliding window that it reads once in so many tokens.
+        is_latent: whether rows are MLA latents.
 
     Raises:
         ShapeError: a value is wrong.
@@ -49,6 +53,7 @@ class LayerSort:
     block_tokens: int | None = None
     part: str = "attn"
     compress_ratio: int = 1
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         if self.kind is AttentionKind.STATE:
@@ -62,10 +67,7 @@ class LayerSort:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ShapeError(field, "a number above 0", value)
-        if not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise ShapeError("layers", "ascending layer indices, at least one", self.layers)
-        if self.layers[0] < 0 or self.layers[-1] >= MAX_LAYERS:
-            raise ShapeError("layers", f"indices from 0 to {MAX_LAYERS - 1}", self.layers)
+        _check_layers(self.layers)
 
     def name(self, layer: int) -> str:
         """The name that peers match layer ``layer`` by.
@@ -74,6 +76,36 @@ class LayerSort:
         'layers.0.attn'
         """
         return f"layers.{layer}.{self.part}"
+
+
+class StateSort(msgspec.Struct, frozen=True, tag=True):
+    """Layers that keep a recurrent state of each request.
+
+    Attributes:
+        layers, part: as of a :class:`LayerSort`.
+        state: what one of them keeps.
+
+    Raises:
+        ShapeError: a value is wrong.
+    """
+
+    layers: tuple[int, ...]
+    state: LayerState
+    part: str = "state"
+
+    kind: ClassVar[AttentionKind] = AttentionKind.STATE
+    window: ClassVar[None] = None
+    compress_ratio: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        _check_layers(self.layers)
+
+    def name(self, layer: int) -> str:
+        """The name that peers match layer ``layer`` by."""
+        return f"layers.{layer}.{self.part}"
+
+
+Sort = LayerSort | StateSort
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +117,7 @@ class ModelShape:
     """
 
     name: str
-    sorts: tuple[LayerSort, ...]
+    sorts: tuple[Sort, ...]
 
     def __post_init__(self) -> None:
         if not self.sorts:
@@ -99,6 +131,16 @@ class ModelShape:
     def num_layers(self) -> int:
         """Layers of the model, up to the last one with a KV cache."""
         return 1 + max(sort.layers[-1] for sort in self.sorts)
+
+    @property
+    def attention(self) -> tuple[LayerSort, ...]:
+        """The sorts that keep rows of tokens."""
+        return tuple(sort for sort in self.sorts if isinstance(sort, LayerSort))
+
+    @property
+    def states(self) -> tuple[StateSort, ...]:
+        """The sorts that keep states."""
+        return tuple(sort for sort in self.sorts if isinstance(sort, StateSort))
 
 
 def sorts_of(
@@ -123,6 +165,13 @@ def sorts_of(
         )
         for kind in dict.fromkeys(kinds)
     )
+
+
+def _check_layers(layers: tuple[int, ...]) -> None:
+    if not layers or list(layers) != sorted(set(layers)):
+        raise ShapeError("layers", "ascending layer indices, at least one", layers)
+    if layers[0] < 0 or layers[-1] >= MAX_LAYERS:
+        raise ShapeError("layers", f"indices from 0 to {MAX_LAYERS - 1}", layers)
 
 
 def _window_rule(kind: AttentionKind) -> str:

@@ -76,6 +76,7 @@ def _amounts(cost: Cost) -> dict[str, Any]:
         "bytes": cost.nbytes,
         "runs": cost.runs,
         "mean_run_bytes": cost.mean_run_nbytes,
+        "state_bytes": cost.state,
         "saved_by_window_bytes": cost.saved_by_window,
         "saved_by_hits_bytes": cost.saved_by_hits,
     }

@@ -30,7 +30,10 @@ def _every(
 
 def _mla(name: str, *, layers: int, latent: int, rope: int) -> ModelShape:
     """One 16-bit latent per token and layer, instead of heads."""
-    return ModelShape(name, sorts_of([_FULL] * layers, None, 1, 2 * (latent + rope)))
+    every = tuple(range(layers))
+    return ModelShape(
+        name, (LayerSort(every, _FULL, None, 1, 2 * (latent + rope), is_latent=True),)
+    )
 
 
 def _state(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pdconn.forecast.grouping import LayerGroup
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
+from registration.references import AttentionKind
 
 Ids = Literal["random", "runs", "contiguous"]
 IDS: tuple[Ids, ...] = get_args(Ids)
@@ -75,6 +76,11 @@ def _pool(needed: int, ids: Ids, seed: int) -> tuple[int, NDArray[np.int64]]:
 
 
 def _span(group: LayerGroup, until: int) -> tuple[int, int]:
-    """First block that the next token still reads, and the number of blocks from there."""
+    """First block that the next token still reads, and the number of blocks from there.
+
+    Of a state the last: it holds all that came before.
+    """
+    if group.kind is AttentionKind.STATE:
+        return max(0, until - 1) // group.block_tokens, 1
     first = window_start(group.header, until) // group.block_tokens
     return first, max(0, -(-until // group.block_tokens) - first)

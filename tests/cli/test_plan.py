@@ -16,6 +16,7 @@ from pdconn.forecast.link import parse_link
 from pdconn.forecast.shapes import SHAPES, built_in
 from pdconn.planning.errors import Incompatible
 from pdconn.protocol.compat import Difference
+from tests.forecast.published import PUBLISHED
 
 LLAMA = {
     "model_type": "llama",
@@ -91,6 +92,27 @@ def test_a_config_is_read_from_a_file_or_its_directory(capsys, tmp_path):
     assert by_folder == printed(capsys, "--model", str(folder / "config.json"))
     built_in_one = printed(capsys, "--model", "llama-3.1-8b")
     assert by_folder == built_in_one.replace("llama-3.1-8b", "my-llama")
+
+
+def test_states_have_rows_of_their_own_and_a_sum(capsys, tmp_path):
+    name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PUBLISHED[name]))
+    words = ["--model", str(config), "--prompt", "8192", "--decode", "tp=2"]
+    out = printed(capsys, *words)
+    rows = [line.split() for line in out.splitlines() if line[:11].strip().isdigit()]
+    assert [row[1] for row in rows] == ["full", "state", "state", "state"]
+    assert {(row[4], row[5]) for row in rows} == {("544", "544")}
+    # 36 layers, both halves together: 3 tokens of 8192 channels, 32 x 128 x 128, 16 bits.
+    assert "39.518 MB are states, for a prompt of any length" in out
+    assert "warning (raised-blocks): prefill's blocks are of 544 tokens, not 16" in out
+    found = json.loads(printed(capsys, *words, "--json"))
+    assert found["total"]["state_bytes"] == 36 * 2 * (3 * 8192 + 32 * 128 * 128)
+    assert found["prefill"]["layout"] == "BLHNC"
+    assert "mamba" not in printed(capsys, "--model", "gpt-oss-20b")
+    wrong = [*words, "--prefill", "layout=BHLNC"]
+    assert main(["plan", *wrong]) == 2
+    assert "LBHNC, LBNHC, BLHNC or BLNHC" in capsys.readouterr().err
 
 
 def test_the_time_has_one_number_and_names_the_side_that_sets_it(capsys):

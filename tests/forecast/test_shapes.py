@@ -3,7 +3,8 @@
 import pytest
 
 from pdconn.forecast.errors import ShapeError, UnreadableConfig
-from pdconn.forecast.hf_config import FAMILIES, model_shape
+from pdconn.forecast.hf.config import model_shape
+from pdconn.forecast.hf.families import FAMILIES
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.shapes import SHAPES, built_in
 from registration.references import AttentionKind

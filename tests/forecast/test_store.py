@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pdconn.cli.main import main
 from pdconn.forecast.engine import EngineShape
@@ -85,7 +85,11 @@ def test_a_boundary_of_deepseek_v4_keeps_what_a_resumed_request_reads_and_no_mor
 def test_compressors_taken_for_windows_are_noticed() -> None:
     """Negative control: 8 tokens of those 4 to 1 and 128 of those 128 to 1, 14.7 MiB."""
     shape = built_in("deepseek-v4")
-    plain = ModelShape("plain", tuple(replace(sort, compress_ratio=1) for sort in shape.sorts))
+    plain = ModelShape(
+        "plain", tuple(structs.replace(sort, compress_ratio=1) for sort in shape.sorts)
+    )
+        "plain", tuple(structs.replace(sort, compress_ratio=1) for sort in shape.sorts)
+    )
     one = forecast_store(EngineShape(plain), PROMPT, 3e9)
     whole = 43 * 128 * 584 + 21 * 8 * (8192 + 2048) + 20 * 128 * 4096
     assert tail(one) == whole > 3.7 * DEEPSEEK_TAIL

@@ -1,0 +1,1 @@
+"""Shapes of models from their Hugging Face configurations."""

@@ -1,0 +1,84 @@
+"""Values of a ``config.json``, checked one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from reprlib import repr  # noqa: A004 - shortens long values
+from typing import Any
+
+from pdconn.forecast.errors import UnreadableConfig
+from pdconn.forecast.model import MAX_LAYERS
+
+Keys = Mapping[str, Any]
+
+_NESTED = ("text_config", "llm_config", "language_config")
+
+# vLLM caches 32-bit models in 16 bits; a config without a dtype counts as 32-bit.
+_ITEM_NBYTES = {
+    "float32": 2, "float16": 2, "bfloat16": 2, "half": 2, "float": 2, "float8_e4m3fn": 1,
+}  # fmt: skip
+
+
+def text_keys(config: Keys) -> dict[str, Any]:
+    """The language model's keys, over those of the outer level (such as its dtype).
+
+    A null of the inner level gives way to a value of the outer one, and is kept without one:
+    it says "none", where a missing key says "the default".
+    """
+    if not isinstance(config, Mapping):
+        raise UnreadableConfig("config", "a JSON object", type(config).__name__)
+    for key in _NESTED:
+        inner = config.get(key)
+        if inner is not None:
+            if not isinstance(inner, Mapping):
+                raise UnreadableConfig(key, "an object", repr(inner))
+            kept = {k: v for k, v in inner.items() if v is not None or k not in config}
+            return {**config, **kept}
+    return dict(config)
+
+
+def number(keys: Keys, key: str, most: int = 1 << 24) -> int:
+    """The whole number above 0 of ``key``."""
+    value = keys.get(key)
+    if type(value) is not int or not 0 < value <= most:
+        seen = "nothing" if value is None else repr(value)
+        raise UnreadableConfig(key, f"a whole number from 1 to {most}", seen)
+    return value
+
+
+def optional(keys: Keys, key: str, default: int) -> int:
+    """The same, or ``default`` for none."""
+    return default if not keys.get(key) else number(keys, key, MAX_LAYERS)
+
+
+def item_nbytes(keys: Keys) -> int:
+    """Bytes of one number in the cache: by the model's dtype."""
+    for key in ("torch_dtype", "dtype"):
+        if keys.get(key) is not None:
+            dtype = str(keys[key]).removeprefix("torch.")
+            if dtype not in _ITEM_NBYTES:
+                raise UnreadableConfig(key, " or ".join(_ITEM_NBYTES), keys[key])
+            return _ITEM_NBYTES[dtype]
+    return 2
+
+
+def named_layers(keys: Keys, key: str, layers: int, names: Mapping[str, Any]) -> list[Any]:
+    """What each of the first ``layers`` names of a list stands for."""
+    listed = keys.get(key)
+    if not isinstance(listed, list) or len(listed) < layers:
+        raise UnreadableConfig(key, f"a list of {layers} kinds", repr(listed))
+    foreign = [name for name in listed if not (isinstance(name, str) and name in names)]
+    if foreign:
+        raise UnreadableConfig(key, " or ".join(names), repr(foreign[0]))
+    return [names[name] for name in listed[:layers]]
+
+
+def indices(keys: Keys, key: str, first: int, layers: int) -> set[int]:
+    """Layers that a list names, the first one by ``first``, counted from 0."""
+    listed = keys.get(key)
+    end = layers + first
+    if not isinstance(listed, list) or not all(
+        type(one) is int and first <= one < end for one in listed
+    ):
+        raise UnreadableConfig(key, f"a list of numbers from {first} to {end - 1}", repr(listed))
+    return {one - first for one in listed}
