@@ -197,5 +197,5 @@ def test_a_model_of_equal_layers_has_the_traits_that_it_had() -> None:
 
 
 def test_other_caches_are_refused_by_name() -> None:
-    with pytest.raises(RegistrationError, match="expected one of .* got CircularBufferSpec"):
+    with pytest.raises(RegistrationError, match=r"expected one of .* got CircularBufferSpec"):
         described(CircularBufferSpec(**ATTENTION))

@@ -67,7 +67,7 @@ class Pages:
         """Byte stride of each letter of the layout; those of L and B are given."""
         tensor, spec = self.tensor, self.spec
         fixed = {"L": tensor.layer_stride, "B": tensor.block_stride // parts}
-        sizes = {"L": len(tensor.layers), "B": 1, "H": spec.num_heads}
+        sizes = {"L": len(tensor.layers), "B": self.num_blocks * parts, "H": spec.num_heads}
         sizes |= {"N": self.num_rows(parts), "C": spec.state_content_size_bytes}
         strides: dict[str, int] = {}
         dense = 1
