@@ -62,8 +62,7 @@ def kv_cache_references(
         an unsplit one: ``block_tokens`` of a group tells which.
 
     Raises:
-        RegistrationError: memory that is laid out in a way this cannot describe,
-            saying what was expected and what came.
+        RegistrationError: memory that this cannot describe: what was expected, and what came.
     """
     placed = {name: tensor for tensor in config.kv_cache_tensors for name in tensor.layers}
     groups = []
