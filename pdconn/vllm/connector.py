@@ -31,6 +31,7 @@ from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.messages import Described
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
+from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
@@ -136,11 +137,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
+        ranks = [rank.references for rank in welcome.ranks]
+        splits = Splits.of(self._kv_cache_config.transfer_groups, ranks)
         if self._store is not None:
-            ranks = [rank.references for rank in welcome.ranks]
-            self._store.open(ranks, next(iter(handshakes.values())).content)
+            self._store.open(ranks, next(iter(handshakes.values())).content, splits)
+        if self._consumer is not None:
+            self._consumer.registered(splits)
         if self._producer is not None:
-            self._producer.serve(welcome)
+            self._producer.serve(welcome, splits)
 
     def on_new_request(self, request: Request) -> None:
         """Free what is no longer lent, and claim the request's ticket at its arrival."""

@@ -32,6 +32,7 @@ from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.peers import PeerKey
 from pdconn.puller.results import ClaimOutcome
+from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
 from transport.errors import shown
 
@@ -46,7 +47,7 @@ class _Tracked:
 
     Attributes:
         follows: the ticket that a sibling pulls with, when there is no ticket of its own.
-        blocks: those that the pull writes to, holes and all, by group.
+        blocks: the engine's blocks that the pull writes to, holes and all, by group.
         num_local: the local hit in tokens that the engine last asked with.
         pull: the id of its own claim.
         granted: ranks that were granted it, where the engine waits for that.
@@ -95,6 +96,7 @@ class ConsumerScheduler:
         self._max_model_len = max_model_len
         self._has_states = has_states
         self._awaited_ranks = awaited_ranks
+        self._splits = UNSPLIT
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
@@ -104,6 +106,10 @@ class ConsumerScheduler:
 
     def __len__(self) -> int:
         return len(self._tracked)
+
+    def registered(self, splits: Splits) -> None:
+        """Every worker is registered: ``splits`` says which blocks they describe."""
+        self._splits = splits
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine; claim its ticket if it has one.
@@ -186,7 +192,7 @@ class ConsumerScheduler:
         need = Need(
             tracked.num_local,
             tracked.num_local + num_external,
-            tuple(trimmed(ids) for ids in blocks),
+            tuple(trimmed(ids) for ids in self._splits.described(blocks)),
         )
         self._commands.append(ReadBlocks(request.request_id, need))
 

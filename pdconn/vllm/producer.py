@@ -38,6 +38,7 @@ from pdconn.protocol.messages import Welcome
 from pdconn.protocol.ticket import BlockList, Ticket, check_block_count, max_blocks_for, trimmed
 from pdconn.puller.verification import Verify
 from pdconn.sidechannel.clock import steady
+from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
@@ -129,6 +130,7 @@ class ProducerScheduler:
         self._shortened: dict[str, str] = {}
         self._said_of_stop: bool | None = None
         self._lender: Lender | None = None
+        self._splits = UNSPLIT
         self._pool: Any = None
         self._clock = clock
         self._pinned: dict[str, list[Any]] = {}
@@ -146,13 +148,16 @@ class ProducerScheduler:
 
         block_pool.reset_prefix_cache = reset_prefix_cache
 
-    def serve(self, welcome: Welcome) -> None:
+    def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
         """Start the side channel, once every worker is registered.
+
+        ``splits`` says which blocks the welcome describes: tickets list those.
 
         Raises:
             SideChannelInUse: the port is taken.
             Unprotected: it is reachable from elsewhere without secret or TLS.
         """
+        self._splits = splits
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         self._lender = Lender(
             welcome,
@@ -194,7 +199,8 @@ class ProducerScheduler:
             log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
         try:
-            ticket = self._ticket(request, tuple(trimmed(ids) for ids in block_ids))
+            blocks = tuple(trimmed(ids) for ids in self._splits.described(block_ids))
+            ticket = self._ticket(request, blocks)
         except TicketError as error:  # decode would refuse it, and it would be lent in vain
             log.warning("pdconn: not lent: %s request=%s", error, shown(request.request_id))
             return None

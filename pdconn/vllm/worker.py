@@ -30,8 +30,10 @@ from pdconn.store.budget.accounts import hold_writer
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
+from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
 from pdconn.vllm.blocks.heads import total_kv_heads
+from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
@@ -91,7 +93,8 @@ class PdWorker:
         tp_rank, pp = get_tensor_model_parallel_rank(), get_pp_group()
         references = self._references(kv_caches, tp_rank)
         layers = self._config.compilation_config.static_forward_context
-        content = block_traits(self._config, layers, enforce=True)
+        specs = transferred_specs(self._kv_cache_config)
+        content = block_traits(self._config, layers, specs, enforce=True)
         traits = content if self._settings.enforce_handshake_compat else {}
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
@@ -310,6 +313,7 @@ class PdWorker:
     def _references(self, kv_caches: dict[str, Any], tp_rank: int) -> KVCacheReferences:
         model, parallel = self._config.model_config, self._config.parallel_config
         layout = self._config.cache_config.get_resolved_kv_cache_layout()
+        layers = self._config.compilation_config.static_forward_context
         return kv_cache_references(
             self._kv_cache_config,
             kv_caches,
@@ -321,9 +325,9 @@ class PdWorker:
                 tp_rank=tp_rank,
                 tp_size=parallel.tensor_parallel_size,
             ),
+            units=lambda name, spec: arrangement_of(spec, layers.get(name), layout.name).unit,
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
-            opaque_tokens=self._config.device_config.device_type == "cpu",
             modules=self._config.compilation_config.static_forward_context,
         )
 

@@ -88,8 +88,6 @@ def test_compressors_taken_for_windows_are_noticed() -> None:
     plain = ModelShape(
         "plain", tuple(structs.replace(sort, compress_ratio=1) for sort in shape.sorts)
     )
-        "plain", tuple(structs.replace(sort, compress_ratio=1) for sort in shape.sorts)
-    )
     one = forecast_store(EngineShape(plain), PROMPT, 3e9)
     whole = 43 * 128 * 584 + 21 * 8 * (8192 + 2048) + 20 * 128 * 4096
     assert tail(one) == whole > 3.7 * DEEPSEEK_TAIL

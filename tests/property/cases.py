@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -39,8 +39,11 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any model of up to three sorts of layers, any two engines that can serve it."""
+def cases(draw: st.DrawFn, splits: bool = False) -> Case:
+    """Any model of up to three sorts of layers, any two engines that can serve it.
+
+    ``splits``: theirs is one rank that splits whatever blocks it can, into parts of other bytes.
+    """
     sorts = draw(models())
     heads = [sort.heads for sort in sorts]
     tokens = draw(st.integers(1, 24 if max(heads) <= 8 else 10))
@@ -48,7 +51,9 @@ def cases(draw: st.DrawFn) -> Case:
     until = tokens if has_state else draw(st.integers(0, tokens))
     need = (draw(st.integers(0, until)), until)
     blocks = [draw(block_sizes(sort)) for sort in sorts]
-    theirs = draw(sides(sorts, [pair[0] for pair in blocks], (until, tokens), THEIRS))
+    theirs = draw(
+        sides(sorts, [pair[0] for pair in blocks], (until, tokens), THEIRS, splits=splits)
+    )
     ours = draw(sides(sorts, [pair[1] for pair in blocks], (until, until), OURS))
     rank = draw(st.integers(0, len(ours.ranks) - 1))
     return Case(ours, theirs, Need(*need, ours.tables), rank)
@@ -56,14 +61,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[Layers, ...]:
-    """Sorts of layers; most models have one head count, some another in windows."""
+    """Sorts of layers; most models have one head count, others one for each sort."""
     heads = draw(st.one_of(st.sampled_from([1, 2, 4, 8]), st.integers(1, 64)))
     names = iter(range(16))
     made = []
     for _ in range(draw(st.integers(1, 3))):
         numbers = tuple(next(names) for _ in range(draw(st.integers(1, 3))))
-        half = max(1, heads // 2)
-        made.append(draw(layers(numbers, draw(st.sampled_from([heads, heads, half])))))
+        others = [max(1, heads // 2), max(1, heads // 4), min(64, 2 * heads)]
+        made.append(draw(layers(numbers, draw(st.sampled_from([heads, heads, *others])))))
     return tuple(made)
 
 
@@ -73,7 +78,9 @@ def layers(draw: st.DrawFn, numbers: tuple[int, ...], heads: int) -> Layers:
     kind = draw(st.sampled_from([*AttentionKind, AttentionKind.FULL, AttentionKind.SLIDING_WINDOW]))
     window = draw(st.integers(1, 12)) if kind.is_windowed else None
     if kind is AttentionKind.STATE:
-        return Layers(numbers, kind, None, 1, draw(st.integers(1, 9)), opaque=True)
+        parts, nbytes = draw(st.sampled_from([1, heads])), draw(st.integers(1, 9))
+        tail = draw(st.integers(0, nbytes - 1))
+        return Layers(numbers, kind, None, parts, nbytes, opaque=True, tail_nbytes=tail)
     if draw(st.booleans()):
         return Layers(numbers, kind, window, heads, draw(st.integers(1, 3)), opaque=draw(_seldom))
     ratio = draw(st.sampled_from([1, 2, 4]))
@@ -98,6 +105,8 @@ def sides(
     blocks: Sequence[int],
     span: tuple[int, int],
     base: int,
+    *,
+    splits: bool = False,
 ) -> Side:
     """An engine that serves the model.
 
@@ -112,15 +121,19 @@ def sides(
         parts = [part for part in (sort.numbers[:cut], sort.numbers[cut:]) if part]
         whole = sort.kind.is_windowed and lends and draw(_seldom)
         groups += [Group(sort, part, block, whole) for part in parts]
-    groups = draw(st.permutations(groups))
+    groups = list(draw(st.permutations(groups)))
     heads = [sort.heads for sort in sorts if sort.heads > 1] or [1]
-    tp = draw(st.sampled_from([t for t in _DEGREES if all(_divide(t, h) for h in heads)]))
-    packed = any(sort.opaque and sort.heads > tp for sort in sorts)
-    layout = draw(st.sampled_from(_PACKED if packed else LAYOUTS))
+    degrees = [t for t in _DEGREES if all(_divide(t, h) for h in heads)]
+    tp = 1 if splits else draw(st.sampled_from(degrees))
+    packed = any(sort.opaque and not sort.is_state and sort.heads > tp for sort in sorts)
+    layout = draw(st.sampled_from(_PACKED if packed else LAYOUTS)) if not splits else "LBHNC"
     tables, num_blocks = draw(block_tables(groups, until, tokens))
     # A block id keeps groups apart only where pages are alike: whole, or head by head.
     pages = {_page(group, tp, by_head=layout in ("LHBNC", "BHLNC")) for group in groups}
     paddable = layout[-3:] in ("HNC", "NHC") and layout != "BHLNC"
+    padding = draw(st.sampled_from([0, 3])) if paddable and not splits else 0
+    if not padding:  # vLLM splits dense blocks only
+        groups = [draw(split_blocks(group, layout, tp, always=splits)) for group in groups]
     return Side(
         groups=tuple(groups),
         layout=layout,
@@ -130,9 +143,28 @@ def sides(
         tables=tables,
         base=base,
         tokens=tokens,
-        padding=draw(st.sampled_from([0, 3])) if paddable else 0,
+        padding=padding,
         overlay=len(pages) == 1 and draw(st.booleans()),
     )
+
+
+@st.composite
+def split_blocks(draw: st.DrawFn, group: Group, layout: str, tp: int, always: bool) -> Group:
+    """The group, whose blocks the backend may split: described as they are, or in parts.
+
+    They can be as they are where tokens are outermost in a block, or there is one head.
+    """
+    one_head = group.sort.heads <= tp
+    compact = layout[:2] == "LB" or (layout == "LHBNC" and one_head)
+    sizes = [size for size in (2, 3, 4) if group.rows % size == 0]
+    if not sizes or not compact or group.sort.opaque:
+        return group
+    if not always and not draw(_seldom):
+        return group
+    size = draw(st.sampled_from(sizes))
+    if (layout == "LBNHC" or one_head) and draw(st.booleans()):
+        return replace(group, split=size)
+    return replace(group, parts=size, block_tokens=group.block_tokens // size)
 
 
 @st.composite
@@ -174,4 +206,6 @@ def _divide(tp: int, heads: int) -> bool:
 def _page(group: Group, tp: int, by_head: bool) -> tuple[int, ...]:
     heads = max(1, group.sort.heads // tp)
     head_nbytes = group.rows * group.sort.row_nbytes
+    if group.sort.is_state:  # of one piece, whatever the layout
+        heads, head_nbytes = 1, heads * head_nbytes
     return (heads, head_nbytes) if by_head else (heads * head_nbytes,)

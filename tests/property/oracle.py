@@ -7,12 +7,15 @@ byte of ours is looked at.
 
 *Position* is the stored row for what divides by token, the block for what is opaque,
 and 0 for a state, of which a request has one.
+
+Memory of blocks that a backend splits is walked as the backend sees it, kernel block by
+kernel block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -24,6 +27,7 @@ from registration.references import (
     AttentionKind,
     GroupMemory,
     KVCacheReferences,
+    StateChunk,
     build_kv_cache_references,
 )
 from tests.fakes.layouts import layout_memory, layout_nbytes
@@ -39,7 +43,9 @@ class Layers:
     """Layers of the model that keep the same kind of KV.
 
     ``ratio`` tokens share one stored row of ``row_nbytes`` bytes per head.  ``opaque``:
-    a head's block only moves whole.  One head stands for MLA, and for state.
+    a head's block only moves whole.  One head stands for MLA.  A state's heads are its parts,
+    which lie one behind the other; it is of two pieces where ``tail_nbytes`` of each part lie
+    behind all parts of the first.
     ``compress_ratio`` above 1: a compressor reads the window, where that divides the next token.
     """
 
@@ -51,6 +57,17 @@ class Layers:
     ratio: int = 1
     opaque: bool = False
     compress_ratio: int = 1
+    tail_nbytes: int = 0
+
+    @property
+    def is_state(self) -> bool:
+        return self.kind is AttentionKind.STATE
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of a part in each piece of a state."""
+        sizes = (self.row_nbytes - self.tail_nbytes, self.tail_nbytes)
+        return tuple(size for size in sizes if size)
 
     def reach(self, until: int) -> int:
         """The first token that token ``until`` still sees."""
@@ -67,13 +84,17 @@ class Layers:
 class Group:
     """One KV cache group of one side: some layers of one sort, and their block size.
 
-    ``whole``: this side keeps no window and treats the layers as full attention.
+    ``whole``: this side keeps no window and treats the layers as full attention.  ``split``:
+    the backend splits a block into so many kernel blocks, and a block is described as unsplit.
+    ``parts``: blocks are kernel blocks, of which so many are a block of the engine.
     """
 
     sort: Layers
     numbers: tuple[int, ...]
     block_tokens: int
     whole: bool = False
+    split: int = 1
+    parts: int = 1
 
     @property
     def kind(self) -> tuple[AttentionKind, int | None]:
@@ -87,17 +108,18 @@ class Group:
     @property
     def rows(self) -> int:
         """Stored rows of one block and head; a state is one."""
-        return 1 if self.sort.kind is AttentionKind.STATE else self.block_tokens // self.sort.ratio
+        return 1 if self.sort.is_state else self.block_tokens // self.sort.ratio
 
 
 @dataclass
 class Side:
     """One engine: its ranks' memory, and one request's block tables.
 
-    ``stages`` are the layer numbers of each pipeline stage; ``padding`` bytes follow
-    each page; ``tokens`` are computed, and a state is that after them; with ``overlay``
-    all groups lie in one allocation from byte 0 on, as vLLM's do.  Rank ``r`` is stage
-    ``r // tp``, tensor-parallel rank ``r % tp``.
+    ``num_blocks`` and ``engine_tables`` are the engine's; ``tables`` list what is described.
+    ``stages`` are the layer numbers of each pipeline stage; ``padding`` bytes follow each
+    page; ``tokens`` are computed, and a state is that after them; with ``overlay`` all groups
+    lie in one allocation from byte 0 on, as vLLM's do.  Rank ``r`` is stage ``r // tp``,
+    tensor-parallel rank ``r % tp``.
     """
 
     groups: tuple[Group, ...]
@@ -112,7 +134,14 @@ class Side:
     overlay: bool = False
     ranks: list[KVCacheReferences] = field(default_factory=list)
 
+    engine_tables: tuple[BlockList, ...] = ()
+
     def __post_init__(self) -> None:
+        self.engine_tables = self.tables
+        self.tables = tuple(
+            _parts_of(table, group.parts)
+            for table, group in zip(self.tables, self.groups, strict=True)
+        )
         for rank in range(self.tp * len(self.stages)):
             self.ranks.append(self._references(rank))
 
@@ -136,28 +165,49 @@ class Side:
 
     def _walk(self, rank: int, number: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Offset and labels of every stored row of the request, walking through memory."""
-        group, table = self.groups[number], self.tables[number]
+        group, table = self.groups[number], self.engine_tables[number]
+        if group.sort.is_state:
+            yield from self._walk_states(rank, group, table)
+            return
         sort, here, heads = group.sort, self._here(rank, group), self._heads(rank, group.sort)
         position = {block: table.first + i for i, block in enumerate(table.ids) if block}
-        page = self._page(rank, group)
-        sizes = {"L": page["row_layers"], "B": self.num_blocks, "H": len(heads), "N": group.rows}
+        page, kernel = self._page(rank, group), group.parts * group.split
+        rows = group.rows // group.split
+        sizes = {"L": page["row_layers"], "B": self.num_blocks * kernel}
+        sizes |= {"H": len(heads), "N": rows}
         cell = group.sort.row_nbytes
         byte = np.arange(cell, dtype=np.int64)
         cursor = 0
         for indices in product(*(range(sizes[letter]) for letter in self.layout[:-1])):
             at = dict(zip(self.layout, indices, strict=False))
-            if at["L"] < len(here) and at["B"] in position:
-                block = position[at["B"]]
-                if sort.kind is AttentionKind.STATE:
-                    where, offset = block - (self.tokens - 1) // group.block_tokens, 0
-                elif sort.opaque:
-                    where, offset = block, at["N"] * cell
-                else:
-                    where, offset = block * group.rows + at["N"], 0
+            block, part = divmod(at["B"], kernel)
+            if at["L"] < len(here) and block in position:
+                nth = position[block] * kernel + part
+                where, offset = (nth, at["N"] * cell) if sort.opaque else (nth * rows + at["N"], 0)
                 yield cursor, _label(here[at["L"]], heads[at["H"]], where, offset) + byte
             cursor += cell
-            if at["H"] == len(heads) - 1 and at["N"] == group.rows - 1:
+            if at["H"] == len(heads) - 1 and at["N"] == rows - 1:
                 cursor += self.padding
+
+    def _walk_states(
+        self, rank: int, group: Group, table: BlockList
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Offset and labels of every part of the request's state."""
+        here, heads = self._here(rank, group), self._heads(rank, group.sort)
+        last = table.first + len(table.ids) - 1
+        page = self._page(rank, group)
+        cursor = 0
+        sizes = {"L": page["row_layers"], "B": self.num_blocks}
+        for indices in product(*(range(sizes[letter]) for letter in self.layout if letter in "LB")):
+            at = dict(zip((c for c in self.layout if c in "LB"), indices, strict=True))
+            for piece, nbytes in enumerate(group.sort.pieces):
+                for head in heads:
+                    if at["L"] < len(here) and table.ids and at["B"] == table.ids[-1]:
+                        where = last - (self.tokens - 1) // group.block_tokens
+                        first = _label(here[at["L"]], head, where, piece << 10)
+                        yield cursor, first + np.arange(nbytes, dtype=np.int64)
+                    cursor += nbytes
+            cursor += self.padding
 
     def _here(self, rank: int, group: Group) -> tuple[int, ...]:
         stage = self.stages[rank // self.tp]
@@ -172,12 +222,13 @@ class Side:
 
     def _page(self, rank: int, group: Group) -> dict[str, int]:
         wide = self.groups if self.overlay else (group,)
+        heads, sort = len(self._heads(rank, group.sort)), group.sort
         return {
-            "num_blocks": self.num_blocks,
+            "num_blocks": self.num_blocks * group.parts,
             "row_layers": max(len(self._here(rank, one)) for one in wide),
-            "num_heads": len(self._heads(rank, group.sort)),
+            "num_heads": 1 if sort.is_state else heads,
             "block_tokens": group.rows,
-            "token_nbytes": group.sort.row_nbytes,
+            "token_nbytes": sort.row_nbytes * (heads if sort.is_state else 1),
             "page_padding": self.padding,
         }
 
@@ -194,8 +245,26 @@ class Side:
                 **self._page(rank, group),
             ) if here else ()  # fmt: skip
             ratio = 1 if group.whole else group.sort.compress_ratio
+            if group.sort.is_state:
+                chunks = _state_chunks(group.sort, self._heads(rank, group.sort))
+                layers = tuple(replace(layer, chunks=chunks) for layer in layers)
             made.append(GroupMemory(*group.kind, group.block_tokens, layers, ratio))
         return build_kv_cache_references(made)
+
+
+def _state_chunks(sort: Layers, heads: range) -> tuple[StateChunk, ...]:
+    """The pieces of a state on one rank."""
+    chunks, at = [], 0
+    for nbytes in sort.pieces:
+        chunks.append(StateChunk(nbytes * len(heads), at, len(heads), heads.start))
+        at += nbytes * len(heads)
+    return tuple(chunks)
+
+
+def _parts_of(table: BlockList, parts: int) -> BlockList:
+    """The parts of each block, which follow each other; those of a hole are holes."""
+    ids = [block and block * parts + part for block in table.ids for part in range(parts)]
+    return BlockList(table.first * parts, tuple(ids))
 
 
 def head_range(num_heads: int, tp: int, rank: int) -> tuple[int, int]:

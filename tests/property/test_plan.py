@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
 from pdconn.planning.template import build_templates
-from pdconn.planning.topology import match_pieces
+from pdconn.planning.topology import Piece, match_pieces
 from pdconn.protocol.ticket import BlockList
+from registration.references import AttentionKind
 from tests.property.cases import Case, cases
+from tests.property.oracle import head_range
 from tests.property.scale import drawn
 from transport import Spans
 
@@ -83,6 +86,59 @@ def _other_replicas(case: Case) -> Plan:
     return pairing.plan(case.need, case.theirs.tables)
 
 
+def _engine_ids(case: Case) -> Plan:
+    """Take the engine's ids for those of kernel blocks."""
+    assume(any(group.parts > 1 for group in case.theirs.groups))
+    return case.pairing().plan(case.need, case.theirs.engine_tables)
+
+
+def _kernel_blocks_joined(case: Case) -> Plan:
+    """Describe split blocks as if a block had the bytes of an unsplit one."""
+    theirs = case.theirs
+    assume(any(group.parts > 1 and group.sort.heads > theirs.tp for group in theirs.groups))
+    groups = tuple(
+        replace(group, block_tokens=group.block_tokens * group.parts, parts=1)
+        for group in theirs.groups
+    )
+    wrong = replace(theirs, groups=groups, tables=theirs.engine_tables, ranks=[])
+    return replace(case, theirs=wrong).plan()
+
+
+def _their_heads(case: Case, head: Callable[[Piece], int]) -> Plan:
+    ours, theirs = case.ours.ranks[case.rank], case.theirs.ranks
+    pieces = match_pieces(ours, theirs, case.rank)
+    moved = [
+        replace(p, their_head=head(p) % (p.theirs.num_heads - p.num_heads + 1)) for p in pieces
+    ]
+    templates = tuple(build_templates(ours, theirs, moved))
+    return replace(case.pairing(), templates=templates).plan(case.need, case.theirs.tables)
+
+
+def _state_undivided(case: Case) -> Plan:
+    """Take the first parts of a state for any rank's."""
+    kinds = [group.kind for group in case.ours.ranks[case.rank].groups]
+    assume(AttentionKind.STATE in kinds)
+
+    def head(piece: Piece) -> int:
+        return 0 if kinds[piece.our_group] is AttentionKind.STATE else piece.their_head
+
+    return _their_heads(case, head)
+
+
+def _one_number_of_heads(case: Case) -> Plan:
+    """Place every layer's heads as those of the layers that have most."""
+    counts = [group.sort.heads for group in case.ours.groups]
+    assume(len(set(counts)) > 1)
+    tp, rank = case.ours.tp, case.rank % case.ours.tp
+    most, _ = head_range(max(counts), tp, rank)
+
+    def head(piece: Piece) -> int:
+        first, _ = head_range(counts[piece.our_group], tp, rank)
+        return piece.their_head + most - first
+
+    return _their_heads(case, head)
+
+
 def _spans(mutate: Callable[[Spans], Spans]) -> Callable[[Case], Plan]:
     def mutant(case: Case) -> Plan:
         plan = case.plan()
@@ -99,6 +155,10 @@ MUTANTS: dict[str, Callable[[Case], Plan]] = {
     "padding moved": _padding_moved,
     "holes ignored": _holes_ignored,
     "another rank": _other_replicas,
+    "ids of the engine's blocks": _engine_ids,
+    "kernel blocks joined": _kernel_blocks_joined,
+    "a state undivided": _state_undivided,
+    "one number of heads": _one_number_of_heads,
     "one byte off at the source": _spans(lambda s: replace(s, remote=s.remote + np.uint64(1))),
     "one byte off at the target": _spans(lambda s: replace(s, local=s.local + np.uint64(1))),
     "one run too long": _spans(lambda s: replace(s, nbytes=s.nbytes + np.uint64(1))),
@@ -116,11 +176,16 @@ MUTANTS: dict[str, Callable[[Case], Plan]] = {
 }
 
 
+FROM_ONE_RANK = ("ids of the engine's blocks", "kernel blocks joined", "one number of heads")
+"""Seen where a rank holds several heads: that of an engine without tensor parallelism."""
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_the_oracle_catches(mutant: str, case: Case) -> None:
+@given(st.data())
+def test_the_oracle_catches(mutant: str, data: st.DataObject) -> None:
     """Negative control: the same check fails on a plan that is slightly wrong."""
+    case = data.draw(cases(splits=mutant in FROM_ONE_RANK))
     try:
         wrong = MUTANTS[mutant](case)
     except PlanningError:

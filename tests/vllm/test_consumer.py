@@ -11,6 +11,7 @@ import pytest
 
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 
@@ -314,3 +315,23 @@ def test_states_are_of_the_last_token_that_prefill_computed(computed: int, taken
     asked = request(remote_num_tokens=computed)
     side.arrived(asked)
     assert side.matched(asked, 0) == ((39, True) if taken else (0, False))
+
+
+@pytest.mark.parametrize("splits", [UNSPLIT, Splits((2, 4))])
+def test_kernel_blocks_are_read_into_and_the_engines_are_quarantined(splits: Splits) -> None:
+    side, asked = consumer(), request()
+    side.registered(splits)
+    side.arrived(asked)
+    side.matched(asked, 16)
+    side.allocated(asked, BLOCKS, 23)
+    read = side.take_commands()[-1]
+    assert isinstance(read, ReadBlocks)
+    assert (read.need.held, read.need.until) == (16, 39), "tokens, whatever the blocks"
+    assert side.blocks_of("d") == (1, 2, 3, 5, 6)
+    if splits is UNSPLIT:
+        assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
+    else:
+        assert read.need.blocks == (
+            BlockList(0, (2, 3, 4, 5, 6, 7)),
+            BlockList(4, (20, 21, 22, 23, 24, 25, 26, 27)),
+        )

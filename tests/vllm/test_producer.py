@@ -31,6 +31,7 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.ticket import parse_ticket
+from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.prompt import prompt_digest
@@ -461,3 +462,16 @@ def test_a_model_without_states_computes_the_whole_prompt(lending: ProducerSched
     made = state_request(7, 8, 9)
     lending.arrived(made)
     assert made.prompt_token_ids == [7, 8, 9]
+
+
+def test_kernel_blocks_are_lent_and_the_engines_blocks_are_pinned(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
+    lending._splits = Splits((2,))
+    params = lending.lend(request("a"), ([0, 2, 0, 3],))
+    assert params is not None
+    assert params["remote_block_ids"] == [[4, 5, 0, 0, 6, 7]]
+    assert params["pdconn"]["first_blocks"] == [2]
+    assert pool.pinned() == [2, 3]
+    settle(lending, pool)
+    assert not pool.pinned()

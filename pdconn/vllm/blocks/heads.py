@@ -34,13 +34,14 @@ def first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: int
     Raises:
         RegistrationError: which heads the rank holds cannot be determined.
     """
-    heads: int = spec.num_heads
+    heads: int = spec.num_kv_heads  # a page has other slots than these where K and V are apart
     if tp_size == 1:
         return 0
     if total_kv_heads is None or heads != max(1, total_kv_heads // tp_size):
         raise RegistrationError(
             f"KV heads: {heads} on a rank of {tp_size}, of {total_kv_heads or 'varying numbers'} "
-            f"in the model: layers that differ in their heads need tensor_parallel_size 1"
+            f"in the model: which of its heads they are is not known, so that the layer needs "
+            f"tensor_parallel_size 1"
         )
     shards = getattr(spec, "max_tp_shards", None) or total_kv_heads // heads
     return int(tp_rank * min(tp_size, shards) // tp_size * heads)

@@ -66,6 +66,20 @@ def keeps_states(config: KVCacheConfig) -> Iterator[bool]:
         yield is_state(layer_spec(group.kv_cache_spec, group.layer_names[0]))
 
 
+def transferred_specs(config: KVCacheConfig) -> dict[str, Any]:
+    """Specification of each layer whose cache is transferred, by its name.
+
+    Layers that use the cache of another layer are left out.
+    """
+    placed = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
+    return {
+        name: layer_spec(group.kv_cache_spec, name)
+        for group in config.transfer_groups
+        for name in group.layer_names
+        if name in placed
+    }
+
+
 def may_lag(config: KVCacheConfig) -> bool:
     """Whether every group that may hold less of a prompt than full attention keeps states."""
     found = set()

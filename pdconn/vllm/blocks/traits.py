@@ -7,38 +7,50 @@ different places.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from pdconn.protocol.limits import MAX_TEXT
+from pdconn.vllm.blocks.arrangement import arrangement_of, state_arrangement
+from pdconn.vllm.blocks.kinds import is_state
 
 _SHAPE = (
     "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "rope_theta", "rope_scaling",
+    "rope_parameters",
 )  # fmt: skip
+_DIGEST_NBYTES = 8
 
 
-def block_traits(config: VllmConfig, layers: dict[str, Any], enforce: bool) -> dict[str, str]:
+def block_traits(
+    config: VllmConfig, layers: dict[str, Any], specs: Mapping[str, Any], enforce: bool
+) -> dict[str, str]:
     """Names to compare at the handshake; none when ``enforce`` is off.
 
     Args:
         config: the engine's configuration.
-        layers: attention layers by name (vLLM's static forward context).
+        layers: layers by name (vLLM's static forward context).
+        specs: specification of each layer that has a cache which is transferred.
     """
     if not enforce:
         return {}
     model = config.model_config
     layer_configs = _layer_configs(model.hf_text_config)
     shape = {name: _of_layers([getattr(c, name, None) for c in layer_configs]) for name in _SHAPE}
-    return {
+    traits = {
         "model": os.path.basename(os.path.normpath(str(model.model))),
-        **{f"model.{name}": value[:MAX_TEXT] for name, value in shape.items()},
+        **{f"model.{name}": _bounded(value) for name, value in shape.items()},
         "kv_dtype": f"{config.cache_config.cache_dtype}/{model.dtype}",
-        "block_content": _content(layers),
+        "block_content": _content(config, layers, specs),
     }
+    if states := {state_arrangement(spec) for spec in specs.values() if is_state(spec)}:
+        traits["states"] = _bounded("; ".join(sorted(states)))
+    return traits
 
 
 def _layer_configs(config: Any) -> list[Any]:
@@ -52,17 +64,33 @@ def _layer_configs(config: Any) -> list[Any]:
 
 def _of_layers(values: list[Any]) -> str:
     """The value of all layers, or each with how many layers in a row have it: ``256 x5, 512``."""
-    runs = [(str(value), len(list(run))) for value, run in groupby(values)]
+    runs = [(value, len(list(run))) for value, run in groupby(map(_text, values))]
     if len(runs) == 1:
         return runs[0][0]
     return ", ".join(value if count == 1 else f"{value} x{count}" for value, count in runs)
 
 
-def _content(layers: dict[str, Any]) -> str:
-    """How the backends arrange a head's block: backend names and CPU packings."""
-    arrangements = set()
-    for layer in layers.values():
-        backend = getattr(layer, "attn_backend", None)
-        if backend is not None:
-            arrangements.add(f"{backend.get_name()}:{getattr(layer, 'isa', '')}")
-    return ",".join(sorted(arrangements))
+def _text(value: Any) -> str:
+    """``value``, the same for equal mappings whatever the order of their keys."""
+    if isinstance(value, Mapping):
+        items = sorted((str(key), _text(each)) for key, each in value.items())
+        return "{" + ", ".join(f"{key}: {each}" for key, each in items) + "}"
+    return str(value)
+
+
+def _content(config: VllmConfig, layers: dict[str, Any], specs: Mapping[str, Any]) -> str:
+    """How attention layers arrange their pages."""
+    attention = {name: spec for name, spec in specs.items() if not is_state(spec)}
+    if not attention:
+        return ""
+    layout = config.cache_config.get_resolved_kv_cache_layout().name
+    found = {arrangement_of(spec, layers.get(name), layout) for name, spec in attention.items()}
+    return _bounded("; ".join(sorted(arrangement.name for arrangement in found)))
+
+
+def _bounded(text: str) -> str:
+    """``text``, with a digest of all of it at the end where it is too long for a trait."""
+    if len(text) <= MAX_TEXT:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).hexdigest()
+    return f"{text[: MAX_TEXT - len(digest) - 4]}... {digest}"

@@ -23,6 +23,7 @@ from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
+from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
@@ -53,6 +54,7 @@ class EngineStore:
         self._store: StoreScheduler | None = None
         self._namespace = ""
         self._pool: Any = None
+        self._splits = UNSPLIT
         self._requests: dict[str, Any] = {}
         self._pinned: dict[int, list[Any]] = {}
         self._num_pinned = 0
@@ -72,13 +74,21 @@ class EngineStore:
 
         block_pool.reset_prefix_cache = reset_prefix_cache
 
-    def open(self, ranks: Sequence[KVCacheReferences], traits: dict[str, str]) -> None:
+    def open(
+        self,
+        ranks: Sequence[KVCacheReferences],
+        traits: dict[str, str],
+        splits: Splits = UNSPLIT,
+    ) -> None:
         """Every worker is registered: rows can be described now.
+
+        ``splits`` says which blocks ``ranks`` describe, of which rows are made.
 
         Raises:
             FormatError: KV memory that rows cannot hold.
             StoreError: the root cannot be opened.
         """
+        self._splits = splits
         self._check_groups()
         layout = store_layout(ranks, self._settings.block_tokens)
         if self._pool.enable_kv_cache_events:
@@ -123,7 +133,7 @@ class EngineStore:
         """See :meth:`StoreScheduler.allocated`."""
         if self._store is None:
             return False
-        blocks = tuple(trimmed(group) for group in ids)
+        blocks = tuple(trimmed(group) for group in self._splits.described(ids))
         is_ours = self._store.allocated(request.request_id, blocks, num_external)
         if is_ours and self._events is not None:
             self._events.serving(request, self._store.served(request.request_id))
@@ -146,7 +156,7 @@ class EngineStore:
             if self._num_pinned * _PINNED_SHARE > self._pool.num_gpu_blocks:
                 break
             before = request.num_computed_tokens
-            ids = partial(_ids_of, state, request_id, select)
+            ids = partial(self._ids_of, state, request_id, select)
             saved = self._store.computed(request_id, before, before + count, ids)
             if saved is None:
                 continue
@@ -199,6 +209,11 @@ class EngineStore:
         if self._store is not None:
             self._store.close()
 
+    def _ids_of(self, state: Any, request_id: str, select: Any) -> tuple[list[int], ...]:
+        """The request's blocks by group, as they are described."""
+        ids = self._splits.described(select(state.get_block_ids(request_id)))
+        return tuple(list(group) for group in ids)
+
     def _check_groups(self) -> None:
         """Refuse groups whose blocks belong to one request, as scratch memory does."""
         config = self._kv_cache_config
@@ -207,8 +222,7 @@ class EngineStore:
             raise FormatError("KV cache groups", "all of them cacheable by prefix", sorted(others))
 
     def _pin(self, saved: Save) -> None:
-        ids = [block for group in saved.blocks for block in group.ids if block]
-        blocks = [self._pool.blocks[block] for block in ids]
+        blocks = [self._pool.blocks[block] for block in self._splits.of_engine(saved.blocks)]
         self._pool.touch(blocks)
         self._pinned[saved.number] = blocks
         self._num_pinned += len(blocks)
@@ -218,7 +232,3 @@ class EngineStore:
         if blocks is not None:
             self._num_pinned -= len(blocks)
             self._pool.free_blocks(reversed(blocks))
-
-
-def _ids_of(state: Any, request_id: str, select: Any) -> tuple[list[int], ...]:
-    return tuple(list(group) for group in select(state.get_block_ids(request_id)))

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 
 from pdconn.store.format.layout import as_kept
+from pdconn.vllm.blocks.arrangement import Unit
 from pdconn.vllm.blocks.compressors import compress_ratio
 from pdconn.vllm.blocks.geometry import kv_cache_references
 
@@ -88,7 +89,7 @@ def test_rows_keep_the_blocks_of_the_facts(layers: dict[str, Any], name: str, bl
     (made,) = kv_cache_references(
         config, {}, layout="LBHNC", total_kv_heads=lambda layer: 1, tp_rank=0, tp_size=1,
         states=lambda spec: (),
-        opaque_tokens=False, modules=layers,
+        units=lambda layer, spec: Unit.TOKEN, modules=layers,
     ).groups  # fmt: skip
     window = as_kept(made, 256).window
     assert window is not None

@@ -14,6 +14,7 @@ from pdconn.store.settings import StoreSettings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from pdconn.vllm.blocks.splits import Splits
     from pdconn.vllm.store.engine import EngineStore
 
 
@@ -48,15 +49,16 @@ class Scheduler:
     """Saves blocks 1, 2 and 5 of every request in each step."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number, self.parts = 0, 1
         self.cleared_to: list[str] = []
 
     def arrived(self, *args: Any, **more: Any) -> None: ...
 
     def computed(self, request: str, before: int, after: int, ids: Any) -> Save:
-        assert ids() == ([1, 2, 0, 5],)
+        described = {1: (1, 2, 0, 5), 2: (2, 3, 4, 5, 0, 0, 10, 11)}[self.parts]
+        assert ids() == (list(described),)
         self.number += 1
-        return Save(self.number, (BlockList(0, (1, 2, 0, 5)),), ())
+        return Save(self.number, (BlockList(0, described),), ())
 
     def take_commands(self) -> list[Any]:
         return []
@@ -127,4 +129,13 @@ def test_requests_without_keys_are_not_saved(store: Any) -> None:
     store.finished(request())
     store.arrived(request(pooling_params=object()))
     step(store)
+    assert not store._pool.held()
+
+
+def test_rows_are_made_of_kernel_blocks_and_the_engines_blocks_are_pinned(store: Any) -> None:
+    store._splits, store._store.parts = Splits((2,)), 2
+    step(store)
+    assert store._pool.held() == {1, 2, 5}
+    assert store._num_pinned == 3
+    store.note([1])
     assert not store._pool.held()
