@@ -63,7 +63,10 @@ def described(owner: Any, name: str) -> str:
     try:
         found = inspect.getattr_static(owner, name)
     except AttributeError:
-        return _assigned(owner, name) if inspect.isclass(owner) else MISSING
+        if inspect.isclass(owner):
+            return _assigned(owner, name)
+        # A module may make its names as they are asked for.
+        return "attribute" if inspect.ismodule(owner) and hasattr(owner, name) else MISSING
     if isinstance(found, property | cached_property):
         getter = found.fget if isinstance(found, property) else found.func
         return f"property{_signature(getter)}"

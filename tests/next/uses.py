@@ -52,15 +52,14 @@ USES: dict[str, str] = {
     " transfer_groups transfer_group_ids prefix_cacheable_group_ids select_transfer_block_ids",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec",
     "vllm.v1.kv_cache_interface:KVCacheTensor": "layers offset layer_stride block_stride",
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_heads num_states"
-    " state_content_size_bytes",
-    "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size num_heads num_states"
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_heads state_content_size_bytes",
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size num_heads"
     " state_content_size_bytes max_tp_shards",
-    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "block_size num_heads num_states"
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "block_size num_heads"
     " state_content_size_bytes sliding_window",
-    "vllm.v1.kv_cache_interface:SlidingWindowMLASpec": "block_size num_heads num_states"
+    "vllm.v1.kv_cache_interface:SlidingWindowMLASpec": "block_size num_heads"
     " state_content_size_bytes sliding_window",
-    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_heads num_states"
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_heads"
     " state_content_size_bytes attention_chunk_size",
     "vllm.v1.kv_cache_interface:MambaSpec": "block_size shapes dtypes mamba_type tp_replicated"
     " state_content_size_bytes",

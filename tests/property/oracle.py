@@ -138,9 +138,9 @@ class Side:
 
     def __post_init__(self) -> None:
         self.engine_tables = self.tables
-        self.tables = tuple(
+        self.tables = tuple(  # none, where only the memory is of interest
             _parts_of(table, group.parts)
-            for table, group in zip(self.tables, self.groups, strict=True)
+            for table, group in zip(self.tables, self.groups, strict=False)
         )
         for rank in range(self.tp * len(self.stages)):
             self.ranks.append(self._references(rank))

@@ -71,12 +71,15 @@ class Handover:
 
     def __init__(self, family: Family, clients: dict[str, Client]) -> None:
         self.family, self.clients = family, clients
+        self._expected: dict[Prompt, tuple[Prompt, Answer]] = {}
 
     def expected(self, prompt: Prompt) -> tuple[Prompt, Answer]:
-        """What to hand over, and the right answer to it."""
-        whole = self.clients["alone"].complete(prompt, NUM_TOKENS + 1)
-        rest = Answer(whole.tokens[1:], whole.logprobs[1:], whole.top[1:])
-        return (*prompt, whole.tokens[0]), rest
+        """What to hand over, and the right answer to it; each prompt is asked once."""
+        if prompt not in self._expected:
+            whole = self.clients["alone"].complete(prompt, NUM_TOKENS + 1)
+            rest = Answer(whole.tokens[1:], whole.logprobs[1:], whole.top[1:])
+            self._expected[prompt] = (*prompt, whole.tokens[0]), rest
+        return self._expected[prompt]
 
     def mismatches(
         self, prompts: Sequence[Prompt], prefill: str = "prefill", decode: str = "decode"
@@ -100,10 +103,19 @@ class Handover:
 
 @contextmanager
 def handing_over(
-    family: Family, work: Path, specs: Sequence[EngineSpec], model: Path
+    family: Family,
+    work: Path,
+    specs: Sequence[EngineSpec],
+    model: Path,
+    *,
+    prefix_caching: bool = False,
 ) -> Iterator[Handover]:
-    """Run ``specs`` and an engine alone."""
-    alone = engine("alone", family, model, None)
+    """Run ``specs`` and an engine alone.
+
+    With ``prefix_caching`` that has one as well: vLLM then computes the prompt of a hybrid in
+    pieces, which end where a state is kept, and coarse kernels tell.
+    """
+    alone = engine("alone", family, model, None, prefix_caching=prefix_caching)
     with running([alone, *specs], work, cache=cache_beside(model)) as started:
         yield Handover(family, {each.spec.name: Client(each.url) for each in started})
 

@@ -34,7 +34,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handover]:
         engine("whole-decode", family, model, "kv_consumer", connector="WholePrompt"),
         engine("flipped", family, model, "kv_consumer", connector="FlippedState", verify="off"),
     ]
-    with handing_over(family, work, specs, model) as made:
+    with handing_over(family, work, specs, model, **caching) as made:
         yield made
 
 
@@ -80,7 +80,7 @@ def test_other_families(family: Family, prefix_caching: bool, tmp_path: Path) ->
         engine("decode", family, model, "kv_consumer", **caching),
         engine("flipped", family, model, "kv_consumer", connector="FlippedState", verify="off"),
     ]
-    with handing_over(family, tmp_path, specs, model) as made:
+    with handing_over(family, tmp_path, specs, model, **caching) as made:
         assert made.mismatches(PROMPTS) == []
         assert made.metric("pulls_verified_total") == len(PROMPTS)
         if prefix_caching:
