@@ -58,7 +58,7 @@ class Facts:
     bodies: dict[str, str] = field(default_factory=dict)
 
 
-def described(owner: Any, name: str) -> str:
+def described(owner: Any, name: str) -> str:  # noqa: PLR0911 - a kind each
     """What ``owner.name`` is: its kind, and the signature or the annotation that it has."""
     try:
         found = inspect.getattr_static(owner, name)
