@@ -138,7 +138,7 @@ class Side:
         self.engine_tables = self.tables
         self.tables = tuple(
             _parts_of(table, group.parts)
-            for table, group in zip(self.tables, self.groups, strict=True)
+            for table, group in zip(self.tables, self.groups, strict=bool(self.tables))
         )
         for rank in range(self.tp * len(self.stages)):
             self.ranks.append(self._references(rank))
