@@ -3,6 +3,7 @@
 #   make test     every law, with real vLLM too (at most 15 minutes on two quiet cores)
 #   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
 #   make check    format, lint, types, direction of imports
+#   make check-next   pdconn on the next vLLM, whose Python files are downloaded (336 MB, once; about 4 minutes)
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that docs/benchmarks.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm test-matrix check format property chaos fuzz soak bench multinode gpu clean
+.PHONY: help venv demo test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,9 @@ check: venv
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.docs.generate --check
 	$(BIN)/mkdocs build --strict
+
+check-next: venv
+	$(BIN)/python -m tests.next $(ARGS)
 
 .PHONY: docs
 docs: venv

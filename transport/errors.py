@@ -37,7 +37,7 @@ class FieldError(Exception):
         return type(self)(f"{owner}{self.field}", self.expected, self.seen, self.hint)
 
 
-def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6, what: str = "keys") -> str:
     """The hint for an unknown key: the nearest of ``known``, or all of them if none is near.
 
     >>> did_you_mean("backend", ["backends", "verify"])
@@ -45,7 +45,7 @@ def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """
     names = list(known)
     near = difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+    return f"did you mean {near[0]!r}?" if near else f"known {what}: {', '.join(names)}"
 
 
 def shown(value: object, limit: int = 80) -> str:

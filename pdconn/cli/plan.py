@@ -20,13 +20,18 @@ from pdconn.forecast.model import ModelShape
 from pdconn.forecast.picture import draw
 from pdconn.forecast.report import to_json
 from pdconn.forecast.shapes import SHAPES, built_in
-from pdconn.forecast.store.cost import StoreForecast, forecast_store, store_document
+from pdconn.forecast.store.cost import (
+    STAGING,
+    StoreForecast,
+    forecast_store,
+    store_document,
+)
 from pdconn.forecast.store.text import render_store
 from pdconn.forecast.tables import IDS
 from pdconn.lab.table import table
 from pdconn.planning.errors import PlanningError
 from pdconn.store.errors import StoreError
-from pdconn.store.settings import WINDOW_EVERY
+from pdconn.store.settings import WINDOW_EVERY, size_of
 from registration.references import AttentionKind
 
 _EPILOG = """\
@@ -126,6 +131,12 @@ def _configure_store(group: argparse._ArgumentGroup) -> None:
         default="auto",
         metavar="EVERY",
         help="as window_every of a store: auto, all, last or tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--store-staging",
+        default=f"{STAGING >> 30}GiB",
+        metavar="SIZE",
+        help="as staging of a store: host memory of each rank (default: %(default)s)",
     )
     group.add_argument(
         "--prefill-rate",
@@ -274,6 +285,10 @@ def _stored(args: argparse.Namespace, engine: EngineShape) -> StoreForecast | No
         rate = parse_link(args.store_rate).bytes_per_s
     except ShapeError as error:
         raise BadArgument("--store-rate", "a speed like 3GB/s", args.store_rate) from error
+    try:
+        staging = size_of(args.store_staging)
+    except ValueError as error:
+        raise BadArgument("--store-staging", str(error), args.store_staging) from error
     every = args.store_window_every
     if every not in WINDOW_EVERY:
         try:
@@ -284,7 +299,12 @@ def _stored(args: argparse.Namespace, engine: EngineShape) -> StoreForecast | No
             known = f"{', '.join(WINDOW_EVERY)} or a number of tokens"
             raise BadArgument("--store-window-every", known, args.store_window_every)
     return forecast_store(
-        engine, args.prompt, rate, prefill_rate=args.prefill_rate, window_every=every
+        engine,
+        args.prompt,
+        rate,
+        prefill_rate=args.prefill_rate,
+        window_every=every,
+        staging=staging,
     )
 
 

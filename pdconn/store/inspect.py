@@ -274,7 +274,9 @@ def rows_of(shelf: Shelf, namespace: str | None) -> list[StoredRow]:
     rows = list(shelf.rows(namespace)) if is_namespace(namespace) else []
     if not rows:
         known = sorted({row.namespace for row in shelf.rows()})
-        hint = did_you_mean(namespace, known) if known else "the root has no rows"
+        hint = "the root has no rows"
+        if known:
+            hint = did_you_mean(namespace, known, what="namespaces")
         raise InspectError("namespace", "one that has rows", shown(namespace), hint)
     return rows
 

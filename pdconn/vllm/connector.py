@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -63,9 +64,6 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefill-to-decode KV transfer by one-sided reads, for hybrid models."""
 
     _cache_hit_source = CacheHitSource.P2P
-
-    supports_sleep_mode = False
-    """vLLM 0.33 asks; :func:`check_supported` refuses it in 0.32 as well."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -341,6 +339,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._store.close()
 
     # Class side
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """vLLM 0.33 asks; :func:`check_supported` refuses it in 0.32 as well."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStats:

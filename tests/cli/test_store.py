@@ -490,3 +490,9 @@ def test_a_layout_of_numbers_that_cannot_be_is_named(
     path.write_text(text.replace(old, new, 1))
     assert run("ls", root)[0] == 0
     assert f"{field}: expected a number above 0" in run("verify", root)[1]
+
+
+def test_an_unknown_namespace_is_answered_with_those_that_there_are(root: Path, run: Run) -> None:
+    code, _, error = run("ls", root, "--namespace", "zzz")
+    assert code == 2
+    assert f"known namespaces: {NAMESPACE}" in error

@@ -149,6 +149,36 @@ def test_from_the_break_even_on_loading_is_faster_and_not_before(
     assert boundary == 256 or not gains(boundary - 256)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "staging", "tokens"),
+    [
+        # Rows of 20 and 104 MiB in halves: 1024 MiB less four of windows hold 81 of FA, 20,736
+        # tokens, and windows are kept at every 5,376.
+        ("gemma-3-27b", 2, 1 << 30, 3 * 5376),
+        # Whole rows: 1024 less 416 hold 30, 7,680 tokens.
+        ("gemma-3-27b", 1, 1 << 30, 5376),
+        # Less than the first boundary, 21 rows of FA and four of windows.
+        ("gemma-3-27b", 1, (21 * 20 + 416) * MIB - 1, 0),
+        ("gemma-3-27b", 1, (21 * 20 + 416) * MIB, 5376),
+        # 127 rows and four, which is what the whole prompt needs.
+        ("gemma-3-27b", 1, (127 * 20 + 416) * MIB, 32_512),
+        ("gemma-3-27b", 1, (127 * 20 + 416) * MIB - 1, 6 * 5376),
+        # Without windows, rows of 32 MiB: 32 of 127.
+        ("llama-3.1-8b", 1, 1 << 30, 32 * 256),
+        ("llama-3.1-8b", 4, 1 << 30, 32_512),
+    ],
+)
+def test_staging_carries_a_prompt_as_far_as_its_rows_fit(
+    model: str, tp: int, staging: int, tokens: int
+) -> None:
+    one = made(model, tp=tp, staging=staging)
+    assert one.staged_tokens == tokens
+    assert one.boundary == 32_512
+    assert (one.staging_nbytes <= staging) == (tokens == one.boundary)
+    assert made(model, tp=tp, staging=one.staging_nbytes).staged_tokens == one.boundary
+    assert made(model, tp=tp, staging=one.staging_nbytes - 1).staged_tokens < one.boundary
+
+
 def test_a_store_that_is_slower_than_prefill_never_pays() -> None:
     one = made("llama-3.1-8b", rate=1e8, prefill_rate=1e5)
     assert one.break_even is None
@@ -170,6 +200,7 @@ def test_a_break_even_that_forgets_windows_is_noticed(monkeypatch: pytest.Monkey
         ({"rate": 0.5}, "store-rate: expected at least 1 a second, got 0.5"),
         ({"prefill_rate": float("nan")}, "prefill-rate: expected"),
         ({"prompt": 1}, "prompt: expected 2 to"),
+        ({"staging": 0}, "store-staging: expected at least 1 byte, got 0"),
     ],
 )
 def test_numbers_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
@@ -197,6 +228,10 @@ def test_the_command_prints_and_writes_the_same(capsys: pytest.CaptureFixture[st
     assert found["break_even_tokens"] == one.break_even
     assert f"from {one.break_even:,} tokens on" in text
     assert found["load_s"] == one.load_s
+    assert "1,024.00 MiB a rank carry 16,128 tokens; all take 1,478.00 MiB" in text
+    assert (found["staging_tokens"], found["staging_given_bytes"]) == (16_128, 1 << 30)
+    assert main([*words, "--store-staging", "1478MiB"]) == 0
+    assert "1,478.00 MiB a rank; 1,478.00 MiB are enough" in capsys.readouterr().out
 
 
 def test_without_the_option_nothing_is_said_of_a_store(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +248,7 @@ def test_without_the_option_nothing_is_said_of_a_store(capsys: pytest.CaptureFix
             "--store-window-every: expected auto, all, last or a number of tokens, got al",
         ),
         (["--store-window-every", "0"], "--store-window-every: expected"),
+        (["--store-staging", "much"], "--store-staging: expected a size of 1 byte to 8 EiB"),
         (["--prefill-rate", "0"], "prefill-rate: expected at least 1 a second, got 0"),
         (["--decode", "block=96"], "block_tokens: expected a multiple of the engine's 96"),
     ],

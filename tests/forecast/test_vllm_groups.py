@@ -1,5 +1,6 @@
 """Groups are those that vLLM's own code makes of the same layers."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from pdconn.forecast.shapes import SHAPES
 from registration.references import AttentionKind
 
 utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+if find_spec("vllm.v1.core.kv_cache_planning") is not None:  # from vLLM 0.33 on
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_planning")
 specs = pytest.importorskip("vllm.v1.kv_cache_interface")
 torch = pytest.importorskip("torch")
 
@@ -60,7 +63,7 @@ def vllm_groups(model: ModelShape, monkeypatch: pytest.MonkeyPatch) -> list[set[
     )
     for name in ("get_hisparse_kv_cache_groups", "_annotate_eagle_groups",
                  "_warn_if_unannotated_eagle_mamba"):  # fmt: skip
-        monkeypatch.setattr(utils, name, lambda *_, **__: None)
+        monkeypatch.setattr(utils, name, lambda *_, **__: None, raising=False)
     return [set(group.layer_names) for group in utils.get_kv_cache_groups(config, layers)]
 
 

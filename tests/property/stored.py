@@ -102,12 +102,13 @@ def _layers(
     return Layers(numbers, kind, window, count, nbytes, ratio, opaque, compress), (first, second)
 
 
-def first_read(sort: Layers, boundary: int) -> int:
+def first_read(sort: Layers, boundary: int, block_tokens: int) -> int:
     """The first token that any token from ``boundary`` on reads; ``boundary`` if none is.
 
     Compressors read where an output ends, and each one reads later tokens than the one before.
+    Windows past the boundary before are taken for plain ones.
     """
-    if sort.kind is not AttentionKind.SLIDING_WINDOW:
+    if sort.kind is not AttentionKind.SLIDING_WINDOW or (sort.window or 0) > block_tokens + 1:
         return sort.reach(boundary)
     reads = [
         token - back
@@ -220,7 +221,7 @@ def longest_way_back(sort: Layers, block_tokens: int) -> int:
     """
     first = -(-(sort.window or 0) // block_tokens)
     boundaries = [n * block_tokens for n in range(first, first + sort.compress_ratio)]
-    return max(boundary - first_read(sort, boundary) for boundary in boundaries)
+    return max(boundary - first_read(sort, boundary, block_tokens) for boundary in boundaries)
 
 
 def check(store: Store, rank: int) -> None:
@@ -259,7 +260,7 @@ def _allowed(
     for number, group in groups.items():
         here = (wanted != NOWHERE) & (layer == number)
         unit = group.block_tokens if group.sort.opaque else group.sort.ratio
-        reach = first_read(group.sort, case.boundary)
+        reach = first_read(group.sort, case.boundary, case.block_tokens)
         first, end = position * unit, (position + 1) * unit
         begin = max(reach, case.held)
         inside = here & (first < case.boundary)

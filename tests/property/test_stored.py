@@ -94,7 +94,7 @@ def _traits(case: StoredCase) -> set[str]:
         "replicas": any(s.heads < reader.tp for s in sorts),
         "a compressor": any((s.window or 0) > s.compress_ratio for s in compressors),
         "a compressor that keeps nothing": any(
-            first_read(s, case.boundary) == case.boundary for s in compressors
+            first_read(s, case.boundary, case.block_tokens) == case.boundary for s in compressors
         ),
         "a compressor not in step with rows": any(
             case.block_tokens % s.compress_ratio for s in compressors

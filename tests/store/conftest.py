@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdconn.store.shelf.obj.bucket import BucketPlace
-from tests.store.shelves.s3_server import S3Server, credentials, s3_server
+from tests.store.shelves.obj.s3_server import S3Server, credentials, s3_server
 
 
 @pytest.fixture(scope="session")

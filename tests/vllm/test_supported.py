@@ -13,6 +13,8 @@ from pdconn.vllm.supported import check_supported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from vllm.config import KVTransferConfig
+
     from pdconn.vllm.connector import PdConnector
 
 
@@ -47,7 +49,7 @@ def test_sleep_mode_is_refused() -> None:
     """Peers read pages that were unmapped; 0.32 says nothing to the connector, 0.33 asks it."""
     with pytest.raises(ConfigError, match="enable_sleep_mode: expected False, got True"):
         check_supported(config(sleeps=True))
-    assert PdConnector.supports_sleep_mode is False
+    assert PdConnector.supports_sleep_mode(KVTransferConfig()) is False, "as 0.33 calls it"
 
 
 def test_routed_experts_are_refused() -> None:

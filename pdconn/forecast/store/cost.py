@@ -13,21 +13,23 @@ pays where loading is faster there and at every longer boundary.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.forecast import MAX_PROMPT_TOKENS
-from pdconn.store.engine.lookups import ShareSizes
+from pdconn.store.engine.lookups import Fitting, ShareSizes
 from pdconn.store.engine.saves import Saving, rows_to_save
 from pdconn.store.format.boundaries import Spacing, find_boundary, pieces, rows_needed
 from pdconn.store.format.footer import footer_nbytes, row_nbytes
 from pdconn.store.format.layout import RowLayout, StoreLayout, share_layout, store_layout
 from pdconn.store.format.names import KEY_NBYTES, Chain, RowKind
+from pdconn.store.settings import StoreSettings
 
 BLOCK_TOKENS = 256
+STAGING = StoreSettings(root="", capacity=1).staging
+"""Bytes of each rank, by default."""
 LONGEST_TOKENS = 1 << 20
 """The break-even is looked for up to this boundary."""
 
@@ -43,6 +45,9 @@ class StoreForecast:
         fa_rows, wa_rows: that the prompt leaves in the store, its last boundary among them.
         load_nbytes: that all ranks read for the boundary, replicated heads once for each.
         staging_nbytes: host memory that this takes in each rank, or less of the prompt is loaded.
+        staging: what there is of it.
+        staged_tokens: the largest saved boundary of the prompt that ``staging`` carries: what a
+            second request does not compute.
         rate: bytes per second of the store, for all ranks together.
         prefill_rate: tokens per second that prefill computes; None if it is not known.
         break_even: tokens of the shortest prompt that is loaded faster than computed, as are
@@ -58,6 +63,8 @@ class StoreForecast:
     wa_rows: int
     load_nbytes: int
     staging_nbytes: int
+    staging: int
+    staged_tokens: int
     rate: float
     prefill_rate: float | None
     break_even: int | None
@@ -111,6 +118,7 @@ def forecast_store(
     prefill_rate: float | None = None,
     window_every: int | str = "auto",
     block_tokens: int = BLOCK_TOKENS,
+    staging: int = STAGING,
 ) -> StoreForecast:
     """What one prompt leaves in a store, and what loading it costs.
 
@@ -119,50 +127,59 @@ def forecast_store(
         prefill_rate: tokens per second that prefill computes.
         window_every: as in the store's settings.
         block_tokens: of a canonical block.
+        staging: bytes of host memory of each rank.
 
     Raises:
         ShapeError: a number is out of range.
         FormatError: blocks of the engine that canonical ones do not hold.
     """
-    _check(prompt_tokens, rate, prefill_rate)
+    _check(prompt_tokens, rate, prefill_rate, staging)
     ranks = engine.references(1)
     layout = store_layout(ranks, block_tokens)
     spacing = Spacing.of(layout, window_every)
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
     shares = [share_layout([rank], block_tokens) for rank in ranks]
-    load = _LoadSizes.of(layout, shares)
+    load, sizes = _LoadSizes.of(layout, shares), ShareSizes.of(shares)
+    tokens = range(prompt_tokens - 1)
+    staged = Fitting.of(layout, sizes, staging, tokens, lambda kind, at: (kind, at) in saved)
     return StoreForecast(
         engine,
         layout,
         prompt_tokens,
         spacing.every,
         boundary,
-        saved[RowKind.FA],
-        saved[RowKind.WA],
+        sum(kind is RowKind.FA for kind, _ in saved),
+        sum(kind is RowKind.WA for kind, _ in saved),
         load.nbytes(layout, boundary),
-        ShareSizes.of(shares).of_rows(rows_needed(layout, 0, boundary)),
+        sizes.of_rows(rows_needed(layout, 0, boundary)),
+        staging,
+        staged.boundary,
         rate,
         prefill_rate,
         None if prefill_rate is None else _break_even(layout, load, rate, prefill_rate),
     )
 
 
-def _check(prompt_tokens: int, rate: float, prefill_rate: float | None) -> None:
+def _check(prompt_tokens: int, rate: float, prefill_rate: float | None, staging: int) -> None:
     if not 2 <= prompt_tokens <= MAX_PROMPT_TOKENS:
         raise ShapeError("prompt", f"2 to {MAX_PROMPT_TOKENS} tokens", prompt_tokens)
     for field, value in (("store-rate", rate), ("prefill-rate", prefill_rate)):
         if value is not None and not (math.isfinite(value) and value >= 1):
             raise ShapeError(field, "at least 1 a second", f"{value:g}")
+    if staging < 1:
+        raise ShapeError("store-staging", "at least 1 byte", staging)
 
 
-def _saved(layout: StoreLayout, spacing: Spacing, prompt_tokens: int) -> Counter[RowKind]:
-    """How many rows of each kind an engine saves of a prompt that it computes in one pass."""
+def _saved(
+    layout: StoreLayout, spacing: Spacing, prompt_tokens: int
+) -> frozenset[tuple[RowKind, int]]:
+    """Kinds and numbers of the rows that an engine saves of a prompt computed in one pass."""
     size = layout.block_tokens
     keys = tuple(number.to_bytes(KEY_NBYTES, "big") for number in range(prompt_tokens // size))
     saving = Saving(Chain(size, keys), prompt_tokens)
     names = rows_to_save(saving, layout, spacing, prompt_tokens, lambda name: True)
-    return Counter(name.kind for name in names)
+    return frozenset((name.kind, name.index) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +234,8 @@ def store_document(made: StoreForecast) -> dict[str, object]:
         "wa_share": made.wa_share,
         "load_bytes": made.load_nbytes,
         "staging_bytes": made.staging_nbytes,
+        "staging_given_bytes": made.staging,
+        "staging_tokens": made.staged_tokens,
         "store_bytes_per_s": made.rate,
         "load_s": made.load_s,
         "prefill_tokens_per_s": made.prefill_rate,

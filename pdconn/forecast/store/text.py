@@ -51,7 +51,16 @@ def _load(made: StoreForecast) -> str:
     )
     if made.recompute_s is not None:
         text += f"; {1e3 * made.recompute_s:,.1f} ms to compute them"
-    return f"{text}\n{'staging':<11}{_mib(made.staging_nbytes)} a rank, or less is loaded"
+    return f"{text}\n{'staging':<11}{_staging(made)}"
+
+
+def _staging(made: StoreForecast) -> str:
+    """How far a rank's staging carries this prompt, and what carries all of it."""
+    there, needed = _mib(made.staging), _mib(made.staging_nbytes)
+    if made.staging_nbytes <= made.staging:
+        return f"{needed} a rank; {there} are enough"
+    least = f"staging: {-(-made.staging_nbytes // _MIB)}MiB"
+    return f"{there} a rank carry {made.staged_tokens:,} tokens; all take {needed} ({least})"
 
 
 def _break_even(made: StoreForecast) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdconn.store.engine.catalogue import Catalogue
 from pdconn.store.errors import StoreError
-from pdconn.store.format.boundaries import find_boundary, rows_needed
+from pdconn.store.format.boundaries import Has, find_boundary, rows_needed
 from pdconn.store.format.layout import StoreLayout, aligned
 from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.shelf.base import Shelf
@@ -31,7 +31,8 @@ class Lookup:
     """One look-up.  Fields below ``done`` are valid once it is set.
 
     ``limit`` is the highest boundary to look for, ``held`` the tokens held already.  ``full``
-    counts leading FA rows that are there, which is where prompts part.
+    counts leading FA rows that are there, which is where prompts part.  ``cut_nbytes`` are the
+    bytes of staging that the longest prefix needs, if that is more than there is, else 0.
     """
 
     tokens: Sequence[int]
@@ -43,6 +44,7 @@ class Lookup:
     done: threading.Event = field(default_factory=threading.Event)
     boundary: int = 0
     full: int = 0
+    cut_nbytes: int = 0
     rows: tuple[RowName, ...] = ()
 
 
@@ -65,6 +67,39 @@ class ShareSizes:
         """Bytes of staging for all of ``rows``."""
         kinds = [row.kind if isinstance(row, RowName) else row[0] for row in rows]
         return sum(self.fa if kind is RowKind.FA else self.wa for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """The largest boundary whose rows fit into staging, and they; 0 and none if there is none.
+
+    ``cut_nbytes`` are the bytes of staging that the largest of all boundaries needs, if it is
+    another one, else 0.
+    """
+
+    boundary: int = 0
+    rows: tuple[tuple[RowKind, int], ...] = ()
+    cut_nbytes: int = 0
+
+    @classmethod
+    def of(
+        cls, layout: StoreLayout, sizes: ShareSizes, staging: int, tokens: range, has: Has
+    ) -> Fitting:
+        """For boundaries above ``tokens.start``, which are held, up to ``tokens.stop``."""
+        size, held, limit = layout.block_tokens, tokens.start, tokens.stop
+        most_blocks = staging // sizes.fa if sizes.fa else limit
+        cut_nbytes = 0
+        while limit > held:
+            boundary = find_boundary(layout, limit, has)
+            if boundary <= held:
+                break
+            rows = rows_needed(layout, held, boundary)
+            nbytes = sizes.of_rows(rows)
+            if nbytes <= staging:
+                return cls(boundary, tuple(rows), cut_nbytes)
+            cut_nbytes = cut_nbytes or nbytes
+            limit = min(boundary - size, (held // size + most_blocks) * size)
+        return cls(cut_nbytes=cut_nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,15 +125,10 @@ class Finder:
         lookup.chain = chain = lookup.chain.extended(lookup.tokens, lookup.limit, extras)
         has = _Asked(self, chain, shelf)
         limit = min(lookup.limit, len(chain.keys) * self.layout.block_tokens)
-        while limit > lookup.held:
-            boundary = find_boundary(self.layout, limit, has)
-            rows = rows_needed(self.layout, lookup.held, boundary)
-            if self.sizes.of_rows(rows) <= self.staging:
-                if boundary > lookup.held:
-                    lookup.boundary = boundary
-                    lookup.rows = tuple(chain.name(kind, index) for kind, index in rows)
-                break
-            limit = boundary - self.layout.block_tokens
+        tokens = range(lookup.held, max(limit, lookup.held))
+        found = Fitting.of(self.layout, self.sizes, self.staging, tokens, has)
+        lookup.boundary, lookup.cut_nbytes = found.boundary, found.cut_nbytes
+        lookup.rows = tuple(chain.name(kind, index) for kind, index in found.rows)
         lookup.full = has.full
 
 
@@ -129,6 +159,7 @@ class LookupThread:
 
     def __init__(self, finder: Finder, shelf: Callable[[], Shelf]) -> None:
         self._finder, self._open_shelf = finder, shelf
+        self._has_told_of_cuts = False
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pdconn-store-lookup", daemon=True)
         self._thread.start()
@@ -142,12 +173,26 @@ class LookupThread:
         self._queue.put(None)
         self._thread.join(10.0)
 
+    def _tell_of_cut(self, lookup: Lookup) -> None:
+        """Say once that a larger ``staging`` would load more; a metric counts the rest."""
+        if not lookup.cut_nbytes or self._has_told_of_cuts:
+            return
+        self._has_told_of_cuts = True
+        log.warning(
+            "pdconn: store: staging holds less than a stored prefix, less of it is loaded; said "
+            "once: tokens=%d needed=%d staging=%d",
+            lookup.boundary,
+            lookup.cut_nbytes,
+            self._finder.staging,
+        )
+
     def _run(self) -> None:
         shelf: Shelf | None = None
         while (lookup := self._queue.get()) is not None:
             try:
                 shelf = shelf or self._open_shelf()
                 self._finder.answer(lookup, shelf)
+                self._tell_of_cut(lookup)
             except StoreError as error:
                 log.warning("pdconn: store: look-up failed: %s", error)
             except Exception:  # the thread must answer the next one

@@ -41,6 +41,7 @@ class StoredRequest:
     fetch: int = 0
     num_local: int = 0
     tries: int = 0
+    is_cut: bool = False
 
     def learn(self, lookup: Lookup) -> None:
         """Take over keys, and where the prompt parts from those saved, from a look-up done."""
@@ -48,6 +49,12 @@ class StoredRequest:
             self.saving.chain = lookup.chain
         if lookup.full and self.saving.junction is None:
             self.saving.junction = lookup.full - 1
+
+    def is_first_cut(self, lookup: Lookup) -> bool:
+        """Whether staging held less than a look-up found, for the first time of this request."""
+        is_first = lookup.cut_nbytes > 0 and not self.is_cut
+        self.is_cut = self.is_cut or is_first
+        return is_first
 
     def awaits_keys(self) -> bool:
         """Whether it is being computed and its prompt is still being hashed."""

@@ -292,11 +292,10 @@ class StoreScheduler:
                 return None
             self.counts["store_late"] += 1
             return self._over(stored)
-        if not lookup.is_storable:
-            self.counts["store_misses"] += 1
-            stored.may_load = False
-            return self._over(stored)
         stored.learn(lookup)
+        stored.may_load = lookup.is_storable
+        if stored.is_first_cut(lookup):
+            self.counts["store_cut"] += 1
         if lookup.boundary - num_local < self._least():
             self.counts["store_misses"] += 1
             return self._over(stored)

@@ -197,14 +197,19 @@ def as_kept(group: KVCacheGroupReference, block_tokens: int) -> KVCacheGroupRefe
     ``window - gcd`` tokens before the boundary are the most that are read.  A window of 1 is the
     next token alone: nothing is kept of it.
 
+    A window that reaches past the boundary before is kept whole.  The engine holds blocks for all
+    of a window after a load, so that rows before it could be saved of blocks that nothing filled.
+
     >>> state = KVCacheGroupReference(AttentionKind.SLIDING_WINDOW, 8, 4, (), compress_ratio=4)
     >>> as_kept(state, 256).window
     5
     """
     if group.window is None or group.compress_ratio == 1:
         return group
-    kept = max(0, group.window - gcd(group.compress_ratio, block_tokens))
-    return replace(group, window=kept + 1, compress_ratio=1)
+    window = group.window
+    if window <= block_tokens + 1:
+        window = 1 + max(0, window - gcd(group.compress_ratio, block_tokens))
+    return replace(group, window=window, compress_ratio=1)
 
 
 def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> StoreLayout:

@@ -20,6 +20,10 @@ STORE_COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:store_no_room",
         "Hits given up because the staging area had no room.",
     ),
+    "store_cut": (
+        "pdconn:store_cut",
+        "Prompts of which less was loaded than is stored, since staging holds no more.",
+    ),
     "store_rows_missing": (
         "pdconn:store_rows_missing",
         "Rows that were gone or could not be read when they were fetched, per rank.",

@@ -26,6 +26,7 @@ from pdconn.store.shelf.open import open_shelf
 from registration.references import (
     AttentionKind,
     GroupMemory,
+    KVCacheGroupReference,
     KVCacheReferences,
     build_kv_cache_references,
 )
@@ -45,6 +46,7 @@ class Model:
     kind: AttentionKind = AttentionKind.SLIDING_WINDOW
     heads: int = 4
     token_nbytes: int = 64
+    compress_ratio: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class FakeEngine:
                 shape.layout, base=array.ctypes.data, layers=layers,
                 first_head=first, opaque=shape.opaque, **sizes,
             )  # fmt: skip
-            groups.append(GroupMemory(kind, window, shape.block_tokens, memory))
+            ratio = 1 if window is None else model.compress_ratio
+            groups.append(GroupMemory(kind, window, shape.block_tokens, memory, ratio))
         self.memory.append(arrays)
         return build_kv_cache_references(groups)
 
@@ -297,10 +300,23 @@ class FakeEngine:
         """Bytes that a later token will read and that are not the prompt's."""
         wrong = 0
         for number, group in enumerate(self.groups):
-            for position in range(window_start(group, until), until):
+            for position in range(_first_read(group, until), until):
                 block, at = divmod(position, self.shape.block_tokens)
                 for rank in range(self.shape.tp):
                     for layer, view in enumerate(self.kv(number, rank)):
                         label = self._label(tokens, position, number, layer, rank)
                         wrong += int((view[ids[number][block], :, at] != label).sum())
         return wrong
+
+
+def _first_read(group: KVCacheGroupReference, until: int) -> int:
+    """The first token before ``until`` that it or a later one reads.
+
+    A compressor's next output ends at a token before a multiple of the ratio.
+    """
+    if group.compress_ratio == 1 or group.window is None:
+        return window_start(group, until)
+    end = next(
+        t for t in range(until, until + group.compress_ratio) if not (t + 1) % group.compress_ratio
+    )
+    return max(0, min(until, end + 1 - group.window))

@@ -22,6 +22,9 @@ MODELS = {
     "window of several blocks": Model(window=150),
     "chunks": Model(kind=AttentionKind.CHUNKED_LOCAL, window=128),
     "one kind": Model(windowed=()),
+    "compressors, half of the window": Model(window=32, compress_ratio=16),
+    "compressors, nothing": Model(window=64, compress_ratio=64),
+    "compressors, past the boundary before": Model(window=150, compress_ratio=32),
 }
 SHAPES = {
     "LBHNC": Shape(),

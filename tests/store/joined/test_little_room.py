@@ -42,6 +42,30 @@ def test_a_staging_area_without_room_for_a_boundary_is_said(
     assert "staging=4096" in caplog.text
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 64), (3, 128), (4, 192), (5, 192)])
+def test_a_prefix_that_staging_cuts_is_counted_each_time_and_said_once(
+    rows: int, tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three FA rows and one of windows, 32 KiB each in staging."""
+    settings = replace(ENOUGH, staging=rows * (32 << 10), window_every="all")
+    rows_kept = MemoryRows()
+    made = FakeEngine(settings, Model(), Shape(), shelf=lambda: MemoryShelf(rows_kept))
+    try:
+        made.run(PROMPT)
+        made.settle()
+        made.store.take_counts()
+        assert [made.run(PROMPT).loaded for _ in range(3)] == [tokens] * 3
+        counts = made.store.take_counts()
+    finally:
+        made.close()
+    is_cut = tokens < 192
+    assert counts.get("store_cut", 0) == 3 * is_cut
+    said = [r.getMessage() for r in caplog.records if "less than a stored prefix" in r.getMessage()]
+    assert len(said) == is_cut
+    if is_cut:
+        assert f"tokens={tokens} needed={4 * (32 << 10)} staging={settings.staging}" in said[0]
+
+
 def test_a_capacity_of_a_few_rows_is_said(caplog: pytest.LogCaptureFixture) -> None:
     loaded(replace(ENOUGH, capacity=100_000))
     assert "capacity is less than" in caplog.text

@@ -16,7 +16,7 @@ from pdconn.store.shelf.obj import bucket as bucket_module
 from pdconn.store.shelf.obj.bucket import BucketPlace
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS, prompt
-from tests.store.shelves.s3_server import Relay, S3Server
+from tests.store.shelves.obj.s3_server import Relay, S3Server
 
 pytest.importorskip("nixl", reason="the shelf obj needs nixl")
 pytest.importorskip("moto.server", reason="the shelf obj is tested against moto's server")

@@ -68,7 +68,7 @@ class RowIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ObjectPiece:
     """Where ``nbytes`` are: in an object from ``at`` on, or here in ``data``."""
 
     nbytes: int
@@ -151,7 +151,7 @@ class PieceFinder:
             (*index.extents, *index.inline), key=lambda one: one.offset
         )
 
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> list[ObjectPiece]:
         """The pieces of a range, in order.
 
         Raises:
@@ -169,7 +169,7 @@ class PieceFinder:
             at = first - one.offset
             if isinstance(one, Inline):
                 data = memoryview(one.data)[at : at + last - first]
-                found.append(Piece(last - first, data=data))
+                found.append(ObjectPiece(last - first, data=data))
             else:
-                found.append(Piece(last - first, self._index.data_key(one.of), one.at + at))
+                found.append(ObjectPiece(last - first, self._index.data_key(one.of), one.at + at))
         return found

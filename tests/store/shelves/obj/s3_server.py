@@ -90,6 +90,12 @@ def s3_server() -> Iterator[S3Server]:
         process.wait(PATIENCE_S)
 
 
+class _QuietServer(ThreadingHTTPServer):
+    """Requests that are late may come when the server behind is gone."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
+
+
 @dataclass
 class Relay:
     """A server before another: passes requests on, or answers and delays as it is told.
@@ -145,7 +151,7 @@ class Relay:
 
             def log_message(self, *_: object) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _QuietServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._server.block_on_close = False
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -29,7 +29,7 @@ from tests.store.shelves.contract import (
     row_name,
     save,
 )
-from tests.store.shelves.s3_server import PATIENCE_S, S3Server
+from tests.store.shelves.obj.s3_server import PATIENCE_S, S3Server
 
 pytest.importorskip("nixl", reason="the shelf obj needs nixl")
 pytest.importorskip("boto3", reason="the shelf obj needs boto3")

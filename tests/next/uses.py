@@ -1,0 +1,105 @@
+"""What pdconn uses of vLLM's objects.  What it imports, and overrides, is found by itself.
+
+Written down, since these objects are ``Any`` to us.  ``test_next.py`` holds the list against the
+source: every name is used there, and every private name, and everything replaced, is listed.
+"""
+
+from __future__ import annotations
+
+USES: dict[str, str] = {
+    "vllm.config:VllmConfig": "model_config cache_config parallel_config device_config load_config"
+    " kv_transfer_config compilation_config attention_config speculative_config aux_output_config"
+    " shutdown_timeout",
+    "vllm.config:KVTransferConfig": "engine_id is_kv_producer is_kv_consumer kv_buffer_device"
+    " kv_load_failure_policy kv_connector_extra_config",
+    "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_index"
+    " prefill_context_parallel_size decode_context_parallel_size",
+    "vllm.config:CacheConfig": "enable_prefix_caching cache_dtype get_resolved_kv_cache_layout",
+    "vllm.config:ModelConfig": "model dtype hf_config hf_text_config use_mla max_model_len"
+    " model_arch_config get_total_num_kv_heads enable_sleep_mode quantization revision seed"
+    " quantization_config multimodal_config model_weights",
+    "vllm.config:CompilationConfig": "static_forward_context",
+    "vllm.config:DeviceConfig": "device_type",
+    "vllm.config:AttentionConfig": "hisparse_config",
+    "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
+    "vllm.config:SpeculativeConfig": "draft_model_config",
+    "vllm.config:LoadConfig": "load_format model_loader_extra_config",
+    "vllm.config.model_arch:ModelArchitectureConfig": "per_layer_overrides total_num_kv_heads"
+    " total_num_hidden_layers",
+    "vllm.v1.request:Request": "request_id status kv_transfer_params prompt_token_ids prompt_embeds"
+    " _all_token_ids all_token_ids num_prompt_tokens num_tokens num_computed_tokens max_tokens"
+    " num_in_flight_tokens lora_request mm_features cache_salt pooling_params block_hashes"
+    " skip_reading_prefix_cache abort_immediately resumable",
+    "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id name",
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": "identifier mm_position",
+    "vllm.multimodal.inputs:PlaceholderRange": "offset length",
+    "vllm.v1.core.block_pool:BlockPool": "blocks touch free_blocks reset_prefix_cache"
+    " num_gpu_blocks get_num_free_blocks enable_kv_cache_events hash_block_size",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "kv_cache_spec"
+    " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": "get_num_skipped_tokens"
+    " remove_skipped_blocks max_admission_blocks_per_request",
+    "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": ""
+    " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
+    "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens"
+    " kv_connector_block_state",
+    "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups"
+    " transfer_groups transfer_group_ids prefix_cacheable_group_ids select_transfer_block_ids",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec",
+    "vllm.v1.kv_cache_interface:KVCacheTensor": "layers offset layer_stride block_stride",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size num_heads num_states"
+    " state_content_size_bytes",
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": "block_size num_heads num_states"
+    " state_content_size_bytes max_tp_shards",
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "block_size num_heads num_states"
+    " state_content_size_bytes sliding_window",
+    "vllm.v1.kv_cache_interface:SlidingWindowMLASpec": "block_size num_heads num_states"
+    " state_content_size_bytes sliding_window",
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_heads num_states"
+    " state_content_size_bytes attention_chunk_size",
+    "vllm.v1.kv_cache_interface:MambaSpec": "block_size shapes dtypes mamba_type tp_replicated"
+    " state_content_size_bytes",
+    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs block_size",
+    "vllm.v1.outputs:KVConnectorOutput": "finished_recving kv_connector_worker_meta",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": "__init__"
+    " finished_recving failed_recving",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "_kv_cache_config",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats": "data",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": "__init__"
+    " _histogram_cls _counter_cls _gauge_cls",
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "_registry"
+    " register_connector",
+    "vllm.distributed.kv_events:BlockStored": "__init__",
+    "vllm.distributed.kv_events:BlockRemoved": "__init__",
+    "vllm.v1.attention.backend:AttentionBackend": "get_name",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "supported_kv_cache_layouts",
+    "vllm.platforms.cpu:CpuPlatform": "check_and_update_config",
+    "vllm.utils.ompmultiprocessing:OMPProcessManager": "configure_omp_envs skip_setup cpu_lists",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition": "wait last_read"
+    " busy_loop_s",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2": "get_kv_cache_spec",
+}
+"""By ``module:class``: the names of it that ``pdconn.vllm`` reads, calls or replaces."""
+
+REPLACED = (
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",
+    "vllm.v1.core.single_type_kv_cache_manager:"
+    "SingleTypeKVCacheManager.max_admission_blocks_per_request",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.supported_kv_cache_layouts",
+    "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+    "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",
+)
+"""What is replaced by ours.  A change of its body is named, for a person to read it."""
+
+FITTING: dict[str, str] = {
+    "vllm.config:CacheConfig.cache_dtype": "more types, which peers compare by name",
+}
+"""What differs in the next version and fits all the same, and why; a person has looked."""

@@ -1,0 +1,106 @@
+"""A whole engine's store in a process that kills itself at one step of its saves.
+
+The steps are calls of the shelf that change something, by any of its threads; each is two: before
+it and after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdconn.store.budget.evictions import Evictor
+from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.format.footer import row_nbytes
+from pdconn.store.settings import StoreSettings
+from pdconn.store.shelf.files import FilesShelf
+from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
+from tests.store.joined.rig import FakeEngine, Model, Shape
+
+STEPS = ("begin", "write", "put_note", "commit", "remove", "discard")
+MODEL, SHAPE = Model(window=40), Shape(tp=2)
+NUM_ROWS = 9
+"""Rows that the root has room for: fewer than are saved, so that some are evicted."""
+
+
+def prompts() -> list[list[int]]:
+    """The second parts from the first after three rows; the third is another."""
+    drawn = np.random.default_rng(5).integers(10, 50_000, 900)
+    first, rest, other = (drawn[:300], drawn[300:450], drawn[450:770])
+    return [[*map(int, first)], [*map(int, first[:192]), *map(int, rest)], [*map(int, other)]]
+
+
+def settings(root: str, **more: Any) -> StoreSettings:
+    """Of an engine over ``root``."""
+    engine = FakeEngine(
+        StoreSettings("", 1, staging=1 << 20, block_tokens=64),
+        MODEL,
+        SHAPE,
+        shelf=lambda: MemoryShelf(MemoryRows()),
+    )
+    try:
+        assert engine.layout.wa is not None
+        largest = max(row_nbytes(engine.layout.fa), row_nbytes(engine.layout.wa))
+    finally:
+        engine.close()
+    capacity = NUM_ROWS * largest
+    return StoreSettings(
+        root, capacity, staging=8 << 20, block_tokens=64, min_tokens=1, direct_io=False, **more
+    )
+
+
+def until_ready(engine: FakeEngine) -> None:
+    """Wait until bytes may be taken."""
+    until = time.monotonic() + 30.0
+    while not engine.store._keeper._budget._allowance.ready:  # type: ignore[union-attr]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None:
+    """Save all prompts; the number of steps is left beside the root."""
+    counter = itertools.count()
+
+    def step() -> None:
+        if next(counter) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60.0)
+
+    class Dying(FilesShelf):
+        """Kills its process."""
+
+    def watched(name: str) -> Any:
+        calling = getattr(FilesShelf, name)
+
+        def call(self: FilesShelf, *args: Any) -> Any:
+            step()
+            if name == "write" and mutant == "no footers" and args[2][0][0] > 0:
+                made = None
+            else:
+                made = calling(self, *args)
+            step()
+            return made
+
+        return call
+
+    for name in STEPS:
+        setattr(Dying, name, watched(name))
+    if mutant == "no budget":
+        RootBudget.take = lambda self, nbytes: True  # type: ignore[method-assign]
+        Evictor.step = lambda self, shelf: []  # type: ignore[method-assign]
+    engine = FakeEngine(
+        settings(root), MODEL, SHAPE, shelf=lambda: Dying(root), budget=None, writer="first"
+    )
+    until_ready(engine)
+    for tokens in prompts():
+        assert engine.run(tokens).wrong == 0
+        engine.settle()
+    engine.close()
+    Path(f"{root}.steps").write_text(str(next(counter)))
+    os._exit(0)

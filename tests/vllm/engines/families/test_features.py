@@ -1,0 +1,109 @@
+"""Adapters and data parallelism: prefill to decode, with real vLLM and NIXL."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdconn.lab.client import Client, prefill_only, prefill_then_decode
+from pdconn.lab.compare import compare, make_prompts
+from pdconn.lab.engine import running
+from pdconn.lab.errors import RequestRefused
+from pdconn.lab.model import TINY, write_model
+from pdconn.lab.spec import EngineSpec
+from tests.vllm.engines.engines import cache_beside
+from tests.vllm.engines.families.handover import NUM_TOKENS, engine
+from tests.vllm.engines.families.models import Family
+
+pytestmark = pytest.mark.matrix
+
+GEMMA_3 = Family("gemma3", make=lambda: None)  # type: ignore[arg-type,return-value]
+RANK = 8
+
+
+def write_adapter(directory: Path, seed: int) -> Path:
+    """Low-rank changes of the queries and values of every layer of the lab's tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    directory.mkdir(parents=True)
+    tensors = {}
+    outputs = {"q_proj": TINY.heads * TINY.head_dim, "v_proj": TINY.kv_heads * TINY.head_dim}
+    for layer in range(TINY.layers):
+        for name, out in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, TINY.hidden) / TINY.hidden**0.5
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, RANK) / RANK**0.5
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": list(outputs),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    adapters = {name: write_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")}
+    modules = [f"{name}={path}" for name, path in adapters.items()]
+    args = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", *modules)
+    specs = [
+        engine("alone", GEMMA_3, model, None),
+        engine("prefill", GEMMA_3, model, "kv_producer", prefix_caching=True),
+        engine("decode", GEMMA_3, model, "kv_consumer", prefix_caching=True),
+    ]
+    specs = [replace(spec, args=(*spec.args, *args)) for spec in specs]
+    prompts = make_prompts([2, 33, 64, 130, 700], seed=41)
+    with running(specs, tmp_path, cache=cache_beside(model)) as started:
+        seen = set()
+        for name in ("lab", "a", "b", "a"):
+            alone, prefill, decode = (Client(each.url, model=name) for each in started)
+            for prompt in prompts:
+                want = alone.complete(prompt, NUM_TOKENS)
+                answer = prefill_then_decode(prefill, decode, prompt, NUM_TOKENS)
+                assert compare(want, answer) is None, (name, len(prompt))
+                seen.add((len(prompt), answer.tokens))
+        assert len(seen) == 3 * len(prompts), "adapters differ"
+        base, other = Client(started[1].url), Client(started[2].url, model="a")
+        prompt = make_prompts([100], seed=42)[0]
+        ticket = prefill_only(base, prompt)
+        with pytest.raises(RequestRefused, match="500"):  # control: KV of another adapter
+            other.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+
+
+def two_ranks(spec: EngineSpec) -> EngineSpec:
+    """The same engine, data-parallel."""
+    return replace(spec, args=(*spec.args, "--data-parallel-size", "2"), one_process=False)
+
+
+def test_data_parallel_ranks(tmp_path: Path) -> None:
+    """Each rank lends by a side channel of its own, and each may pull."""
+    model = write_model(tmp_path)
+    specs = [
+        engine("alone", GEMMA_3, model, None),
+        two_ranks(engine("prefill", GEMMA_3, model, "kv_producer")),
+        two_ranks(engine("decode", GEMMA_3, model, "kv_consumer")),
+    ]
+    prompts = make_prompts([2, 33, 64, 130, 700, 90, 1500, 40], seed=43)
+    with running(specs, tmp_path, cache=cache_beside(model), timeout_s=400.0) as started:
+        alone, prefill, decode = (Client(each.url) for each in started)
+        ports = set()
+        for prompt in prompts:
+            want = alone.complete(prompt, NUM_TOKENS)
+            ticket = prefill_only(prefill, prompt)
+            assert ticket
+            ports.add(ticket["remote_port"])
+            answer = decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+            assert compare(want, answer) is None, len(prompt)
+        assert len(ports) == 2
+        assert decode.metrics()["pdconn:pulls_verified_total"] == len(prompts)
