@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pdconn.forecast.errors import ShapeError
-from pdconn.forecast.states import State
+from pdconn.forecast.states import RecurrentState
 from registration.references import AttentionKind
 
 MAX_LAYERS = 4096
@@ -90,7 +90,7 @@ class StateSort:
     """
 
     layers: tuple[int, ...]
-    state: State
+    state: RecurrentState
     part: str = "state"
 
     kind: ClassVar[AttentionKind] = AttentionKind.STATE

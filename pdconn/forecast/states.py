@@ -51,7 +51,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RecurrentState:
     """What one layer keeps of one request.
 
     Attributes:
@@ -76,7 +76,7 @@ class State:
     def chunks(self, tp_rank: int, tp: int) -> tuple[StateChunk, ...]:
         """The pieces of a rank's page, in their order.
 
-        >>> State((Parts(4, 2),), 2, Parts(4, 8)).chunks(1, 2)[-1]
+        >>> RecurrentState((Parts(4, 2),), 2, Parts(4, 8)).chunks(1, 2)[-1]
         StateChunk(nbytes=16, offset=8, num_heads=2, first_head=2)
         """
         made: list[StateChunk] = []
@@ -104,7 +104,7 @@ class ItemSizes:
 
 def mamba2(
     values: tuple[int, int], groups: int, state_dim: int, kernel: int, sizes: ItemSizes
-) -> State:
+) -> RecurrentState:
     """Granite 4 H, Falcon-H1, Nemotron-H, Bamba.
 
     Args:
@@ -115,12 +115,12 @@ def mamba2(
     x = Parts(heads, head_dim * sizes.window)
     b_or_c = Parts(groups, state_dim * sizes.window, is_shared=groups == 1)
     recurrent = Parts(heads, head_dim * state_dim * sizes.recurrent)
-    return State((x, b_or_c, b_or_c), kernel - 1, recurrent)
+    return RecurrentState((x, b_or_c, b_or_c), kernel - 1, recurrent)
 
 
 def gated_delta_net(
     keys: tuple[int, int], values: tuple[int, int], kernel: int, sizes: ItemSizes
-) -> State:
+) -> RecurrentState:
     """Qwen3-Next and Qwen3.5; Kimi's KDA, where keys are as values.
 
     Args:
@@ -130,18 +130,18 @@ def gated_delta_net(
     q_or_k = Parts(keys[0], keys[1] * sizes.window)
     v = Parts(values[0], values[1] * sizes.window)
     recurrent = Parts(values[0], values[1] * keys[1] * sizes.recurrent)
-    return State((q_or_k, q_or_k, v), kernel - 1, recurrent)
+    return RecurrentState((q_or_k, q_or_k, v), kernel - 1, recurrent)
 
 
-def mamba1(channels: int, state_dim: int, kernel: int, sizes: ItemSizes) -> State:
+def mamba1(channels: int, state_dim: int, kernel: int, sizes: ItemSizes) -> RecurrentState:
     """Jamba."""
     bundles = gcd(channels, _CHANNEL_PARTS)
     each = channels // bundles
     window = Parts(bundles, each * sizes.window)
-    return State((window,), kernel - 1, Parts(bundles, each * state_dim * sizes.recurrent))
+    return RecurrentState((window,), kernel - 1, Parts(bundles, each * state_dim * sizes.recurrent))
 
 
-def short_convolution(channels: int, kernel: int, sizes: ItemSizes) -> State:
+def short_convolution(channels: int, kernel: int, sizes: ItemSizes) -> RecurrentState:
     """LFM2: a window without a state behind it."""
     bundles = gcd(channels, _CHANNEL_PARTS)
-    return State((Parts(bundles, channels // bundles * sizes.window),), kernel - 1)
+    return RecurrentState((Parts(bundles, channels // bundles * sizes.window),), kernel - 1)

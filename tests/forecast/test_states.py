@@ -14,7 +14,7 @@ from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.link import Link
 from pdconn.forecast.model import LayerSort, ModelShape, StateSort
 from pdconn.forecast.report import to_json
-from pdconn.forecast.states import ItemSizes, Parts, State, mamba2
+from pdconn.forecast.states import ItemSizes, Parts, RecurrentState, mamba2
 from registration.references import AttentionKind
 from tests.forecast.published import GEMMA_4, PUBLISHED
 
@@ -165,7 +165,7 @@ def test_a_state_is_divided_by_its_parts() -> None:
 
 
 def test_a_model_of_states_only_has_no_block_to_raise() -> None:
-    model = ModelShape("states", (StateSort((0, 1), State((Parts(4, 8),), 3)),))
+    model = ModelShape("states", (StateSort((0, 1), RecurrentState((Parts(4, 8),), 3)),))
     engine = EngineShape(model)
     assert engine.attention_block_tokens == 16
     assert forecast(engine, engine, 500, 0, LINK).total.nbytes == 2 * 3 * 32

@@ -206,7 +206,7 @@ def _divided_groups(
 MAMBA2 = states.mamba2
 
 
-def _without_window(state: states.State) -> Any:
+def _without_window(state: states.RecurrentState) -> Any:
     return iter(() if state.recurrent is None else (state.recurrent,))
 
 
@@ -215,7 +215,7 @@ def _without_window(state: states.State) -> Any:
     [
         ("pdconn.forecast.states.Parts.held", _kept_by_all, "Qwen/Qwen3.5-27B"),
         ("pdconn.forecast.hf.states.mamba2", _divided_groups, "tiiuae/Falcon-H1-34B-Instruct"),
-        ("pdconn.forecast.states.State._pieces", _without_window, "LiquidAI/LFM2-1.2B"),
+        ("pdconn.forecast.states.RecurrentState._pieces", _without_window, "LiquidAI/LFM2-1.2B"),
         ("pdconn.forecast.states._CHANNEL_PARTS", 48, "ai21labs/Jamba-v0.1"),
     ],
 )

@@ -25,7 +25,7 @@ from pdconn.forecast.hf.keys import Keys, indices, item_nbytes, named_layers, nu
 from pdconn.forecast.model import MAX_LAYERS
 from pdconn.forecast.states import (
     ItemSizes,
-    State,
+    RecurrentState,
     gated_delta_net,
     mamba1,
     mamba2,
@@ -53,7 +53,7 @@ class HybridLayers:
 
     attention: tuple[int, ...]
     states: tuple[int, ...]
-    state: State
+    state: RecurrentState
 
 
 def hybrid_layers(family: str, keys: Keys) -> HybridLayers:
@@ -149,7 +149,7 @@ def _every_layer(keys: Keys) -> list[str]:
 # --- what a state is
 
 
-def _mamba2(keys: Keys) -> State:
+def _mamba2(keys: Keys) -> RecurrentState:
     heads = number(keys, "mamba_n_heads")
     if keys.get("mamba_d_ssm") is not None:
         channels = number(keys, "mamba_d_ssm")
@@ -164,7 +164,7 @@ def _mamba2(keys: Keys) -> State:
     return mamba2((heads, head_dim), groups, state_dim, kernel, ItemSizes(size, size))
 
 
-def _nemotron_mamba2(keys: Keys) -> State:
+def _nemotron_mamba2(keys: Keys) -> RecurrentState:
     return mamba2(
         (number(keys, "mamba_num_heads"), number(keys, "mamba_head_dim")),
         number(keys, "n_groups"),
@@ -174,7 +174,7 @@ def _nemotron_mamba2(keys: Keys) -> State:
     )
 
 
-def _gated_delta_net(keys: Keys) -> State:
+def _gated_delta_net(keys: Keys) -> RecurrentState:
     return gated_delta_net(
         (number(keys, "linear_num_key_heads"), number(keys, "linear_key_head_dim")),
         (number(keys, "linear_num_value_heads"), number(keys, "linear_value_head_dim")),
@@ -183,12 +183,12 @@ def _gated_delta_net(keys: Keys) -> State:
     )
 
 
-def _qwen3_next(keys: Keys) -> State:
+def _qwen3_next(keys: Keys) -> RecurrentState:
     """vLLM reads no dtype of states from its configuration."""
     return _gated_delta_net({**keys, "mamba_ssm_dtype": None})
 
 
-def _kda(keys: Keys) -> State:
+def _kda(keys: Keys) -> RecurrentState:
     """vLLM keeps its states in 32 bits."""
     listed = keys.get("linear_attn_config")
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
@@ -199,14 +199,14 @@ def _kda(keys: Keys) -> State:
     return gated_delta_net((heads, head_dim), (heads, head_dim), kernel, sizes)
 
 
-def _mamba1(keys: Keys) -> State:
+def _mamba1(keys: Keys) -> RecurrentState:
     size = item_nbytes(keys)
     channels = number(keys, "mamba_expand") * number(keys, "hidden_size")
     state_dim, kernel = number(keys, "mamba_d_state"), number(keys, "mamba_d_conv")
     return mamba1(channels, state_dim, kernel, ItemSizes(size, size))
 
 
-def _short_convolution(keys: Keys) -> State:
+def _short_convolution(keys: Keys) -> RecurrentState:
     size = item_nbytes(keys)
     channels = number(keys, "hidden_size" if keys.get("conv_dim") is None else "conv_dim")
     return short_convolution(channels, number(keys, "conv_L_cache"), ItemSizes(size, size))
@@ -223,7 +223,7 @@ def _sizes(keys: Keys, key: str) -> ItemSizes:
     return ItemSizes(window, _STATE_ITEM_NBYTES[dtype])
 
 
-_Reader = tuple[Callable[[Keys], list[str]], Callable[[Keys], State]]
+_Reader = tuple[Callable[[Keys], list[str]], Callable[[Keys], RecurrentState]]
 _QWEN3_5: _Reader = (_qwen, _gated_delta_net)
 
 STATE_FAMILIES: Mapping[str, _Reader] = MappingProxyType(
