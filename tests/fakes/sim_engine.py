@@ -31,6 +31,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -41,10 +42,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -61,11 +64,12 @@ MAX_MODEL_LEN = 1 << 17
 
 @dataclass(frozen=True)
 class GroupShape:
-    """One KV cache group: tokens of its blocks, and its window (None: full attention)."""
+    """One KV cache group: tokens of its blocks, and its window (None: full attention or states)."""
 
     block_tokens: int
     window: int | None = None
     eagle: bool = False
+    is_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,11 @@ class CacheShape:
         """Groups that a drafter reads."""
         return frozenset(i for i, group in enumerate(self.groups) if group.eagle)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a recurrent state: at ends of blocks, in ``align`` mode."""
+        return any(group.is_state for group in self.groups)
+
     def config(self) -> KVCacheConfig:
         """vLLM's own description of it."""
         specs = [_spec(group) for group in self.groups]
@@ -110,7 +119,14 @@ class CacheShape:
         )
 
 
-def _spec(group: GroupShape) -> FullAttentionSpec | SlidingWindowSpec:
+def _spec(group: GroupShape) -> FullAttentionSpec | SlidingWindowSpec | MambaSpec:
+    if group.is_state:
+        return MambaSpec(
+            block_size=group.block_tokens,
+            shapes=((1,),),
+            dtypes=(torch.uint8,),
+            mamba_cache_mode="align",
+        )
     common = {
         "block_size": group.block_tokens,
         "num_kv_heads": 1,
@@ -120,6 +136,25 @@ def _spec(group: GroupShape) -> FullAttentionSpec | SlidingWindowSpec:
     if group.window is None:
         return FullAttentionSpec(**common)
     return SlidingWindowSpec(**common, sliding_window=group.window)
+
+
+def _splitting(shape: CacheShape, manager: KVCacheManager) -> Any:
+    """As much of vLLM's scheduler as it splits prompts by."""
+    block_tokens = math.lcm(*(group.block_tokens for group in shape.groups))
+    finest = shape.scheme.block_tokens
+    is_fine = finest < block_tokens and manager.coordinator.enable_partial_hash_hits
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block_tokens),
+        block_size=block_tokens,
+        hash_block_size=finest,
+        max_num_scheduled_tokens=shape.chunk_tokens,
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        use_eagle_block_drop=bool(shape.eagle_groups),
+        mamba_partial_cache_hit=is_fine,
+        mamba_has_prefill_checkpoint_blocks=False,
+        mamba_prefill_checkpoint_alignment=None,
+        mamba_shared_prefix_checkpoint=False,
+    )
 
 
 @functools.cache
@@ -155,13 +190,14 @@ class SimCache:
             use_eagle=bool(shape.eagle_groups),
             enable_kv_cache_events=True,
         )
+        self._splitting = _splitting(shape, self.manager) if shape.has_states else None
 
-    def request(self, tokens: Sequence[int], max_tokens: int = 1) -> Request:
+    def request(self, tokens: Sequence[int], max_tokens: int = 1, **extra: Any) -> Request:
         """A request as it reaches the scheduler, with its hashes."""
         return Request(
             f"sim-{next(self._numbers)}",
             list(tokens),
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, extra_args=extra or None),
             None,
             block_hasher=self._hasher,
         )
@@ -178,9 +214,17 @@ class SimCache:
         there is no room now.
         """
         found: int
-        blocks, found, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
-        beyond = request.num_tokens - found if transferred else 0
-        fresh = 0 if transferred else min(self.shape.chunk_tokens, request.num_tokens - found)
+        self._begin_step()
+        look = self.manager.get_computed_blocks
+        if transferred and self.shape.has_states:
+            # A connector completes what only full attention has.
+            look = self.manager.get_computed_blocks_for_connector
+        blocks, found, request.shared_prefix_boundary, *_ = look(request)
+        # A state may not be behind the last token, which is computed again.
+        last = request.num_tokens - self.shape.has_states
+        transferred = transferred and last > found
+        beyond = last - found if transferred else 0
+        fresh = 0 if transferred else self._chunk(request, found)
         room = self.manager.allocate_slots(
             request,
             fresh,
@@ -195,12 +239,34 @@ class SimCache:
         request.num_computed_tokens = found + beyond + fresh
         if transferred:
             self.manager.cache_blocks(request, request.num_computed_tokens)
-            request.num_computed_tokens -= 1  # computed again, for the first token
+            # The last one is computed again, for the first token.
+            request.num_computed_tokens = min(last, request.num_tokens - 1)
         return found
+
+    def _begin_step(self) -> None:
+        """The copies of the step before are done."""
+        self.manager.new_step_starts()
+        self.end_copies()
+
+    def end_copies(self) -> None:
+        """Blocks of a state that were copied, and their copies, are no longer held for it."""
+        _, held = self.manager.take_kv_cache_block_copies()
+        self.manager.block_pool.free_blocks(held)
+        self.manager.take_boundary_state_offloads()
+
+    def _chunk(self, request: Request, found: int = 0) -> int:
+        """Tokens of the next step; states are kept where a step ends."""
+        done = request.num_computed_tokens + found
+        fresh = min(self.shape.chunk_tokens, request.num_tokens - done)
+        if self._splitting is None or not fresh:
+            return fresh
+        split: int = Scheduler._mamba_block_aligned_split(self._splitting, request, fresh, found)
+        return split
 
     def step(self, request: Request) -> bool:
         """Blocks for the next tokens; False where there is no room."""
-        fresh = min(self.shape.chunk_tokens, request.num_tokens - request.num_computed_tokens)
+        self._begin_step()
+        fresh = self._chunk(request)
         if fresh and self.manager.allocate_slots(request, fresh) is None:
             return False
         request.num_computed_tokens += fresh
@@ -222,6 +288,7 @@ class SimCache:
 
     def clear(self) -> bool:
         """Forget everything; False while a request holds blocks."""
+        self.end_copies()
         return bool(self.manager.reset_prefix_cache())
 
     def take_batch(self, now_s: float) -> KVEventBatch | None:

@@ -137,6 +137,7 @@ class World:
     asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     index_kind: type[Index] = CountingIndex
     introduced: bool = True
+    reports_hits: bool = False
 
     def __post_init__(self) -> None:
         self.caches = {name: self.sim.SimCache(self.shape) for name in PODS}
@@ -196,7 +197,8 @@ class World:
     def start(self, tokens: list[int]) -> None:
         name = self.rng.choice(PODS)
         cache = self.caches[name]
-        request = cache.request(tokens, max_tokens=100)
+        extra = {"kv_cache_report_mode": "full"} if self.reports_hits else {}
+        request = cache.request(tokens, max_tokens=100, **extra)
         moved = self.rng.random() < 0.3
         while cache.admit(request, transferred=moved) is None:
             mine = [one for one in self.running if one[0] == name]

@@ -51,10 +51,18 @@ class World:
 
     def longest(self, name: str, last: int) -> int:
         """The largest number of hash blocks that every group can serve, at most ``last``."""
-        return next(blocks for blocks in range(last, -1, -1) if self.serves(name, blocks))
+        return next(blocks for blocks in range(last, -1, -1) if self.serves(name, blocks, last))
 
-    def serves(self, name: str, blocks: int) -> bool:
-        """Whether generation could go on behind so many hash blocks."""
+    def is_fine(self, name: str) -> bool:
+        """Whether a hit may end inside a block: beside states of longer blocks than hashed."""
+        specs = [spec for _, spec in self.counted(self.account[name])]
+        longer = [spec for spec in specs if spec.block_tokens > self.prompt.hash_block_tokens]
+        return any(spec.kind == "mamba" for spec in longer) and all(
+            spec.kind == "mamba" or spec.kind in FULL for spec in longer
+        )
+
+    def serves(self, name: str, blocks: int, last: int) -> bool:
+        """Whether generation could go on behind so many hash blocks, of a prompt of ``last``."""
         held, tokens = self.account[name], blocks * self.prompt.hash_block_tokens
         counted = self.counted(held)
         if blocks == 0:
@@ -63,7 +71,43 @@ class World:
             return False
         is_end_of_row = tokens % (held.row_tokens or 1) == 0
         media = MEDIA if is_end_of_row else NEAR
+        if self.is_fine(name):
+            return all(self._can_finely(held, one, blocks, last, media) for one in counted)
         return all(self._can(held, group, spec, tokens, media) for group, spec in counted)
+
+    def _can_finely(
+        self,
+        held: Held,
+        one: tuple[int, GroupSpec],
+        blocks: int,
+        last: int,
+        media: Sequence[str],
+    ) -> bool:
+        """The same where parts of blocks count: under the hash of the last one that is filled."""
+        group, spec = one
+        if spec.kind not in (*FULL, "mamba"):
+            return self._can(held, group, spec, blocks * self.prompt.hash_block_tokens, media)
+        if spec.kind == "mamba":
+            return self._at(held, group, spec, blocks - 1, media)
+        size = spec.block_tokens // self.prompt.hash_block_tokens
+        visible = min(last + spec.eagle, len(self.prompt.hashes))
+        needed = blocks + spec.eagle
+        if needed > visible:
+            return False
+        return all(
+            any(
+                self._at(held, group, spec, at, media)
+                for at in range(block, min((block // size + 1) * size, visible))
+            )
+            for block in range(needed)
+        )
+
+    def _at(
+        self, held: Held, group: int, spec: GroupSpec, block: int, media: Sequence[str] = MEDIA
+    ) -> bool:
+        """Whether what ends with a hash block is held."""
+        name = self.prompt.hashes[block]
+        return held.has(group, name, media) or (spec.kind in FULL and held.has(None, name, media))
 
     def counted(self, held: Held) -> list[tuple[int, GroupSpec]]:
         groups = [
@@ -122,9 +166,12 @@ class World:
         """Each block of a hit weighed by the best medium that holds it."""
         held = self.account[name]
         full = [(group, spec) for group, spec in self.counted(held) if spec.kind in FULL]
-        return sum(self._weight(held, full, block) for block in range(blocks))
+        is_fine = self.is_fine(name)
+        return sum(self._weight(held, full, block, is_fine) for block in range(blocks))
 
-    def _weight(self, held: Held, full: list[tuple[int, GroupSpec]], block: int) -> float:
+    def _weight(
+        self, held: Held, full: list[tuple[int, GroupSpec]], block: int, is_fine: bool
+    ) -> float:
         found: list[float] = []
         sizes = dict(full) if full else dict(self.counted(held))
         groups: set[int | None] = {group for group, _ in full} or set(range(8))
@@ -137,8 +184,9 @@ class World:
                 if spec is not None:
                     every = spec.block_tokens // self.prompt.hash_block_tokens
                 last = (block // every + 1) * every - 1
-                there = last < len(self.prompt.hashes)
-                if there and (group, medium, self.prompt.hashes[last]) in held.blocks:
+                ends = range(block if is_fine else last, last + 1)
+                names = [self.prompt.hashes[end] for end in ends if end < len(self.prompt.hashes)]
+                if any((group, medium, name) in held.blocks for name in names):
                     found.append(WEIGHTS.get(medium, 1.0))
         return max(found, default=1.0)
 
@@ -182,9 +230,10 @@ def _groups(rng: Random, unit: int) -> dict[int, GroupSpec]:
             SLIDING[:1],
             FULL[:1],
             FULL + SLIDING + OTHER,
+            FULL[:1] + OTHER[1:2],
         )
     )
-    mixed = rng.random() < 0.4
+    mixed = rng.random() < (0.8 if "mamba" in kinds else 0.4)
     groups = {}
     for group in range(rng.randint(1, 5)):
         kind = rng.choice(kinds)
@@ -216,6 +265,8 @@ def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpe
         medium = rng.choice(MEDIA) if rng.random() < 0.3 else "gpu"
         every = 1 if group is None else spec.block_tokens // world.prompt.hash_block_tokens
         blocks = [block for block in world.prompt.hashes[every - 1 :: every] if rng.random() < keep]
+        if spec.kind in (*FULL, "mamba") and rng.random() < 0.5:  # parts of blocks
+            blocks += [block for block in world.prompt.hashes if rng.random() < 0.2]
         if masked and group is not None and spec.kind in SLIDING:
             cut = rng.randint(0, len(blocks))
             blocks = blocks[max(0, cut - rng.randint(1, 8)) : cut]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pdconn.router.prefix import score as score_module
+from pdconn.router.prefix.ends import covered
 from pdconn.router.prefix.explain import explain
 from pdconn.router.prefix.groups import STORED, GroupSpec
 from pdconn.router.prefix.index import Index
@@ -48,12 +49,16 @@ def test_a_hit_is_the_largest_length_that_every_group_can_serve(part: int) -> No
 def test_the_worlds_are_not_all_alike() -> None:
     """The law above is worth what is drawn for it."""
     kinds = {"no hit": 0, "whole": 0, "cut": 0, "weighed": 0, "capped": 0, "two words": 0}
+    kinds["within blocks"] = 0
     for seed in range(300):
         world = draw(seed)
         total = len(world.prompt.hashes)
         hits = Scorer(world.index, WEIGHTS).score(world.prompt)
         kinds["two words"] += len(hits) > 64
-        for hit in hits.values():
+        for name, hit in hits.items():
+            specs = [spec for _, spec in world.counted(world.account[name])]
+            unit = world.prompt.hash_block_tokens
+            kinds["within blocks"] += any(hit.blocks * unit % spec.block_tokens for spec in specs)
             kinds["no hit"] += total > 0 and hit.blocks == 0
             kinds["whole"] += 0 < hit.blocks == total
             kinds["cut"] += 0 < hit.blocks < total
@@ -77,15 +82,56 @@ def _not_from_the_beginning(held: score_module.Words, need: int) -> score_module
     return ends
 
 
-TAIL_ENDS = score_module._tail_ends
+TAIL_ENDS = score_module.tail_ends
 
 
 @pytest.mark.parametrize("wrong", [_every_end, _one_block_less, _not_from_the_beginning])
 def test_a_scorer_that_is_careless_with_windows_is_noticed(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., score_module.Words]
 ) -> None:
-    monkeypatch.setattr(score_module, "_tail_ends", wrong)
+    monkeypatch.setattr(score_module, "tail_ends", wrong)
     assert any(problems(seed) for seed in range(100))
+
+
+def _by_whole_blocks(held: score_module.Words, every: int) -> score_module.Words:
+    """Takes no part of a block for held."""
+    whole = held[every - 1 :: every]
+    spread = np.repeat(whole, every)
+    return np.append(spread, np.zeros(len(held) - len(spread), np.uint64))
+
+
+def _by_parts_alone(held: score_module.Words, every: int) -> score_module.Words:
+    del every
+    return np.bitwise_and.accumulate(held)
+
+
+@pytest.mark.parametrize(
+    ("what", "wrong"),
+    [
+        ("ends_anywhere", lambda specs, unit: False),
+        ("ends_anywhere", lambda specs, unit: True),
+        ("covered", _by_whole_blocks),
+        ("fine_ends", lambda held, every: np.bitwise_and.accumulate(_by_whole_blocks(held, every))),
+        ("fine_ends", _by_parts_alone),
+        ("fine_ends", covered),
+    ],
+)
+def test_a_scorer_that_is_careless_with_parts_of_blocks_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, what: str, wrong: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(score_module, what, wrong)
+    assert any(problems(seed) for seed in range(200))
+
+
+def test_a_scorer_that_looks_beyond_the_last_token_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block that is full behind the end of a hit is not looked for there."""
+    valid_ends = score_module._Pass._valid_ends
+    monkeypatch.setattr(
+        score_module._Pass, "_valid_ends", lambda one, limit=None: valid_ends(one)[:limit]
+    )
+    assert any(problems(seed) for seed in range(300))
 
 
 def test_a_scorer_that_forgets_eagle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +193,10 @@ def _check_cuts(world: World) -> None:
         elif cut.group is not None:
             held, spec = world.account[name], dict(world.counted(world.account[name]))[cut.group]
             media = NEAR if cut.why.endswith(" outside the store") else MEDIA
+            if world.is_fine(name) and spec.kind == "mamba":
+                unit = world.prompt.hash_block_tokens
+                assert not world._at(held, cut.group, spec, cut.missing_token // unit, media)
+                continue
             assert not world._block(held, cut.group, spec, cut.missing_block, media)
             assert cut.missing_token == cut.missing_block * spec.block_tokens
 
@@ -154,6 +204,8 @@ def _check_cuts(world: World) -> None:
 def _could_not_be_longer(world: World, name: str, blocks: int) -> bool:
     """No length behind the hit is a multiple of every group's block."""
     unit = world.prompt.hash_block_tokens
+    if world.is_fine(name):
+        return blocks == len(world.prompt.hashes)
     specs = [spec for _, spec in world.counted(world.account[name])]
     return not any(
         all(length * unit % spec.block_tokens == 0 for spec in specs)

@@ -67,6 +67,11 @@ class Stored:
     lora: str | None = None
     extra_keys: Raw | None = None
 
+    @property
+    def num_tokens(self) -> int | None:
+        """How many tokens ``token_ids`` has; None without any."""
+        return None if self.token_ids is None else _array_length(memoryview(self.token_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class Removed:
@@ -274,3 +279,11 @@ def _array(raw: Raw, field: str) -> Raw | None:
     if first & 0xF0 == 0x90 or first in (0xDC, 0xDD):
         return raw
     raise ValidationError(f"{field}: expected an array, got msgpack that begins {first:#x}")
+
+
+def _array_length(encoded: memoryview) -> int:
+    """The length of a msgpack array, from its first bytes."""
+    first = encoded[0]
+    if first & 0xF0 == 0x90:
+        return first & 0x0F
+    return int.from_bytes(encoded[1:3] if first == 0xDC else encoded[1:5], "big")

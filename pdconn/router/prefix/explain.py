@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.groups import STORED, GroupSpec, Needs
+from pdconn.router.prefix.ends import covered
+from pdconn.router.prefix.groups import STORED, GroupSpec, Needs, ends_anywhere
 from pdconn.router.prefix.index import POD_BITS, Index, Pod, alignment
 from pdconn.router.prefix.score import Hit, Prompt, groups_that_count
 
@@ -49,10 +50,12 @@ def explain(index: Index, prompt: Prompt, name: str, hit: Hit) -> Cut | None:
             return Cut(group, spec.kind, 0, 0, why)
     if not whole and not tails:
         return Cut(None, "unknown", 0, 0, "none of its described groups counts")
-    align = alignment((spec for _, spec in whole + tails), unit)
+    specs = [spec for _, spec in whole + tails]
+    is_fine = ends_anywhere(specs, unit)
+    align = unit if is_fine else alignment(specs, unit)
     total = len(prompt.hashes) * unit
-    on_any = _Holding(index, prompt, pod, with_stored=True)
-    near = _Holding(index, prompt, pod, with_stored=False)
+    on_any = _Holding(index, prompt, pod, with_stored=True, is_fine=is_fine)
+    near = _Holding(index, prompt, pod, with_stored=False, is_fine=is_fine)
     prefix = min(on_any.prefixes(whole), default=total)
     step = math.lcm(align, pod.row_tokens or 1)
     end_of_row, end_near = prefix // step * step, prefix // align * align
@@ -75,30 +78,50 @@ def explain(index: Index, prompt: Prompt, name: str, hit: Hit) -> Cut | None:
 def stored_blocks(index: Index, prompt: Prompt, name: str, hit: Hit) -> int:
     """Leading hash blocks of a hit whose full attention is in a store only."""
     pod = index.pods[name]
-    whole, _ = groups_that_count(pod, prompt.hash_block_tokens)
+    unit = prompt.hash_block_tokens
+    whole, tails = groups_that_count(pod, unit)
     if not hit.blocks or not whole:
         return 0
-    near = _Holding(index, prompt, pod, with_stored=False)
+    is_fine = ends_anywhere([spec for _, spec in whole + tails], unit)
+    near = _Holding(index, prompt, pod, with_stored=False, is_fine=is_fine)
     found = np.zeros(hit.blocks, bool)
     for group, spec in whole:
-        every = spec.block_tokens // prompt.hash_block_tokens
-        found |= ~np.repeat(near.of(group, spec), every)[: hit.blocks]
+        found |= ~near.hash_blocks(group, spec)[: hit.blocks]
     return int(found.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Blocks of a prompt that a pod holds, with those in a store or without."""
+    """Blocks of a prompt that a pod holds, with those in a store or without.
+
+    ``is_fine``: a block counts as far as it was filled.
+    """
 
     index: Index
     prompt: Prompt
     pod: Pod
     with_stored: bool
+    is_fine: bool = False
 
     def of(self, group: int, spec: GroupSpec) -> NDArray[np.bool_]:
         """For each of the group's blocks whether the pod holds it."""
-        index, pod = self.index, self.pod
+        return self._at(group, spec, spec.block_tokens // self.prompt.hash_block_tokens)
+
+    def hash_blocks(self, group: int, spec: GroupSpec) -> NDArray[np.bool_]:
+        """For each hash block whether a block that the pod holds covers it."""
         every = spec.block_tokens // self.prompt.hash_block_tokens
+        if not self.is_fine:
+            return np.repeat(self.of(group, spec), every)
+        found: NDArray[np.bool_] = covered(self._at(group, spec, 1).astype(np.uint64), every) != 0
+        return found
+
+    def ends_with(self, group: int, spec: GroupSpec, block: int) -> bool:
+        """Whether the pod holds what ends with hash block ``block``."""
+        at = self._at(group, spec, 1)
+        return block < len(at) and bool(at[block])
+
+    def _at(self, group: int, spec: GroupSpec, every: int) -> NDArray[np.bool_]:
+        index, pod = self.index, self.pod
         slots = index.slots_of(self.prompt.hashes)[every - 1 :: every]
         word, bit = pod.place // POD_BITS, np.uint64(1 << pod.place % POD_BITS)
         unnamed = spec.needs is Needs.WHOLE
@@ -116,6 +139,13 @@ class _Holding:
 
     def prefixes(self, whole: Sequence[tuple[int, GroupSpec]]) -> list[int]:
         """For each group of full attention the tokens after which it lets a hit end."""
+        if self.is_fine:
+            unit = self.prompt.hash_block_tokens
+            runs = [np.append(self.hash_blocks(*one), False).argmin() for one in whole]
+            return [
+                max(0, int(run) - spec.peeks) * unit
+                for run, (_, spec) in zip(runs, whole, strict=True)
+            ]
         return [
             max(0, self.whole_blocks(group, spec) - spec.peeks) * spec.block_tokens
             for group, spec in whole
@@ -131,6 +161,8 @@ def _whole_cut(group: int, spec: GroupSpec, missing: int) -> Cut:
 
 def _tail_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut | None:
     group, spec = tail
+    if holding.is_fine and spec.needs is Needs.STATE:
+        return _state_cut(holding, tail, end)
     held = holding.of(group, spec)
     outside = "" if holding.with_stored else " outside the store"
     behind = end // spec.block_tokens + spec.peeks
@@ -146,3 +178,14 @@ def _tail_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut |
             why = f"a hit that ends at token {end} needs {need}, and {missing}"
             return Cut(group, spec.kind, block, block * spec.block_tokens, why)
     return None
+
+
+def _state_cut(holding: _Holding, tail: tuple[int, GroupSpec], end: int) -> Cut | None:
+    """A state is held where the engine kept it, at the end of any hash block."""
+    group, spec = tail
+    unit = holding.prompt.hash_block_tokens
+    if end == 0 or holding.ends_with(group, spec, end // unit - 1):
+        return None
+    outside = "" if holding.with_stored else " outside the store"
+    why = f"a hit that ends at token {end} needs its state, and it is missing{outside}"
+    return Cut(group, spec.kind, (end - 1) // spec.block_tokens, end - unit, why)

@@ -6,7 +6,8 @@
             ceil((window - 1) / block) blocks, or all from block 0
     CHUNK   the blocks of the   chunked_local_attention
             current chunk
-    STATE   the last block      mamba
+    STATE   the last block,     mamba
+            or its filled part
     NOTHING                     encoder_only_attention, cross_attention, unknown, windows and
                                 chunks of unknown size, chunks that are no multiple of the block
 
@@ -15,6 +16,7 @@ Source: ``find_longest_cache_hit`` of vLLM's ``v1/core/single_type_kv_cache_mana
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -85,3 +87,14 @@ class GroupSpec:
         if self.needs is Needs.STATE or self.window is None:
             return 1
         return -(-(self.window - 1) // self.block_tokens) + self.peeks
+
+
+def ends_anywhere(specs: Collection[GroupSpec], hash_block_tokens: int) -> bool:
+    """Whether vLLM lets a hit end behind any hash block, not only behind a block of every group.
+
+    It does beside states whose blocks are longer, if every group but those of full attention has
+    blocks of one hash block.
+    """
+    longer = [spec for spec in specs if spec.block_tokens != hash_block_tokens]
+    kinds = {spec.needs for spec in longer}
+    return Needs.STATE in kinds and kinds <= {Needs.STATE, Needs.WHOLE}

@@ -174,7 +174,7 @@ class Index:
             self.remove(name, event.group, event.medium, event.hashes)
         else:
             self._learn_from(name, event)
-            self.store(name, event.group, event.medium, event.hashes)
+            self.store(name, event.group, event.medium, _held(event))
 
     def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
         """Add blocks to a pod; those that it holds already change nothing."""
@@ -338,6 +338,19 @@ class Index:
         self._capacity *= 2
         for words in self._planes.values():
             words[:] = [np.concatenate((word, more)) for word in words]
+
+
+def _held(event: Stored) -> Sequence[int]:
+    """The blocks that an event tells of and that the engine holds.
+
+    In the ``full`` report mode vLLM names every block of a hit, though of states it holds but
+    the last.  What it stores for the first time it names without those that it skipped, so
+    that the event has more tokens.
+    """
+    if len(event.hashes) < 2 or KINDS.get(event.kind or "") is not Needs.STATE:
+        return event.hashes
+    is_whole = event.num_tokens == len(event.hashes) * event.block_tokens
+    return event.hashes[-1:] if event.parent is None and is_whole else event.hashes
 
 
 def alignment(specs: Iterable[GroupSpec], hash_block_tokens: int) -> int:

@@ -21,6 +21,10 @@ is a running AND over it, a window of n blocks about log2(n) shifted ANDs, and t
 of all 64 pods the places where the running OR from behind changes.  Everything is linear in
 the blocks of the request.
 
+Beside states whose blocks are longer than the hashed ones (``--prefix-match-unit``), vLLM lets a
+hit end behind any hash block.  It keeps the state at the end of a prompt, and the block of
+attention there under the hash of the last hash block in it, though neither is full.
+
 Groups without a description: group 0 counts as full attention, and so does a block without a
 group; other groups do not count.  If group 0 is described and no group is full attention, the
 windows alone decide.
@@ -37,14 +41,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.groups import STORED, GroupSpec, Needs
+from pdconn.router.prefix.ends import ALL, chunk_ends, covered, fine_ends, tail_ends
+from pdconn.router.prefix.groups import STORED, GroupSpec, Needs, ends_anywhere
 from pdconn.router.prefix.index import POD_BITS, Index, Plane, Pod, Words, alignment
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8, STORED: 0.5}
 UNKNOWN_WEIGHT = 1.0
 """Weight of a block on a medium without one, and of a block that a hit does not need."""
-
-_ALL = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class Family:
             are no multiple of hash blocks, so that there is no hit.
         alone: whether the engine has one group, which EAGLE looks up within the cap.
         row_tokens: see :class:`~pdconn.router.prefix.index.Pod`.
+        is_fine: whether a hit may end behind any hash block, within blocks.
     """
 
     whole: tuple[tuple[int, GroupSpec], ...]
@@ -105,6 +109,7 @@ class Family:
     align: int | None
     alone: bool
     row_tokens: int | None = None
+    is_fine: bool = False
 
     @property
     def counted(self) -> tuple[tuple[int, GroupSpec], ...]:
@@ -172,8 +177,17 @@ def _families(index: Index, hash_block_tokens: int) -> Iterator[Family]:
         specs = [spec for _, spec in whole + tails]
         fits = all(spec.block_tokens % hash_block_tokens == 0 for spec in specs)
         align = alignment(specs, hash_block_tokens) // hash_block_tokens if fits else None
+        is_fine = fits and ends_anywhere(specs, hash_block_tokens)
         alone = len(pod.groups.keys() | pod.seen) <= 1
-        yield Family(tuple(whole), tuple(tails), tuple(masks), align, alone, pod.row_tokens)
+        yield Family(
+            tuple(whole),
+            tuple(tails),
+            tuple(masks),
+            1 if is_fine else align,
+            alone,
+            pod.row_tokens,
+            is_fine,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,31 +237,52 @@ class _Pass:
                 0, cap - 1
             )  # a single group looks up the block after the hit below the cap too
         if cap < len(valid):
-            capped = dict(zip(*_last_ends(valid[:cap]), strict=True))
+            # Within a block only what ends below the cap counts, not what covers it.
+            below = self._valid_ends(cap) if self._family.is_fine else valid[:cap]
+            capped = dict(zip(*_last_ends(below), strict=True))
             ends = [capped.get(place, 0) for place in places]
         return [end * tokens for end in ends]
 
     # Ends
 
-    def _valid_ends(self) -> Words:
-        """Bit p of row j: for pod p a hit may end after (j + 1) * align hash blocks."""
+    def _valid_ends(self, limit: int | None = None) -> Words:
+        """Bit p of row j: for pod p a hit may end after (j + 1) * align hash blocks.
+
+        ``limit``: as if the prompt had so many.
+        """
         planes = list(self._index.planes())
-        valid = self._ends_on(planes)
+        valid = self._ends_on(planes, limit)
         near = [plane for plane in planes if plane[1] != STORED]
         rows = self._family.row_tokens
         if rows is None or len(near) == len(planes):
             return valid
         ends = np.arange(1, len(valid) + 1) * (self._align * self._hash_block_tokens)
         valid[ends % rows != 0] = 0
-        return valid | self._ends_on(near)
+        return valid | self._ends_on(near, limit)
 
-    def _ends_on(self, planes: Sequence[Plane]) -> Words:
+    def _ends_on(self, planes: Sequence[Plane], limit: int | None) -> Words:
         """Where a hit may end with the blocks of these planes."""
         mask = self._family.masks[self._word] if self._family.counted else 0
-        valid = np.full(len(self._slots) // self._align, mask, np.uint64)
+        num_blocks = len(self._slots) if limit is None else limit
+        valid = np.full(num_blocks // self._align, mask, np.uint64)
         for group, spec in self._family.counted:
-            valid &= self._ends_of(planes, group, spec, len(valid))
+            ends_of = self._fine_ends_of if self._family.is_fine else self._ends_of
+            valid &= ends_of(planes, group, spec, len(valid))
         return valid
+
+    def _fine_ends_of(
+        self, planes: Sequence[Plane], group: int, spec: GroupSpec, num_ends: int
+    ) -> Words:
+        every = spec.block_tokens // self._hash_block_tokens
+        held = self._held(planes, group, 1, spec.needs is Needs.WHOLE)[: num_ends + spec.peeks]
+        if spec.needs is Needs.WHOLE:
+            ends = fine_ends(held, every)
+        elif spec.needs is Needs.CHUNK:
+            ends = chunk_ends(held, spec)
+        else:
+            ends = tail_ends(held, spec.tail_blocks)
+        ends = ends[spec.peeks :]
+        return np.append(ends, np.zeros(num_ends - len(ends), np.uint64))
 
     def _ends_of(
         self, planes: Sequence[Plane], group: int, spec: GroupSpec, num_ends: int
@@ -257,9 +292,9 @@ class _Pass:
         if spec.needs is Needs.WHOLE:
             ends = np.bitwise_and.accumulate(held)
         elif spec.needs is Needs.CHUNK:
-            ends = _chunk_ends(held, spec)
+            ends = chunk_ends(held, spec)
         else:
-            ends = _tail_ends(held, spec.tail_blocks)
+            ends = tail_ends(held, spec.tail_blocks)
         step = self._align // every
         if not spec.peeks:
             return ends[step - 1 :: step][:num_ends]
@@ -314,7 +349,7 @@ class _Pass:
                 held |= self._spread(plane, num_blocks)
             yield weight, held
         if not whole:
-            yield UNKNOWN_WEIGHT, np.full(num_blocks, _ALL)
+            yield UNKNOWN_WEIGHT, np.full(num_blocks, ALL)
 
     def _spread(self, plane: Plane, num_blocks: int) -> Words:
         """The plane's blocks in hash blocks: each covers as many as it is long."""
@@ -324,38 +359,14 @@ class _Pass:
         held = np.zeros(num_blocks, np.uint64)
         for block_tokens in sizes or {self._hash_block_tokens}:
             every = block_tokens // self._hash_block_tokens
-            blocks = self._index.held(plane, self._word, self._slots[every - 1 :: every])
-            spread = np.repeat(blocks, every)[:num_blocks]
+            if self._family.is_fine:
+                blocks = self._index.held(plane, self._word, self._slots)
+                spread = covered(blocks, every)[:num_blocks]
+            else:
+                blocks = self._index.held(plane, self._word, self._slots[every - 1 :: every])
+                spread = np.repeat(blocks, every)[:num_blocks]
             held[: len(spread)] |= spread
         return held
-
-
-def _tail_ends(held: Words, need: int) -> Words:
-    """Where the last ``need`` blocks are held, or all from block 0.
-
-    A run of n blocks is one of a and, before it, one of b = n - a, so n is reached by
-    doubling.  Blocks before block 0 count as held.
-    """
-    if need == 0:
-        return np.full(len(held), _ALL)
-    run, length = held.copy(), 1
-    while length < need:
-        more = min(length, need - length)
-        run[more:] &= run[: max(0, len(run) - more)].copy()
-        length += more
-    return run
-
-
-def _chunk_ends(held: Words, spec: GroupSpec) -> Words:
-    """Where the blocks of the current chunk are held; after a whole chunk none is needed."""
-    assert spec.window is not None
-    size = spec.window // spec.block_tokens
-    if size > len(held):
-        return np.bitwise_and.accumulate(held)
-    chunks = np.append(held, np.zeros(-len(held) % size, np.uint64)).reshape(-1, size)
-    ends = np.bitwise_and.accumulate(chunks, axis=1)
-    ends[:, -1] = _ALL
-    return ends.reshape(-1)[: len(held)]
 
 
 def _last_ends(valid: Words) -> tuple[list[int], list[int]]:

@@ -269,6 +269,14 @@ def test_what_vllm_encodes_is_what_we_read(vllm: Any) -> None:
     assert batch.events[1:] == [Removed([low], None, UNNAMED), Cleared()]
 
 
+@pytest.mark.parametrize("num_tokens", [0, 15, 16, 65_535, 65_536])
+def test_tokens_are_counted_without_being_decoded(vllm: Any, num_tokens: int) -> None:
+    stored = vllm.BlockStored([7], None, [3] * num_tokens, 16, None, None, None)
+    (read,) = decode_batch(encode(vllm.KVEventBatch(ts=0.0, events=[stored]))).events
+    assert isinstance(read, Stored)
+    assert read.num_tokens == num_tokens
+
+
 def test_our_fields_are_vllms_in_vllms_order(vllm: Any) -> None:
     for theirs, ours in ((vllm.BlockStored, wire._Stored), (vllm.BlockRemoved, wire._Removed)):
         fields = ours.__struct_fields__

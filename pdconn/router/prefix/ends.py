@@ -1,0 +1,57 @@
+"""Where a hit may end by the blocks that a group holds, as words with a bit for each pod.  Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdconn.router.prefix.groups import GroupSpec
+from pdconn.router.prefix.index import Words
+
+ALL = np.uint64(2**64 - 1)
+
+
+def tail_ends(held: Words, need: int) -> Words:
+    """Where the last ``need`` blocks are held, or all from block 0.
+
+    A run of n blocks is one of a and, before it, one of b = n - a, so n is reached by
+    doubling.  Blocks before block 0 count as held.
+    """
+    if need == 0:
+        return np.full(len(held), ALL)
+    run, length = held.copy(), 1
+    while length < need:
+        more = min(length, need - length)
+        run[more:] &= run[: max(0, len(run) - more)].copy()
+        length += more
+    return run
+
+
+def chunk_ends(held: Words, spec: GroupSpec) -> Words:
+    """Where the blocks of the current chunk are held; after a whole chunk none is needed."""
+    assert spec.window is not None
+    size = spec.window // spec.block_tokens
+    if size > len(held):
+        return np.bitwise_and.accumulate(held)
+    chunks = np.append(held, np.zeros(-len(held) % size, np.uint64)).reshape(-1, size)
+    ends = np.bitwise_and.accumulate(chunks, axis=1)
+    ends[:, -1] = ALL
+    return ends.reshape(-1)[: len(held)]
+
+
+def covered(held: Words, every: int) -> Words:
+    """For each hash block whether a block covers it, whole or as far as it was filled.
+
+    A block of ``every`` hash blocks is held by the hash of its last one, a part of it by that of
+    the last one filled, so either covers what lies before it in the block::
+
+        held      . . . x   . x . .   . . . .
+        covered   x x x x   x x . .   . . . .
+    """
+    parts = np.append(held, np.zeros(-len(held) % every, np.uint64)).reshape(-1, every)
+    reach = np.bitwise_or.accumulate(parts[:, ::-1], axis=1)[:, ::-1]
+    return np.ascontiguousarray(reach).reshape(-1)[: len(held)]
+
+
+def fine_ends(held: Words, every: int) -> Words:
+    """Where full attention lets a hit end behind any hash block: all before it are covered."""
+    return np.bitwise_and.accumulate(covered(held, every))
