@@ -203,6 +203,27 @@ class World:
                 last -= spec.block_tokens // unit
         return self.longest(name, max(0, min(last, len(self.prompt.hashes)))) * unit
 
+    def kept(self, name: str) -> int:
+        """Tokens that a pull leaves out beside states: of full attention, if that is all else."""
+        held, unit = self.account[name], self.prompt.hash_block_tokens
+        counted = self.counted(held)
+        full = [(group, spec) for group, spec in counted if spec.kind in FULL]
+        if not full or not any(spec.kind == "mamba" for _, spec in counted):
+            return 0
+        if any(spec.kind not in (*FULL, "mamba") for _, spec in counted):
+            return 0
+        last = min(max(0, self.prompt.num_tokens - 1) // unit, len(self.prompt.hashes))
+        sizes = [spec.block_tokens for _, spec in counted]
+        for blocks in range(last, 0, -1):
+            if self.is_fine(name):
+                if all(self._can_finely(held, one, blocks, last, NEAR) for one in full):
+                    return blocks * unit
+            elif not any(blocks * unit % size for size in sizes):
+                can = (self._can(held, *one, blocks * unit, NEAR) for one in full)
+                if all(can):
+                    return blocks * unit
+        return 0
+
 
 def draw(seed: int) -> World:
     """A world: pods of some models, their stores and evictions in any order, a prompt."""

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
+from pdconn.router.prefix import families
 from pdconn.router.prefix import score as score_module
 from pdconn.router.prefix.ends import covered
 from pdconn.router.prefix.explain import explain
@@ -34,8 +36,9 @@ def problems(seed: int) -> list[str]:
     assert list(hits) == list(world.account)
     for name, hit in hits.items():
         blocks = world.longest(name, len(world.prompt.hashes))
-        right = blocks, world.believed(name), pytest.approx(world.score(name, blocks))
-        if (hit.blocks, hit.tokens, hit.score) != right:
+        score, kept = pytest.approx(world.score(name, blocks)), world.kept(name)
+        right = blocks, world.believed(name), score, kept
+        if (hit.blocks, hit.tokens, hit.score, hit.kept_tokens) != right:
             found.append(f"seed {seed}, {name}: {hit}, expected {right}")
     return found
 
@@ -49,7 +52,7 @@ def test_a_hit_is_the_largest_length_that_every_group_can_serve(part: int) -> No
 def test_the_worlds_are_not_all_alike() -> None:
     """The law above is worth what is drawn for it."""
     kinds = {"no hit": 0, "whole": 0, "cut": 0, "weighed": 0, "capped": 0, "two words": 0}
-    kinds["within blocks"] = 0
+    kinds |= {"within blocks": 0, "kept beside a pull": 0}
     for seed in range(300):
         world = draw(seed)
         total = len(world.prompt.hashes)
@@ -59,6 +62,7 @@ def test_the_worlds_are_not_all_alike() -> None:
             specs = [spec for _, spec in world.counted(world.account[name])]
             unit = world.prompt.hash_block_tokens
             kinds["within blocks"] += any(hit.blocks * unit % spec.block_tokens for spec in specs)
+            kinds["kept beside a pull"] += hit.kept_tokens > hit.tokens
             kinds["no hit"] += total > 0 and hit.blocks == 0
             kinds["whole"] += 0 < hit.blocks == total
             kinds["cut"] += 0 < hit.blocks < total
@@ -119,8 +123,28 @@ def _by_parts_alone(held: score_module.Words, every: int) -> score_module.Words:
 def test_a_scorer_that_is_careless_with_parts_of_blocks_is_noticed(
     monkeypatch: pytest.MonkeyPatch, what: str, wrong: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(score_module, what, wrong)
+    monkeypatch.setattr(families if what == "ends_anywhere" else score_module, what, wrong)
     assert any(problems(seed) for seed in range(200))
+
+
+@pytest.mark.parametrize("careless", ["stored too", "as if alone", "whatever else there is"])
+def test_a_scorer_that_is_careless_with_what_a_pull_leaves_out_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, careless: str
+) -> None:
+    right = families.Family.beside_a_pull.fget
+    assert right is not None
+
+    def wrong(family: families.Family) -> families.Family | None:
+        if careless == "whatever else there is":
+            return replace(family, tails=(), alone=False, with_stored=False)
+        made = right(family)
+        if made is None:
+            return None
+        changed = {"with_stored": True} if careless == "stored too" else {"alone": True}
+        return replace(made, **changed)
+
+    monkeypatch.setattr(families.Family, "beside_a_pull", property(wrong))
+    assert any(problems(seed) for seed in range(600))
 
 
 def test_a_scorer_that_looks_beyond_the_last_token_is_noticed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Words
@@ -55,3 +56,27 @@ def covered(held: Words, every: int) -> Words:
 def fine_ends(held: Words, every: int) -> Words:
     """Where full attention lets a hit end behind any hash block: all before it are covered."""
     return np.bitwise_and.accumulate(covered(held, every))
+
+
+def last_ends(valid: Words) -> tuple[list[int], list[int]]:
+    """The pods with any valid end, and the number of rows up to the last one."""
+    if not valid.any():
+        return [], []
+    reaches = np.bitwise_or.accumulate(valid[::-1])[::-1]
+    rows = np.append(np.flatnonzero(reaches[1:] != reaches[:-1]), len(reaches) - 1)
+    bits = _bits(reaches[rows])
+    lengths = np.diff(rows, prepend=-1) @ bits.astype(np.intp)
+    places = np.flatnonzero(bits[0])
+    return places.tolist(), lengths[places].tolist()
+
+
+def _bits(words: Words) -> NDArray[np.uint8]:
+    """Words as rows of 64 zeros and ones, pod 0 first."""
+    octets = words.astype("<u8").view(np.uint8).reshape(len(words), 8)
+    return np.unpackbits(octets, axis=1, bitorder="little")
+
+
+def count(held: Words, places: list[int], inside: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """For each pod at ``places`` the blocks that it holds within its hit."""
+    counted: NDArray[np.float64] = (_bits(held)[:, places] & inside).sum(axis=0, dtype=np.float64)
+    return counted

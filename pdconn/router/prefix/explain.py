@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.router.prefix.ends import covered
+from pdconn.router.prefix.families import groups_that_count
 from pdconn.router.prefix.groups import STORED, GroupSpec, Needs, ends_anywhere
 from pdconn.router.prefix.index import POD_BITS, Index, Pod, alignment
-from pdconn.router.prefix.score import Hit, Prompt, groups_that_count
+from pdconn.router.prefix.score import Hit, Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,23 @@ Sources: llm-d-kv-cache PR 650 for the scan and the fallbacks, vLLM's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdconn.router.prefix.ends import ALL, chunk_ends, covered, fine_ends, tail_ends
-from pdconn.router.prefix.groups import STORED, GroupSpec, Needs, ends_anywhere
-from pdconn.router.prefix.index import POD_BITS, Index, Plane, Pod, Words, alignment
+from pdconn.router.prefix.ends import (
+    ALL,
+    chunk_ends,
+    count,
+    covered,
+    fine_ends,
+    last_ends,
+    tail_ends,
+)
+from pdconn.router.prefix.families import Family, families
+from pdconn.router.prefix.groups import STORED, GroupSpec, Needs
+from pdconn.router.prefix.index import POD_BITS, Index, Plane, Words
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8, STORED: 0.5}
 UNKNOWN_WEIGHT = 1.0
@@ -74,47 +83,27 @@ class Hit:
         tokens: what the engine would report as cached: it computes the last token of a
             prompt anyway, so a hit ends before it.
         score: ``blocks``, each weighted by the best medium that holds it.
+        kept_tokens: what a pull leaves out where states cut the hit: it brings them whatever
+            the engine holds, so that only full attention counts, in the engine's own memory.
     """
 
     blocks: int
     tokens: int
     score: float
+    kept_tokens: int = 0
 
     @property
     def weighed_tokens(self) -> float:
         """``tokens``, weighted as the score."""
         return self.tokens * self.score / self.blocks if self.blocks else float(self.tokens)
 
+    @property
+    def weighed_beside_a_pull(self) -> float:
+        """Tokens that a pull need not bring, weighted as the score."""
+        return max(self.weighed_tokens, float(self.kept_tokens))
+
 
 NO_HIT = Hit(0, 0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Pods with equal group descriptions and rows, which one pass scores together.
-
-    Attributes:
-        whole, tails: group index and spec of those that count: full attention, and others.
-        masks: for each word the bits of its pods.
-        align: hash blocks that every hit is a multiple of; None where some group's blocks
-            are no multiple of hash blocks, so that there is no hit.
-        alone: whether the engine has one group, which EAGLE looks up within the cap.
-        row_tokens: see :class:`~pdconn.router.prefix.index.Pod`.
-        is_fine: whether a hit may end behind any hash block, within blocks.
-    """
-
-    whole: tuple[tuple[int, GroupSpec], ...]
-    tails: tuple[tuple[int, GroupSpec], ...]
-    masks: tuple[int, ...]
-    align: int | None
-    alone: bool
-    row_tokens: int | None = None
-    is_fine: bool = False
-
-    @property
-    def counted(self) -> tuple[tuple[int, GroupSpec], ...]:
-        """Every group that a hit depends on, full attention first."""
-        return self.whole + self.tails
 
 
 class Scorer:
@@ -140,54 +129,24 @@ class Scorer:
         for family in self.families(prompt.hash_block_tokens):
             for word, mask in enumerate(family.masks):
                 if mask and family.align is not None:
-                    hits.update(_Pass(self._index, self._weights, family, word, chain).hits())
+                    hits.update(self._hits(family, word, chain))
+        return hits
+
+    def _hits(self, family: Family, word: int, chain: _Chain) -> dict[str, Hit]:
+        """The hits of one word of a family."""
+        hits = dict(_Pass(self._index, self._weights, family, word, chain).hits())
+        if (pulling := family.beside_a_pull) is not None:
+            for name, kept in _Pass(self._index, self._weights, pulling, word, chain).hits():
+                hits[name] = replace(hits.get(name, NO_HIT), kept_tokens=kept.tokens)
         return hits
 
     def families(self, hash_block_tokens: int) -> tuple[Family, ...]:
         """The pods of the index by their group descriptions."""
         known = (self._index.version, hash_block_tokens)
         if self._known != known:
-            self._families = tuple(_families(self._index, hash_block_tokens))
+            self._families = tuple(families(self._index, hash_block_tokens))
             self._known = known
         return self._families
-
-
-def groups_that_count(
-    pod: Pod, hash_block_tokens: int
-) -> tuple[list[tuple[int, GroupSpec]], list[tuple[int, GroupSpec]]]:
-    """A pod's groups that need the whole prefix, and those that need a part of it."""
-    described = sorted(pod.groups.items())
-    whole = [(group, spec) for group, spec in described if spec.needs is Needs.WHOLE]
-    nothing = (Needs.WHOLE, Needs.NOTHING)
-    tails = [(group, spec) for group, spec in described if spec.needs not in nothing]
-    if 0 not in pod.groups and (0 in pod.seen or not whole):
-        whole.insert(0, (0, GroupSpec("full_attention", None, hash_block_tokens)))
-    return whole, tails
-
-
-def _families(index: Index, hash_block_tokens: int) -> Iterator[Family]:
-    together: dict[object, tuple[Pod, list[int]]] = {}
-    for pod in index.pods.values():
-        whole, tails = groups_that_count(pod, hash_block_tokens)
-        key = (tuple(whole), tuple(tails), len(pod.groups), pod.row_tokens)
-        _, masks = together.setdefault(key, (pod, [0] * index.num_words))
-        masks[pod.place // POD_BITS] |= 1 << pod.place % POD_BITS
-    for pod, masks in together.values():
-        whole, tails = groups_that_count(pod, hash_block_tokens)
-        specs = [spec for _, spec in whole + tails]
-        fits = all(spec.block_tokens % hash_block_tokens == 0 for spec in specs)
-        align = alignment(specs, hash_block_tokens) // hash_block_tokens if fits else None
-        is_fine = fits and ends_anywhere(specs, hash_block_tokens)
-        alone = len(pod.groups.keys() | pod.seen) <= 1
-        yield Family(
-            tuple(whole),
-            tuple(tails),
-            tuple(masks),
-            1 if is_fine else align,
-            alone,
-            pod.row_tokens,
-            is_fine,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +176,7 @@ class _Pass:
     def hits(self) -> Iterator[tuple[str, Hit]]:
         """The hits of pods that have one."""
         valid = self._valid_ends()
-        places, ends = _last_ends(valid)
+        places, ends = last_ends(valid)
         if not places:
             return
         num_blocks = [end * self._align for end in ends]
@@ -239,7 +198,7 @@ class _Pass:
         if cap < len(valid):
             # Within a block only what ends below the cap counts, not what covers it.
             below = self._valid_ends(cap) if self._family.is_fine else valid[:cap]
-            capped = dict(zip(*_last_ends(below), strict=True))
+            capped = dict(zip(*last_ends(below), strict=True))
             ends = [capped.get(place, 0) for place in places]
         return [end * tokens for end in ends]
 
@@ -251,8 +210,10 @@ class _Pass:
         ``limit``: as if the prompt had so many.
         """
         planes = list(self._index.planes())
-        valid = self._ends_on(planes, limit)
         near = [plane for plane in planes if plane[1] != STORED]
+        if not self._family.with_stored:
+            return self._ends_on(near, limit)
+        valid = self._ends_on(planes, limit)
         rows = self._family.row_tokens
         if rows is None or len(near) == len(planes):
             return valid
@@ -326,9 +287,9 @@ class _Pass:
         if mixed:
             inside = np.arange(max(num_blocks))[:, None] < [num_blocks[i] for i in mixed]
             columns = [places[i] for i in mixed]
-            weighed = top * _count(held, columns, inside)
+            weighed = top * count(held, columns, inside)
             for weight, more in levels:
-                weighed += weight * _count(more & ~held, columns, inside)
+                weighed += weight * count(more & ~held, columns, inside)
                 held |= more
             for i, score in zip(mixed, weighed.tolist(), strict=True):
                 scores[i] = score
@@ -367,27 +328,3 @@ class _Pass:
                 spread = np.repeat(blocks, every)[:num_blocks]
             held[: len(spread)] |= spread
         return held
-
-
-def _last_ends(valid: Words) -> tuple[list[int], list[int]]:
-    """The pods with any valid end, and the number of rows up to the last one."""
-    if not valid.any():
-        return [], []
-    reaches = np.bitwise_or.accumulate(valid[::-1])[::-1]
-    rows = np.append(np.flatnonzero(reaches[1:] != reaches[:-1]), len(reaches) - 1)
-    bits = _bits(reaches[rows])
-    lengths = np.diff(rows, prepend=-1) @ bits.astype(np.intp)
-    places = np.flatnonzero(bits[0])
-    return places.tolist(), lengths[places].tolist()
-
-
-def _bits(words: Words) -> NDArray[np.uint8]:
-    """Words as rows of 64 zeros and ones, pod 0 first."""
-    octets = words.astype("<u8").view(np.uint8).reshape(len(words), 8)
-    return np.unpackbits(octets, axis=1, bitorder="little")
-
-
-def _count(held: Words, places: list[int], inside: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """For each pod at ``places`` the blocks that it holds within its hit."""
-    counted: NDArray[np.float64] = (_bits(held)[:, places] & inside).sum(axis=0, dtype=np.float64)
-    return counted

@@ -157,7 +157,8 @@ class RequestRouter:
         trust = self.trust.get(engine, 1.0)
         if trust >= TRUSTED_FROM:
             return hit
-        return Hit(int(hit.blocks * trust), int(hit.tokens * trust), hit.score * trust)
+        blocks, tokens, kept = (int(n * trust) for n in (hit.blocks, hit.tokens, hit.kept_tokens))
+        return Hit(blocks, tokens, hit.score * trust, kept)
 
     def _candidate(
         self, engine: str, lookup: PrefixLookup | None, loads: Mapping[str, Load]

@@ -7,11 +7,13 @@ once.  Engines that are down or draining are no candidates.
 before this request is done, and takes the cheapest::
 
     prefill p            left(p) + queue(p) + 512 * others(p) + pressure(p)
-    decode d, hand-over  the cheapest prefill + 0.125 * left(d) + 64 * requests(d) + pressure(d)
+    decode d, hand-over  the cheapest prefill + 0.125 * pulled(d) + 64 * requests(d) + pressure(d)
     decode d, alone                                     left(d) + 64 * requests(d) + pressure(d)
 
     left      tokens of the prompt that the engine's hit does not cover, and of those on a slower
               medium, such as a store, a part (by the hit's score per block)
+    pulled    the same, but where states cut the hit: they are pulled whatever the engine holds, so
+              only what full attention lacks counts
     queue     tokens that this router sent there and that are not computed yet
     others    requests there that this router did not send
     requests  running and waiting: each request in a batch slows the others
@@ -250,6 +252,11 @@ def _uncached(query: RouteQuery, candidate: Candidate) -> float:
     return max(0.0, query.num_tokens - candidate.hit.weighed_tokens)
 
 
+def _pulled(query: RouteQuery, candidate: Candidate) -> float:
+    """Tokens that a pull brings."""
+    return max(0.0, query.num_tokens - candidate.hit.weighed_beside_a_pull)
+
+
 def _parts(query: RouteQuery, candidate: Candidate) -> dict[str, float]:
     """The same in parts: tokens to compute, and what loading the others costs, if anything."""
     left = _uncached(query, candidate)
@@ -283,7 +290,7 @@ def _hand_over_cost(
 ) -> ScoredCandidate:
     parts = {
         "at prefill": prefill_cost,
-        "pulled": TOKENS_PER_PULLED_TOKEN * _uncached(query, candidate),
+        "pulled": TOKENS_PER_PULLED_TOKEN * _pulled(query, candidate),
         "in the batch": TOKENS_PER_DECODE_REQUEST * candidate.num_requests,
         "pressure": _pressure(query, candidate),
     }

@@ -154,6 +154,20 @@ def test_a_full_batch_beats_decodes_hit_exactly_where_the_formula_says() -> None
     assert (TOKENS_PER_DECODE_REQUEST, TOKENS_PER_PULLED_TOKEN) == (64, 0.125)
 
 
+def test_what_states_cut_short_is_not_pulled_again() -> None:
+    """Decode keeps its full attention and is brought the states: a pull of half costs 512 less.
+    Alone it would have to compute all of it, so nothing else changes."""
+    kept = Candidate("a", Hit(0, 0, 0.0, kept_tokens=4096))
+    b = Candidate("b")
+    assert first(LONG, kept, b, decode=True) == "a"
+    assert first(LONG, replace(kept, num_requests=9), b, decode=True) == "b"
+    for engines in ([kept, b], [b]):
+        (best, *_) = PrefixAware().decide(LONG, engines, []).prefill
+        assert best.cost == 8192
+    almost = Candidate("a", Hit(0, 0, 0.0, kept_tokens=8191))
+    assert not PrefixAware().decide(LONG, [b], [almost]).alone
+
+
 def test_prompts_of_others_beat_a_hit_exactly_where_the_formula_says() -> None:
     """A holds 4096 of 8192; another client's prompt counts 512, so eight are worth its hit."""
     b = Candidate("b")
