@@ -81,6 +81,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
         self._worker: PdWorker | None = None
+        self._may_lag = may_lag(kv_cache_config)
         if role is KVConnectorRole.WORKER:
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
             return
@@ -165,7 +166,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
         It brings the states whatever is held; windows it brings from the end of the hit on.
         """
-        return may_lag(self._kv_cache_config)
+        return self._may_lag
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A pull restores every group that takes part in transfers."""

@@ -219,6 +219,8 @@ class ConsumerScheduler:
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
+        if not self._counts:  # asked in every step
+            return {}
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 

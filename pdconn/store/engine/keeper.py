@@ -165,6 +165,8 @@ class Keeper:
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
+        if not self._counts:
+            return {}
         with self._counting:
             counts, self._counts = self._counts, Counter()
         return {name: amount for name, amount in counts.items() if amount}

@@ -256,8 +256,11 @@ class StoreScheduler:
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
+        kept = self._keeper.take_counts()
+        if not self.counts:  # asked in every step
+            return kept
         counts, self.counts = self.counts, Counter()
-        counts.update(self._keeper.take_counts())
+        counts.update(kept)
         return dict(counts)
 
     def close(self) -> None:

@@ -102,6 +102,8 @@ class StoreReports:
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
+        if not self._counts:
+            return {}
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return dict(taken)
