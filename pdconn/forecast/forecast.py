@@ -191,7 +191,7 @@ def forecast(
     until = prompt_tokens - 1
     lent = block_tables(prefill.groups, until, ids, seed)
     taken = block_tables(decode.groups, until, ids, seed + 1)
-    need = Need(hit_tokens, until, taken.lists)
+    need = Need.of(hit_tokens, until, taken.lists)
     theirs = prefill.references(lent.num_blocks)
     table: list[list[_Pulled]] = []
     for rank, ours in enumerate(decode.references(taken.num_blocks)):
@@ -269,7 +269,7 @@ def _pulled(
     moved, runs = Moved(), 0
     is_state = pairing.ours.groups[group].kind is AttentionKind.STATE
     most = sum(
-        (1 if is_state else -(-need.until // one.sub_block_tokens)) * len(one.nbytes)
+        (1 if is_state else -(-need.tokens[group].stop // one.sub_block_tokens)) * len(one.nbytes)
         for one in templates
     )
     laid_out = most <= max_laid_out_runs

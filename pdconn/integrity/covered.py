@@ -77,7 +77,7 @@ def covered(match: Match, need: Need, terms: Terms) -> Covered:
 def _asked(match: Match, need: Need, grain: Grain, num_tokens: int) -> range:
     """Numbers of the units whose every written row was pulled."""
     sub = gcd(match.their_block_tokens, match.group.block_tokens)
-    pulled = sub_blocks(match.group, need, sub)
+    pulled = sub_blocks(match.group, need.tokens[match.our_group], sub)
     written = grain.written(num_tokens)
     low = -(-(pulled.start * sub // grain.row_tokens) // grain.rows)
     high = pulled.stop * sub // grain.row_tokens
@@ -96,13 +96,13 @@ def _units(match: Match, grain: Grain, numbers: I64, rows: int, blocks: BlockLis
 
 
 def _state(match: Match, need: Need, terms: Terms) -> Covered:
-    """The one block that holds the state after ``need.until`` tokens, on either side."""
-    last = need.until - 1
-    number = last // match.their_block_tokens
-    numbers = np.array([number] if need.held < need.until else [], dtype=np.int64)
+    """The one block that holds the state after the last token, on either side."""
+    lasts = need.tokens[match.our_group][-1:]
+    numbers = np.array(lasts, dtype=np.int64) // match.their_block_tokens
     numbers = numbers[_counted(match, terms, numbers)]
     if not len(numbers):
         return Covered(range(0), ())
+    last, number = lasts[0], int(numbers[0])
     here = np.array([[last // match.group.block_tokens]], dtype=np.int64)
     ids = _ids(here, need.blocks[match.our_group])
     return Covered(range(number, number + 1), (Units(numbers, ids, np.zeros_like(ids), 1, 1),))

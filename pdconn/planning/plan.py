@@ -37,19 +37,27 @@ MAX_RUNS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one request of ours needs: tokens ``[held, until)`` in these blocks.
+    """What one request of ours needs: for each group of ours tokens, and blocks to put them in.
 
-    ``blocks`` has one list per group of ours.  Blocks before ``held`` tokens are
-    in our cache already.
+    Attributes:
+        tokens: of each group the tokens to bring: those before are in our cache already, those
+            behind come another time.  A window reaches back from the end, a state is the one
+            after it; an empty range brings nothing.
+        blocks: of each group.
     """
 
-    held: int
-    until: int
+    tokens: tuple[range, ...]
     blocks: tuple[BlockList, ...]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held <= self.until:
-            raise ValueError(f"expected 0 <= held <= until, got {self.held}, {self.until}")
+        for tokens in self.tokens:
+            if not 0 <= tokens.start <= tokens.stop or tokens.step != 1:
+                raise ValueError(f"expected 0 <= start <= stop, got {tokens}")
+
+    @classmethod
+    def of(cls, held: int, until: int, blocks: tuple[BlockList, ...]) -> Need:
+        """Tokens ``[held, until)`` of every group."""
+        return cls((range(held, until),) * len(blocks), blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +225,12 @@ def _num_blocks(theirs: Sequence[KVCacheReferences]) -> tuple[int, ...]:
     )
 
 
-def sub_blocks(group: KVCacheGroupReference, need: Need, tokens: int) -> range:
+def sub_blocks(group: KVCacheGroupReference, lacking: range, tokens: int) -> range:
     """The sub-blocks of ``tokens`` tokens each that a later token will read and that we lack."""
-    first = max(window_start(group, need.until), need.held) // tokens
-    return range(first, -(-need.until // tokens))
+    end = -(-lacking.stop // tokens)
+    if not lacking:
+        return range(end, end)
+    return range(max(window_start(group, lacking.stop), lacking.start) // tokens, end)
 
 
 def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
@@ -231,9 +241,9 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
     """
     if group.kind is AttentionKind.STATE:
         return _state_pair(template, need, lent)
-    tokens = template.sub_block_tokens
-    reach = window_start(group, need.until) // tokens
-    pulled = sub_blocks(group, need, tokens)
+    tokens, lacking = template.sub_block_tokens, need.tokens[template.our_group]
+    reach = window_start(group, lacking.stop) // tokens
+    pulled = sub_blocks(group, lacking, tokens)
     wanted = np.arange(pulled.start, pulled.stop, dtype=np.int64)
     ours, our_sub = _located(
         wanted, template.our_block_tokens // tokens, need.blocks[template.our_group]
@@ -244,11 +254,11 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
 
 
 def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:
-    """The one block that holds the state after ``need.until`` tokens, under either id.
+    """The one block that holds the state after the last token, under either id.
 
     A state has no tokens, so the block sizes of the two sides need not agree.
     """
-    last = np.array([need.until - 1] if need.held < need.until else [], dtype=np.int64)
+    last = np.array(need.tokens[template.our_group][-1:], dtype=np.int64)
     ours, _ = _located(last // template.our_block_tokens, 1, need.blocks[template.our_group])
     theirs, _ = _located(last // template.their_block_tokens, 1, lent)
     _bounded(template, last, ours, theirs)

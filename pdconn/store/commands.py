@@ -62,7 +62,7 @@ class FetchResult:
 class LoadRows:
     """Copy a fetch's rows to the blocks of ``request``, and report the request received.
 
-    ``need.until`` is the boundary; the fetch's bytes may be used again after it.
+    ``need`` ends at the boundary; the fetch's bytes may be used again after it.
     """
 
     number: int

@@ -189,7 +189,7 @@ class ConsumerScheduler:
         self._pulling[key] = self._pulling.get(key, 0) + 1
         self._note_started(key, tracked.parent)
         tracked.blocks = blocks
-        need = Need(
+        need = Need.of(
             tracked.num_local,
             tracked.num_local + num_external,
             tuple(trimmed(ids) for ids in self._splits.described(blocks)),

@@ -31,7 +31,7 @@ def test_views_hold_what_the_lenders_views_held(
         with RegisteredKVMemory(transport, made.references, made.owners) as memory:
             assert {one.device for one in memory.memories} == {device}
             pairing = Pairing.of(made.references, [one.references for one in ranks], rank)
-            need = Need(0, len(OURS) * BLOCK_TOKENS, (BlockList(0, OURS),))
+            need = Need.of(0, len(OURS) * BLOCK_TOKENS, (BlockList(0, OURS),))
             plan = pairing.plan(need, (BlockList(0, THEIRS),))
             reads = [
                 transport.read(transport.connect(ranks[number].address), spans)

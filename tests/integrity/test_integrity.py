@@ -83,7 +83,7 @@ class Engine:
 
 def pull(ours: Engine, theirs: Engine, held: int, until: int, lent: int = 100) -> Plan:
     """Copy what a plan says; the plan."""
-    need = Need(held, until, ours.table(until))
+    need = Need.of(held, until, ours.table(until))
     pairing = Pairing.of(ours.references, [theirs.references])
     plan = pairing.plan(need, theirs.table(lent))
     for _, spans in plan.reads:
@@ -96,7 +96,7 @@ def expectation(
     ours: Engine, theirs: Engine, held: int, until: int, terms: Terms = TERMS
 ) -> Expected:
     checks = Checks.of(ours.references, [theirs.references])
-    (expected,) = checks.expect(Need(held, until, ours.table(until)), terms)
+    (expected,) = checks.expect(Need.of(held, until, ours.table(until)), terms)
     return expected
 
 

@@ -56,7 +56,7 @@ def test_what_is_refused_is_named(
     message: str,
 ) -> None:
     with pytest.raises(PlanningError) as refused:
-        pairing.plan(Need(0, 12, ours), theirs)
+        pairing.plan(Need.of(0, 12, ours), theirs)
     assert type(refused.value) is kind
     assert str(refused.value) == message
 
@@ -67,6 +67,6 @@ def test_the_last_block_is_in_range_and_what_is_not_needed_is_not_looked_at(
 ) -> None:
     """Control: the same lists, one id lower, or with the bad id behind what is wanted."""
     [only] = last
-    assert pairing.plan(Need(0, 12, last), last).num_runs > 0
+    assert pairing.plan(Need.of(0, 12, last), last).num_runs > 0
     behind = (BlockList(0, (*only.ids, AT + 1)),)
-    assert pairing.plan(Need(0, 12, last), behind).num_runs > 0
+    assert pairing.plan(Need.of(0, 12, last), behind).num_runs > 0

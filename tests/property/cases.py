@@ -46,17 +46,18 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
     """
     sorts = draw(models())
     heads = [sort.heads for sort in sorts]
-    tokens = draw(st.integers(1, 24 if max(heads) <= 8 else 10))
+    num_tokens = draw(st.integers(1, 24 if max(heads) <= 8 else 10))
     has_state = any(sort.kind is AttentionKind.STATE for sort in sorts)
-    until = tokens if has_state else draw(st.integers(0, tokens))
-    need = (draw(st.integers(0, until)), until)
+    until = num_tokens if has_state else draw(st.integers(0, num_tokens))
     blocks = [draw(block_sizes(sort)) for sort in sorts]
     theirs = draw(
-        sides(sorts, [pair[0] for pair in blocks], (until, tokens), THEIRS, splits=splits)
+        sides(sorts, [pair[0] for pair in blocks], (until, num_tokens), THEIRS, splits=splits)
     )
     ours = draw(sides(sorts, [pair[1] for pair in blocks], (until, until), OURS))
     rank = draw(st.integers(0, len(ours.ranks) - 1))
-    return Case(ours, theirs, Need(*need, ours.tables), rank)
+    held = draw(st.lists(st.integers(0, until), min_size=1, max_size=len(ours.groups)))
+    tokens = tuple(range(held[n % len(held)], until) for n in range(len(ours.groups)))
+    return Case(ours, theirs, Need(tokens, ours.tables), rank)
 
 
 @st.composite

@@ -310,20 +310,20 @@ def _inside(memories: dict[int, NDArray[np.int64]], start: int, nbytes: int) -> 
 def expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDArray[np.int64]]:
     """Labels that we must end up with.
 
-    Tokens that we hold already, and tokens before a window, are not moved; both bounds,
-    and ``until``, are rounded outwards to what both sides can address.
+    Tokens that a group holds already, and tokens before a window, are not moved; both bounds,
+    and the end, are rounded outwards to what both sides can address.
     """
     blocks = {n: group.block_tokens for group in theirs.groups for n in group.numbers}
     wanted: dict[int, tuple[int, int]] = {}
-    for group in ours.groups:
-        sort = group.sort
+    for group, tokens in zip(ours.groups, need.tokens, strict=True):
+        sort, held, until = group.sort, tokens.start, tokens.stop
         for number in group.numbers:
             if sort.kind is AttentionKind.STATE:
-                wanted[number] = (0, int(need.until > need.held))
+                wanted[number] = (0, int(until > held))
                 continue
             step = int(np.gcd(group.block_tokens, blocks[number]))
-            start = max(need.held, sort.reach(need.until)) // step * step
-            end = -(-need.until // step) * step
+            start = max(held, sort.reach(until)) // step * step
+            end = -(-until // step) * step if until > held else start
             unit = group.block_tokens if sort.opaque else sort.ratio
             wanted[number] = (start // unit, end // unit)
     found = {}

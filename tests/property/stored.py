@@ -180,7 +180,7 @@ class Store:
             at: np.full_like(it, UNTOUCHED) for at, it in case.reader.labels(rank, False).items()
         }
         times = {at: np.zeros_like(it) for at, it in got.items()}
-        need = Need(case.held, case.boundary, case.reader.tables)
+        need = Need.of(case.held, case.boundary, case.reader.tables)
         needed = rows_needed(case.layout, case.held, case.boundary)
         for kind in RowKind:
             share = _of(self.share(references), kind)

@@ -104,6 +104,12 @@ def _kernel_blocks_joined(case: Case) -> Plan:
     return replace(case, theirs=wrong).plan()
 
 
+def _one_hit(case: Case) -> Plan:
+    """Take the hit of one group for that of all."""
+    need = replace(case.need, tokens=(case.need.tokens[0],) * len(case.need.tokens))
+    return case.pairing().plan(need, case.theirs.tables)
+
+
 def _their_heads(case: Case, head: Callable[[Piece], int]) -> Plan:
     ours, theirs = case.ours.ranks[case.rank], case.theirs.ranks
     pieces = match_pieces(ours, theirs, case.rank)
@@ -157,6 +163,7 @@ MUTANTS: dict[str, Callable[[Case], Plan]] = {
     "another rank": _other_replicas,
     "ids of the engine's blocks": _engine_ids,
     "kernel blocks joined": _kernel_blocks_joined,
+    "one hit": _one_hit,
     "a state undivided": _state_undivided,
     "one number of heads": _one_number_of_heads,
     "one byte off at the source": _spans(lambda s: replace(s, remote=s.remote + np.uint64(1))),

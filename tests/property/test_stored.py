@@ -118,7 +118,9 @@ class WrongRowLoaded(Store):
     def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
         first = min((index for index, _ in rows), default=0)
         size = pairing.share.block_tokens
-        need = replace(need, held=max(0, need.held - first * size), until=need.until - first * size)
+        less = first * size
+        tokens = tuple(range(max(0, t.start - less), t.stop - less) for t in need.tokens)
+        need = replace(need, tokens=tokens)
         return super().spans_to_load(pairing, need, [(index - first, at) for index, at in rows])
 
 
@@ -133,7 +135,8 @@ class WrongSlot(Store):
 
 class HeldIgnored(Store):
     def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
-        return super().spans_to_load(pairing, replace(need, held=0), self._all(rows))
+        tokens = tuple(range(each.stop) for each in need.tokens)
+        return super().spans_to_load(pairing, replace(need, tokens=tokens), self._all(rows))
 
     def _all(self, rows: Sequence[Row]) -> list[Row]:
         known = dict(rows)
@@ -144,8 +147,10 @@ class HeldIgnored(Store):
 class HeldRoundedUp(Store):
     def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
         size = pairing.share.block_tokens
-        held = min(need.until, -(-need.held // size) * size)
-        return super().spans_to_load(pairing, replace(need, held=held), rows)
+        tokens = tuple(
+            range(min(each.stop, -(-each.start // size) * size), each.stop) for each in need.tokens
+        )
+        return super().spans_to_load(pairing, replace(need, tokens=tokens), rows)
 
 
 class HeadsFromTheRanksFirst(Store):

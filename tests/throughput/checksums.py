@@ -89,7 +89,7 @@ def measured(layout: str, block_tokens: int, sampled: bool, nbytes: int, times: 
     read = HostMemory()
     lender_s = timed(lambda: lent_sums(read, references, blocks, terms), times)
     lent = lent_sums(read, references, blocks, terms)
-    need = Need(0, terms.num_tokens, blocks)
+    need = Need.of(0, terms.num_tokens, blocks)
     (expected,) = Checks.of(references, [references]).expect(need, terms)
     reader_s = timed(lambda: expected.ours(read), times)
     answer_s = timed(lambda: [lent.answer(ask) for ask in expected.asks], times)

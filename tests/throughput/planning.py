@@ -137,7 +137,7 @@ def plan_row(layout: str, tokens: int, bound_ms: float, times: int) -> Row:
     blocks = 2 * tokens // BLOCK + 4096
     ours, theirs = (gemma(layout, 1, 0, blocks, at) for at in range(2))
     pairing = Pairing.of(ours, [theirs])
-    need = Need(0, tokens, tables(ours, tokens, blocks, seed=1))
+    need = Need.of(0, tokens, tables(ours, tokens, blocks, seed=1))
     lent = tables(theirs, tokens, blocks, seed=2)
     median, worst = timed(lambda: pairing.plan(need, lent), times)
     runs = pairing.plan(need, lent).num_runs
@@ -163,7 +163,7 @@ def plan_memory(layout: str, tokens: int, blocks: int) -> tuple[int, int]:
     """Runs of one plan and the peak bytes that it allocates, in caches of ``blocks`` blocks."""
     ours, theirs = (gemma(layout, 1, 0, blocks, at) for at in range(2))
     pairing = Pairing.of(ours, [theirs])
-    need = Need(0, tokens, tables(ours, tokens, CACHES[0], seed=1))
+    need = Need.of(0, tokens, tables(ours, tokens, CACHES[0], seed=1))
     lent = tables(theirs, tokens, CACHES[0], seed=2)
     tracemalloc.start()
     try:

@@ -58,7 +58,7 @@ def test_a_ticket_is_claimed_at_its_arrival_and_read_with_blocks() -> None:
     side.allocated(asked, BLOCKS, 39)
     [read] = side.take_commands()
     assert isinstance(read, ReadBlocks)
-    assert (read.request, read.need.held, read.need.until) == ("d", 0, 39)
+    assert (read.request, read.need.tokens) == ("d", (range(39),) * 2)
     assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))
     side.reported("d")
     assert len(side) == 0
@@ -91,7 +91,7 @@ def test_a_local_hit_is_not_pulled_again() -> None:
     side.allocated(asked, BLOCKS, 7)
     [read] = side.take_commands()
     assert isinstance(read, ReadBlocks)
-    assert (read.need.held, read.need.until) == (32, 39)
+    assert read.need.tokens == (range(32, 39),) * 2
 
 
 def test_a_full_local_hit_gives_the_claim_up_and_reports_nothing() -> None:
@@ -326,7 +326,7 @@ def test_kernel_blocks_are_read_into_and_the_engines_are_quarantined(splits: Spl
     side.allocated(asked, BLOCKS, 23)
     read = side.take_commands()[-1]
     assert isinstance(read, ReadBlocks)
-    assert (read.need.held, read.need.until) == (16, 39), "tokens, whatever the blocks"
+    assert read.need.tokens == (range(16, 39),) * 2, "tokens, whatever the blocks"
     assert side.blocks_of("d") == (1, 2, 3, 5, 6)
     if splits is UNSPLIT:
         assert read.need.blocks == (BlockList(0, (1, 2, 3)), BlockList(1, (5, 6)))

@@ -22,7 +22,7 @@ from transport.inprocess.faults import ReadRequest
 
 WINDOW = 6
 FULL = BlockList(0, (3, 4, 5))
-NEED = Need(0, 12, (BlockList(0, (7, 8, 9)), BlockList(1, (10, 11))))
+NEED = Need.of(0, 12, (BlockList(0, (7, 8, 9)), BlockList(1, (10, 11))))
 
 
 class Hybrid(Cache):

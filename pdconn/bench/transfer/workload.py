@@ -70,7 +70,7 @@ class Workload:
 
     def needs(self) -> list[Need]:
         """What each request needs; nothing of it is cached."""
-        return [Need(0, self.until, tables.lists) for tables in self.taken]
+        return [Need.of(0, self.until, tables.lists) for tables in self.taken]
 
     def ours(self) -> KVCacheReferences:
         """Memory of the decode rank, at made-up addresses."""

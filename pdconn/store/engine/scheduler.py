@@ -148,7 +148,9 @@ class StoreScheduler:
         need = range(held, fetch.boundary)
         stored.stage = LoadStage.LOADING
         fetch.is_loading = True
-        self._commands.append(LoadRows(stored.fetch, request, Need(need.start, need.stop, blocks)))
+        self._commands.append(
+            LoadRows(stored.fetch, request, Need.of(need.start, need.stop, blocks))
+        )
         self.counts["store_hits"] += 1
         self.counts["store_hit_tokens"] += len(need)
         self._keeper.touch(fetch.rows)

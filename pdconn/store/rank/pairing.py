@@ -71,10 +71,10 @@ class RowPairing:
         self._scaled = tuple(_scaled_pairings(ours, share, self._slot_nbytes))
 
     def spans_to_load(self, need: Need, rows: Sequence[Row]) -> Iterator[Spans]:
-        """The copies for tokens ``[need.held, need.until)`` that later tokens will read.
+        """The copies for the tokens of ``need`` that later tokens will read.
 
         Args:
-            need: ``until`` is a boundary; one block list per group of our memory.
+            need: it ends at a boundary.
             rows: those that :func:`~pdconn.store.format.boundaries.rows_needed` names for this
                 kind, anywhere in host memory.
 
@@ -106,7 +106,7 @@ class RowPairing:
             BlockOutOfRange: a block id beyond the cache.
         """
         size = self.share.block_tokens
-        need = Need(index * size, (index + 1) * size, blocks)
+        need = Need.of(index * size, (index + 1) * size, blocks)
         return list(self.spans_to_load(need, [(index, address)]))
 
     def _moved(self, spans: Spans, addresses: I64) -> Spans:
@@ -136,10 +136,12 @@ class _ScaledPairing:
 
     def need(self, need: Need) -> Need:
         """``need`` in scaled tokens."""
-        if need.until % self.scale:
-            raise FormatError("until", f"a multiple of {self.scale} tokens", need.until)
-        blocks = tuple(need.blocks[group] for group in self.groups)
-        return Need(need.held // self.scale, need.until // self.scale, blocks)
+        tokens = [need.tokens[group] for group in self.groups]
+        for one in tokens:
+            if one.stop % self.scale:
+                raise FormatError("until", f"a multiple of {self.scale} tokens", one.stop)
+        scaled = tuple(range(one.start // self.scale, one.stop // self.scale) for one in tokens)
+        return Need(scaled, tuple(need.blocks[group] for group in self.groups))
 
     def lent(self, rows: Sequence[int], block_tokens: int) -> list[BlockList]:
         """One block list per section: a row is the last of the blocks in its canonical block."""
@@ -163,11 +165,17 @@ class _ScaledPairing:
         tokens = size // self.scale
         runs = sum(len(t.nbytes) * (tokens // t.sub_block_tokens) for t in self.pairing.templates)
         step = max(1, _BATCH_RUNS // max(1, runs)) * size
-        held = need.held
-        while held < need.until:
-            until = min(need.until, (held // size) * size + step)
-            yield Need(held, until, need.blocks)
+        held, end = (min(t.start for t in need.tokens), max(t.stop for t in need.tokens))
+        while held < end:
+            until = (held // size) * size + step
+            yield Need(tuple(_within(tokens, held, until) for tokens in need.tokens), need.blocks)
             held = until
+
+
+def _within(tokens: range, start: int, stop: int) -> range:
+    """Those of ``tokens`` that lie in ``[start, stop)``."""
+    start, stop = max(tokens.start, start), min(tokens.stop, stop)
+    return range(start, max(start, stop))
 
 
 def _scaled_pairings(

@@ -256,7 +256,7 @@ class StoredEngine:
 
     def need(self, held: int = 0, until: int = TOKENS) -> Need:
         """All of the request's blocks."""
-        return Need(held, until, self.side.tables)
+        return Need.of(held, until, self.side.tables)
 
     def names(self, held: int = 0, until: int = TOKENS) -> list[RowName]:
         """The rows that tokens ``[held, until)`` need, in order."""

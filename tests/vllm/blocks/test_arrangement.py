@@ -270,7 +270,7 @@ def engine(backend: str, tp: int, layout: str = "LBHNC") -> list[Rank]:
 def pull(theirs: list[Rank], ours: list[Rank]) -> None:
     for number, rank in enumerate(ours):
         pairing = Pairing.of(rank.references, [one.references for one in theirs], number)
-        plan = pairing.plan(Need(0, 8, (BlockList(0, (2, 1)),)), (BlockList(0, (1, 2)),))
+        plan = pairing.plan(Need.of(0, 8, (BlockList(0, (2, 1)),)), (BlockList(0, (1, 2)),))
         target = rank.memory.numpy()
         for their_rank, spans in plan.reads:
             source = theirs[their_rank].memory.numpy()

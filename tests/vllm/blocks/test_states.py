@@ -159,7 +159,7 @@ def pulled(sort: Sort, lending: int, reading: int, dim_first: bool) -> list[bool
     right = []
     for rank, ours in enumerate(reader.references()):
         pairing = Pairing.of(ours, theirs, rank)
-        plan = pairing.plan(Need(0, 100, (BlockList(0, (1, 1)),)), (BlockList(0, (1, 2)),))
+        plan = pairing.plan(Need.of(0, 100, (BlockList(0, (1, 1)),)), (BlockList(0, (1, 2)),))
         for _, spans in plan.reads:
             for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
                 ctypes.memmove(int(local), int(remote), int(nbytes))
