@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.lagging import complete_windows, held_tokens
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
@@ -115,11 +117,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Let prefill keep what decode's last token attends to."""
+        """Let prefill keep what decode's last token attends to, and decode its partial hits."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._producer is not None:
             changed = keep_window_of_last_token(kv_cache_manager)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
+        if self._consumer is not None:
+            lags = complete_windows(kv_cache_manager, self._consumer.is_pulled)
+            self._may_lag = self._may_lag or lags
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""
@@ -198,7 +203,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if is_stored:
             self._loading_from_store.add(request.request_id)
         if self._consumer is not None:
-            self._consumer.allocated(request, ids, 0 if is_stored else num_external_tokens)
+            held = partial(held_tokens, self._kv_cache_config, blocks.blocks)
+            self._consumer.allocated(request, ids, 0 if is_stored else num_external_tokens, held)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,8 +172,29 @@ class ConsumerScheduler:
             elif tracked.ticket is not None and tracked.problem is None:
                 self._lost(outcome.request, tracked.ticket, outcome.problem)
 
-    def allocated(self, request: Any, blocks: tuple[list[int], ...], num_external: int) -> None:
-        """The request got blocks, of which ``num_external`` tokens are ours to fill."""
+    def is_pulled(self, request: Any) -> bool:
+        """Whether the engine, if it asks now what can be pulled, is promised it."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
+            return False
+        self._check(request, tracked)
+        if tracked.ticket is None or tracked.problem is not None:
+            return False
+        if self._prefix_caching and self._pulling.get(_key(tracked.ticket)):
+            return False
+        return len(tracked.granted) >= self._awaited_ranks
+
+    def allocated(
+        self,
+        request: Any,
+        blocks: tuple[list[int], ...],
+        num_external: int,
+        held: Callable[[int], tuple[int, ...]] | None = None,
+    ) -> None:
+        """The request got blocks, of which ``num_external`` tokens are ours to fill.
+
+        ``held`` tells of a local hit what each group holds of it; without it all of it.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.pulling:
             return
@@ -189,11 +210,10 @@ class ConsumerScheduler:
         self._pulling[key] = self._pulling.get(key, 0) + 1
         self._note_started(key, tracked.parent)
         tracked.blocks = blocks
-        need = Need.of(
-            tracked.num_local,
-            tracked.num_local + num_external,
-            tuple(trimmed(ids) for ids in self._splits.described(blocks)),
-        )
+        until = tracked.num_local + num_external
+        starts = (tracked.num_local,) * len(blocks) if held is None else held(tracked.num_local)
+        described = tuple(trimmed(ids) for ids in self._splits.described(blocks))
+        need = Need(tuple(range(start, until) for start in starts), described)
         self._commands.append(ReadBlocks(request.request_id, need))
 
     def blocks_of(self, request_id: str) -> tuple[int, ...]:

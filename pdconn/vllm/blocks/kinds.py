@@ -80,10 +80,12 @@ def transferred_specs(config: KVCacheConfig) -> dict[str, Any]:
     }
 
 
+def kinds_of(config: KVCacheConfig) -> Iterator[AttentionKind | None]:
+    """The kind of each group that is transferred; None where it is not known."""
+    for group in config.transfer_groups:
+        yield _KINDS.get(type(layer_spec(group.kv_cache_spec, group.layer_names[0])))
+
+
 def may_lag(config: KVCacheConfig) -> bool:
     """Whether every group that may hold less of a prompt than full attention keeps states."""
-    found = set()
-    for group in config.transfer_groups:
-        spec = layer_spec(group.kv_cache_spec, group.layer_names[0])
-        found.add(_KINDS.get(type(spec)))
-    return found == {AttentionKind.FULL, AttentionKind.STATE}
+    return set(kinds_of(config)) == {AttentionKind.FULL, AttentionKind.STATE}

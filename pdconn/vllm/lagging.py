@@ -1,0 +1,135 @@
+"""Local hits of which windows have less than full attention: a pull brings what they lack.
+
+vLLM takes of a prompt what every KV cache group holds.  A window's blocks are kept where a
+prompt ended, not where two prompts part, so that of a prefix shared with another prompt
+full attention holds everything and the windows nothing::
+
+    tokens held      full attention  ################........
+                     window          ........................
+                     pulled          without this all of it; with it what is behind the #,
+                                     and the window at the end
+
+vLLM has the door for it, which it opens beside states alone: the scheduler asks
+``KVCacheManager.get_computed_blocks_for_connector`` if a connector says that it
+``supports_divergent_local_hybrid_hits``, and takes the hit on which all groups agree if the
+connector then brings nothing.  Here the bound manager's method does the same beside windows,
+for requests whose pull is certain to come; all others get what they got before.
+
+Source: vLLM's ``v1/core/kv_cache_manager.py`` and ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from pdconn.vllm.blocks.kinds import kinds_of
+from registration.references import AttentionKind
+
+log = logging.getLogger("pdconn.vllm")
+
+_HOOK = "get_computed_blocks_for_connector"
+_PARAMETERS = (["request"], ["request", "max_cache_hit_length"])
+_WINDOWED = {AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL}
+
+
+def complete_windows(manager: Any, is_pulled: Callable[[Any], bool]) -> bool:
+    """Let a pull complete hits of full attention that windows do not reach.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        is_pulled: whether a request's pull is certain to be tried, so that either everything
+            behind its local hit is brought, or its blocks are freed.
+
+    Returns:
+        Whether the model has such groups, and the manager could be told.
+    """
+    kinds = set(kinds_of(manager.kv_cache_config))
+    coordinator = manager.coordinator
+    if AttentionKind.FULL not in kinds or not kinds & _WINDOWED or AttentionKind.STATE in kinds:
+        return False
+    if not isinstance(coordinator, HybridKVCacheCoordinator):
+        return False
+    if any(uses_eagle for *_, uses_eagle in coordinator.attention_groups):
+        return False
+    agreed = getattr(manager, _HOOK, None)
+    found = None if agreed is None else list(inspect.signature(agreed).parameters)
+    if found not in _PARAMETERS or coordinator.full_attention_group_id is None:
+        log.warning(
+            "pdconn: this vLLM looks hits up in another way, so prompts that share a prefix are "
+            "pulled whole: method=%s expected=%s got=%s",
+            _HOOK,
+            _PARAMETERS[-1],
+            found,
+        )
+        return False
+    setattr(manager, _HOOK, _Lookup(manager, agreed, is_pulled))
+    return True
+
+
+class _Lookup:
+    """In the place of the manager's method: the hit of full attention, if a pull completes it."""
+
+    def __init__(self, manager: Any, agreed: Any, is_pulled: Callable[[Any], bool]) -> None:
+        self._manager = manager
+        self._agreed = agreed
+        self._is_pulled = is_pulled
+        self._full: int = manager.coordinator.full_attention_group_id
+
+    def __call__(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
+        limits = () if max_cache_hit_length is None else (max_cache_hit_length,)
+        agreed: tuple[Any, int, int, bool] = self._agreed(request, *limits)
+        if not self._manager.prefix_cache_lookup_enabled(request) or not self._is_pulled(request):
+            return agreed
+        # One token less than vLLM would take: a hit as long as the pull would leave it nothing
+        # to bring, and be taken for one without a pull.
+        limit = max(0, min((request.num_tokens - 2, *limits)))
+        look_up = self._manager.coordinator.find_longest_cache_hit_per_group
+        computed, hits = look_up(request.block_hashes, limit)
+        full = hits[self._full]
+        if full <= agreed[1]:
+            return agreed
+        if full < max(hits):  # a chunk counts as held before it began, and full may be evicted
+            computed, _ = look_up(request.block_hashes, full)
+        return self._manager.create_kv_cache_blocks(computed), full, 0, True
+
+
+def held_tokens(
+    config: KVCacheConfig, blocks: Sequence[Sequence[Any]], num_local: int
+) -> tuple[int, ...]:
+    """Tokens that each transferred group of a request holds, of those behind which a pull begins.
+
+    Args:
+        config: the engine's groups.
+        blocks: vLLM's blocks of the request by group, just allocated: those of a hit have a hash.
+        num_local: tokens of full attention's hit.
+
+    Returns:
+        By group; for states ``num_local``, since they are brought in any case.
+    """
+    held = []
+    for group, kind in zip(config.transfer_group_ids, kinds_of(config), strict=True):
+        if kind in _WINDOWED:
+            size = config.kv_cache_groups[group].kv_cache_spec.block_size
+            held.append(min(num_local, _behind_the_last_hit(blocks[group]) * size))
+        else:
+            held.append(num_local)
+    return tuple(held)
+
+
+def _behind_the_last_hit(blocks: Sequence[Any]) -> int:
+    """Blocks up to the last one of the hit; none before the window's holes count."""
+    for at in range(len(blocks), 0, -1):
+        block = blocks[at - 1]
+        if block.is_null:
+            return 0
+        if block.block_hash is not None:
+            return at
+    return 0
