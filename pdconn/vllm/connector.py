@@ -35,6 +35,7 @@ from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
+from pdconn.vllm.partial import PartialBlocks, never_cache
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.quarantine import Quarantine
@@ -82,6 +83,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._shutdown = ShutdownSignal()
         self._worker: PdWorker | None = None
         self._may_lag = may_lag(kv_cache_config)
+        self._manager: KVCacheManager | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
             return
@@ -117,6 +119,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Let prefill keep what decode's last token attends to."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
         if self._producer is not None:
             changed = keep_window_of_last_token(kv_cache_manager)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
@@ -241,8 +244,17 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
             for request_id in report.released:
                 self._quarantine.end(request_id)
+            for request_id, blocks in report.partial.items():
+                self._pulled_in_part(request_id, blocks)
         for request_id in connector_output.finished_recving or ():
             self._consumer.reported(request_id)
+
+    def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
+        if self._manager is not None:
+            groups = self._kv_cache_config.transfer_group_ids
+            never_cache(self._manager, groups, request_id, blocks)
+        if self._store is not None:
+            self._store.pulled(request_id, blocks)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Stored rows, in vLLM's own block hashes."""

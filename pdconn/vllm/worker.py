@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 
@@ -38,6 +38,7 @@ from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
+from pdconn.vllm.partial import partial_blocks
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
@@ -220,10 +221,18 @@ class PdWorker:
         fetched = sum(isinstance(answer, FetchResult) for answer in answers)
         self._num_fetching -= len(loaded) + len(failed) + fetched
 
+    @cached_property
+    def _block_tokens(self) -> list[int]:
+        """Tokens of the engine's blocks, by transferred group."""
+        groups = self._kv_cache_config.transfer_groups
+        return [group.kv_cache_spec.block_size for group in groups]
+
     def _note(self, pulled: PullResults, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(pulled.received)
         for record in pulled.records:
             self._stats.record(record)
+            if record.begins and (blocks := partial_blocks(record.begins, self._block_tokens)):
+                self._report.partial[record.request] = blocks
         for failed in pulled.failed:
             results.failed_recving.add(failed.request)
             results.finished_recving.add(failed.request)

@@ -44,9 +44,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -64,12 +66,16 @@ MAX_MODEL_LEN = 1 << 17
 
 @dataclass(frozen=True)
 class GroupShape:
-    """One KV cache group: tokens of its blocks, and its window (None: full attention or states)."""
+    """One KV cache group: tokens of its blocks, and its window (None: full attention or states).
+
+    ``is_chunk``: the window is a chunk of local attention.
+    """
 
     block_tokens: int
     window: int | None = None
     eagle: bool = False
     is_state: bool = False
+    is_chunk: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class CacheShape:
         )
 
 
-def _spec(group: GroupShape) -> FullAttentionSpec | SlidingWindowSpec | MambaSpec:
+def _spec(group: GroupShape) -> KVCacheSpec:
     if group.is_state:
         return MambaSpec(
             block_size=group.block_tokens,
@@ -135,6 +141,8 @@ def _spec(group: GroupShape) -> FullAttentionSpec | SlidingWindowSpec | MambaSpe
     }
     if group.window is None:
         return FullAttentionSpec(**common)
+    if group.is_chunk:
+        return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.window)
     return SlidingWindowSpec(**common, sliding_window=group.window)
 
 
@@ -214,7 +222,7 @@ class SimCache:
         there is no room now.
         """
         found: int
-        self._begin_step()
+        self.begin_step()
         look = self.manager.get_computed_blocks
         if transferred and self.shape.has_states:
             # A connector completes what only full attention has.
@@ -243,7 +251,7 @@ class SimCache:
             request.num_computed_tokens = min(last, request.num_tokens - 1)
         return found
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """The copies of the step before are done."""
         self.manager.new_step_starts()
         self.end_copies()
@@ -265,7 +273,7 @@ class SimCache:
 
     def step(self, request: Request) -> bool:
         """Blocks for the next tokens; False where there is no room."""
-        self._begin_step()
+        self.begin_step()
         fresh = self._chunk(request)
         if fresh and self.manager.allocate_slots(request, fresh) is None:
             return False

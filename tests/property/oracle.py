@@ -293,10 +293,24 @@ def check(plan: Plan, ours: Side, rank: int, theirs: Side, need: Need) -> None:
             from_base, origin = _inside(source, int(remote), int(nbytes))
             got[base][into] = source[from_base][origin]
             times[base][into] += 1
+    assert dict(plan.begins) == _window_begins(ours, got)
     for base, wanted in expected(ours, theirs, rank, need).items():
         assert times[base].max(initial=0) <= 1, "a byte was written twice"
         wrong = np.flatnonzero(got[base] != wanted)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
+
+
+def _window_begins(ours: Side, got: dict[int, NDArray[np.int64]]) -> dict[int, int]:
+    """The first token from which on all layers of a windowed group were written."""
+    begins = {}
+    written = np.concatenate([labels[labels != UNTOUCHED] for labels in got.values()])
+    for number, group in enumerate(ours.groups):
+        unit = group.block_tokens if group.sort.opaque else group.sort.ratio
+        layers = [written[written >> 48 == layer] for layer in group.numbers]
+        firsts = [int(((layer >> 20) & 0xFFFFF).min()) * unit for layer in layers if len(layer)]
+        if group.kind[1] is not None and firsts:
+            begins[number] = max(firsts)
+    return begins
 
 
 def _inside(memories: dict[int, NDArray[np.int64]], start: int, nbytes: int) -> tuple[int, slice]:

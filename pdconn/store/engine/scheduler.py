@@ -257,11 +257,9 @@ class StoreScheduler:
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         kept = self._keeper.take_counts()
-        if not self.counts:  # asked in every step
-            return kept
-        counts, self.counts = self.counts, Counter()
-        counts.update(kept)
-        return dict(counts)
+        if self.counts:
+            kept, self.counts = dict(self.counts + Counter(kept)), Counter()
+        return kept
 
     def close(self) -> None:
         """Stop the threads."""

@@ -24,6 +24,7 @@ from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.partial import PartialBlocks
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
@@ -56,6 +57,7 @@ class EngineStore:
         self._pool: Any = None
         self._splits = UNSPLIT
         self._requests: dict[str, Any] = {}
+        self._partial: dict[str, PartialBlocks] = {}
         self._pinned: dict[int, list[Any]] = {}
         self._num_pinned = 0
         self._gauges: dict[str, int] = {}
@@ -176,8 +178,14 @@ class EngineStore:
         if self._store is not None:
             self._store.loaded(request_id)
 
+    def pulled(self, request_id: str, blocks: PartialBlocks) -> None:
+        """A pull wrote only the end of some blocks, which are not saved."""
+        if request_id in self._requests:
+            self._partial[request_id] = blocks
+
     def finished(self, request: Any) -> None:
         """The request left the engine."""
+        self._partial.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None and self._store is not None:
             self._store.finished(request.request_id)
 
@@ -211,8 +219,10 @@ class EngineStore:
 
     def _ids_of(self, state: Any, request_id: str, select: Any) -> tuple[list[int], ...]:
         """The request's blocks by group, as they are described."""
-        ids = self._splits.described(select(state.get_block_ids(request_id)))
-        return tuple(list(group) for group in ids)
+        ids = [list(group) for group in select(state.get_block_ids(request_id))]
+        for group, block in self._partial.get(request_id, {}).items():
+            ids[group][: block + 1] = [0] * (block + 1)
+        return tuple(list(group) for group in self._splits.described(ids))
 
     def _check_groups(self) -> None:
         """Refuse groups whose blocks belong to one request, as scratch memory does."""
