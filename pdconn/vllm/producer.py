@@ -172,7 +172,8 @@ class ProducerScheduler:
         """A request entered the engine: leave its last prompt token to decode, if it must be.
 
         The ticket names the whole prompt.  A prompt of one token is computed, and is of no use
-        to decode, which asks for none of it.
+        to decode, which asks for none of it.  Prompts that are not handed over stay whole: with
+        embeddings, which are as many as tokens, or of a session, which goes on after them.
         """
         params = request.kv_transfer_params
         if (
@@ -181,6 +182,8 @@ class ProducerScheduler:
             and params.get("do_remote_decode")
             and request.num_prompt_tokens > 1
             and request.prompt_token_ids is not None
+            and not has_embeddings(request)
+            and not request.resumable
             and request.request_id not in self._shortened
             and not request.skip_reading_prefix_cache  # decode computes such a prompt itself
         ):
