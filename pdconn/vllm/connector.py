@@ -34,6 +34,7 @@ from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.layout import wanted_layout
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
@@ -343,6 +344,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._store.close()
 
     # Class side
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout that transfers are best off with; vLLM takes another where it must."""
+        return wanted_layout(vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

@@ -37,6 +37,7 @@ from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
+from pdconn.vllm.layout import report_layout
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
@@ -104,6 +105,8 @@ class PdWorker:
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
         self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits, content)
         log.info("pdconn: registered %s", _summary(references))
+        layout = self._config.cache_config.get_resolved_kv_cache_layout()
+        report_layout(self._settings.layout, layout.name, references)
         tp_size = self._config.parallel_config.tensor_parallel_size
         self._rank = pp.rank_in_group * tp_size + tp_rank
         if transfer.is_kv_consumer:
