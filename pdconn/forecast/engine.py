@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.grouping import LayerGroup, Paged, group_layers
-from pdconn.forecast.layouts import OFFERED, chosen_layout
-from pdconn.forecast.memory import LAYOUTS, RankPlace, rank_memory
+from pdconn.forecast.memory import LAYOUTS, OFFERED, RankPlace, chosen_layout, rank_memory
 from pdconn.forecast.model import LayerSort, ModelShape, StateSort
 from registration.references import KVCacheReferences, build_kv_cache_references
 from transport.errors import did_you_mean

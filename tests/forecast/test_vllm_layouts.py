@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdconn.forecast.engine import EngineShape
-from pdconn.forecast.layouts import OFFERED, PREFERRED, chosen_layout
-from pdconn.forecast.memory import LAYOUTS
+from pdconn.forecast.memory import LAYOUTS, OFFERED, PREFERRED, chosen_layout
 from pdconn.forecast.shapes import SHAPES, built_in
 
 pytest.importorskip("vllm")

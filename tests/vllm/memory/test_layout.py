@@ -26,8 +26,8 @@ with warnings.catch_warnings():
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from pdconn.vllm import layout as layout_module
-    from pdconn.vllm.layout import report_layout, run_nbytes, wanted_layout
+    from pdconn.vllm.memory import layout as layout_module
+    from pdconn.vllm.memory.layout import report_layout, run_nbytes, wanted_layout
 
 ASKED = (None, "auto", "none", *LAYOUTS)
 Resolve = Callable[[Any, list[list[str]]], KVCacheLayout]
@@ -191,7 +191,7 @@ def counted(references: Any, heads: range) -> int:
 def test_the_start_says_what_is_in_use_and_what_was_not_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="pdconn.vllm.layout")
+    caplog.set_level(logging.INFO, logger="pdconn.vllm.memory.layout")
     report_layout("auto", "LBHNC", cache("LBHNC"))
     assert "layout LBHNC" in caplog.text
     assert "full_attention 1 KiB, 256 B" in caplog.text
