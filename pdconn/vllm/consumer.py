@@ -111,17 +111,18 @@ class ConsumerScheduler:
     def registered(self, splits: Splits) -> None:
         """Every worker is registered: ``splits`` says which blocks they describe.
 
-        When it is so again the engine has slept, and its workers have forgotten every claim and
-        pull: requests that wait for blocks claim their tickets anew, and pulls have failed.
+        When it is so again the engine has slept, and its workers know of no claim and no pull any
+        more: requests that wait for blocks claim their tickets anew, and pulls have failed.
         """
         self._splits = splits
-        for request_id, tracked in self._tracked.items() if self._is_registered else ():
-            if tracked.pulling:
-                self._commands.append(FailPull(request_id, "the engine has slept"))
-            elif tracked.ticket is not None:
-                tracked.granted.clear()
-                self._commands.append(CancelPull(request_id))  # of a claim from before, if any
-                self._claim(request_id, tracked, tracked.ticket)
+        if self._is_registered:
+            self._commands = []
+            for request_id, tracked in self._tracked.items():
+                if tracked.pulling:
+                    self._commands.append(FailPull(request_id, "the engine has slept"))
+                elif tracked.ticket is not None:
+                    tracked.granted.clear()
+                    self._claim(request_id, tracked, tracked.ticket)
         self._is_registered = True
 
     def arrived(self, request: Any) -> None:

@@ -21,7 +21,6 @@ from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.commands import Command
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
@@ -74,7 +73,6 @@ class PdWorker:
         self._kv_cache_config = kv_cache_config
         self._kv_caches: dict[str, Any] = {}
         self._is_asleep = False
-        self._held: list[Command] = []
         self._memory: RegisteredKVMemory | None = None
         self._puller: Puller | None = None
         self._handshake: PdHandshake | None = None
@@ -145,9 +143,7 @@ class PdWorker:
         self._is_idle = metadata.is_idle
         for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
-        if self._is_asleep:
-            self._held += metadata.commands
-        elif self._puller is not None:
+        if self._puller is not None:  # asleep there is none; our scheduler asks again
             for command in metadata.commands:
                 self._puller.post(command)
         if self._store is not None:
@@ -234,8 +230,6 @@ class PdWorker:
         if self._is_asleep:
             self.register(self._kv_caches)
             self._is_asleep = False
-            held, self._held = self._held, []
-            self.apply(PdMetadata(held, is_idle=self._is_idle))
 
     def _end_transfers(self) -> None:
         if self._puller is not None:
