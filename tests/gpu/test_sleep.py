@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +20,7 @@ from pdconn.puller.results import PullResults
 from pdconn.puller.thread import Puller
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.cases import BLANK, Case, Request, placed
-from tests.gpu.rigs import TRAITS, DeviceLender, settled_reads, ticket_of
+from tests.gpu.rigs import PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
 from tests.gpu.test_pulls import until
 from transport import BadAddress, Device
 from transport.nixl.transport import NixlTransport
@@ -131,6 +134,38 @@ def test_a_reader_that_asks_nobody_never_gets_what_was_lent(
         arrived = read(transport, before, ours)
         assert (ours != right).any()
         assert not arrived or not (ours != changed(right)).any()
+
+
+def test_memory_is_unmapped_amid_reads_and_nobody_dies(
+    lender: DeviceLender, device: Device, tls: str
+) -> None:
+    """Readers that did not hear of it: their reads end, and the lender serves its next boot."""
+    before, _ = lender.sleeper(CASE, tls)
+    right = REQUEST.expected(0)
+    begun = threading.Event()
+
+    def read_on() -> int:
+        """Reads that arrived until one did not; each was right."""
+        with NixlTransport("gpu-decode", huge_pages=False, close_wait_s=60.0) as transport:
+            ours = BytesOn(REQUEST.blank(0), device)
+            transport.register([ours.memory])
+            for number in itertools.count():
+                ours[:] = REQUEST.blank(0)
+                if not read(transport, before, ours):
+                    return number
+                assert not (ours != right).any()
+                begun.set()
+        raise AssertionError
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read_on)
+        assert begun.wait(PATIENCE_S)
+        lender.sleep()
+        assert reading.result(PATIENCE_S) > 0
+    _, port = lender.wake()
+    with decode(device) as (puller, ours):
+        assert not pull(puller, "new", port, "boot-2").failed
+        assert not (ours != changed(right)).any()
 
 
 def read(transport: NixlTransport, rank: RankGeometry, ours: BytesOn) -> bool:

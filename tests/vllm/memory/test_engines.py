@@ -17,7 +17,7 @@ from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from tests.vllm.engines.engines import BLOCK, MAX_MODEL_LEN, Configuration, cache_beside, engine
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 CONFIGURATION = Configuration("LBHNC", True, one_process=True, policy="fail", verify="always")
 UNREAD = {"layout": "LBNHC"}
