@@ -46,7 +46,7 @@ few layouts: name one with backend=FLEX_ATTENTION.
 
 examples:
   pdconn plan --model gemma-3-27b
-  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=LBHNC --prompt 32768
+  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=BHLNC --prompt 32768
   pdconn plan --model ./my-model --hit 4096 --link shm --json plan.json --svg plan.svg
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
   pdconn plan --list

@@ -16,7 +16,7 @@ import pytest
 
 from pdconn.lab.ports import free_ports
 from pdconn.puller import reads
-from pdconn.vllm.config import ConfigError
+from pdconn.vllm.config import ConfigError, read_settings
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps, rig
 from tests.vllm.test_producer import Pool
 from transport import BackendFailure
@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.memory import sleep
     from pdconn.vllm.memory.sleep import IS_TOLD, check_sleep, options_for_sleep
     from pdconn.vllm.supported import check_supported
+    from pdconn.vllm.worker import PdWorker
 
 
 class Deaf(PdConnector):
@@ -400,6 +401,25 @@ def test_a_lender_that_may_sleep_offers_no_mappings_of_its_memory() -> None:
     merged = options_for_sleep(theirs)["UCX"]
     assert merged == {"engine_config": "TLS=^cuda_ipc,TLS=tcp", "num_workers": "1"}
     assert theirs["UCX"]["engine_config"] == "TLS=tcp"
+
+
+@pytest.mark.parametrize(
+    ("lends", "sleeps", "config"),
+    [(True, True, "TLS=^cuda_ipc"), (True, False, None), (False, True, None)],
+)
+def test_only_lenders_that_may_sleep_are_restricted(
+    lends: bool, sleeps: bool, config: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(
+        "pdconn.vllm.worker.NixlTransport", lambda name, **options: opened.append(options)
+    )
+    vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), vllm_config, None)  # type: ignore[arg-type]
+    worker._lends = lends
+    worker._open_nixl("name")
+    [options] = opened
+    assert options["backend_options"].get("UCX", {}).get("engine_config") == config
 
 
 def test_the_user_is_told_of_the_sleep(make: Make, caplog: pytest.LogCaptureFixture) -> None:
