@@ -132,10 +132,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker is registered: say what our KV looks like, and start lending.
-
-        vLLM 0.33 calls it again when an engine wakes up, which is another boot if it had slept.
-        """
+        """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
         handshakes = {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
         welcome = welcome_of(self._engine_id, self._incarnation, handshakes)
         if welcome == self._welcome:
