@@ -32,11 +32,15 @@ class Rank:
         """Match a lender that answered our greeting with us.
 
         Raises:
-            Incompatible: naming the field and both values.
+            Incompatible: naming the field and both values, and what blocks hold.
         """
         check_traits(self.traits, welcome)
         theirs = [rank.references for rank in welcome.ranks]
-        return Pairing.of(self.references, theirs, self.spread)
+        try:
+            return Pairing.of(self.references, theirs, self.spread)
+        except Incompatible as error:
+            content = self.traits.get("block_content", "")
+            raise Incompatible(*error.differences, content=content) from None
 
 
 def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,11 +28,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from pdconn.protocol.messages import Described
+from pdconn.protocol.messages import Described, Welcome
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
-from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.memory.layout import wanted_layout
+from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.partial import PartialBlocks, never_cache
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
@@ -42,7 +42,7 @@ from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.store.engine import EngineStore
-from pdconn.vllm.supported import check_supported
+from pdconn.vllm.supported import check_supported, settings_of
 from pdconn.vllm.worker import PdWorker
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
         check_supported(vllm_config)
-        self._settings = settings = _settings(vllm_config)
+        self._settings = settings = settings_of(vllm_config)
         self._incarnation = incarnation = secrets.token_hex(8)
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
@@ -81,6 +81,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._loading_from_store: set[str] = set()
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
+        self._welcome: Welcome | None = None
         self._worker: PdWorker | None = None
         self._may_lag = may_lag(kv_cache_config)
         self._manager: KVCacheManager | None = None
@@ -135,9 +136,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker is registered: say what our KV looks like, and start lending."""
+        """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
         handshakes = {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
         welcome = welcome_of(self._engine_id, self._incarnation, handshakes)
+        if welcome == self._welcome:
+            return
+        if self._welcome is not None:
+            welcome = welcome_of(self._engine_id, secrets.token_hex(8), handshakes)
+        self._welcome, self._incarnation = welcome, welcome.incarnation
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
@@ -297,6 +303,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Pin the KV memory."""
         self._of_worker().register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 is about to unmap KV memory; see :mod:`pdconn.vllm.memory.sleep`."""
+        self._of_worker().sleep()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33 has mapped KV memory anew."""
+        self._of_worker().wake()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Our memory, for our scheduler to serve."""
         return self._of_worker().handshake()
@@ -358,9 +372,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     # Class side
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout that transfers are best off with; vLLM takes another where it must."""
+        return wanted_layout(vllm_config)
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM 0.33 asks; :func:`check_supported` refuses it in 0.32 as well."""
-        return False
+        """vLLM 0.33 asks; what stands against it is an error that names it, as in 0.32."""
+        check_sleep(kv_transfer_config)
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStats:
@@ -382,12 +402,3 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             raise RuntimeError("a worker's hook was called in the scheduler's process")
         return self._worker
-
-
-def _settings(config: VllmConfig) -> Settings:
-    return read_settings(
-        config.kv_transfer_config.kv_connector_extra_config,
-        envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-        envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
-        config.parallel_config.data_parallel_index,
-    )

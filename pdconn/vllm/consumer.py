@@ -97,6 +97,7 @@ class ConsumerScheduler:
         self._has_states = has_states
         self._awaited_ranks = awaited_ranks
         self._splits = UNSPLIT
+        self._is_registered = False
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
@@ -108,8 +109,21 @@ class ConsumerScheduler:
         return len(self._tracked)
 
     def registered(self, splits: Splits) -> None:
-        """Every worker is registered: ``splits`` says which blocks they describe."""
+        """Every worker is registered: ``splits`` says which blocks they describe.
+
+        When it is so again the engine has slept, and its workers know of no claim and no pull any
+        more: requests that wait for blocks claim their tickets anew, and pulls have failed.
+        """
         self._splits = splits
+        if self._is_registered:
+            self._commands = []
+            for request_id, tracked in self._tracked.items():
+                if tracked.pulling:
+                    self._commands.append(FailPull(request_id, "the engine has slept"))
+                elif tracked.ticket is not None:
+                    tracked.granted.clear()
+                    self._claim(request_id, tracked, tracked.ticket)
+        self._is_registered = True
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine; claim its ticket if it has one.
@@ -133,10 +147,7 @@ class ConsumerScheduler:
         if self._was_started(ticket, parent):
             tracked.ticket, tracked.follows = None, _key(ticket)
             return
-        self._number += 1
-        tracked.pull = f"{self._incarnation}/{self._number}"
-        is_awaited = self._awaited_ranks > 0
-        self._commands.append(ClaimTicket(request.request_id, tracked.pull, ticket, is_awaited))
+        self._claim(request.request_id, tracked, ticket)
 
     def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens after the local hit can be pulled; None to ask again later.
@@ -228,6 +239,12 @@ class ConsumerScheduler:
         """This step's commands for the pullers, in order."""
         commands, self._commands = self._commands, []
         return commands
+
+    def _claim(self, request_id: str, tracked: _Tracked, ticket: Ticket) -> None:
+        self._number += 1
+        tracked.pull = f"{self._incarnation}/{self._number}"
+        is_awaited = self._awaited_ranks > 0
+        self._commands.append(ClaimTicket(request_id, tracked.pull, ticket, is_awaited))
 
     def _num_tokens(self, request: Any) -> int:
         """Tokens of the prompt that the ticket of ``request`` is for, at most.

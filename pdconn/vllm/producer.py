@@ -149,15 +149,17 @@ class ProducerScheduler:
         block_pool.reset_prefix_cache = reset_prefix_cache
 
     def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
-        """Start the side channel, once every worker is registered.
+        """Start the side channel, once every worker is registered; anew after a sleep.
 
-        ``splits`` says which blocks the welcome describes: tickets list those.
+        ``splits`` says which blocks the welcome describes: tickets list those.  After a sleep the
+        welcome names another boot, and nothing lent by the boot before is confirmed.
 
         Raises:
             SideChannelInUse: the port is taken.
             Unprotected: it is reachable from elsewhere without secret or TLS.
         """
-        self._splits = splits
+        self._end_boot()
+        self._splits, self._incarnation = splits, welcome.incarnation
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         self._lender = Lender(
             welcome,
@@ -167,6 +169,16 @@ class ProducerScheduler:
             is_summing=self._settings.verify is not Verify.OFF,
         )
         log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
+
+    def _end_boot(self) -> None:
+        """Stop lending what a boot before has lent; a cache reset has taken back all of it."""
+        if self._lender is None:
+            return
+        self._lender.close()
+        self.unpin_freed()
+        for held in self._pinned.values():
+            self._pool.free_blocks(reversed(held))
+        self._pinned, self._shared, self._to_sum = {}, SharedTickets(), []
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine: leave its last prompt token to decode, if it must be.
