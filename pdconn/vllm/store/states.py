@@ -26,7 +26,7 @@ from pdconn.store.errors import FormatError
 from pdconn.vllm.blocks.kinds import is_state, layer_spec
 
 Offer = tuple[int, int, int]
-"""vLLM's: number of the group, boundary in tokens, block."""
+"""vLLM's: number of the group, block, boundary in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class StateGroups:
         for group in self.groups:
             table = ids[group.place]
             ends = [(end, None) for end in (passed.start, passed.stop)]
-            mine = [(end, block) for number, end, block in offers if number == group.number]
+            mine = [(end, block) for number, block, end in offers if number == group.number]
             most = prompt_tokens if group.speculates else None
             ids[group.place] = _kept(table, group.block_tokens, [*ends, *mine], most)
 
