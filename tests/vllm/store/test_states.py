@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 
 from pdconn.store.errors import FormatError
+from pdconn.store.format.layout import Layer, RowLayout, Section, StoreLayout
+from pdconn.store.format.names import RowKind
 from pdconn.store.shelf.memory import MemoryRows
+from registration.references import AttentionKind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.store.engine import EngineStore
+    from pdconn.vllm.store.events import event_groups
     from pdconn.vllm.store.states import StateGroups
     from tests.vllm.store.state_rig import BLOCK, StateEngine, StateShape
 
@@ -184,6 +188,19 @@ def test_with_drafts_only_states_of_the_prompt_are_kept(drafts: int, kept: list[
     assert within == [[5], [0, 4, 7]]
     groups.keep(behind, range(3 * BLOCK + 2, 3 * BLOCK + 5), offers, 3 * BLOCK - 1)
     assert behind == [[5], kept]
+
+
+def test_events_name_the_last_block_of_states_in_a_row() -> None:
+    section = Section(
+        AttentionKind.STATE, None, 4 * BLOCK, 1, True, 0, 2, (Layer("layers.1", 0, 8),)
+    )
+    full = Section(AttentionKind.FULL, None, 1, 4 * BLOCK, False, 0, 1, (Layer("layers.0", 0, 8),))
+    layout = StoreLayout(
+        RowLayout(RowKind.FA, 4 * BLOCK, (full,)), RowLayout(RowKind.WA, 4 * BLOCK, (section,))
+    )
+    attention, states = event_groups(config(), layout, BLOCK)
+    assert (attention.row, attention.num_blocks()) == (RowKind.FA, 4)
+    assert (states.kind, states.row, states.num_blocks()) == ("mamba", RowKind.WA, 1)
 
 
 def test_attention_is_left_as_it_is() -> None:
