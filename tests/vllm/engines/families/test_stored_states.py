@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pdconn.lab.client import Client
 from pdconn.lab.compare import Mismatch, compare, make_prompts
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.spec import EngineSpec
+from pdconn.store.format.footer import decode_footer
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, Prompt, engine
 from tests.vllm.engines.families.models import GRANITE_4_H
@@ -68,6 +70,16 @@ def resumable(prompts: Sequence[Prompt]) -> int:
     return sum((len(prompt) - 1) // TOKENS * TOKENS for prompt in prompts)
 
 
+def flip_a_bit(row: Path) -> None:
+    """Of the number, all being float32, that grows most by a flipped bit of its exponent."""
+    data = bytearray(row.read_bytes())
+    numbers = np.frombuffer(data, dtype="<u4", count=decode_footer(data).data_nbytes // 4)
+    flipped = numbers ^ np.uint32(1 << 26)
+    at = int(np.argmax(np.abs(flipped.view("<f4"))))
+    data[4 * at : 4 * at + 4] = flipped[at].tobytes()
+    row.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
     """``cold`` has computed :data:`PROMPTS`, and its rows are committed."""
@@ -113,9 +125,7 @@ def test_an_engine_started_later_resumes_and_a_flipped_bit_is_not_taken(stores: 
         assert stores.mismatches("later", prompts) == []
         assert hit_tokens(stores["later"]) == resumable(prompts)
     for path in rows(stores.root, "wa"):
-        data = bytearray(path.read_bytes())
-        data[3] ^= 0x04  # the exponent of a float32 at the beginning of a state
-        path.write_bytes(data)
+        flip_a_bit(path)
     specs = [
         stored("trusting", stores.model, stores.root, connector="TrustingStore"),
         stored("careful", stores.model, stores.root),
