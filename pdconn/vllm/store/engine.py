@@ -28,7 +28,7 @@ from pdconn.vllm.partial import PartialBlocks
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
-from pdconn.vllm.store.states import StateGroups
+from pdconn.vllm.store.states import StateGroups, end_pass_at
 from registration.references import KVCacheReferences
 
 log = logging.getLogger(__name__)
@@ -128,10 +128,16 @@ class EngineStore:
         )
 
     def matched(self, request: Any, num_local: int) -> int | None:
-        """See :meth:`StoreScheduler.matched`."""
+        """See :meth:`StoreScheduler.matched`.
+
+        Where the prompt parts from those saved, a pass is to end, for its state to be saved.
+        """
         if self._store is None:
             return 0
-        return self._store.matched(request.request_id, request.num_tokens, num_local)
+        found = self._store.matched(request.request_id, request.num_tokens, num_local)
+        if self._states and found is not None:
+            end_pass_at(request, self._store.junction(request.request_id))
+        return found
 
     def allocated(self, request: Any, ids: tuple[list[int], ...], num_external: int) -> bool:
         """See :meth:`StoreScheduler.allocated`."""

@@ -12,6 +12,9 @@ So the block at a boundary's place holds its state if a pass ends there, or has 
 before, and vLLM offers others with their boundary (``boundary_state_offloads``).  Any other
 block may hold a state of other tokens, and is taken for a hole.
 
+A pass ends also where prompts part, as vLLM's own cache or the store has seen it: there the
+second prompt of several leaves a state for the third.
+
 Passes with drafts end at tokens that may be rejected, so behind the prompt of an engine that
 speculates every block is taken for a hole.
 """
@@ -89,6 +92,14 @@ class StateGroups:
             mine = [(end, block) for number, block, end in offers if number == group.number]
             most = prompt_tokens if group.speculates else None
             ids[group.place] = _kept(table, group.block_tokens, [*ends, *mine], most)
+
+
+def end_pass_at(request: Any, junction: int) -> None:
+    """Have vLLM end a pass over the prompt at ``junction``, as where its own cache saw one.
+
+    It is asked for in each look-up, which follows vLLM's own.
+    """
+    request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
 
 
 def _kept(

@@ -19,6 +19,7 @@ from registration.references import AttentionKind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.store import engine as engine_module
     from pdconn.vllm.store.engine import EngineStore
     from pdconn.vllm.store.events import event_groups
     from pdconn.vllm.store.states import StateGroups
@@ -147,6 +148,27 @@ def test_a_longer_prompt_resumes_where_the_shorter_one_or_its_answer_ended() -> 
         with engine(rows) as warm:
             ran = warm.run([*answered, *prompt(2, 50)])
             assert (ran.loaded, ran.wrong) == (expected, 0)
+
+
+def of_three_prompts() -> list[tuple[int, int]]:
+    """Tokens loaded, and wrong ones, of prompts that begin alike, each by an engine of its own."""
+    rows, shared = MemoryRows(), prompt(5, 4 * BLOCK)
+    found = []
+    for number in range(3):
+        with engine(rows, StateShape(chunk_tokens=512)) as made:
+            ran = made.run([*shared, *prompt(6 + number, 3 * BLOCK + number)])
+            found.append((ran.loaded, ran.wrong))
+    return found
+
+
+def test_where_two_prompts_part_a_third_resumes() -> None:
+    assert of_three_prompts() == [(0, 0), (0, 0), (4 * BLOCK, 0)]
+
+
+def test_without_a_pass_that_ends_there_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(engine_module, "end_pass_at", lambda request, junction: None)
+    assert of_three_prompts() == [(0, 0), (0, 0), (0, 0)]
 
 
 def test_rows_of_several_blocks_are_resumed_where_a_pass_ended_at_one() -> None:

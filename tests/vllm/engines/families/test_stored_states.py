@@ -108,10 +108,13 @@ def test_another_engine_resumes_at_the_last_boundary(stores: Stores, name: str) 
 
 
 def test_a_longer_prompt_resumes_where_the_shorter_one_ended(stores: Stores) -> None:
-    [tail] = make_prompts([150], seed=7)
+    short, tail = make_prompts([3 * TOKENS, 150], seed=7)
+    saved = len(rows(stores.root, "fa"))
+    assert stores.mismatches("cold", [short]) == []
+    wait_for_rows(stores.root, saved + 3)
     before = hit_tokens(stores["warm"])
-    assert stores.mismatches("warm", [PROMPTS[4] + tail]) == []
-    assert hit_tokens(stores["warm"]) >= before
+    assert stores.mismatches("warm", [short + tail]) == []
+    assert hit_tokens(stores["warm"]) - before == 3 * TOKENS
 
 
 def test_an_engine_started_later_resumes_and_a_flipped_bit_is_not_taken(stores: Stores) -> None:
