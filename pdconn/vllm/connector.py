@@ -39,6 +39,7 @@ from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
+from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.store.engine import EngineStore
 from pdconn.vllm.supported import check_supported
@@ -89,6 +90,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.store is not None:
             self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
         has_states = any(keeps_states(kv_cache_config))
+        self._num_lookahead = num_lookahead(vllm_config, has_states)
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
@@ -106,6 +108,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 max_model_len=vllm_config.model_config.max_model_len,
                 has_states=has_states,
+                num_lookahead=self._num_lookahead,
                 awaited_ranks=sizes[0] * sizes[1] if awaits_claims else 0,
             )
         elif settings.debug_faults:
@@ -117,7 +120,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Let prefill keep what decode's last token attends to."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._producer is not None:
-            changed = keep_window_of_last_token(kv_cache_manager)
+            changed = keep_window_of_last_token(kv_cache_manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

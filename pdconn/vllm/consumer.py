@@ -76,6 +76,8 @@ class ConsumerScheduler:
         max_model_len: tokens of the longest prompt that the engine takes.
         has_states: whether the model keeps recurrent states, of which there is one, after
             the last token that prefill has computed.
+        num_lookahead: tokens at a prompt's end that are computed here and not pulled
+            (:mod:`pdconn.vllm.speculation`).
         awaited_ranks: how many ranks must be granted a claim before its ticket is promised;
             none without a store.
     """
@@ -88,6 +90,7 @@ class ConsumerScheduler:
         max_model_len: int,
         *,
         has_states: bool = False,
+        num_lookahead: int = 1,
         awaited_ranks: int = 0,
     ) -> None:
         self._incarnation = incarnation
@@ -95,6 +98,7 @@ class ConsumerScheduler:
         self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._has_states = has_states
+        self._num_lookahead = num_lookahead
         self._awaited_ranks = awaited_ranks
         self._splits = UNSPLIT
         self._tracked: dict[str, _Tracked] = {}
@@ -142,13 +146,13 @@ class ConsumerScheduler:
         """How many tokens after the local hit can be pulled; None to ask again later.
 
         The last prompt token is never pulled: the engine computes it anyway, to have
-        something to sample from.
+        something to sample from; nor are others that a drafter looks ahead to.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
             return 0, False
         tracked.num_local = num_local
-        count = request.num_prompt_tokens - 1 - num_local
+        count = request.num_prompt_tokens - self._num_lookahead - num_local
         if count <= 0:
             return 0, False
         self._check(request, tracked)

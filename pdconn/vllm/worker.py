@@ -32,7 +32,7 @@ from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
-from pdconn.vllm.blocks.heads import total_kv_heads
+from pdconn.vllm.blocks.heads import heads_by_layer
 from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
@@ -314,11 +314,12 @@ class PdWorker:
         model, parallel = self._config.model_config, self._config.parallel_config
         layout = self._config.cache_config.get_resolved_kv_cache_layout()
         layers = self._config.compilation_config.static_forward_context
+        specs = transferred_specs(self._kv_cache_config)
         return kv_cache_references(
             self._kv_cache_config,
             kv_caches,
             layout=layout.name,
-            total_kv_heads=partial(total_kv_heads, model),
+            total_kv_heads=heads_by_layer(self._config, layers, specs),
             states=partial(
                 state_chunks,
                 num_groups=num_groups(model.hf_text_config),
@@ -328,7 +329,7 @@ class PdWorker:
             units=lambda name, spec: arrangement_of(spec, layers.get(name), layout.name).unit,
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
-            modules=self._config.compilation_config.static_forward_context,
+            modules=layers,
         )
 
 
