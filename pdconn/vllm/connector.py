@@ -32,11 +32,13 @@ from vllm.v1.request import RequestStatus
 from pdconn.protocol.messages import Described
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
+from pdconn.vllm.blocks.states import without_scratch
 from pdconn.vllm.config import Settings, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
+from pdconn.vllm.prompt import num_computed
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.speculation import num_lookahead
@@ -277,7 +279,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and request.status in _PREFILLED:
             ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
-            ticket = self._producer.lend(request, ids)
+            groups, computed = self._kv_cache_config.transfer_groups, num_computed(request)
+            ticket = self._producer.lend(request, without_scratch(groups, ids, computed))
         self._producer.finished(request)
         return False, ticket
 
