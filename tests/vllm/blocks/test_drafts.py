@@ -239,9 +239,10 @@ def test_a_drafter_taken_for_a_part_of_the_target_is_noticed(
 ) -> None:
     """Negative control: refused, or heads of other ranks."""
     try:
-        assert wrong(case, made, theirs, ours, of_the_target) != []
-    except (RegistrationError, Incompatible):
-        pass
+        found: object = wrong(case, made, theirs, ours, of_the_target)
+    except (RegistrationError, Incompatible) as error:
+        found = error
+    assert found
 
 
 def test_the_target_is_described_as_before(made: Any) -> None:
