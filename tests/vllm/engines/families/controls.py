@@ -36,7 +36,7 @@ class FlippedState(PdConnector):
 
 
 class FlippedDraft(PdConnector):
-    """After every pull one bit of every number of the drafter's keys and values is another."""
+    """After every pull two bits of every number of the drafter's keys and values are others."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -45,5 +45,6 @@ class FlippedDraft(PdConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
         if results.finished_recving:
-            self._draft.view(torch.uint8)[..., 3::4] ^= 0x80  # the sign of a float32
+            # Sign of a float32, and a bit of its exponent: 256 times too large, or too small.
+            self._draft.view(torch.uint8)[..., 3::4] ^= 0x84
         return results
