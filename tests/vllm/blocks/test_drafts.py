@@ -12,8 +12,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma4TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.transformers_utils.model_arch_config_convertor import Gemma4ModelArchConfigConvertor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, MLAAttentionSpec
 
 from pdconn.planning.errors import Incompatible
@@ -319,3 +326,30 @@ def test_mtp_modules_that_prefill_does_not_compute_are_refused_by_name(made: Any
     assert named(made("mla", "mtp", None, 2), made("mla", "mtp", None, 1)) == [
         "speculative_config.modules: theirs 1, ours 2"
     ]
+
+
+@pytest.mark.parametrize("name", ["draft_model.model.layers.{}.attn", "model.layers.{}.attn"])
+def test_layers_of_a_drafter_that_differ_have_their_own_number(name: str) -> None:
+    """They are numbered from the drafter's first one on, whatever their names say."""
+    config = Gemma4TextConfig(
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        head_dim=32,
+        global_head_dim=64,
+    )
+    arch = Gemma4ModelArchConfigConvertor(config, config).convert()
+    model = SimpleNamespace(use_mla=False, hf_text_config=config, model_arch_config=arch)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 40),
+        speculative_config=SimpleNamespace(
+            uses_draft_kv_cache=lambda: True, draft_model_config=model
+        ),
+    )
+    model.get_total_num_kv_heads = lambda: arch.total_num_kv_heads
+    first = 0 if name.startswith("draft") else 40
+    names = [name.format(first + index) for index in range(6)]
+    totals = heads_by_layer(engine, {}, dict.fromkeys(names))
+    assert [totals(each) for each in names] == [8, 8, 8, 8, 8, 2]
