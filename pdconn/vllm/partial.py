@@ -22,21 +22,22 @@ PartialBlocks = dict[int, int]
 """By transferred group the number of the block, counted from the prompt's beginning."""
 
 
-def partial_blocks(begins: Iterable[tuple[int, int]], block_tokens: Sequence[int]) -> PartialBlocks:
+def block_tokens(config: Any) -> list[int]:
+    """Tokens of the engine's blocks, by transferred group; ``config`` is vLLM's."""
+    return [group.kv_cache_spec.block_size for group in config.transfer_groups]
+
+
+def partial_blocks(begins: Iterable[tuple[int, int]], sizes: Sequence[int]) -> PartialBlocks:
     """The blocks of which only the end is written.
 
     Args:
         begins: groups, and the first token that is written of each.
-        block_tokens: of the engine's blocks, by group.
+        sizes: tokens of the engine's blocks, by group.
 
     >>> partial_blocks([(0, 304), (1, 320)], [64, 64])
     {0: 4}
     """
-    return {
-        group: token // block_tokens[group]
-        for group, token in begins
-        if token % block_tokens[group]
-    }
+    return {group: token // sizes[group] for group, token in begins if token % sizes[group]}
 
 
 def joined(
