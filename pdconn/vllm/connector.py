@@ -257,8 +257,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
         if self._manager is not None:
-            groups = self._kv_cache_config.transfer_group_ids
-            never_cache(self._manager, groups, request_id, blocks)
+            never_cache(self._manager, self._kv_cache_config, request_id, blocks)
         if self._store is not None:
             self._store.pulled(request_id, blocks)
 
@@ -353,22 +352,18 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Pulls (in a worker) and leases (in the scheduler) since the last call."""
         if self._worker is not None:
             return self._worker.take_stats()
-        counts = {} if self._producer is None else self._producer.take_counts()
-        if self._consumer is not None:
-            counts |= self._consumer.take_counts()
-        if self._store is not None:
-            counts |= self._store.take_counts()
+        counts: dict[str, int] = {}
+        for part in (self._producer, self._consumer, self._store):
+            if part is not None:
+                counts |= part.take_counts()
         gauges = {} if self._store is None else self._store.take_gauges()
         return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._producer is not None:
-            self._producer.close()
-        if self._store is not None:
-            self._store.close()
+        for part in (self._worker, self._producer, self._store):
+            if part is not None:
+                part.close()
 
     # Class side
 

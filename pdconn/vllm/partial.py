@@ -50,19 +50,17 @@ def joined(
     }
 
 
-def never_cache(
-    manager: Any, group_ids: Sequence[int], request_id: str, blocks: PartialBlocks
-) -> None:
+def never_cache(manager: Any, config: Any, request_id: str, blocks: PartialBlocks) -> None:
     """Let vLLM take these blocks of a request, and those before, for cached already.
 
     To be called before vLLM hears that the request was received, as it caches its blocks then.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
-        group_ids: vLLM's numbers of the transferred groups.
+        config: vLLM's KV cache configuration.
     """
     for group, block in blocks.items():
-        of_group = manager.coordinator.single_type_managers[group_ids[group]]
+        of_group = manager.coordinator.single_type_managers[config.transfer_group_ids[group]]
         if request_id in of_group.req_to_blocks:
             known = of_group.num_cached_block.get(request_id, 0)
             of_group.num_cached_block[request_id] = max(known, block + 1)
