@@ -14,7 +14,7 @@ _SHOWN = ("run", "oracle", "refused")
 
 def problems(page: str, root: Path = ROOT) -> list[str]:
     """What is wrong with the table of models."""
-    table = page.split("\n## Models\n")[1].split("\n## ")[0]
+    table = page.split("\n## Models\n")[1].split("\n## ", maxsplit=1)[0]
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
     found = [] if rows else ["no rows"]
     for row in rows:
