@@ -85,16 +85,28 @@ class Handover:
         self, prompts: Sequence[Prompt], prefill: str = "prefill", decode: str = "decode"
     ) -> list[tuple[int, Mismatch]]:
         """How answers after a hand-over differ, by the prompt's tokens."""
-        tolerance = COARSE if self.family.dtype == "bfloat16" else TOLERANCE
         found = []
         for prompt in prompts:
             longer, want = self.expected(prompt)
             seen = prefill_then_decode(
                 self.clients[prefill], self.clients[decode], longer, NUM_TOKENS
             )
-            if (difference := compare(want, seen, tolerance)) is not None:
+            if (difference := compare(want, seen, self._tolerance)) is not None:
                 found.append((len(longer), difference))
         return found
+
+    def wrong(self, prompts: Sequence[Prompt], seen: Sequence[Answer]) -> list[str]:
+        """Those of ``seen`` that are no right answers to what was handed over for ``prompts``."""
+        found = []
+        for prompt, answer in zip(prompts, seen, strict=True):
+            longer, want = self.expected(prompt)
+            if (difference := compare(want, answer, self._tolerance)) is not None:
+                found.append(f"{len(longer)} tokens: {difference}")
+        return found
+
+    @property
+    def _tolerance(self) -> float:
+        return COARSE if self.family.dtype == "bfloat16" else TOLERANCE
 
     def metric(self, name: str, engine: str = "decode") -> float:
         """A counter of ours."""

@@ -38,6 +38,7 @@ class Family:
     Attributes:
         dtype: of weights and KV, as vLLM names it.
         block_tokens: ``--block-size``; vLLM may raise it for a hybrid.
+        edges: further tokens at whose multiples something ends: larger blocks, windows, chunks.
         prefix_caching: whether it can be switched on here.
         tensor_parallel: ranks that it can have here.
         args: further arguments of an engine.
@@ -47,9 +48,19 @@ class Family:
     make: Callable[[], PreTrainedModel]
     dtype: str = "float32"
     block_tokens: int = 32
+    edges: tuple[int, ...] = ()
     prefix_caching: bool = True
     tensor_parallel: tuple[int, ...] = (1,)
     args: tuple[str, ...] = ()
+
+    def lengths(self) -> list[int]:
+        """Lengths of prompts around blocks, windows and chunks, and others.
+
+        A token more is handed over, so those just below an edge begin two below it.
+        """
+        sizes = {self.block_tokens, *self.edges, *(2 * size for size in self.edges), 512}
+        around = {size + step for size in sizes for step in (-2, -1, 0, 1)}
+        return sorted({1, 2, 5, 300, 700, 1500, *around})
 
     def write(self, directory: Path) -> Path:
         """Write the model."""
@@ -216,8 +227,8 @@ def _llama_4() -> PreTrainedModel:
 
 
 GRANITE_4_H = Family("granite4h", _granite_4_h, tensor_parallel=(1, 2))
-FALCON_H1 = Family("falcon_h1", _falcon_h1)
-QWEN3_NEXT = Family("qwen3_next", _qwen3_next, dtype="bfloat16")
+FALCON_H1 = Family("falcon_h1", _falcon_h1, edges=(64,))
+QWEN3_NEXT = Family("qwen3_next", _qwen3_next, dtype="bfloat16", edges=(64,))
 LFM2 = Family("lfm2", _lfm2)
 MLA = Family("mla", _mla, block_tokens=16, prefix_caching=False)
-LLAMA_4 = Family("llama4", _llama_4)
+LLAMA_4 = Family("llama4", _llama_4, edges=(64,))
