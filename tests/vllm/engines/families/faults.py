@@ -83,7 +83,8 @@ def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         list(pool.map(abort, [made.expected(prompt)[0] for prompt in prompts]))
     assert made.metric("pulls_total") == pulled, "they left before their reads were posted"
-    assert faulty.all_at_once(prompts) == []
+    wrong = faulty.all_at_once(prompts)
+    assert wrong == [], wrong
     assert PdPair.used(decode, 30.0) == 0.0
     assert PdPair.used(prefill, 40.0) == 0.0
 
@@ -109,11 +110,13 @@ def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
             for prompt, ticket in pairs[len(pairs) // 2 :]
         ]
         seen = [each.result() for each in first] + rest
-    assert made.wrong(prompts, seen) == []
+    wrong = made.wrong(prompts, seen)
+    assert wrong == [], wrong
     assert made.metric("pulls_total") - pulled < len(asked)  # the others were computed
     faulty.prefill.launch()
     wait_ready([faulty.prefill])
     pulled = made.metric("pulls_total")
-    assert faulty.all_at_once(make_prompts([65, 300], seed + 1)) == []
+    wrong = faulty.all_at_once(make_prompts([65, 300], seed + 1))
+    assert wrong == [], wrong
     assert made.metric("pulls_total") - pulled == 2
     assert PdPair.used(decode, 30.0) == 0.0

@@ -1,7 +1,7 @@
 """Every family through boundary prompts, aborts and a kill of prefill, without prefix caching.
 
-With prefix caching they are in ``test_families`` and ``test_hybrids``; Granite's faults are in
-``test_hybrid_faults``.
+With prefix caching they are in ``test_families``, ``test_hybrids`` and ``test_gemma4``;
+Granite's faults are in ``test_hybrid_faults``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdconn.lab.compare import make_prompts
+from pdconn.lab.client import prefill_then_decode
+from pdconn.lab.compare import compare, make_prompts
 from tests.vllm.engines.families.faults import Faulty, abort_pulls, faulty_engines, kill_prefill
-from tests.vllm.engines.families.models import FALCON_H1, LFM2, LLAMA_4, QWEN3_NEXT, Family
+from tests.vllm.engines.families.handover import COARSE, NUM_TOKENS
+from tests.vllm.engines.families.models import (
+    FALCON_H1,
+    GEMMA_4,
+    GPT_OSS,
+    LFM2,
+    LLAMA_4,
+    QWEN3_NEXT,
+    Family,
+)
 
 pytestmark = pytest.mark.matrix
 
-FAMILIES = (FALCON_H1, LFM2, LLAMA_4, QWEN3_NEXT)
+FAMILIES = (GEMMA_4, GPT_OSS, FALCON_H1, LFM2, LLAMA_4, QWEN3_NEXT)
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
@@ -34,6 +44,10 @@ def test_prompts_at_every_boundary(engines: Faulty) -> None:
     pulled = engines.made.metric("pulls_total")
     assert engines.all_at_once(prompts) == []
     assert engines.made.metric("pulls_total") - pulled == len(prompts)
+    [single] = make_prompts([1], seed=6)  # decode computes it, and pulls nothing
+    alone, prefill, decode = (engines.made.clients[n] for n in ("alone", "prefill", "decode"))
+    seen = prefill_then_decode(prefill, decode, single, NUM_TOKENS)
+    assert compare(alone.complete(single, NUM_TOKENS), seen, COARSE) is None
     assert engines.made.metric("pulls_verified_total") == engines.made.metric("pulls_total")
 
 
