@@ -23,7 +23,7 @@ from tests.vllm.engines.families.models import Family
 MAX_MODEL_LEN = 2048
 NUM_TOKENS = 8
 COARSE = 0.02
-"""Nats between right answers of a model in bfloat16."""
+"""Nats between right answers of a model in bfloat16, or of kernels that round by batch."""
 
 Prompt = tuple[int, ...]
 
@@ -94,6 +94,23 @@ class Handover:
             )
             if (difference := compare(want, seen, tolerance)) is not None:
                 found.append((len(longer), difference))
+        return found
+
+    def wrong(self, prompts: Sequence[Prompt], seen: Sequence[Answer]) -> list[str]:
+        """Those of ``seen`` that are no right answers to what was handed over for ``prompts``.
+
+        Many were computed at once, and some by decode, whose pull had failed.
+        """
+        found = []
+        for prompt, answer in zip(prompts, seen, strict=True):
+            longer, want = self.expected(prompt)
+            tolerance = COARSE if self.family.coarse else TOLERANCE
+            difference = compare(want, answer, tolerance)
+            if difference is not None and self.family.coarse:
+                whole = self.clients["alone"].complete(longer, NUM_TOKENS)
+                difference = compare(whole, answer, tolerance)
+            if difference is not None:
+                found.append(f"{len(longer)} tokens: {difference}")
         return found
 
     def metric(self, name: str, engine: str = "decode") -> float:
