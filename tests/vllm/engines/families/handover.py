@@ -23,7 +23,10 @@ from tests.vllm.engines.families.models import Family
 MAX_MODEL_LEN = 2048
 NUM_TOKENS = 8
 COARSE = 0.02
-"""Nats between right answers of a model in bfloat16, or of kernels that round by batch."""
+"""Nats between right answers of a model in bfloat16."""
+AT_ONCE = 0.06
+"""The same for kernels that round by batch: one LFM2 alone is up to 0.043 from itself, asked at
+once and one after another.  Wrong states are 0.8 off and more."""
 
 Prompt = tuple[int, ...]
 
@@ -108,7 +111,7 @@ class Handover:
         are answers to the same before any fault, for a family that drifts.
         """
         found = []
-        tolerance = COARSE if self.family.coarse else TOLERANCE
+        tolerance = AT_ONCE if self.family.coarse else TOLERANCE
         for number, (prompt, answer) in enumerate(zip(prompts, seen, strict=True)):
             longer, want = self.expected(prompt)
             difference = compare(want, answer, tolerance)
