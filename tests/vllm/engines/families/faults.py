@@ -35,8 +35,12 @@ class Faulty:
     made: Handover
     prefill: Engine
 
-    def all_at_once(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Hand over prompts together, so that their delays pass together; wrong answers."""
+    def undisturbed(self, prompts: Sequence[Prompt]) -> Sequence[Answer]:
+        """Answers before any fault, if the family needs them; see :class:`Family`."""
+        return self.all_at_once(prompts) if self.made.family.drifts else ()
+
+    def all_at_once(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Hand over prompts together, so that their delays pass together."""
         asked = [self.made.expected(prompt)[0] for prompt in prompts]
         prefill, decode = self.made.clients["prefill"], self.made.clients["decode"]
 
@@ -45,8 +49,7 @@ class Faulty:
             return decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
 
         with ThreadPoolExecutor(8) as pool:
-            seen = list(pool.map(hand_over, asked))
-        return self.made.wrong(prompts, seen)
+            return list(pool.map(hand_over, asked))
 
 
 @contextmanager
@@ -73,6 +76,7 @@ def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
     prompts = make_prompts(LENGTHS * count, seed)
     decode, prefill = made.clients["decode"], made.clients["prefill"]
     impatient = Client(decode.url, timeout_s=DELAY_S / 3)
+    right = faulty.undisturbed(prompts)
     pulled = made.metric("pulls_total")
 
     def abort(prompt: Prompt) -> None:
@@ -83,7 +87,7 @@ def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         list(pool.map(abort, [made.expected(prompt)[0] for prompt in prompts]))
     assert made.metric("pulls_total") == pulled, "they left before their reads were posted"
-    wrong = faulty.all_at_once(prompts)
+    wrong = made.wrong(prompts, faulty.all_at_once(prompts), right)
     assert wrong == [], wrong
     assert PdPair.used(decode, 30.0) == 0.0
     assert PdPair.used(prefill, 40.0) == 0.0
@@ -93,6 +97,8 @@ def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
     """Some of its tickets are being read, others were not claimed yet; then it starts again."""
     made = faulty.made
     prompts = make_prompts(LENGTHS * count, seed)
+    later = make_prompts([65, 300], seed + 1)
+    right, right_later = faulty.undisturbed(prompts), faulty.undisturbed(later)
     asked = [made.expected(prompt)[0] for prompt in prompts]
     decode, prefill = made.clients["decode"], made.clients["prefill"]
     tickets = [prefill_only(prefill, prompt) for prompt in asked]
@@ -110,13 +116,13 @@ def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
             for prompt, ticket in pairs[len(pairs) // 2 :]
         ]
         seen = [each.result() for each in first] + rest
-    wrong = made.wrong(prompts, seen)
+    wrong = made.wrong(prompts, seen, right)
     assert wrong == [], wrong
     assert made.metric("pulls_total") - pulled < len(asked)  # the others were computed
     faulty.prefill.launch()
     wait_ready([faulty.prefill])
     pulled = made.metric("pulls_total")
-    wrong = faulty.all_at_once(make_prompts([65, 300], seed + 1))
+    wrong = made.wrong(later, faulty.all_at_once(later), right_later)
     assert wrong == [], wrong
     assert made.metric("pulls_total") - pulled == 2
     assert PdPair.used(decode, 30.0) == 0.0

@@ -12,7 +12,7 @@ from pdconn.lab.compare import compare, distance, make_prompts
 from pdconn.lab.engine import running
 from pdconn.lab.ports import free_ports
 from tests.vllm.engines.engines import cache_beside
-from tests.vllm.engines.families.handover import boundaries, engine, handing_over
+from tests.vllm.engines.families.handover import engine, handing_over
 from tests.vllm.engines.families.models import GPT_OSS, LLAMA_4, MLA, Family
 
 pytestmark = pytest.mark.matrix
@@ -51,7 +51,7 @@ def in_tree(spec, port: int):
 def test_mla(tmp_path: Path) -> None:
     """The KV of a prompt of n + 1 tokens is not bit for bit that of n in the CPU's kernels, so
     answers are compared with those of vLLM's own connector over the same model."""
-    prompts = make_prompts(boundaries(16, 32, 64, 512), seed=5)
+    prompts = make_prompts(MLA.lengths(), seed=5)
     model = MLA.write(tmp_path / "model")
     sides = free_ports(2)
     faults = {"reads": {"corrupt": 1.0}}

@@ -20,13 +20,14 @@ from tests.vllm.engines.families.models import (
     GPT_OSS,
     LFM2,
     LLAMA_4,
+    MLA,
     QWEN3_NEXT,
     Family,
 )
 
 pytestmark = pytest.mark.matrix
 
-FAMILIES = (GEMMA_4, GPT_OSS, FALCON_H1, LFM2, LLAMA_4, QWEN3_NEXT)
+FAMILIES = (GEMMA_4, GPT_OSS, FALCON_H1, LFM2, LLAMA_4, MLA, QWEN3_NEXT)
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
@@ -40,9 +41,12 @@ def engines(
 
 
 def test_prompts_at_every_boundary(engines: Faulty) -> None:
-    prompts = make_prompts(engines.made.family.lengths(), seed=5)
+    family = engines.made.family
+    if family.coarse:
+        pytest.skip("kernels round by batch: one after another in test_hybrids and test_families")
+    prompts = make_prompts(family.lengths(), seed=5)
     pulled = engines.made.metric("pulls_total")
-    assert engines.all_at_once(prompts) == []
+    assert engines.made.wrong(prompts, engines.all_at_once(prompts)) == []
     assert engines.made.metric("pulls_total") - pulled == len(prompts)
     [single] = make_prompts([1], seed=6)  # decode computes it, and pulls nothing
     alone, prefill, decode = (engines.made.clients[n] for n in ("alone", "prefill", "decode"))
