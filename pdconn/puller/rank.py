@@ -18,7 +18,7 @@ class Rank:
     """Which decode rank this is, and what its memory looks like.
 
     ``rank`` of ``of`` ranks pull every request together; ``spread`` says which of a
-    peer's replicas to prefer; ``traits`` must equal the lender's.
+    peer's replicas to prefer; ``traits`` must equal the lender's (:mod:`pdconn.protocol.compat`).
     """
 
     engine_id: str
@@ -51,8 +51,8 @@ def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
     Raises:
         Incompatible: every trait that differs, by name.
     """
-    if ours and ours != welcome.traits:
-        raise Incompatible(*trait_differences(ours, welcome.traits))
+    if ours and (differences := trait_differences(ours, welcome.traits)):
+        raise Incompatible(*differences)
 
 
 def check_welcome(welcome: Welcome, engine_id: str | None, incarnation: str | None) -> None:

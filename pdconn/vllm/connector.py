@@ -31,6 +31,7 @@ from vllm.v1.request import RequestStatus
 from pdconn.protocol.messages import Described, Welcome
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
+from pdconn.vllm.blocks.states import without_scratch
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.memory.layout import wanted_layout
 from pdconn.vllm.memory.sleep import check_sleep
@@ -38,8 +39,10 @@ from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcom
 from pdconn.vllm.partial import PartialBlocks, never_cache
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
+from pdconn.vllm.prompt import num_computed
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
+from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.store.engine import EngineStore
 from pdconn.vllm.supported import check_supported, settings_of
@@ -93,6 +96,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.store is not None:
             self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
         has_states = any(keeps_states(kv_cache_config))
+        self._num_lookahead = num_lookahead(vllm_config, has_states)
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
@@ -101,16 +105,12 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
-            recompute = transfer.kv_load_failure_policy == "recompute"
-            # A request whose pull failed is asked about again under that policy.
-            awaits_claims = self._store is not None and not recompute
-            self._consumer = ConsumerScheduler(
+            self._consumer = ConsumerScheduler.of(
+                vllm_config,
                 incarnation,
-                recompute=recompute,
-                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-                max_model_len=vllm_config.model_config.max_model_len,
                 has_states=has_states,
-                awaited_ranks=sizes[0] * sizes[1] if awaits_claims else 0,
+                num_lookahead=self._num_lookahead,
+                has_store=self._store is not None,
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -122,7 +122,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         if self._producer is not None:
-            changed = keep_window_of_last_token(kv_cache_manager)
+            changed = keep_window_of_last_token(kv_cache_manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -257,8 +257,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
         if self._manager is not None:
-            groups = self._kv_cache_config.transfer_group_ids
-            never_cache(self._manager, groups, request_id, blocks)
+            never_cache(self._manager, self._kv_cache_config, request_id, blocks)
         if self._store is not None:
             self._store.pulled(request_id, blocks)
 
@@ -293,7 +292,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and request.status in _PREFILLED:
             ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
-            ticket = self._producer.lend(request, ids)
+            groups, computed = self._kv_cache_config.transfer_groups, num_computed(request)
+            ticket = self._producer.lend(request, without_scratch(groups, ids, computed))
         self._producer.finished(request)
         return False, ticket
 
@@ -352,22 +352,18 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Pulls (in a worker) and leases (in the scheduler) since the last call."""
         if self._worker is not None:
             return self._worker.take_stats()
-        counts = {} if self._producer is None else self._producer.take_counts()
-        if self._consumer is not None:
-            counts |= self._consumer.take_counts()
-        if self._store is not None:
-            counts |= self._store.take_counts()
+        counts: dict[str, int] = {}
+        for part in (self._producer, self._consumer, self._store):
+            if part is not None:
+                counts |= part.take_counts()
         gauges = {} if self._store is None else self._store.take_gauges()
         return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._producer is not None:
-            self._producer.close()
-        if self._store is not None:
-            self._store.close()
+        for part in (self._worker, self._producer, self._store):
+            if part is not None:
+                part.close()
 
     # Class side
 

@@ -76,6 +76,8 @@ class ConsumerScheduler:
         max_model_len: tokens of the longest prompt that the engine takes.
         has_states: whether the model keeps recurrent states, of which there is one, after
             the last token that prefill has computed.
+        num_lookahead: tokens at a prompt's end that are computed here and not pulled
+            (:mod:`pdconn.vllm.speculation`).
         awaited_ranks: how many ranks must be granted a claim before its ticket is promised;
             none without a store.
     """
@@ -88,6 +90,7 @@ class ConsumerScheduler:
         max_model_len: int,
         *,
         has_states: bool = False,
+        num_lookahead: int = 1,
         awaited_ranks: int = 0,
     ) -> None:
         self._incarnation = incarnation
@@ -95,6 +98,7 @@ class ConsumerScheduler:
         self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._has_states = has_states
+        self._num_lookahead = num_lookahead
         self._awaited_ranks = awaited_ranks
         self._splits = UNSPLIT
         self._is_registered = False
@@ -104,6 +108,25 @@ class ConsumerScheduler:
         self._commands: list[Command] = []
         self._number = 0
         self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def of(
+        cls, config: Any, incarnation: str, *, has_states: bool, num_lookahead: int, has_store: bool
+    ) -> ConsumerScheduler:
+        """For an engine of vLLM's ``config``."""
+        recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        parallel = config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return cls(
+            incarnation,
+            recompute=recompute,
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            max_model_len=config.model_config.max_model_len,
+            has_states=has_states,
+            num_lookahead=num_lookahead,
+            # A request whose pull failed is asked about again under the other policy.
+            awaited_ranks=ranks if has_store and not recompute else 0,
+        )
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -153,13 +176,13 @@ class ConsumerScheduler:
         """How many tokens after the local hit can be pulled; None to ask again later.
 
         The last prompt token is never pulled: the engine computes it anyway, to have
-        something to sample from.
+        something to sample from; nor are others that a drafter looks ahead to.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
             return 0, False
         tracked.num_local = num_local
-        count = request.num_prompt_tokens - 1 - num_local
+        count = request.num_prompt_tokens - self._num_lookahead - num_local
         if count <= 0:
             return 0, False
         self._check(request, tracked)

@@ -65,6 +65,11 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         lists = (self.quarantined, self.released, self.sums, self.store, self.claims)
         return not (any(lists) or self.partial)
 
+    def add_partial(self, request: str, blocks: PartialBlocks) -> None:
+        """A request was received, some of whose blocks may be written in part."""
+        if blocks:
+            self.partial[request] = blocks
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
         """Ours and another worker's."""
         assert isinstance(other, PdWorkerReport)

@@ -22,21 +22,22 @@ PartialBlocks = dict[int, int]
 """By transferred group the number of the block, counted from the prompt's beginning."""
 
 
-def partial_blocks(begins: Iterable[tuple[int, int]], block_tokens: Sequence[int]) -> PartialBlocks:
+def block_tokens(config: Any) -> list[int]:
+    """Tokens of the engine's blocks, by transferred group; ``config`` is vLLM's."""
+    return [group.kv_cache_spec.block_size for group in config.transfer_groups]
+
+
+def partial_blocks(begins: Iterable[tuple[int, int]], sizes: Sequence[int]) -> PartialBlocks:
     """The blocks of which only the end is written.
 
     Args:
         begins: groups, and the first token that is written of each.
-        block_tokens: of the engine's blocks, by group.
+        sizes: tokens of the engine's blocks, by group.
 
     >>> partial_blocks([(0, 304), (1, 320)], [64, 64])
     {0: 4}
     """
-    return {
-        group: token // block_tokens[group]
-        for group, token in begins
-        if token % block_tokens[group]
-    }
+    return {group: token // sizes[group] for group, token in begins if token % sizes[group]}
 
 
 def joined(
@@ -49,19 +50,17 @@ def joined(
     }
 
 
-def never_cache(
-    manager: Any, group_ids: Sequence[int], request_id: str, blocks: PartialBlocks
-) -> None:
+def never_cache(manager: Any, config: Any, request_id: str, blocks: PartialBlocks) -> None:
     """Let vLLM take these blocks of a request, and those before, for cached already.
 
     To be called before vLLM hears that the request was received, as it caches its blocks then.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
-        group_ids: vLLM's numbers of the transferred groups.
+        config: vLLM's KV cache configuration.
     """
     for group, block in blocks.items():
-        of_group = manager.coordinator.single_type_managers[group_ids[group]]
+        of_group = manager.coordinator.single_type_managers[config.transfer_group_ids[group]]
         if request_id in of_group.req_to_blocks:
             known = of_group.num_cached_block.get(request_id, 0)
             of_group.num_cached_block[request_id] = max(known, block + 1)

@@ -43,6 +43,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
+    num_computed,
     parent_of,
     prompt_digest,
     without_last_token,
@@ -335,7 +336,7 @@ class ProducerScheduler:
             request.request_id,
             self._settings.side_channel_host,
             self._settings.side_channel_port,
-            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
+            num_computed(request),
             self._shortened.get(request.request_id) or prompt_digest(request),
             blocks,
         )

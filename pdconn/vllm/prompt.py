@@ -52,6 +52,11 @@ def parent_of(request_id: str) -> str | None:
     return child.group(1) if child else None
 
 
+def num_computed(request: Any) -> int:
+    """Tokens of the request that were computed; those of steps under way do not count."""
+    return int(request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
+
+
 def without_last_token(request: Any) -> None:
     """Shorten the prompt of a request that was not scheduled yet by a token.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import cached_property, partial
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -32,7 +32,7 @@ from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
-from pdconn.vllm.blocks.heads import total_kv_heads
+from pdconn.vllm.blocks.heads import heads_by_layer
 from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
@@ -40,7 +40,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.sleep import options_for_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
-from pdconn.vllm.partial import partial_blocks
+from pdconn.vllm.partial import block_tokens, partial_blocks
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
@@ -257,18 +257,13 @@ class PdWorker:
         fetched = sum(isinstance(answer, FetchResult) for answer in answers)
         self._num_fetching -= len(loaded) + len(failed) + fetched
 
-    @cached_property
-    def _block_tokens(self) -> list[int]:
-        """Tokens of the engine's blocks, by transferred group."""
-        groups = self._kv_cache_config.transfer_groups
-        return [group.kv_cache_spec.block_size for group in groups]
-
     def _note(self, pulled: PullResults, results: KVConnectorTransferResults) -> None:
         results.finished_recving.update(pulled.received)
         for record in pulled.records:
             self._stats.record(record)
-            if record.begins and (blocks := partial_blocks(record.begins, self._block_tokens)):
-                self._report.partial[record.request] = blocks
+            if record.begins:
+                sizes = block_tokens(self._kv_cache_config)
+                self._report.add_partial(record.request, partial_blocks(record.begins, sizes))
         for failed in pulled.failed:
             results.failed_recving.add(failed.request)
             results.finished_recving.add(failed.request)
@@ -362,11 +357,12 @@ class PdWorker:
         model, parallel = self._config.model_config, self._config.parallel_config
         layout = self._config.cache_config.get_resolved_kv_cache_layout()
         layers = self._config.compilation_config.static_forward_context
+        specs = transferred_specs(self._kv_cache_config)
         return kv_cache_references(
             self._kv_cache_config,
             kv_caches,
             layout=layout.name,
-            total_kv_heads=partial(total_kv_heads, model),
+            total_kv_heads=heads_by_layer(self._config, layers, specs),
             states=partial(
                 state_chunks,
                 num_groups=num_groups(model.hf_text_config),
@@ -376,7 +372,7 @@ class PdWorker:
             units=lambda name, spec: arrangement_of(spec, layers.get(name), layout.name).unit,
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
-            modules=self._config.compilation_config.static_forward_context,
+            modules=layers,
         )
 
 

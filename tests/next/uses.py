@@ -9,20 +9,22 @@ from __future__ import annotations
 USES: dict[str, str] = {
     "vllm.config:VllmConfig": "model_config cache_config parallel_config device_config load_config"
     " kv_transfer_config compilation_config attention_config speculative_config aux_output_config"
-    " shutdown_timeout",
+    " shutdown_timeout num_prefill_lookahead_tokens",
     "vllm.config:KVTransferConfig": "engine_id is_kv_producer is_kv_consumer kv_buffer_device"
     " kv_load_failure_policy kv_connector_extra_config",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_index"
     " prefill_context_parallel_size decode_context_parallel_size",
     "vllm.config:CacheConfig": "enable_prefix_caching cache_dtype get_resolved_kv_cache_layout",
     "vllm.config:ModelConfig": "model dtype hf_config hf_text_config use_mla max_model_len"
-    " model_arch_config get_total_num_kv_heads enable_sleep_mode quantization revision seed"
-    " quantization_config multimodal_config model_weights",
+    " model_arch_config get_total_num_kv_heads get_total_num_hidden_layers enable_sleep_mode"
+    " quantization revision seed quantization_config multimodal_config model_weights",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:DeviceConfig": "device_type",
     "vllm.config:AttentionConfig": "hisparse_config",
     "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
-    "vllm.config:SpeculativeConfig": "draft_model_config",
+    "vllm.config:SpeculativeConfig": "draft_model_config method kv_cache_dtype"
+    " num_speculative_tokens uses_draft_kv_cache use_multi_module_mtp",
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "is_draft_layer",
     "vllm.config:LoadConfig": "load_format model_loader_extra_config",
     "vllm.config.model_arch:ModelArchitectureConfig": "per_layer_overrides total_num_kv_heads"
     " total_num_hidden_layers",

@@ -99,7 +99,7 @@ class SimMemory:
                 begins.append((group, first))
         request, manager = one.request, self.cache.manager
         blocks = partial_blocks(begins, self.sizes)
-        never_cache(manager, range(len(held)), request.request_id, blocks)
+        never_cache(manager, manager.kv_cache_config, request.request_id, blocks)
         request.num_computed_tokens = until
         manager.cache_blocks(request, until)
         self.check(one, until)

@@ -57,11 +57,11 @@ def test_a_block_written_in_part_is_found_otherwise(
     """Negative control."""
     right = sim_memory.never_cache
 
-    def wrong(manager: Any, group_ids: Any, request_id: str, blocks: dict[int, int]) -> None:
+    def wrong(manager: Any, config: Any, request_id: str, blocks: dict[int, int]) -> None:
         if careless == "one block too few":
-            right(manager, group_ids, request_id, {g: block - 1 for g, block in blocks.items()})
+            right(manager, config, request_id, {g: block - 1 for g, block in blocks.items()})
         elif careless == "asked too late":
-            right(manager, group_ids, f"{request_id}-gone", blocks)
+            right(manager, config, f"{request_id}-gone", blocks)
 
     monkeypatch.setattr(sim_memory, "never_cache", wrong)
     with pytest.raises(AssertionError, match="wrong at"):
