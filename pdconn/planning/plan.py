@@ -238,8 +238,9 @@ def sub_blocks(group: KVCacheGroupReference, need: Need, tokens: int) -> range:
 def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
     """Pair the sub-blocks that a later token will read and that we lack.
 
-    With unequal block sizes a block of ours can begin before the window; its
-    sub-blocks there are never read, and the lender may have dropped them.
+    With unequal block sizes a block of ours can begin before the window; its sub-blocks there are
+    not pulled, and the lender may have dropped them.  So nobody else may use that block:
+    :attr:`Plan.begins` tells where the rest of it begins.
     """
     if group.kind is AttentionKind.STATE:
         return _state_pair(template, need, lent)

@@ -3,10 +3,10 @@
 A pull brings of a window what decode's last token attends to.  Where the lender's blocks are
 smaller, or kernel blocks are handed over, that begins within a block of ours::
 
-    our blocks of 64          |       4       |       5       |       6       |  7
-    their blocks of 16        |   |   |   |   |   |   |   |   |   |   |   |   |
-    pulled, window 200                    ####################################..
-    attended to at 448 (7 * 64)  ...........................................
+    our blocks of 64              |       4       |       5       |       6       | 7
+    their blocks of 16            |   |   |   |   |   |   |   |   |   |   |   |   |
+    pulled, window 190                        ###################################### up to 493
+    attended to at 448 (7 * 64)    ...............................................
 
 vLLM caches block 4 by its hash all the same, as a whole.  A later prompt that shares 448 tokens
 would hit, and attend to rows before the pulled ones, which nobody wrote.  So such a block is
