@@ -35,12 +35,17 @@ class Faulty:
     made: Handover
     prefill: Engine
 
+    @property
+    def at_once(self) -> int:
+        """Prompts computed at the same time; see :class:`Family` for one that is coarse."""
+        return 1 if self.made.family.coarse else 8
+
     def undisturbed(self, prompts: Sequence[Prompt]) -> Sequence[Answer]:
         """Answers before any fault, if the family needs them; see :class:`Family`."""
-        return self.all_at_once(prompts) if self.made.family.drifts else ()
+        return self.answers(prompts) if self.made.family.drifts else ()
 
-    def all_at_once(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Hand over prompts together, so that their delays pass together."""
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Hand over prompts, together if that may be, so that their delays pass together."""
         asked = [self.made.expected(prompt)[0] for prompt in prompts]
         prefill, decode = self.made.clients["prefill"], self.made.clients["decode"]
 
@@ -48,7 +53,7 @@ class Faulty:
             ticket = prefill_only(prefill, prompt)
             return decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
 
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(self.at_once) as pool:
             return list(pool.map(hand_over, asked))
 
 
@@ -87,7 +92,7 @@ def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         list(pool.map(abort, [made.expected(prompt)[0] for prompt in prompts]))
     assert made.metric("pulls_total") == pulled, "they left before their reads were posted"
-    wrong = made.wrong(prompts, faulty.all_at_once(prompts), right)
+    wrong = made.wrong(prompts, faulty.answers(prompts), right)
     assert wrong == [], wrong
     assert PdPair.used(decode, 30.0) == 0.0
     assert PdPair.used(prefill, 40.0) == 0.0
@@ -104,16 +109,17 @@ def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
     tickets = [prefill_only(prefill, prompt) for prompt in asked]
     pulled = made.metric("pulls_total")
     pairs = list(zip(asked, tickets, strict=True))
+    reading = min(len(pairs) // 2, faulty.at_once)
     with ThreadPoolExecutor(len(asked)) as pool:
         first = [
             pool.submit(decode.complete, prompt, NUM_TOKENS, kv_transfer_params=ticket)
-            for prompt, ticket in pairs[: len(pairs) // 2]
+            for prompt, ticket in pairs[:reading]
         ]
         time.sleep(DELAY_S / 3)  # claims are granted, reads wait
         faulty.prefill.kill()
         rest = [
             decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
-            for prompt, ticket in pairs[len(pairs) // 2 :]
+            for prompt, ticket in pairs[reading:]
         ]
         seen = [each.result() for each in first] + rest
     wrong = made.wrong(prompts, seen, right)
@@ -122,7 +128,7 @@ def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
     faulty.prefill.launch()
     wait_ready([faulty.prefill])
     pulled = made.metric("pulls_total")
-    wrong = made.wrong(later, faulty.all_at_once(later), right_later)
+    wrong = made.wrong(later, faulty.answers(later), right_later)
     assert wrong == [], wrong
     assert made.metric("pulls_total") - pulled == 2
     assert PdPair.used(decode, 30.0) == 0.0

@@ -23,10 +23,8 @@ from tests.vllm.engines.families.models import Family
 MAX_MODEL_LEN = 2048
 NUM_TOKENS = 8
 COARSE = 0.02
-"""Nats between right answers of a model in bfloat16."""
-AT_ONCE = 0.06
-"""The same for kernels that round by batch: one LFM2 alone is up to 0.043 from itself, asked at
-once and one after another.  Wrong states are 0.8 off and more."""
+"""Nats between right answers of a model in bfloat16, or of kernels that round by batch, asked one
+after another.  Asked at once, one LFM2 alone is 0.04 from itself and one MLA model 0.9."""
 
 Prompt = tuple[int, ...]
 
@@ -107,11 +105,11 @@ class Handover:
     ) -> list[str]:
         """Those of ``seen`` that are no right answers to what was handed over for ``prompts``.
 
-        Many were computed at once, and some by decode, whose pull had failed.  ``undisturbed``
+        Some were computed by decode, whose pull had failed.  ``undisturbed``
         are answers to the same before any fault, for a family that drifts.
         """
         found = []
-        tolerance = AT_ONCE if self.family.coarse else TOLERANCE
+        tolerance = COARSE if self.family.coarse else TOLERANCE
         for number, (prompt, answer) in enumerate(zip(prompts, seen, strict=True)):
             longer, want = self.expected(prompt)
             difference = compare(want, answer, tolerance)

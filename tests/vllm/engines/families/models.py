@@ -43,7 +43,8 @@ class Family:
         tensor_parallel: ranks that it can have here.
         args: further arguments of an engine.
         coarse: whether kernels round by batch, or compute a prompt otherwise than steps; then an
-            answer is right that lies near one alone of the same prompt, whole or in a step.
+            answer is right that lies near one alone of the same prompt, whole or in a step, and
+            prompts are computed one after another.
         drifts: whether the KV of a prompt and a token more is not bit for bit that of the prompt;
             then an answer is right that lies near one after a hand-over without faults.
         fill: fills a weight by its name, if that needs values of its own.

@@ -46,7 +46,7 @@ def test_prompts_at_every_boundary(engines: Faulty) -> None:
         pytest.skip("kernels round by batch: one after another in test_hybrids and test_families")
     prompts = make_prompts(family.lengths(), seed=5)
     pulled = engines.made.metric("pulls_total")
-    assert engines.made.wrong(prompts, engines.all_at_once(prompts)) == []
+    assert engines.made.wrong(prompts, engines.answers(prompts)) == []
     assert engines.made.metric("pulls_total") - pulled == len(prompts)
     [single] = make_prompts([1], seed=6)  # decode computes it, and pulls nothing
     alone, prefill, decode = (engines.made.clients[n] for n in ("alone", "prefill", "decode"))
