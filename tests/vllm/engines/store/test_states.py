@@ -117,6 +117,16 @@ def test_a_longer_prompt_resumes_where_the_shorter_one_ended(stores: Stores) -> 
     assert hit_tokens(stores["warm"]) - before == 3 * TOKENS
 
 
+def test_one_rank_resumes_what_two_computed(stores: Stores) -> None:
+    prompts = make_prompts([2 * TOKENS, 400], seed=8)
+    saved = len(rows(stores.root, "fa"))
+    assert stores.mismatches("wide", prompts) == []
+    wait_for_rows(stores.root, saved + sum(len(prompt) // TOKENS for prompt in prompts))
+    before = hit_tokens(stores["warm"])
+    assert stores.mismatches("warm", prompts) == []
+    assert hit_tokens(stores["warm"]) - before == resumable(prompts)
+
+
 def test_an_engine_started_later_resumes_and_a_flipped_bit_is_not_taken(stores: Stores) -> None:
     """Negative control: an engine that does not look at checksums answers wrongly."""
     prompts = PROMPTS[4:]
