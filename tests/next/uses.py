@@ -31,7 +31,7 @@ USES: dict[str, str] = {
     "vllm.v1.request:Request": "request_id status kv_transfer_params prompt_token_ids prompt_embeds"
     " _all_token_ids all_token_ids num_prompt_tokens num_tokens num_computed_tokens max_tokens"
     " num_in_flight_tokens lora_request mm_features cache_salt pooling_params block_hashes"
-    " skip_reading_prefix_cache abort_immediately resumable",
+    " skip_reading_prefix_cache abort_immediately resumable shared_prefix_boundary",
     "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id name",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "identifier mm_position",
     "vllm.multimodal.inputs:PlaceholderRange": "offset length",
@@ -49,7 +49,7 @@ USES: dict[str, str] = {
     " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
     "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens"
     " kv_connector_block_state",
-    "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids",
+    "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids boundary_state_offloads",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups"
     " transfer_groups transfer_group_ids prefix_cacheable_group_ids select_transfer_block_ids",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec",
@@ -64,7 +64,7 @@ USES: dict[str, str] = {
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_heads"
     " state_content_size_bytes attention_chunk_size",
     "vllm.v1.kv_cache_interface:MambaSpec": "block_size shapes dtypes mamba_type tp_replicated"
-    " state_content_size_bytes",
+    " state_content_size_bytes mamba_cache_mode num_speculative_blocks",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs block_size",
     "vllm.v1.outputs:KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": "__init__"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pdconn.store.rank.shares import RowShare
 from pdconn.vllm.connector import PdConnector
 
 
@@ -33,6 +34,14 @@ class FlippedState(PdConnector):
             # The exponent of a float32 at the beginning of the convolution's window.
             self._flipped[..., 3] ^= 0x04
         return results
+
+
+class TrustingStore(PdConnector):
+    """Believes what its store holds, whatever the checksums say."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        RowShare.check = lambda *args: None  # type: ignore[method-assign]
 
 
 class FlippedDraft(PdConnector):
