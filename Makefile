@@ -7,7 +7,8 @@
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that docs/benchmarks.md shows and write its tables (an hour; ARGS="--run NAME" for one)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
-#   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none)
+#   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none),
+#                 and what vLLM makes of layouts, sleep and buffers on this machine
 #   make format, clean
 #   make docs     build docs/ into .work/site, part of check; ARGS=--write makes its generated parts anew
 .DEFAULT_GOAL := help
@@ -94,6 +95,8 @@ multinode: venv
 
 gpu: venv
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
+	$(BIN)/python -m pytest tests/vllm/memory tests/vllm/test_supported.py tests/vllm/blocks/test_arrangement.py \
+		-m "not engine" $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -38,14 +38,15 @@ _EPILOG = """\
 Runs the planner of real pulls on the shapes of two engines. Needs no vLLM, no GPU and
 no model weights: a config.json, or a built-in shape (--list).
 
-ENGINE is written as tp=4,pp=1,layout=BHLNC,block=16; defaults are
-tp=1,pp=1,layout=BHLNC,block=16. A layout is a memory order, outermost first, of
-L(ayers), B(locks), H(eads), N (tokens of a block) and C(ontent). Where layers keep
-states, or differ in their heads, vLLM takes no BHLNC: the default is BLHNC.
+ENGINE is written as tp=4,pp=1,layout=BHLNC,block=16; defaults are tp=1,pp=1,block=16
+and the layout that vLLM takes with pdconn: LBHNC, or LBNHC for MLA, whose one head
+makes them the same. A layout is a memory order, outermost first, of L(ayers),
+B(locks), H(eads), N (tokens of a block) and C(ontent). Some attention backends read
+few layouts: name one with backend=FLEX_ATTENTION.
 
 examples:
   pdconn plan --model gemma-3-27b
-  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=LBHNC --prompt 32768
+  pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=BHLNC --prompt 32768
   pdconn plan --model ./my-model --hit 4096 --link shm --json plan.json --svg plan.svg
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
   pdconn plan --list

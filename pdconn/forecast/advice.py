@@ -148,7 +148,7 @@ def _changes(made: Forecast) -> Iterator[tuple[str, EngineShape, EngineShape]]:
 
 def _best_layouts(made: Forecast) -> tuple[EngineShape, EngineShape]:
     """Both engines in the layout of the fewest pieces."""
-    return replace(made.prefill, layout=""), replace(made.decode, layout="")
+    return made.prefill.in_best_layout(), made.decode.in_best_layout()
 
 
 def _equal_blocks(prefill: EngineShape, decode: EngineShape) -> tuple[EngineShape, EngineShape]:

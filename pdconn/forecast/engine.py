@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.grouping import LayerGroup, Paged, group_layers
-from pdconn.forecast.memory import LAYOUTS, RankPlace, rank_memory
+from pdconn.forecast.memory import LAYOUTS, OFFERED, RankPlace, chosen_layout, rank_memory
 from pdconn.forecast.model import LayerSort, ModelShape, StateSort
 from registration.references import KVCacheReferences, build_kv_cache_references
 from transport.errors import did_you_mean
@@ -32,10 +32,11 @@ _BEST_FIRST = ("BHLNC", "BLHNC", "LBHNC", "BLNHC", "LBNHC", "LHBNC")
 class EngineShape:
     """One engine: ``tp`` times ``pp`` ranks that serve ``model``.
 
-    ``layout`` is a memory order, by default the one of which pulls have the fewest pieces;
-    ``block_tokens`` the tokens per block of all sorts of layers without a fixed number, before
-    vLLM raises it: where layers keep states, until a page of attention holds a state, and in
-    layouts with layers outermost, until pages are of one size.
+    ``layout`` is a memory order, by default the one that vLLM takes with pdconn; ``backend`` the
+    attention backend, if its kernels do not read any layout; ``block_tokens`` the tokens per block
+    of all sorts of layers without a fixed number, before vLLM raises it: where layers keep states,
+    until a page of attention holds a state, and in layouts with layers outermost, until pages are
+    of one size.
 
     Raises:
         ShapeError: a value that the model or vLLM does not allow.
@@ -46,10 +47,13 @@ class EngineShape:
     tp: int = 1
     pp: int = 1
     block_tokens: int = 16
+    backend: str = ""
 
     def __post_init__(self) -> None:
         if self.layout not in ("", *LAYOUTS):
             raise ShapeError("layout", f"one of {', '.join(LAYOUTS)}", self.layout)
+        if self.backend not in ("", *OFFERED):
+            raise ShapeError("backend", f"one of {', '.join(OFFERED)}", self.backend)
         for field, most in (
             ("tp", MAX_RANKS),
             ("pp", min(MAX_RANKS, self.model.num_layers)),
@@ -59,13 +63,29 @@ class EngineShape:
             if not 1 <= value <= most:
                 raise ShapeError(field, f"a whole number from 1 to {most}", value)
         self._check_sorts()
+        self._check_layout()
+
+    def _check_layout(self) -> None:
         possible = layouts_of(self._paged, self.tp)
+        offered = OFFERED[self.backend] if self.backend else None
         if not self.layout:
-            object.__setattr__(self, "layout", min(possible, key=_BEST_FIRST.index))
+            sorts = self.model.attention
+            is_latent = bool(sorts) and all(sort.is_latent for sort in sorts)
+            chosen = chosen_layout(possible, self.backend, is_latent=is_latent)
+            if chosen is None:
+                raise ShapeError("backend", f"one that reads {_or(possible)}", self.backend)
+            object.__setattr__(self, "layout", chosen)
         elif self.layout not in possible:
-            names = f"{', '.join(possible[:-1])} or {possible[-1]}"
             why = "for layers whose pages differ in their heads, rows or bytes"
-            raise ShapeError("layout", f"{names}, {why}", self.layout)
+            raise ShapeError("layout", f"{_or(possible)}, {why}", self.layout)
+        elif offered is not None and self.layout not in offered:
+            raise ShapeError("layout", f"{_or(offered)}, for {self.backend}", self.layout)
+
+    def in_best_layout(self) -> EngineShape:
+        """The same engine in the layout of which pulls have the fewest pieces."""
+        offered = (OFFERED[self.backend] if self.backend else None) or LAYOUTS
+        possible = [one for one in layouts_of(self._paged, self.tp) if one in offered]
+        return replace(self, layout=min(possible, key=_BEST_FIRST.index))
 
     def _check_sorts(self) -> None:
         for state in self.model.states:
@@ -122,7 +142,8 @@ class EngineShape:
         ]
 
     def __str__(self) -> str:
-        return f"tp={self.tp},pp={self.pp},layout={self.layout},block={self.block_tokens}"
+        backend = f",backend={self.backend}" if self.backend else ""
+        return f"tp={self.tp},pp={self.pp},layout={self.layout},block={self.block_tokens}{backend}"
 
     @property
     def _paged(self) -> list[Paged]:
@@ -172,6 +193,10 @@ def layouts_of(paged: Sequence[Paged], tp: int) -> tuple[str, ...]:
     return tuple(whole)
 
 
+def _or(layouts: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(layouts[:-1]), layouts[-1])))
+
+
 def _heads_and_rows(one: Paged, tp: int) -> tuple[int, int]:
     if isinstance(one.sort, StateSort):
         return 1, 1
@@ -219,12 +244,12 @@ def pipeline_stages(layers: int, pp: int) -> list[range]:
 
 
 _KEYS: Mapping[str, str] = MappingProxyType(
-    {"tp": "tp", "pp": "pp", "layout": "layout", "block": "block_tokens"}
+    {"tp": "tp", "pp": "pp", "layout": "layout", "block": "block_tokens", "backend": "backend"}
 )
 
 
 def parse_engine(text: str, model: ModelShape) -> EngineShape:
-    """An engine from ``tp=4,pp=1,layout=BHLNC,block=16``; all keys have defaults.
+    """An engine from ``tp=4,pp=1,layout=LBHNC,block=16``; all keys have defaults.
 
     Raises:
         ShapeError: an unknown key (naming the nearest), one given twice, or a wrong value.
@@ -237,7 +262,7 @@ def parse_engine(text: str, model: ModelShape) -> EngineShape:
             raise ShapeError("key", f"one of {', '.join(_KEYS)}", part, hint)
         if _KEYS[key] in given:
             raise ShapeError(key, "one value", part)
-        given[_KEYS[key]] = value.upper() if key == "layout" else _whole(key, value)
+        given[_KEYS[key]] = value.upper() if key in ("layout", "backend") else _whole(key, value)
     return EngineShape(model, **given)  # type: ignore[arg-type]
 
 

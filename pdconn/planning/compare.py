@@ -22,7 +22,8 @@ class Comparison:
     """What differs between engine ``a`` (theirs) and engine ``b`` (ours).
 
     ``traits`` must be equal for any exchange; ``shapes`` need not be.  ``a_pulls`` and
-    ``b_pulls`` say what keeps one from pulling from the other, empty when nothing does.
+    ``b_pulls`` say what else keeps one from pulling from the other: geometry, and traits of a
+    drafter that the other lacks; empty when nothing does.
     """
 
     traits: tuple[Difference, ...]
@@ -38,11 +39,15 @@ class Comparison:
 
 def compare(a: Described, b: Described) -> Comparison:
     """Compare two descriptions."""
+    named = bool(a.traits and b.traits)
+    by_a = trait_differences(a.traits, b.traits) if named else ()
+    by_b = trait_differences(b.traits, a.traits) if named else ()
+    both = {difference.field for difference in by_a} & {difference.field for difference in by_b}
     return Comparison(
-        trait_differences(b.traits, a.traits) if a.traits and b.traits else (),
+        tuple(difference for difference in by_b if difference.field in both),
         trait_differences(dict(_shape(b)), dict(_shape(a))),
-        tuple(_obstacles(a, b)),
-        tuple(_obstacles(b, a)),
+        (*(difference for difference in by_a if difference.field not in both), *_obstacles(a, b)),
+        (*(difference for difference in by_b if difference.field not in both), *_obstacles(b, a)),
     )
 
 

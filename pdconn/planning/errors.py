@@ -12,14 +12,19 @@ class PlanningError(Exception):
 
 
 class Incompatible(PlanningError):
-    """Two engines whose KV cannot be exchanged, and every difference that says why."""
+    """Two engines whose KV cannot be exchanged, and every difference that says why.
 
-    def __init__(self, *differences: Difference) -> None:
+    ``content`` is how their attention backends arrange a block, where that is known: what is
+    packed (NVFP4, say) divides among ranks as little as its backend lets it.
+    """
+
+    def __init__(self, *differences: Difference, content: str = "") -> None:
         self.differences = differences
         shown = [str(difference) for difference in differences[:_SHOWN]]
         if len(differences) > _SHOWN:
             shown.append(f"and {len(differences) - _SHOWN} more")
-        super().__init__("; ".join(shown))
+        of_what = f" (block_content {content})" if content else ""
+        super().__init__("; ".join(shown) + of_what)
 
     @classmethod
     def in_field(cls, field: str, theirs: object, ours: object) -> Incompatible:

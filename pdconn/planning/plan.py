@@ -92,11 +92,18 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Spans to read per rank of the peer (only ranks with something to read)."""
+    """What to read.
+
+    Attributes:
+        reads: spans per rank of the peer, of ranks with something to read.
+        begins: windowed groups of ours that are read, and the first token from which on all
+            layers of each are: those that the peer has in larger blocks may begin before.
+    """
 
     reads: tuple[tuple[int, Spans], ...]
     moved: Moved
     num_runs: int
+    begins: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +158,7 @@ class Pairing:
         moved = Moved()
         runs = 0
         parts: dict[int, list[Spans]] = {}
+        begins: dict[int, int] = {}
         for template in self.templates:
             group = self.ours.groups[template.our_group]
             pairs = _pairs(template, need, lent[template.their_group], group)
@@ -159,10 +167,14 @@ class Pairing:
             if runs > MAX_RUNS:
                 raise TooManyRuns(f"runs of one pull: expected at most {MAX_RUNS}, got {runs}")
             if len(pairs.ours):
+                if group.window is not None:
+                    first = (pairs.holes + pairs.hits) * template.sub_block_tokens
+                    begins[template.our_group] = max(first, begins.get(template.our_group, 0))
                 spans = _spans(template, pairs, self.ours)
                 parts.setdefault(template.their_rank, []).append(spans)
         reads = tuple((rank, _joined(spans)) for rank, spans in sorted(parts.items()))
-        return Plan(reads, moved, sum(len(spans) for _, spans in reads))
+        num_runs = sum(len(spans) for _, spans in reads)
+        return Plan(reads, moved, num_runs, tuple(sorted(begins.items())))
 
     def _moved(self, template: Template, pairs: _Pairs) -> Moved:
         each = template.sub_block_nbytes
@@ -236,8 +248,9 @@ def sub_blocks(group: KVCacheGroupReference, lacking: range, tokens: int) -> ran
 def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
     """Pair the sub-blocks that a later token will read and that we lack.
 
-    With unequal block sizes a block of ours can begin before the window; its
-    sub-blocks there are never read, and the lender may have dropped them.
+    With unequal block sizes a block of ours can begin before the window; its sub-blocks there are
+    not pulled, and the lender may have dropped them.  So nobody else may use that block:
+    :attr:`Plan.begins` tells where the rest of it begins.
     """
     if group.kind is AttentionKind.STATE:
         return _state_pair(template, need, lent)

@@ -4,6 +4,9 @@ An engine describes this in *traits*: short texts by field name (model, dtype, p
 The fields are compared one by one, and all that differ are named, so that an operator sees
 the whole difference and not its first field.  A digest of them travels along, so that a
 message that was put together wrongly is found.
+
+Traits of a drafter (:data:`DRAFT`) are of layers that not every engine has.  A reader without a
+drafter may read from a lender that has one; a reader with a drafter needs a lender with the same.
 """
 
 from __future__ import annotations
@@ -13,6 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+
+DRAFT = "speculative_config."
+"""Begins the names of a drafter's traits."""
+
+DRAFT_METHOD = f"{DRAFT}method"
+"""Every drafter has one: the only trait that is named where a lender has no drafter."""
 
 NOTHING = "nothing"
 """Shown for a field that one side does not have."""
@@ -37,13 +46,14 @@ def traits_digest(traits: Mapping[str, str]) -> str:
 
 
 def trait_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Every field that differs, in order of its name.
+    """Every field that keeps us from reading what they lend, in order of its name.
 
     >>> trait_differences({"model": "a", "dtype": "bf16"}, {"model": "b", "dtype": "bf16"})
     (Difference(field='model', theirs='b', ours='a'),)
     """
+    needed = {*ours} if any(name.startswith(DRAFT) for name in theirs) else {DRAFT_METHOD}
     return tuple(
         Difference(name, theirs.get(name, NOTHING), ours.get(name, NOTHING))
         for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name)
+        if ours.get(name) != theirs.get(name) and (not name.startswith(DRAFT) or name in needed)
     )

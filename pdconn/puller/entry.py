@@ -44,6 +44,7 @@ class Measured:
     plan_s: float = 0.0
     plan_began: float = 0.0
     moved: Moved = field(default_factory=Moved)
+    begins: tuple[tuple[int, int], ...] = ()
     num_descriptors: int = 0
     post_s: float = 0.0
     transfer_s: float = 0.0
@@ -66,6 +67,7 @@ class Measured:
             self.post_s,
             self.transfer_s,
             now - self.asked,
+            self.begins,
         )
 
 
@@ -135,7 +137,7 @@ class PullEntry:
             self.plan = f"{type(error).__name__}: {error}"
         else:
             measured = self.measured
-            measured.moved, measured.plan_began = plan.moved, began
+            measured.moved, measured.begins, measured.plan_began = plan.moved, plan.begins, began
             measured.plan_s = clock() - began
 
     def settled(self, result: ReadSettled) -> list[Effect]:

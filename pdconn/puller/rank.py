@@ -18,7 +18,7 @@ class Rank:
     """Which decode rank this is, and what its memory looks like.
 
     ``rank`` of ``of`` ranks pull every request together; ``spread`` says which of a
-    peer's replicas to prefer; ``traits`` must equal the lender's.
+    peer's replicas to prefer; ``traits`` must equal the lender's (:mod:`pdconn.protocol.compat`).
     """
 
     engine_id: str
@@ -32,11 +32,15 @@ class Rank:
         """Match a lender that answered our greeting with us.
 
         Raises:
-            Incompatible: naming the field and both values.
+            Incompatible: naming the field and both values, and what blocks hold.
         """
         check_traits(self.traits, welcome)
         theirs = [rank.references for rank in welcome.ranks]
-        return Pairing.of(self.references, theirs, self.spread)
+        try:
+            return Pairing.of(self.references, theirs, self.spread)
+        except Incompatible as error:
+            content = self.traits.get("block_content", "")
+            raise Incompatible(*error.differences, content=content) from None
 
 
 def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
@@ -47,8 +51,8 @@ def check_traits(ours: Mapping[str, str], welcome: Welcome) -> None:
     Raises:
         Incompatible: every trait that differs, by name.
     """
-    if ours and ours != welcome.traits:
-        raise Incompatible(*trait_differences(ours, welcome.traits))
+    if ours and (differences := trait_differences(ours, welcome.traits)):
+        raise Incompatible(*differences)
 
 
 def check_welcome(welcome: Welcome, engine_id: str | None, incarnation: str | None) -> None:

@@ -15,7 +15,7 @@ class PullRecord:
     ``claim_s`` runs from first hearing of the request to the granted claim,
     ``plan_s`` is the planning, ``plan_wait_s`` what of it came after the claim was
     granted, ``post_s`` and ``transfer_s`` are the slowest of its reads, ``total_s``
-    runs from the engine's ReadBlocks to the report.
+    runs from the engine's ReadBlocks to the report.  ``begins`` is the plan's.
     """
 
     request: str
@@ -27,6 +27,7 @@ class PullRecord:
     post_s: float
     transfer_s: float
     total_s: float
+    begins: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

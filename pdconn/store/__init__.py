@@ -2,8 +2,9 @@
 
 A prompt is cut into *canonical blocks* of ``block_tokens`` (256).  A *row* is one file: the KV
 of one canonical block, all heads and layers of one kind of attention.  FA rows hold full
-attention, one for every block of a prefix.  WA rows hold what windows and chunks still reach,
-and are kept only where generation can resume: a *boundary*, the end of a canonical block::
+attention, one for every block of a prefix.  WA rows hold what windows and chunks still reach, and
+recurrent states, and are kept only where generation can resume: a *boundary*, the end of a
+canonical block::
 
     token      0        256       512       768      1024
     FA rows    [   0    ][   1    ][   2    ][   3    ]

@@ -149,8 +149,8 @@ def _number(value: Any, least: int) -> int:
 
 def _block_tokens(value: Any) -> int:
     number = _number(value, 1)
-    if number & (number - 1):
-        raise ValueError("a power of two")
+    if number & (number - 1) and number % 16:
+        raise ValueError("a power of two or a multiple of 16")
     return number
 
 

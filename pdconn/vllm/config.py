@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
+from pdconn.forecast.memory import LAYOUTS
 from pdconn.lifecycle.lease import MIN_TTL_S
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup_state import Place, parse_places
@@ -27,6 +28,9 @@ from transport.fault_schedule import FaultError
 class ConfigError(FieldError, ValueError):
     """A setting that is unknown, has a wrong value, or is not supported."""
 
+
+OUR_LAYOUT, NO_LAYOUT = "auto", "none"
+"""Values of ``layout`` beside names: what pdconn prefers, and what the attention backend does."""
 
 Check = Callable[[Any], Any]
 """Returns the value to use, or raises ValueError with what it expected."""
@@ -44,6 +48,7 @@ class Settings:
     backends: tuple[str, ...] = ("UCX",)
     backend_options: dict[str, dict[str, str]] = field(default_factory=dict)
     huge_pages: bool = True
+    layout: str = OUR_LAYOUT
     enforce_handshake_compat: bool = True
     description_file: str | None = None
     read_timeout: float = 120.0
@@ -91,6 +96,16 @@ def read_settings(
             "tickets name it",
         )
     return settings
+
+
+def read_layout(extra: Mapping[str, Any]) -> str:
+    """The key ``layout`` alone: vLLM asks for it before the engine's own settings can be read.
+
+    Raises:
+        ConfigError: it is neither a layout nor one of the two other words.
+    """
+    asked: str = _checked(extra, {"layout": _layout}).get("layout", OUR_LAYOUT)
+    return asked
 
 
 def _refuse_unknown(extra: Mapping[str, Any]) -> None:
@@ -149,6 +164,13 @@ def _transport(value: Any) -> Any:
     if value not in WANTED:
         raise ValueError(" or ".join(WANTED))
     return value
+
+
+def _layout(value: Any) -> str:
+    words = (OUR_LAYOUT, NO_LAYOUT, *LAYOUTS)
+    if value not in words:
+        raise ValueError(" or ".join(words))
+    return str(value)
 
 
 def _text(value: Any) -> str:
@@ -248,6 +270,12 @@ KEYS: tuple[Key, ...] = (
     Key(
         "huge_pages", "true, false", "true", _flag, "both",
         "Ask the kernel for huge pages under KV memory on the host.",
+    ),
+    Key(
+        "layout", "`auto`, `none` or a layout", "`auto`", _layout, "both",
+        "Memory order of KV blocks to ask vLLM for: `auto` is `LBHNC` (head-major), and none for "
+        "MLA and on ROCm; `none` leaves it to the attention backend. `VLLM_KV_CACHE_LAYOUT` goes "
+        "first, and vLLM drops what the backend does not read.", "always `LBHNC`, but for MLA",
     ),
     Key(
         "enforce_handshake_compat", "true, false", "true", _flag, "both",

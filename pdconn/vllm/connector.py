@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,20 +29,25 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from pdconn.protocol.messages import Described
+from pdconn.protocol.messages import Described, Welcome
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
-from pdconn.vllm.config import Settings, read_settings
+from pdconn.vllm.blocks.states import without_scratch
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lagging import complete_windows, held_tokens
+from pdconn.vllm.memory.layout import wanted_layout
+from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
+from pdconn.vllm.partial import PartialBlocks, never_cache
 from pdconn.vllm.plugin import ShutdownSignal, drain_s, join_vllm_log
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
+from pdconn.vllm.prompt import num_computed
 from pdconn.vllm.quarantine import Quarantine
 from pdconn.vllm.retention import keep_window_of_last_token
+from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdPromMetrics, PdStats
 from pdconn.vllm.store.engine import EngineStore
-from pdconn.vllm.supported import check_supported
+from pdconn.vllm.supported import check_supported, settings_of
 from pdconn.vllm.worker import PdWorker
 
 if TYPE_CHECKING:
@@ -74,7 +78,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
         check_supported(vllm_config)
-        self._settings = settings = _settings(vllm_config)
+        self._settings = settings = settings_of(vllm_config)
         self._incarnation = incarnation = secrets.token_hex(8)
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
@@ -82,8 +86,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._loading_from_store: set[str] = set()
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
+        self._welcome: Welcome | None = None
         self._worker: PdWorker | None = None
         self._may_lag = may_lag(kv_cache_config)
+        self._manager: KVCacheManager | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
             return
@@ -92,6 +98,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.store is not None:
             self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
         has_states = any(keeps_states(kv_cache_config))
+        self._num_lookahead = num_lookahead(vllm_config, has_states)
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
@@ -100,16 +107,12 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
-            recompute = transfer.kv_load_failure_policy == "recompute"
-            # A request whose pull failed is asked about again under that policy.
-            awaits_claims = self._store is not None and not recompute
-            self._consumer = ConsumerScheduler(
+            self._consumer = ConsumerScheduler.of(
+                vllm_config,
                 incarnation,
-                recompute=recompute,
-                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-                max_model_len=vllm_config.model_config.max_model_len,
                 has_states=has_states,
-                awaited_ranks=sizes[0] * sizes[1] if awaits_claims else 0,
+                num_lookahead=self._num_lookahead,
+                has_store=self._store is not None,
             )
         elif settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -119,8 +122,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Let prefill keep what decode's last token attends to, and decode its partial hits."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
         if self._producer is not None:
-            changed = keep_window_of_last_token(kv_cache_manager)
+            changed = keep_window_of_last_token(kv_cache_manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
         if self._consumer is not None:
             lags = complete_windows(kv_cache_manager, self._consumer.is_pulled)
@@ -137,9 +141,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker is registered: say what our KV looks like, and start lending."""
+        """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
         handshakes = {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
         welcome = welcome_of(self._engine_id, self._incarnation, handshakes)
+        if welcome == self._welcome:
+            return
+        if self._welcome is not None:
+            welcome = welcome_of(self._engine_id, secrets.token_hex(8), handshakes)
+        self._welcome, self._incarnation = welcome, welcome.incarnation
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
@@ -247,8 +256,16 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
             for request_id in report.released:
                 self._quarantine.end(request_id)
+            for request_id, blocks in report.partial.items():
+                self._pulled_in_part(request_id, blocks)
         for request_id in connector_output.finished_recving or ():
             self._consumer.reported(request_id)
+
+    def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
+        if self._manager is not None:
+            never_cache(self._manager, self._kv_cache_config, request_id, blocks)
+        if self._store is not None:
+            self._store.pulled(request_id, blocks)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Stored rows, in vLLM's own block hashes."""
@@ -281,7 +298,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and request.status in _PREFILLED:
             ids = self._kv_cache_config.select_transfer_block_ids(block_ids)
-            ticket = self._producer.lend(request, ids)
+            groups, computed = self._kv_cache_config.transfer_groups, num_computed(request)
+            ticket = self._producer.lend(request, without_scratch(groups, ids, computed))
         self._producer.finished(request)
         return False, ticket
 
@@ -290,6 +308,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pin the KV memory."""
         self._of_worker().register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 is about to unmap KV memory; see :mod:`pdconn.vllm.memory.sleep`."""
+        self._of_worker().sleep()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33 has mapped KV memory anew."""
+        self._of_worker().wake()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Our memory, for our scheduler to serve."""
@@ -332,29 +358,31 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """Pulls (in a worker) and leases (in the scheduler) since the last call."""
         if self._worker is not None:
             return self._worker.take_stats()
-        counts = {} if self._producer is None else self._producer.take_counts()
-        if self._consumer is not None:
-            counts |= self._consumer.take_counts()
-        if self._store is not None:
-            counts |= self._store.take_counts()
+        counts: dict[str, int] = {}
+        for part in (self._producer, self._consumer, self._store):
+            if part is not None:
+                counts |= part.take_counts()
         gauges = {} if self._store is None else self._store.take_gauges()
         return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, unpin the memory."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._producer is not None:
-            self._producer.close()
-        if self._store is not None:
-            self._store.close()
+        for part in (self._worker, self._producer, self._store):
+            if part is not None:
+                part.close()
 
     # Class side
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout that transfers are best off with; vLLM takes another where it must."""
+        return wanted_layout(vllm_config)
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM 0.33 asks; :func:`check_supported` refuses it in 0.32 as well."""
-        return False
+        """vLLM 0.33 asks; what stands against it is an error that names it, as in 0.32."""
+        check_sleep(kv_transfer_config)
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdStats:
@@ -376,12 +404,3 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             raise RuntimeError("a worker's hook was called in the scheduler's process")
         return self._worker
-
-
-def _settings(config: VllmConfig) -> Settings:
-    return read_settings(
-        config.kv_transfer_config.kv_connector_extra_config,
-        envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-        envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
-        config.parallel_config.data_parallel_index,
-    )

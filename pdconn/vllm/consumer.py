@@ -76,6 +76,8 @@ class ConsumerScheduler:
         max_model_len: tokens of the longest prompt that the engine takes.
         has_states: whether the model keeps recurrent states, of which there is one, after
             the last token that prefill has computed.
+        num_lookahead: tokens at a prompt's end that are computed here and not pulled
+            (:mod:`pdconn.vllm.speculation`).
         awaited_ranks: how many ranks must be granted a claim before its ticket is promised;
             none without a store.
     """
@@ -88,6 +90,7 @@ class ConsumerScheduler:
         max_model_len: int,
         *,
         has_states: bool = False,
+        num_lookahead: int = 1,
         awaited_ranks: int = 0,
     ) -> None:
         self._incarnation = incarnation
@@ -95,8 +98,10 @@ class ConsumerScheduler:
         self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._has_states = has_states
+        self._num_lookahead = num_lookahead
         self._awaited_ranks = awaited_ranks
         self._splits = UNSPLIT
+        self._is_registered = False
         self._tracked: dict[str, _Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
@@ -104,12 +109,44 @@ class ConsumerScheduler:
         self._number = 0
         self._counts: Counter[str] = Counter()
 
+    @classmethod
+    def of(
+        cls, config: Any, incarnation: str, *, has_states: bool, num_lookahead: int, has_store: bool
+    ) -> ConsumerScheduler:
+        """For an engine of vLLM's ``config``."""
+        recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        parallel = config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return cls(
+            incarnation,
+            recompute=recompute,
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            max_model_len=config.model_config.max_model_len,
+            has_states=has_states,
+            num_lookahead=num_lookahead,
+            # A request whose pull failed is asked about again under the other policy.
+            awaited_ranks=ranks if has_store and not recompute else 0,
+        )
+
     def __len__(self) -> int:
         return len(self._tracked)
 
     def registered(self, splits: Splits) -> None:
-        """Every worker is registered: ``splits`` says which blocks they describe."""
+        """Every worker is registered: ``splits`` says which blocks they describe.
+
+        When it is so again the engine has slept, and its workers know of no claim and no pull any
+        more: requests that wait for blocks claim their tickets anew, and pulls have failed.
+        """
         self._splits = splits
+        if self._is_registered:
+            self._commands = []
+            for request_id, tracked in self._tracked.items():
+                if tracked.pulling:
+                    self._commands.append(FailPull(request_id, "the engine has slept"))
+                elif tracked.ticket is not None:
+                    tracked.granted.clear()
+                    self._claim(request_id, tracked, tracked.ticket)
+        self._is_registered = True
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine; claim its ticket if it has one.
@@ -133,22 +170,19 @@ class ConsumerScheduler:
         if self._was_started(ticket, parent):
             tracked.ticket, tracked.follows = None, _key(ticket)
             return
-        self._number += 1
-        tracked.pull = f"{self._incarnation}/{self._number}"
-        is_awaited = self._awaited_ranks > 0
-        self._commands.append(ClaimTicket(request.request_id, tracked.pull, ticket, is_awaited))
+        self._claim(request.request_id, tracked, ticket)
 
     def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens after the local hit can be pulled; None to ask again later.
 
         The last prompt token is never pulled: the engine computes it anyway, to have
-        something to sample from.
+        something to sample from; nor are others that a drafter looks ahead to.
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
             return 0, False
         tracked.num_local = num_local
-        count = request.num_prompt_tokens - 1 - num_local
+        count = request.num_prompt_tokens - self._num_lookahead - num_local
         if count <= 0:
             return 0, False
         self._check(request, tracked)
@@ -248,6 +282,12 @@ class ConsumerScheduler:
         """This step's commands for the pullers, in order."""
         commands, self._commands = self._commands, []
         return commands
+
+    def _claim(self, request_id: str, tracked: _Tracked, ticket: Ticket) -> None:
+        self._number += 1
+        tracked.pull = f"{self._incarnation}/{self._number}"
+        is_awaited = self._awaited_ranks > 0
+        self._commands.append(ClaimTicket(request_id, tracked.pull, ticket, is_awaited))
 
     def _num_tokens(self, request: Any) -> int:
         """Tokens of the prompt that the ticket of ``request`` is for, at most.

@@ -19,6 +19,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import Command
 from pdconn.puller.results import ClaimOutcome
 from pdconn.store.commands import StoreCommand, StoreResult
+from pdconn.vllm.partial import PartialBlocks, joined
 
 
 @dataclass
@@ -48,6 +49,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         sums: checksums of what a rank lends: request, rank, sums; None if they failed.
         store: answers of the ranks' part of the store.
         claims: what came of awaited claims, once or twice per worker.
+        partial: requests that were received, each with blocks of which only the end was written.
     """
 
     quarantined: list[str] = field(default_factory=list)
@@ -55,11 +57,18 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     sums: list[tuple[str, int, LentSums | None]] = field(default_factory=list)
     store: list[StoreResult] = field(default_factory=list)
     claims: list[ClaimOutcome] = field(default_factory=list)
+    partial: dict[str, PartialBlocks] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.quarantined or self.released or self.sums or self.store or self.claims)
+        lists = (self.quarantined, self.released, self.sums, self.store, self.claims)
+        return not (any(lists) or self.partial)
+
+    def add_partial(self, request: str, blocks: PartialBlocks) -> None:
+        """A request was received, some of whose blocks may be written in part."""
+        if blocks:
+            self.partial[request] = blocks
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerReport:
         """Ours and another worker's."""
@@ -70,6 +79,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
             self.sums + other.sums,
             self.store + other.store,
             self.claims + other.claims,
+            joined(self.partial, other.partial),
         )
 
 

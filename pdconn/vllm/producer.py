@@ -43,6 +43,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
+    num_computed,
     parent_of,
     prompt_digest,
     without_last_token,
@@ -149,15 +150,17 @@ class ProducerScheduler:
         block_pool.reset_prefix_cache = reset_prefix_cache
 
     def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
-        """Start the side channel, once every worker is registered.
+        """Start the side channel, once every worker is registered; anew after a sleep.
 
-        ``splits`` says which blocks the welcome describes: tickets list those.
+        ``splits`` says which blocks the welcome describes: tickets list those.  After a sleep the
+        welcome names another boot, and nothing lent by the boot before is confirmed.
 
         Raises:
             SideChannelInUse: the port is taken.
             Unprotected: it is reachable from elsewhere without secret or TLS.
         """
-        self._splits = splits
+        self._end_boot()
+        self._splits, self._incarnation = splits, welcome.incarnation
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         self._lender = Lender(
             welcome,
@@ -168,11 +171,22 @@ class ProducerScheduler:
         )
         log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
 
+    def _end_boot(self) -> None:
+        """Stop lending what a boot before has lent; a cache reset has taken back all of it."""
+        if self._lender is None:
+            return
+        self._lender.close()
+        self.unpin_freed()
+        for held in self._pinned.values():
+            self._pool.free_blocks(reversed(held))
+        self._pinned, self._shared, self._to_sum = {}, SharedTickets(), []
+
     def arrived(self, request: Any) -> None:
         """A request entered the engine: leave its last prompt token to decode, if it must be.
 
         The ticket names the whole prompt.  A prompt of one token is computed, and is of no use
-        to decode, which asks for none of it.
+        to decode, which asks for none of it.  Prompts that are not handed over stay whole: with
+        embeddings, which are as many as tokens, or of a session, which goes on after them.
         """
         params = request.kv_transfer_params
         if (
@@ -181,6 +195,8 @@ class ProducerScheduler:
             and params.get("do_remote_decode")
             and request.num_prompt_tokens > 1
             and request.prompt_token_ids is not None
+            and not has_embeddings(request)
+            and not request.resumable
             and request.request_id not in self._shortened
             and not request.skip_reading_prefix_cache  # decode computes such a prompt itself
         ):
@@ -320,7 +336,7 @@ class ProducerScheduler:
             request.request_id,
             self._settings.side_channel_host,
             self._settings.side_channel_port,
-            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
+            num_computed(request),
             self._shortened.get(request.request_id) or prompt_digest(request),
             blocks,
         )

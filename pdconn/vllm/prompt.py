@@ -52,13 +52,21 @@ def parent_of(request_id: str) -> str | None:
     return child.group(1) if child else None
 
 
+def num_computed(request: Any) -> int:
+    """Tokens of the request that were computed; those of steps under way do not count."""
+    return int(request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
+
+
 def without_last_token(request: Any) -> None:
     """Shorten the prompt of a request that was not scheduled yet by a token.
 
     The engine computes one token after it, and ends the request.  Block hashes stay: they are
     of full blocks, and vLLM uses no more of them than there are computed tokens.
+
+    In an engine without a process of its own the frontend and best-of-n siblings hold the same
+    list of tokens, so the request gets another.
     """
-    del request.prompt_token_ids[-1:]
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1

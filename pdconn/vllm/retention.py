@@ -11,7 +11,8 @@ vLLM has freed what lies outside the window of the *next* token, N::
 
 It happens whenever N - window + 1 is a multiple of the block size (for chunked
 attention, when N is a multiple of the chunk: the whole chunk is dropped).  Prefill
-therefore frees as if one token fewer had been computed.
+therefore frees as if one token fewer had been computed; as if more, where decode computes more
+(:mod:`pdconn.vllm.speculation`).
 
 A state is another matter: one that has seen the last token cannot be taken back, so prefill
 leaves that token to decode (:mod:`pdconn.vllm.producer`).
@@ -24,11 +25,12 @@ from typing import Any
 from pdconn.vllm.blocks.kinds import is_state
 
 
-def keep_window_of_last_token(kv_cache_manager: Any) -> int:
+def keep_window_of_last_token(kv_cache_manager: Any, num_tokens: int = 1) -> int:
     """Let every windowed group of a prefill engine keep one token more.
 
     Args:
         kv_cache_manager: vLLM's ``KVCacheManager``, before any request.
+        num_tokens: that decode computes at the prompt's end, and as many more are kept.
 
     Returns:
         How many groups were changed.
@@ -38,20 +40,22 @@ def keep_window_of_last_token(kv_cache_manager: Any) -> int:
         if is_state(manager.kv_cache_spec):
             continue
         if manager.get_num_skipped_tokens(1 << 30) > 0:
-            _delay_by_one(manager)
+            _delay(manager, num_tokens)
             changed += 1
     return changed
 
 
-def _delay_by_one(manager: Any) -> None:
+def _delay(manager: Any, num_tokens: int) -> None:
     freeing = manager.remove_skipped_blocks
 
     def remove_skipped_blocks(
         request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        freeing(request_id, max(0, processed_computed_tokens - 1), num_prompt_tokens)
+        freeing(request_id, max(0, processed_computed_tokens - num_tokens), num_prompt_tokens)
 
     manager.remove_skipped_blocks = remove_skipped_blocks
-    # The admission cap is the most blocks a request may hold at once: one more now.
+    # The admission cap is the most blocks a request may hold at once: one more now, and another
+    # for each block of further tokens.
     if manager.max_admission_blocks_per_request is not None:
-        manager.max_admission_blocks_per_request += 1
+        further = -(-(num_tokens - 1) // manager.kv_cache_spec.block_size) if num_tokens > 1 else 0
+        manager.max_admission_blocks_per_request += 1 + further

@@ -1,15 +1,32 @@
-"""Engines that pdconn does not support: refused at their start, before they lend anything."""
+"""What engines are configured with: those not supported are refused before they lend anything."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdconn.vllm.config import ConfigError
+from vllm import envs
+
+from pdconn.vllm.config import ConfigError, Settings, read_settings
+from pdconn.vllm.memory.sleep import check_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
+
+
+def settings_of(config: VllmConfig) -> Settings:
+    """Our part of an engine's configuration.
+
+    Raises:
+        ConfigError: naming the key, what was expected and what came.
+    """
+    return read_settings(
+        config.kv_transfer_config.kv_connector_extra_config,
+        envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        config.parallel_config.data_parallel_index,
+    )
 
 
 def check_supported(config: VllmConfig) -> None:
@@ -45,13 +62,9 @@ def _check_blocks(config: VllmConfig) -> None:
 
 
 def _check_memory(config: VllmConfig) -> None:
-    """Whether KV memory is registered where it is, and stays where it was registered.
-
-    An engine that sleeps unmaps its KV memory, and maps other pages when it wakes.
-    """
+    """Whether KV memory is registered where it is, and stays where it was registered."""
     if config.model_config.enable_sleep_mode:
-        hint = "peers would read memory that was unmapped"
-        raise ConfigError("enable_sleep_mode", False, True, hint)
+        check_sleep(config.kv_transfer_config)
     device, buffer = config.device_config.device_type, config.kv_transfer_config.kv_buffer_device
     if buffer == "cpu" != device:
         hint = "pdconn registers KV memory where it is, without buffers on the host"

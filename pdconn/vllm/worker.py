@@ -32,12 +32,15 @@ from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.blocks.arrangement import arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
-from pdconn.vllm.blocks.heads import total_kv_heads
+from pdconn.vllm.blocks.heads import heads_by_layer
 from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.config import Settings
+from pdconn.vllm.memory.layout import report_layout
+from pdconn.vllm.memory.sleep import options_for_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
+from pdconn.vllm.partial import block_tokens, partial_blocks
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
@@ -69,6 +72,8 @@ class PdWorker:
         self._settings = settings
         self._config = config
         self._kv_cache_config = kv_cache_config
+        self._kv_caches: dict[str, Any] = {}
+        self._is_asleep = False
         self._memory: RegisteredKVMemory | None = None
         self._puller: Puller | None = None
         self._handshake: PdHandshake | None = None
@@ -84,12 +89,13 @@ class PdWorker:
         self._rank = 0
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Describe and pin the KV memory, once; start the puller on decode.
+        """Describe and pin the KV memory, at the start and after each sleep; on decode, pull.
 
         Raises:
             RegistrationError: memory that we cannot describe.
             TransportError: memory that cannot be pinned.
         """
+        self._kv_caches = kv_caches
         tp_rank, pp = get_tensor_model_parallel_rank(), get_pp_group()
         references = self._references(kv_caches, tp_rank)
         layers = self._config.compilation_config.static_forward_context
@@ -104,6 +110,8 @@ class PdWorker:
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
         self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits, content)
         log.info("pdconn: registered %s", _summary(references))
+        layout = self._config.cache_config.get_resolved_kv_cache_layout()
+        report_layout(self._settings.layout, layout.name, references)
         tp_size = self._config.parallel_config.tensor_parallel_size
         self._rank = pp.rank_in_group * tp_size + tp_rank
         if transfer.is_kv_consumer:
@@ -136,7 +144,7 @@ class PdWorker:
         self._is_idle = metadata.is_idle
         for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
-        if self._puller is not None:
+        if self._puller is not None:  # asleep there is none; our scheduler asks again
             for command in metadata.commands:
                 self._puller.post(command)
         if self._store is not None:
@@ -196,13 +204,42 @@ class PdWorker:
         """Stop the threads and unpin the memory."""
         if self._store is not None:
             self._store.close()
+        self._end_transfers()
+        self._store, self._kv_caches = None, {}
+
+    def sleep(self) -> None:
+        """KV memory is about to be unmapped: end every pull, and let nothing refer to it.
+
+        Harmless when asleep.  See :mod:`pdconn.vllm.memory.sleep`.
+
+        Raises:
+            BackendFailure: a read can still write to the memory, which must stay.
+        """
+        if not self._is_asleep and self._memory is not None:
+            self._end_transfers()
+            self._is_asleep = True
+            log.info("pdconn: KV memory is not registered any more: the engine goes to sleep")
+
+    def wake(self) -> None:
+        """Other pages are mapped where KV memory was: register them, and go on.
+
+        Harmless when awake.
+
+        Raises:
+            RegistrationError, TransportError: as :meth:`register`.
+        """
+        if self._is_asleep:
+            self.register(self._kv_caches)
+            self._is_asleep = False
+
+    def _end_transfers(self) -> None:
         if self._puller is not None:
             self._puller.close()
         if self._relays is not None:
             self._relays.close()
         if self._memory is not None:
             self._memory.close()
-        self._puller = self._relays = self._memory = self._scratch = self._store = None
+        self._puller = self._relays = self._memory = self._scratch = None
 
     def _wait(self) -> None:
         """Wait for whatever the engine's idle step waits for."""
@@ -224,6 +261,9 @@ class PdWorker:
         results.finished_recving.update(pulled.received)
         for record in pulled.records:
             self._stats.record(record)
+            if record.begins:
+                sizes = block_tokens(self._kv_cache_config)
+                self._report.add_partial(record.request, partial_blocks(record.begins, sizes))
         for failed in pulled.failed:
             results.failed_recving.add(failed.request)
             results.finished_recving.add(failed.request)
@@ -236,10 +276,10 @@ class PdWorker:
 
     def _sum(self, terms: Terms, blocks: tuple[BlockList, ...]) -> None:
         """Checksum what a finished request lends, on the engine's thread."""
-        assert self._memory is not None
         summed: LentSums | None = None
         try:
-            summed = lent_sums(AnyMemory(), self._memory.references, blocks, terms)
+            if self._memory is not None:  # asleep, nothing is lent
+                summed = lent_sums(AnyMemory(), self._memory.references, blocks, terms)
         except Exception:  # no GPU memory to spare: readers get ChecksumUnavailable
             log.warning("pdconn: lent without checksums: request=%s", terms.request, exc_info=True)
         self._report.sums.append((terms.request, self._rank, summed))
@@ -296,10 +336,13 @@ class PdWorker:
         return transport
 
     def _open_nixl(self, name: str) -> Transport:
+        options = self._settings.backend_options
+        if self._lends and self._config.model_config.enable_sleep_mode:
+            options = options_for_sleep(options)
         return NixlTransport(
             name,
             backends=self._settings.backends,
-            backend_options=self._settings.backend_options,
+            backend_options=options,
             huge_pages=self._settings.huge_pages,
         )
 
@@ -314,11 +357,12 @@ class PdWorker:
         model, parallel = self._config.model_config, self._config.parallel_config
         layout = self._config.cache_config.get_resolved_kv_cache_layout()
         layers = self._config.compilation_config.static_forward_context
+        specs = transferred_specs(self._kv_cache_config)
         return kv_cache_references(
             self._kv_cache_config,
             kv_caches,
             layout=layout.name,
-            total_kv_heads=partial(total_kv_heads, model),
+            total_kv_heads=heads_by_layer(self._config, layers, specs),
             states=partial(
                 state_chunks,
                 num_groups=num_groups(model.hf_text_config),
@@ -328,7 +372,7 @@ class PdWorker:
             units=lambda name, spec: arrangement_of(spec, layers.get(name), layout.name).unit,
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
-            modules=self._config.compilation_config.static_forward_context,
+            modules=layers,
         )
 
 

@@ -117,7 +117,8 @@ def lender() -> Iterator[LocalLender]:
 
 
 def workload(prefill: str = "", decode: str = "", **settings: object) -> Workload:
-    return Workload(parse_engine(prefill, MODEL), parse_engine(decode, MODEL), 300, **settings)
+    engines = (parse_engine(text, MODEL).in_best_layout() for text in (prefill, decode))
+    return Workload(*engines, 300, **settings)
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])

@@ -108,7 +108,7 @@ def test_states_have_rows_of_their_own_and_a_sum(capsys, tmp_path):
     assert "warning (raised-blocks): prefill's blocks are of 544 tokens, not 16" in out
     found = json.loads(printed(capsys, *words, "--json"))
     assert found["total"]["state_bytes"] == 36 * 2 * (3 * 8192 + 32 * 128 * 128)
-    assert found["prefill"]["layout"] == "BLHNC"
+    assert found["prefill"]["layout"] == "LBHNC"
     assert "mamba" not in printed(capsys, "--model", "gpt-oss-20b")
     wrong = [*words, "--prefill", "layout=BHLNC"]
     assert main(["plan", *wrong]) == 2

@@ -18,7 +18,7 @@ from pdconn.cli.main import main
 from pdconn.store.settings import StoreSettings
 from registration.references import AttentionKind
 from tests.cli.stored_rows import full, prompt, save
-from tests.store.joined.rig import FakeEngine, Model, Shape
+from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 from tests.store.joined.test_joined import prompt as tokens_of
 
 BLOCK = 64
@@ -37,6 +37,7 @@ def engine(root: Path, model: Model, shape: Shape) -> Iterator[FakeEngine]:
     )
     made = FakeEngine(settings, model, shape, budget=None)
     try:
+        until_ready(made)
         yield made
     finally:
         made.close()

@@ -39,9 +39,9 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "prefix is loaded as far as it fits. `pdconn plan --store` says what a prompt takes.",
     ),
     "block_tokens": (
-        "power of two",
-        "Tokens of a row. At least the largest block of a KV cache group, and a multiple of all. "
-        "Engines share rows only if it is the same.",
+        "power of two, multiple of 16",
+        "Tokens of a row. At least the largest block of a KV cache group, and a multiple of all; "
+        "of models with states the engine's block. Engines share rows only if it is the same.",
     ),
     "window_every": (
         "",

@@ -222,7 +222,7 @@ class SimCache:
         there is no room now.
         """
         found: int
-        self._begin_step()
+        self.begin_step()
         look = self.manager.get_computed_blocks
         if transferred and self.shape.has_states:
             # A connector completes what only full attention has.
@@ -251,7 +251,7 @@ class SimCache:
             request.num_computed_tokens = min(last, request.num_tokens - 1)
         return found
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """The copies of the step before are done."""
         self.manager.new_step_starts()
         self.end_copies()
@@ -273,7 +273,7 @@ class SimCache:
 
     def step(self, request: Request) -> bool:
         """Blocks for the next tokens; False where there is no room."""
-        self._begin_step()
+        self.begin_step()
         fresh = self._chunk(request)
         if fresh and self.manager.allocate_slots(request, fresh) is None:
             return False

@@ -83,7 +83,7 @@ def test_a_score_that_knows_whole_blocks_only_is_wrong(
     sim: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But where a window's blocks are as long: there vLLM itself has no hits within blocks."""
-    monkeypatch.setattr("pdconn.router.prefix.score.ends_anywhere", lambda specs, unit: False)
+    monkeypatch.setattr("pdconn.router.prefix.families.ends_anywhere", lambda specs, unit: False)
     wrong = list(world(sim, states()[name]).differences())
     assert all(one.predicted < one.found for one in wrong)
     assert bool(wrong) is not name.startswith("window")

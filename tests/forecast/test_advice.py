@@ -38,7 +38,8 @@ def test_slow_layouts_are_named_and_the_remedy_is_forecast():
     assert "prefill's layout BLNHC keeps a head of each token apart" in text
     assert "decode's layout BLNHC" in text
     assert "2 of the 4 on a rank of prefill" in text
-    best = pull("llama-3.1-8b", {"tp": 2}, {"tp": 4})
+    fast = {"layout": "BHLNC"}
+    best = pull("llama-3.1-8b", {**fast, "tp": 2}, {**fast, "tp": 4})
     assert f"With BHLNC on both sides: {1e3 * best.seconds:,.2f} ms" in text
     assert f"instead of {1e3 * made.seconds:,.2f} ms" in text
     assert f"{made.seconds / best.seconds:.1f} times faster" in text
@@ -53,18 +54,21 @@ def test_only_the_side_at_fault_is_named():
 
 def test_unequal_blocks_are_named_and_equal_ones_forecast():
     """16 tokens of one head and layer: 8 KiB, 64 bytes of which cost a descriptor each."""
-    sides = {"tp": 2}, {"tp": 4, "block_tokens": 64}
+    best = {"layout": "BHLNC"}
+    sides = {**best, "tp": 2}, {**best, "tp": 4, "block_tokens": 64}
     made = pull("llama-3.1-70b", *sides, link="shm", prompt=32768)
     text = advice_of(made)["slow-runs"]
     assert "theirs 16 and ours 64 tokens" in text
     assert "layout" not in text.partition("With ")[0]
-    equal = pull("llama-3.1-70b", {"tp": 2, "block_tokens": 64}, sides[1], link="shm", prompt=32768)
+    equal = pull(
+        "llama-3.1-70b", {**sides[0], "block_tokens": 64}, sides[1], link="shm", prompt=32768
+    )
     assert f"blocks of 64 tokens on both sides: {1e3 * equal.seconds:,.2f} ms" in text
 
 
 def test_small_blocks_get_advice_on_their_size():
     """12 layers, 8 heads and 256 bytes: 24 KiB a token in whole blocks, 12 KiB in halves."""
-    side = {"block_tokens": 1}
+    side = {"block_tokens": 1, "layout": "BHLNC"}
     text = advice_of(pull("gpt-oss-20b", side, {**side, "tp": 2}, link="tcp"))["slow-runs"]
     assert "With blocks of 2 tokens on both sides" in text
 

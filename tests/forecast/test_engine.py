@@ -150,6 +150,8 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
         ("block=x", "block", "whole number"),
         ("tp=", "tp", "nothing"),
         ("layout=LBNCH", "layout", "BHLNC"),
+        ("backend=FLEX", "backend", "one of FLASH_ATTN"),
+        ("backend=flex_attention,layout=BHLNC", "layout", "LBNHC, for FLEX_ATTENTION"),
         ("layot=LBHNC", "key", "did you mean 'layout'?"),
         ("bloc=16", "key", "did you mean 'block'?"),
         ("tp", "key", "did you mean 'tp'?"),
@@ -168,6 +170,8 @@ def test_an_engine_is_written_and_read_the_same():
     assert parse_engine(str(engine), uniform()) == engine
     assert parse_engine(" block=32, layout=lhbnc ,pp=3,tp=2,", uniform()) == engine
     assert parse_engine("", uniform()) == EngineShape(uniform())
+    engine = EngineShape(uniform(), backend="B12X")
+    assert parse_engine(str(engine), uniform()) == engine
 
 
 def test_rows_of_several_tokens_need_blocks_of_whole_rows():
@@ -181,12 +185,14 @@ def test_layouts_that_cannot_hold_pages_of_two_sizes():
     model = two_sorts(2, 2, (4, 2))
     with pytest.raises(ShapeError, match=r"LBHNC, LBNHC, BLHNC or BLNHC, .*got BHLNC"):
         EngineShape(model, "BHLNC")
-    assert EngineShape(model).layout == "BLHNC"
+    assert EngineShape(model).layout == "LBHNC"
+    assert EngineShape(model).in_best_layout().layout == "BLHNC"
     raised = EngineShape(model, "LBNHC").groups
     assert [group.block_tokens for group in raised] == [16, 32]
     assert {share.page_nbytes for group in raised for share in group.shares} == {4 * 16 * 8}
     assert {group.block_tokens for group in EngineShape(model, "BLNHC").groups} == {16}
-    assert EngineShape(model, tp=4).layout == "BHLNC"
+    assert EngineShape(model, tp=4).in_best_layout().layout == "BHLNC"
+    assert EngineShape(two_sorts(2, 2, (3, 2))).layout == "BLHNC"
     with pytest.raises(ShapeError, match=r"layout: expected BLHNC or BLNHC, .*got LBHNC"):
         EngineShape(two_sorts(2, 2, (3, 2)), "LBHNC")
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from pdconn.cli.main import main
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.model import ModelShape
 from pdconn.forecast.shapes import built_in
 from pdconn.forecast.store import cost
@@ -18,6 +19,8 @@ from pdconn.forecast.store.cost import StoreForecast, forecast_store
 from pdconn.store.errors import FormatError
 from pdconn.store.format.boundaries import pieces
 from pdconn.store.format.layout import RowLayout
+from tests.forecast.published import PUBLISHED
+from tests.forecast.test_states import QWEN, QWEN_STATE
 
 MIB, GIB = 1 << 20, 1 << 30
 PROMPT = 32_768
@@ -120,6 +123,19 @@ def test_rows_are_the_models_and_replicated_heads_are_read_once_for_each_rank(tp
     slabs = one.boundary // 256 * (contents(one.layout.fa)) + tail(one)
     assert one.load_nbytes >= slabs * max(1, tp // 8)
     assert one.load_nbytes <= slabs * max(1, tp // 8) * (1.0 + 0.002 * tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_with_states_keeps_one_state_in_rows_of_its_blocks(tp: int) -> None:
+    engine = EngineShape(model_shape(PUBLISHED[QWEN]), tp=tp)
+    one = forecast_store(engine, 10 * 544 + 1, 3e9)
+    assert one.layout.block_tokens == 544
+    assert (one.boundary, one.fa_rows, one.wa_rows) == (5440, 10, 1)
+    assert contents(one.layout.fa) == 12 * 544 * 2048
+    assert contents(one.layout.wa) == QWEN_STATE
+    assert one.every is None
+    with pytest.raises(FormatError, match="block_tokens: expected a multiple of the engine's 544"):
+        forecast_store(engine, PROMPT, 3e9, block_tokens=256)
 
 
 def test_a_hit_leaves_a_token_to_compute() -> None:

@@ -71,7 +71,7 @@ def vllm_groups(model: ModelShape, monkeypatch: pytest.MonkeyPatch) -> list[set[
 def test_groups_are_vllms(model, monkeypatch):
     ours = [
         {share.sort.name(layer) for share in group.shares for layer in share.layers}
-        for group in EngineShape(model).groups
+        for group in EngineShape(model).in_best_layout().groups
     ]
     theirs = vllm_groups(model, monkeypatch)
     assert sorted(map(sorted, ours)) == sorted(map(sorted, theirs))

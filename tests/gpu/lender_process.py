@@ -5,6 +5,9 @@
     {"do": "allocated", "order": …, "tp": …}             every rank of memory as an engine has it
     {"do": "plain", "nbytes": …}                         random bytes in one piece
     {"do": "flip", "rank": …, "offset": …}               flip a byte of a rank
+    {"do": "sleeper", "case": …, "tls": …}               one rank of a case in pages of its own
+    {"do": "sleep"}                                      … stops, and unmaps them
+    {"do": "wake"}                                       … and is another boot, with other bytes
     {"do": "close"}
 
 The device is this program's argument.  What was open before is closed first.
@@ -30,10 +33,54 @@ from registration.allocation.allocate import HeadMajor
 from tests.gpu.allocated import fill, rank_memory
 from tests.gpu.bytes_on import ArenaOn, BytesOn
 from tests.gpu.cases import TOKENS, Case, Request, placed
+from tests.gpu.pages import Pages
 from tests.gpu.rigs import LOCALHOST, TRAITS, TTL_S, ticket_of
 from transport import Device
 from transport.nixl.transport import NixlTransport, load_library
 from transport.testing.contract import Arena
+
+_OPEN = ("flip", "sleep", "wake")
+"""What leaves open what was open before."""
+
+
+class Sleeper:
+    """A lender of one rank: awake from its construction on, with another boot each time."""
+
+    def __init__(self, case: Case, tls: str, device: Device) -> None:
+        self._request, self._tls = Request.of(case), tls
+        self._boots, self._port = 0, 0
+        self._pages = Pages(self._request.lent(0), device)
+        self._awake = ExitStack()
+        self.answer = self._wake()
+
+    def sleep(self) -> None:
+        self._awake.close()
+        self._pages.unmap()
+
+    def wake(self) -> dict[str, Any]:
+        self._pages.map(self._request.lent(0) ^ 1)
+        return self._wake()
+
+    def close(self) -> None:
+        self._awake.close()
+
+    def _wake(self) -> dict[str, Any]:
+        self._boots += 1
+        options = {"UCX": {"engine_config": f"TLS={self._tls}"}}
+        transport = self._awake.enter_context(
+            NixlTransport("gpu-sleeper", huge_pages=False, backend_options=options)
+        )
+        transport.register([self._pages.memory])
+        [made_up] = self._request.theirs.ranks
+        geometry = RankGeometry(0, 0, transport.address(), placed(made_up, self._pages.memory))
+        welcome = Welcome.of("prefill", f"boot-{self._boots}", TRAITS, (geometry,))
+        lender = Lender(welcome, LOCALHOST, self._port)
+        self._awake.callback(lender.close)
+        self._port = lender.port
+        ticket = ticket_of(self._request, lender.port, welcome.incarnation)
+        lender.lend(ticket.request_id, ticket.digest(), TTL_S)
+        encoded = msgspec.msgpack.encode(geometry).hex()
+        return {"ranks": [encoded], "port": lender.port}
 
 
 class Lending:
@@ -43,6 +90,7 @@ class Lending:
         self._device = device
         self._stack = ExitStack()
         self._ranks: list[BytesOn] = []
+        self._sleeper: Sleeper | None = None
 
     def close(self) -> None:
         self._stack.close()
@@ -96,6 +144,20 @@ class Lending:
         self._ranks[rank].flip(offset)
         return {}
 
+    def sleeper(self, case: dict[str, Any], tls: str) -> dict[str, Any]:
+        self._sleeper = Sleeper(msgspec.convert(case, Case), tls, self._device)
+        self._stack.callback(self._sleeper.close)
+        return self._sleeper.answer
+
+    def sleep(self) -> dict[str, Any]:
+        assert self._sleeper is not None
+        self._sleeper.sleep()
+        return {}
+
+    def wake(self) -> dict[str, Any]:
+        assert self._sleeper is not None
+        return self._sleeper.wake()
+
     def _pinned(self, held: BytesOn) -> bytes:
         transport = self._stack.enter_context(NixlTransport("gpu-prefill", huge_pages=False))
         transport.register([held.memory])
@@ -110,7 +172,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         do = order.pop("do")
-        if do != "flip":
+        if do not in _OPEN:
             lending.close()
         answer = {} if do == "close" else getattr(lending, do)(**order)
         print("@" + json.dumps(answer), flush=True)

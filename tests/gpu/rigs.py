@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -23,10 +24,10 @@ TTL_S = 120.0
 PATIENCE_S = 60.0
 
 
-def ticket_of(request: Request, port: int) -> Ticket:
+def ticket_of(request: Request, port: int, boot: str = "boot") -> Ticket:
     """Names what a lender lends for a request."""
     blocks = request.theirs.tables
-    return Ticket("prefill", "boot", "r", LOCALHOST, port, TOKENS, "prompt", blocks)
+    return Ticket("prefill", boot, "r", LOCALHOST, port, TOKENS, "prompt", blocks)
 
 
 class DeviceLender(Lender):
@@ -52,10 +53,27 @@ class DeviceLender(Lender):
         """Spoil a byte of a rank."""
         self._ask(do="flip", rank=rank, offset=offset)
 
+    def sleeper(self, case: Case, tls: str) -> tuple[RankGeometry, int]:
+        """A lender that can be put to sleep: its rank, and its port."""
+        return _boot(self._ask(do="sleeper", case=msgspec.to_builtins(case), tls=tls))
+
+    def sleep(self) -> None:
+        """Let it stop lending, and unmap its memory."""
+        self._ask(do="sleep")
+
+    def wake(self) -> tuple[RankGeometry, int]:
+        """Let it map other pages, whose bytes differ in their last bit, and lend them."""
+        return _boot(self._ask(do="wake"))
+
     def plain(self, nbytes: int) -> tuple[bytes, Memory]:
         """Random bytes (``default_rng(7)``) in one piece."""
         answer = self._ask(do="plain", nbytes=nbytes)
         return bytes.fromhex(answer["address"]), Memory(answer["base"], nbytes, self.device)
+
+
+def _boot(answer: dict[str, Any]) -> tuple[RankGeometry, int]:
+    [rank] = _geometry(answer["ranks"])
+    return rank, answer["port"]
 
 
 def _geometry(ranks: list[str]) -> list[RankGeometry]:

@@ -57,3 +57,5 @@ def test_a_new_thread_is_bound_and_reads_directly(
     assert (after is not None) == (device.kind == "cuda")
     chosen = capfd.readouterr().out.partition("Endpoint Config")[2]
     assert any(name in chosen for name in DIRECT[device.kind]), chosen
+    possible = caplog.text.partition("UCX may connect by: ")[2].splitlines()[0]
+    assert all(f"{name}/" in possible for name in DIRECT[device.kind]), possible

@@ -9,27 +9,29 @@ from __future__ import annotations
 USES: dict[str, str] = {
     "vllm.config:VllmConfig": "model_config cache_config parallel_config device_config load_config"
     " kv_transfer_config compilation_config attention_config speculative_config aux_output_config"
-    " shutdown_timeout",
+    " shutdown_timeout num_prefill_lookahead_tokens",
     "vllm.config:KVTransferConfig": "engine_id is_kv_producer is_kv_consumer kv_buffer_device"
     " kv_load_failure_policy kv_connector_extra_config",
     "vllm.config:ParallelConfig": "tensor_parallel_size pipeline_parallel_size data_parallel_index"
     " prefill_context_parallel_size decode_context_parallel_size",
     "vllm.config:CacheConfig": "enable_prefix_caching cache_dtype get_resolved_kv_cache_layout",
     "vllm.config:ModelConfig": "model dtype hf_config hf_text_config use_mla max_model_len"
-    " model_arch_config get_total_num_kv_heads enable_sleep_mode quantization revision seed"
-    " quantization_config multimodal_config model_weights",
+    " model_arch_config get_total_num_kv_heads get_total_num_hidden_layers enable_sleep_mode"
+    " quantization revision seed quantization_config multimodal_config model_weights",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:DeviceConfig": "device_type",
     "vllm.config:AttentionConfig": "hisparse_config",
     "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
-    "vllm.config:SpeculativeConfig": "draft_model_config",
+    "vllm.config:SpeculativeConfig": "draft_model_config method kv_cache_dtype"
+    " num_speculative_tokens uses_draft_kv_cache use_multi_module_mtp",
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "is_draft_layer",
     "vllm.config:LoadConfig": "load_format model_loader_extra_config",
     "vllm.config.model_arch:ModelArchitectureConfig": "per_layer_overrides total_num_kv_heads"
     " total_num_hidden_layers",
     "vllm.v1.request:Request": "request_id status kv_transfer_params prompt_token_ids prompt_embeds"
     " _all_token_ids all_token_ids num_prompt_tokens num_tokens num_computed_tokens max_tokens"
     " num_in_flight_tokens lora_request mm_features cache_salt pooling_params block_hashes"
-    " skip_reading_prefix_cache abort_immediately resumable",
+    " skip_reading_prefix_cache abort_immediately resumable shared_prefix_boundary",
     "vllm.lora.request:LoRARequest": "lora_name lora_path adapter_id name",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "identifier mm_position",
     "vllm.multimodal.inputs:PlaceholderRange": "offset length",
@@ -47,7 +49,7 @@ USES: dict[str, str] = {
     " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
     "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens"
     " kv_connector_block_state",
-    "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids",
+    "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids boundary_state_offloads",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups"
     " transfer_groups transfer_group_ids prefix_cacheable_group_ids select_transfer_block_ids",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec",
@@ -62,7 +64,7 @@ USES: dict[str, str] = {
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "block_size num_heads"
     " state_content_size_bytes attention_chunk_size",
     "vllm.v1.kv_cache_interface:MambaSpec": "block_size shapes dtypes mamba_type tp_replicated"
-    " state_content_size_bytes",
+    " state_content_size_bytes mamba_cache_mode num_speculative_blocks",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs block_size",
     "vllm.v1.outputs:KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": "__init__"

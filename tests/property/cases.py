@@ -108,11 +108,13 @@ def sides(
     base: int,
     *,
     splits: bool = False,
+    keeps_states: bool = False,
 ) -> Side:
     """An engine that serves the model.
 
     ``span``: the token that decode computes next, and how many this engine has room for.
-    The lender may keep whole prompts where the model has windows.
+    The lender may keep whole prompts where the model has windows.  ``keeps_states``: the states
+    are those at the ends of their blocks, of which an engine that computes the request keeps all.
     """
     until, tokens = span
     lends = base == THEIRS
@@ -128,7 +130,7 @@ def sides(
     tp = 1 if splits else draw(st.sampled_from(degrees))
     packed = any(sort.opaque and not sort.is_state and sort.heads > tp for sort in sorts)
     layout = draw(st.sampled_from(_PACKED if packed else LAYOUTS)) if not splits else "LBHNC"
-    tables, num_blocks = draw(block_tables(groups, until, tokens))
+    tables, num_blocks = draw(block_tables(groups, until, tokens, keeps_states and not until))
     # A block id keeps groups apart only where pages are alike: whole, or head by head.
     pages = {_page(group, tp, by_head=layout in ("LHBNC", "BHLNC")) for group in groups}
     paddable = layout[-3:] in ("HNC", "NHC") and layout != "BHLNC"
@@ -146,6 +148,7 @@ def sides(
         tokens=tokens,
         padding=padding,
         overlay=len(pages) == 1 and draw(st.booleans()),
+        keeps_states=keeps_states,
     )
 
 
@@ -170,7 +173,7 @@ def split_blocks(draw: st.DrawFn, group: Group, layout: str, tp: int, always: bo
 
 @st.composite
 def block_tables(
-    draw: st.DrawFn, groups: Sequence[Group], until: int, tokens: int
+    draw: st.DrawFn, groups: Sequence[Group], until: int, tokens: int, all_states: bool = False
 ) -> tuple[tuple[BlockList, ...], int]:
     """Block lists as an engine keeps them, and how many blocks its cache has.
 
@@ -180,7 +183,7 @@ def block_tables(
     for group in groups:
         skipped = group.skipped(until)
         if group.sort.kind is AttentionKind.STATE:
-            skipped = max(0, tokens - 1) // group.block_tokens
+            skipped = 0 if all_states else max(0, tokens - 1) // group.block_tokens
         else:
             skipped -= draw(st.integers(0, min(2, skipped)))
         counts.append((skipped, max(0, -(-tokens // group.block_tokens) - skipped)))

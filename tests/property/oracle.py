@@ -6,7 +6,7 @@ the model, absolute position, byte.  A plan is then carried out on the arrays, a
 byte of ours is looked at.
 
 *Position* is the stored row for what divides by token, the block for what is opaque,
-and 0 for a state, of which a request has one.
+and 0 for a state, of which a request has one; with ``keeps_states`` the tokens that it has seen.
 
 Memory of blocks that a backend splits is walked as the backend sees it, kernel block by
 kernel block.
@@ -118,7 +118,8 @@ class Side:
     ``num_blocks`` and ``engine_tables`` are the engine's; ``tables`` list what is described.
     ``stages`` are the layer numbers of each pipeline stage; ``padding`` bytes follow each
     page; ``tokens`` are computed, and a state is that after them; with ``overlay`` all groups
-    lie in one allocation from byte 0 on, as vLLM's do.  Rank ``r`` is stage ``r // tp``,
+    lie in one allocation from byte 0 on, as vLLM's do; with ``keeps_states`` each block of a state
+    group holds the state after its last token.  Rank ``r`` is stage ``r // tp``,
     tensor-parallel rank ``r % tp``.
     """
 
@@ -132,6 +133,7 @@ class Side:
     tokens: int
     padding: int = 0
     overlay: bool = False
+    keeps_states: bool = False
     ranks: list[KVCacheReferences] = field(default_factory=list)
 
     engine_tables: tuple[BlockList, ...] = ()
@@ -194,7 +196,7 @@ class Side:
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Offset and labels of every part of the request's state."""
         here, heads = self._here(rank, group), self._heads(rank, group.sort)
-        last = table.first + len(table.ids) - 1
+        positions = self._states(group, table)
         page = self._page(rank, group)
         cursor = 0
         sizes = {"L": page["row_layers"], "B": self.num_blocks}
@@ -202,12 +204,19 @@ class Side:
             at = dict(zip((c for c in self.layout if c in "LB"), indices, strict=True))
             for piece, nbytes in enumerate(group.sort.pieces):
                 for head in heads:
-                    if at["L"] < len(here) and table.ids and at["B"] == table.ids[-1]:
-                        where = last - (self.tokens - 1) // group.block_tokens
-                        first = _label(here[at["L"]], head, where, piece << 10)
+                    if at["L"] < len(here) and at["B"] in positions:
+                        first = _label(here[at["L"]], head, positions[at["B"]], piece << 10)
                         yield cursor, first + np.arange(nbytes, dtype=np.int64)
                     cursor += nbytes
             cursor += self.padding
+
+    def _states(self, group: Group, table: BlockList) -> dict[int, int]:
+        """Blocks that hold a state, and the position of its labels."""
+        if not self.keeps_states:
+            last = table.first + len(table.ids) - 1
+            return dict.fromkeys(table.ids[-1:], last - (self.tokens - 1) // group.block_tokens)
+        numbered = enumerate(table.ids, table.first + 1)
+        return {block: number * group.block_tokens for number, block in numbered if block}
 
     def _here(self, rank: int, group: Group) -> tuple[int, ...]:
         stage = self.stages[rank // self.tp]
@@ -293,10 +302,24 @@ def check(plan: Plan, ours: Side, rank: int, theirs: Side, need: Need) -> None:
             from_base, origin = _inside(source, int(remote), int(nbytes))
             got[base][into] = source[from_base][origin]
             times[base][into] += 1
+    assert dict(plan.begins) == _window_begins(ours, got)
     for base, wanted in expected(ours, theirs, rank, need).items():
         assert times[base].max(initial=0) <= 1, "a byte was written twice"
         wrong = np.flatnonzero(got[base] != wanted)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
+
+
+def _window_begins(ours: Side, got: dict[int, NDArray[np.int64]]) -> dict[int, int]:
+    """The first token from which on all layers of a windowed group were written."""
+    begins = {}
+    written = np.concatenate([labels[labels != UNTOUCHED] for labels in got.values()])
+    for number, group in enumerate(ours.groups):
+        unit = group.block_tokens if group.sort.opaque else group.sort.ratio
+        layers = [written[written >> 48 == layer] for layer in group.numbers]
+        firsts = [int(((layer >> 20) & 0xFFFFF).min()) * unit for layer in layers if len(layer)]
+        if group.kind[1] is not None and firsts:
+            begins[number] = max(firsts)
+    return begins
 
 
 def _inside(memories: dict[int, NDArray[np.int64]], start: int, nbytes: int) -> tuple[int, slice]:

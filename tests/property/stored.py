@@ -60,7 +60,10 @@ class StoredCase:
 
 @st.composite
 def stored_cases(draw: st.DrawFn) -> StoredCase:
-    """Any two engines of a model with full attention and up to two other sorts of layers."""
+    """Any two engines of a model with full attention and up to two other sorts of layers.
+
+    States are at the ends of canonical blocks, as if passes had ended there.
+    """
     size = draw(st.sampled_from([4, 8, 16, 24]))
     rows = draw(st.integers(1, 4))
     heads = draw(st.sampled_from([1, 2, 3, 4]))
@@ -73,8 +76,11 @@ def stored_cases(draw: st.DrawFn) -> StoredCase:
         blocks.append(sizes)
     boundary = rows * size
     beyond = boundary + draw(st.integers(0, size))
-    writer = draw(sides(sorts, [pair[0] for pair in blocks], (0, beyond), _WRITER))
-    reader = draw(sides(sorts, [pair[1] for pair in blocks], (boundary, boundary), _READER))
+    writer = draw(
+        sides(sorts, [pair[0] for pair in blocks], (0, beyond), _WRITER, keeps_states=True)
+    )
+    span = boundary, boundary
+    reader = draw(sides(sorts, [pair[1] for pair in blocks], span, _READER, keeps_states=True))
     held = draw(st.one_of(st.just(0), st.integers(0, boundary)))
     return StoredCase(size, writer, reader, held, boundary, draw(st.integers(0, 99)))
 
@@ -84,8 +90,9 @@ def _layers(
     draw: st.DrawFn, numbers: tuple[int, ...], heads: int, size: int, must_be_full: bool
 ) -> tuple[Layers, tuple[int, int]]:
     """Layers, and the block sizes of both engines, which divide ``size``."""
-    kinds = (AttentionKind.FULL, AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL)
-    kind = AttentionKind.FULL if must_be_full else draw(st.sampled_from(kinds))
+    kind = AttentionKind.FULL if must_be_full else draw(st.sampled_from(AttentionKind))
+    if kind is AttentionKind.STATE:
+        return draw(_states(numbers, heads, size))
     opaque = draw(st.sampled_from([False, False, True]))
     ratio = draw(st.sampled_from([1, 1, 2, 4])) if not opaque else 1
     units = [n for n in range(1, size + 1) if size % n == 0 and n % ratio == 0]
@@ -100,6 +107,19 @@ def _layers(
     if kind is AttentionKind.SLIDING_WINDOW:
         compress = draw(st.sampled_from([1, 1, 2, 3, 4, 6, size]))
     return Layers(numbers, kind, window, count, nbytes, ratio, opaque, compress), (first, second)
+
+
+@st.composite
+def _states(
+    draw: st.DrawFn, numbers: tuple[int, ...], heads: int, size: int
+) -> tuple[Layers, tuple[int, int]]:
+    """State layers of one or two pieces, and the block sizes of both engines."""
+    nbytes = draw(st.integers(1, 5))
+    tail = draw(st.integers(0, nbytes - 1))
+    parts = draw(st.sampled_from([1, heads, heads]))
+    sizes = st.sampled_from([n for n in range(1, size + 1) if size % n == 0])
+    sort = Layers(numbers, AttentionKind.STATE, None, parts, nbytes, opaque=True, tail_nbytes=tail)
+    return sort, (draw(sizes), draw(sizes))
 
 
 def first_read(sort: Layers, boundary: int, block_tokens: int) -> int:
@@ -259,6 +279,9 @@ def _allowed(
     layer, position = wanted >> 48, (wanted >> 20) & 0xFFFFF
     for number, group in groups.items():
         here = (wanted != NOWHERE) & (layer == number)
+        if group.sort.is_state:
+            must |= here & (case.held < case.boundary)
+            continue
         unit = group.block_tokens if group.sort.opaque else group.sort.ratio
         reach = first_read(group.sort, case.boundary, case.block_tokens)
         first, end = position * unit, (position + 1) * unit
@@ -277,8 +300,12 @@ def _allowed(
 
 
 def _kept(side: Side, boundary: int) -> Iterator[BlockList]:
-    """Block tables as they are at ``boundary``: without blocks that windows have left."""
+    """Block tables at ``boundary``: without blocks that windows and states have left."""
     for group, table in zip(side.groups, side.tables, strict=True):
+        if group.sort.is_state:
+            at = boundary // group.block_tokens - 1
+            yield BlockList(at, table.ids[at - table.first : at - table.first + 1])
+            continue
         gone = max(0, group.skipped(boundary) - table.first)
         yield replace(table, ids=(0,) * gone + table.ids[gone:])
 

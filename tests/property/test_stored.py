@@ -49,7 +49,7 @@ def test_the_cases_are_not_all_alike() -> None:
     seen: Counter[str] = Counter()
 
     @settings(
-        max_examples=300,
+        max_examples=500,
         database=None,
         derandomize=True,
         phases=(Phase.generate,),
@@ -65,6 +65,8 @@ def test_the_cases_are_not_all_alike() -> None:
         "held", "other TP", "stages", "other blocks", "other layout", "replicas",
         "a compressor", "a compressor that keeps nothing", "a compressor not in step with rows",
         "a compressor of opaque blocks",
+        "a state", "a state of two pieces", "a state of parts", "a state beside a window",
+        "a state of other blocks",
     }  # fmt: skip
     assert seen.keys() == expected
     assert min(seen.values()) >= 5, seen
@@ -74,12 +76,13 @@ def _traits(case: StoredCase) -> set[str]:
     sorts = [group.sort for group in case.reader.groups]
     chunks = [s for s in sorts if s.kind is AttentionKind.CHUNKED_LOCAL]
     compressors = [s for s in sorts if s.compress_ratio > 1]
+    states = [s for s in sorts if s.is_state]
     wa, writer, reader = case.layout.wa, case.writer, case.reader
     sizes = [
         {n: g.block_tokens for g in side.groups for n in g.numbers} for side in (writer, reader)
     ]
     found = {
-        "opaque": any(s.opaque for s in sorts),
+        "opaque": any(s.opaque and not s.is_state for s in sorts),
         "opaque window": any(s.opaque and s.window is not None for s in sorts),
         "compressed": any(s.ratio > 1 for s in sorts),
         "chunks": bool(chunks),
@@ -100,6 +103,13 @@ def _traits(case: StoredCase) -> set[str]:
             case.block_tokens % s.compress_ratio for s in compressors
         ),
         "a compressor of opaque blocks": any(s.opaque for s in compressors),
+        "a state": bool(states),
+        "a state of two pieces": any(s.tail_nbytes for s in states),
+        "a state of parts": any(s.heads > 1 for s in states) and writer.tp != reader.tp,
+        "a state beside a window": bool(states) and any(s.window is not None for s in sorts),
+        "a state of other blocks": any(
+            sizes[0][n] != sizes[1][n] for s in states for n in s.numbers
+        ),
     }
     return {name for name, is_so in found.items() if is_so}
 
@@ -245,6 +255,45 @@ class OtherTail(Store):
         return max(0, self._kept(window, ratio, self.case.block_tokens)) + 1
 
 
+class StateOfTheRowBefore(Store):
+    def spans_to_save(self, pairing: RowPairing, index: int, blocks: Sequence[BlockList]) -> Spans:
+        side = self.case.writer
+        blocks = [
+            replace(table, first=table.first + self.case.block_tokens // group.block_tokens)
+            if group.sort.is_state
+            else kept
+            for group, table, kept in zip(side.groups, side.tables, blocks, strict=True)
+        ]
+        return super().spans_to_save(pairing, index, blocks)
+
+
+class NoState(Store):
+    """States are saved, and not loaded."""
+
+    def pairing(self, references: KVCacheReferences, share: RowLayout, saves: bool) -> RowPairing:
+        groups = [
+            replace(group, data=() if group.kind is AttentionKind.STATE else group.data)
+            for group in references.groups
+        ]
+        references = references if saves else replace(references, groups=tuple(groups))
+        return super().pairing(references, share, saves)
+
+
+class PiecesOfAStateSwapped(Store):
+    """Where two pieces of a state are of one size, each is loaded for the other."""
+
+    def load(self, rank: int):  # type: ignore[no-untyped-def]  # as the one that it overrides
+        right = dict(self.slabs)
+        for (kind, index, layer, chunk, head), slab in right.items():
+            other = kind, index, layer, 1 - chunk, head
+            if other in right and len(right[other]) == len(slab):
+                self.slabs[other] = slab
+        try:
+            return super().load(rank)
+        finally:
+            self.slabs = right
+
+
 class OneBlockOff(Store):
     """The engine's block list taken as if it began a block earlier."""
 
@@ -321,6 +370,9 @@ MUTANTS: dict[str, Callable[[StoredCase], Store]] = {
     "a compressor trimmed out of step with rows": partial(
         OtherTail, kept=lambda window, ratio, rows: window - ratio
     ),
+    "the state of the row before": StateOfTheRowBefore,
+    "a state not loaded": NoState,
+    "pieces of a state swapped": PiecesOfAStateSwapped,
     "one block off": OneBlockOff,
     "the last piece alone": LastPieceOnly,
     "one byte off in KV memory, saved": partial(Edited, saves=True, edit=_one_off("local")),

@@ -35,6 +35,40 @@ def test_digests_are_equal_exactly_when_no_field_differs(
     }
 
 
+DRAFTER = {"speculative_config.method": "eagle", "speculative_config.model": "head"}
+PLAIN = {"model": "m"}
+
+
+def test_only_a_reader_with_a_drafter_needs_one() -> None:
+    drafting, other = PLAIN | DRAFTER, PLAIN | DRAFTER | {"speculative_config.model": "other"}
+    assert trait_differences(PLAIN, drafting) == ()
+    assert [str(d) for d in trait_differences(drafting, PLAIN)] == [
+        "speculative_config.method: theirs nothing, ours eagle"
+    ], "the one that tells it all"
+    assert [str(d) for d in trait_differences(drafting, other)] == [
+        "speculative_config.model: theirs other, ours head"
+    ]
+    assert [d.field for d in trait_differences({"model": "n"}, drafting)] == ["model"], "control"
+
+
+def test_a_lender_with_a_drafter_serves_a_reader_without() -> None:
+    with Pair(traits={"model": "tiny", "kv_dtype": "fp8"} | DRAFTER) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert "speculative_config" not in str(pair.outcome_of("d"))
+    with Pair(traits={"model": "tiny"} | DRAFTER) as pair:
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+
+
+def test_a_drafter_of_one_side_is_shown_for_the_side_that_has_it() -> None:
+    comparison = compare(engine(traits=PLAIN | DRAFTER), engine(traits=PLAIN))
+    assert (comparison.traits, comparison.b_pulls) == ((), ())
+    [missing] = comparison.a_pulls
+    assert str(missing) == "speculative_config.method: theirs nothing, ours eagle"
+    other = compare(engine(traits=PLAIN | DRAFTER), engine(traits={"model": "n"}))
+    assert [d.field for d in other.traits] == ["model"]
+
+
 def test_every_trait_that_differs_is_in_the_error() -> None:
     theirs = {"model": "other", "kv_dtype": "fp8", "packing": "x"}
     with Pair(traits=theirs) as pair:

@@ -60,6 +60,18 @@ def test_wrong_values_are_named(key: str, value: Any) -> None:
     assert key in str(seen.value)
 
 
+@pytest.mark.parametrize(("given", "is_right"), [(1, 1), (256, 1), (544, 1), (0, 0), (100, 0)])
+def test_rows_are_of_a_power_of_two_or_of_a_multiple_of_16_tokens(
+    given: int, is_right: bool
+) -> None:
+    asked = {**OBJ, "block_tokens": given}
+    if is_right:
+        assert read_store_settings(asked).block_tokens == given
+        return
+    with pytest.raises(StoreSettingError, match=r"store\.block_tokens: expected"):
+        read_store_settings(asked)
+
+
 def settings(root: Path, **more: Any) -> StoreSettings:
     return read_store_settings({"root": str(root), "capacity": "1GiB", **more})
 

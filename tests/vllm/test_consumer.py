@@ -308,6 +308,22 @@ def test_requests_without_a_ticket_are_left_alone() -> None:
     assert len(side) == 0
 
 
+@pytest.mark.parametrize("held", [0, 16, 36, 37, 39])
+def test_what_a_drafter_looks_ahead_to_is_not_pulled(held: int) -> None:
+    side = ConsumerScheduler("here", True, False, MAX_MODEL_LEN, num_lookahead=3)
+    asked = request()
+    side.arrived(asked)
+    count = max(0, 37 - held)
+    assert side.matched(asked, held) == (count, count > 0)
+    side.allocated(asked, BLOCKS, count)
+    last = side.take_commands()[-1]
+    if count:
+        assert isinstance(last, ReadBlocks)
+        assert (last.need.held, last.need.until) == (held, 37)
+    else:
+        assert isinstance(last, CancelPull)
+
+
 @pytest.mark.parametrize(("computed", "taken"), [(38, False), (39, True), (40, False)])
 def test_states_are_of_the_last_token_that_prefill_computed(computed: int, taken: bool) -> None:
     """Those of a prefill engine that computed the whole prompt would see its last token twice."""

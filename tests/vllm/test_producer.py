@@ -412,6 +412,7 @@ def state_request(*prompt: int, **changes: Any) -> Any:
     made._all_token_ids = list(prompt)
     made.kv_transfer_params = {"do_remote_decode": True}
     made.max_tokens, made.skip_reading_prefix_cache = 9, False
+    made.prompt_embeds, made.resumable = None, False
     return SimpleNamespace(**{**vars(made), **changes})
 
 
@@ -448,8 +449,10 @@ def test_a_model_with_states_leaves_the_last_token_to_decode(
         state_request(7, 8, 9, kv_transfer_params=None),
         state_request(7, 8, 9, kv_transfer_params={"do_remote_prefill": True}),
         state_request(7, 8, 9, prompt_token_ids=None),
+        state_request(7, 8, 9, prompt_embeds=[[0.0]] * 3),
+        state_request(7, 8, 9, resumable=True),
     ],
-    ids=["one token", "computed by decode", "no hand-over", "decode", "embeddings"],
+    ids=["one token", "by decode", "no hand-over", "decode", "embeddings", "mixed", "session"],
 )
 def test_other_prompts_are_computed_whole(made: Any) -> None:
     before = made._all_token_ids[:]

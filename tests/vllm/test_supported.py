@@ -13,9 +13,7 @@ from pdconn.vllm.supported import check_supported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    from vllm.config import KVTransferConfig
-
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.memory import sleep
 
 
 def config(
@@ -45,11 +43,13 @@ def test_an_engine_without_them_is_served(device: str, buffer: str) -> None:
     check_supported(config(device=device, buffer=buffer))
 
 
-def test_sleep_mode_is_refused() -> None:
-    """Peers read pages that were unmapped; 0.32 says nothing to the connector, 0.33 asks it."""
+def test_sleep_mode_is_refused_where_connectors_are_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Peers would read pages that were unmapped; ``memory/test_sleep.py`` has the rest."""
+    monkeypatch.setattr(sleep, "IS_TOLD", False)
     with pytest.raises(ConfigError, match="enable_sleep_mode: expected False, got True"):
         check_supported(config(sleeps=True))
-    assert PdConnector.supports_sleep_mode(KVTransferConfig()) is False, "as 0.33 calls it"
 
 
 def test_routed_experts_are_refused() -> None:

@@ -64,16 +64,31 @@ def merged_engine_config(user: str, ours: Mapping[str, str] = UCX_DEFAULTS) -> s
             such parts, so ``TLS=rc,cuda_copy`` would silently mean ``TLS=rc``;
             lists must be set in the environment.
     """
-    settings = dict(ours)
-    for part in filter(None, (part.strip() for part in user.split(","))):
+    settings = {**ours, **_settings(user)}
+    return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+def settings_of(ucx: Mapping[str, str]) -> dict[str, str]:
+    """What the parameters of the UCX backend set that the environment does not.
+
+    Raises:
+        ValueError: as :func:`merged_engine_config`.
+    """
+    found = _settings(ucx.get(_ENGINE_CONFIG, ""))
+    return {key: value for key, value in found.items() if f"UCX_{key}" not in os.environ}
+
+
+def _settings(engine_config: str) -> dict[str, str]:
+    settings = {}
+    for part in filter(None, (part.strip() for part in engine_config.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(
-                f"engine_config {user!r}: {part!r} is not KEY=value; "
+                f"engine_config {engine_config!r}: {part!r} is not KEY=value; "
                 "set lists in the environment, as UCX_<KEY>"
             )
         settings[key.strip().removeprefix("UCX_")] = value.strip()
-    return ",".join(f"{key}={value}" for key, value in settings.items())
+    return settings
 
 
 def ucx_environment() -> dict[str, str]:
@@ -82,16 +97,23 @@ def ucx_environment() -> dict[str, str]:
 
 
 def ucx_version(maps: str | None = None) -> str:
-    """The version of the UCX that nixl loaded, or ``unknown``.
+    """The version of the UCX that nixl loaded, or ``unknown``; ``maps`` as of the next."""
+    function = getattr(ucx_library(maps), "ucp_get_version_string", None)
+    if function is None:
+        return "unknown"
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
 
-    Another library may load a UCX of its own, so the one whose path contains
-    ``nixl`` is asked.  ``maps`` replaces ``/proc/self/maps``.
+
+def ucx_library(maps: str | None = None) -> ctypes.CDLL | None:
+    """The UCX that nixl loaded; None if it has not.
+
+    Another library may load a UCX of its own, so it is the one whose path contains ``nixl``.
+    ``maps`` replaces ``/proc/self/maps``.
     """
     try:
         lines = (maps if maps is not None else Path("/proc/self/maps").read_text()).splitlines()
         path = next(line.split()[-1] for line in lines if "libucp" in line and "nixl" in line)
-        function = ctypes.CDLL(path).ucp_get_version_string
-    except (OSError, StopIteration, AttributeError):
-        return "unknown"
-    function.restype = ctypes.c_char_p
-    return str(function().decode())
+        return ctypes.CDLL(path)
+    except (OSError, StopIteration):
+        return None

@@ -40,6 +40,7 @@ from transport.nixl.agent import Agent, NixlLibrary
 from transport.nixl.cuda import bind_thread
 from transport.nixl.errors import ChangedConnection
 from transport.nixl.options import backend_params, ucx_environment, ucx_version
+from transport.nixl.possible import possible_transports
 from transport.nixl.reads import REPOST_S, NixlPeer, Reads
 from transport.regions import Regions
 from transport.types import HOST, Device, Memory, PeerId, ReadId, Settled, Spans
@@ -131,6 +132,7 @@ class NixlTransport(Transport):
         )
         self._bind = bind
         self._bound: tuple[int, Device] | None = None
+        self._has_connected = False
         self._registered = Regions()
         self._reads = Reads(self._agent, self._registered, time.perf_counter, repost_s=repost_s)
         self._peers: dict[PeerId, NixlPeer] = {}
@@ -184,6 +186,7 @@ class NixlTransport(Transport):
         if peer_id == self._agent.name:
             raise BadAddress(f"{peer_id} is this transport itself")
         self._bind_thread()
+        self._log_transports()
         known = self._peers.get(peer_id) or self._leaving.get(peer_id)
         if known and known.lost:
             self._forget(known)
@@ -267,6 +270,22 @@ class NixlTransport(Transport):
             self._bound = thread, device
             name = threading.current_thread().name
             _log.info("pdconn: bound to %s: thread=%s agent=%s", device, name, self._agent.name)
+
+    def _log_transports(self) -> None:
+        """Say once what UCX may choose from, on the thread that connects."""
+        if self._has_connected or "UCX" not in self._params:
+            return
+        self._has_connected = True
+        found = possible_transports(self._params["UCX"])
+        name, listed = self._agent.name, ", ".join(found) or "unknown"
+        _log.info("pdconn: UCX may connect by: %s agent=%s", listed, name)
+        on_gpu = any(memory.device != HOST for memory in self._registered)
+        if on_gpu and found and not any(one.startswith("cuda_ipc/") for one in found):
+            _log.warning(
+                "pdconn: UCX has no cuda_ipc here: between GPUs of one host no NVLink is used "
+                "agent=%s",
+                name,
+            )
 
     def _collapse(self, memory: Memory) -> None:
         if memory.device.kind == "cpu" and self._huge_page_s > 0:

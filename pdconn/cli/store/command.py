@@ -58,9 +58,9 @@ exit codes:
 
 _EPILOGS = {
     "ls": """\
-  FA rows hold full attention, one for each canonical block of a prefix; WA rows what windows
-  and chunks need where generation can resume. The longest prefix is one without a gap; the
-  longest that can be resumed is known where engines left the layout of their rows.
+  FA rows hold full attention, one for each canonical block of a prefix; WA rows what windows,
+  chunks and states need where generation can resume. The longest prefix is one without a gap;
+  the longest that can be resumed is known where engines left the layout of their rows.
 
 examples:
   pdconn store ls /mnt/kv

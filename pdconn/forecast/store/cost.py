@@ -8,6 +8,9 @@ exact.  Times are not: the store reads at one rate, and prefill computes at anot
 
 Both compute what is left of the prompt after the boundary, at least its last token.  A prompt
 pays where loading is faster there and at every longer boundary.
+
+A state is kept where a pass ends.  Of a model with states a row is a block of the engine, and a
+prompt leaves the state at its last boundary; those at ends of passes before are not counted.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class StoreForecast:
 
     @property
     def wa_row_nbytes(self) -> int:
-        """Bytes of a WA row with its footer; 0 without windows."""
+        """Bytes of a WA row with its footer; 0 without windows and states."""
         return 0 if self.layout.wa is None else row_nbytes(self.layout.wa)
 
     @property
@@ -117,7 +120,7 @@ def forecast_store(
     *,
     prefill_rate: float | None = None,
     window_every: int | str = "auto",
-    block_tokens: int = BLOCK_TOKENS,
+    block_tokens: int | None = None,
     staging: int = STAGING,
 ) -> StoreForecast:
     """What one prompt leaves in a store, and what loading it costs.
@@ -126,7 +129,7 @@ def forecast_store(
         rate: bytes per second of the store.
         prefill_rate: tokens per second that prefill computes.
         window_every: as in the store's settings.
-        block_tokens: of a canonical block.
+        block_tokens: of a canonical block; None for 256, and for a block where there are states.
         staging: bytes of host memory of each rank.
 
     Raises:
@@ -135,8 +138,10 @@ def forecast_store(
     """
     _check(prompt_tokens, rate, prefill_rate, staging)
     ranks = engine.references(1)
+    if block_tokens is None:
+        block_tokens = engine.attention_block_tokens if engine.model.states else BLOCK_TOKENS
     layout = store_layout(ranks, block_tokens)
-    spacing = Spacing.of(layout, window_every)
+    spacing = Spacing(None) if engine.model.states else Spacing.of(layout, window_every)
     boundary = find_boundary(layout, prompt_tokens - 1, lambda kind, index: True)
     saved = _saved(layout, spacing, prompt_tokens)
     shares = [share_layout([rank], block_tokens) for rank in ranks]

@@ -31,7 +31,7 @@ def _per_token(made: StoreForecast) -> str:
 
 def _windows(made: StoreForecast) -> str:
     if made.layout.wa is None:
-        return "none: the model has no windows"
+        return "none: the model has no windows and no states"
     if made.every is None:
         where = "at the last boundary"
     else:

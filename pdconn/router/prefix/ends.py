@@ -48,6 +48,7 @@ def covered(held: Words, every: int) -> Words:
         held      . . . x   . x . .   . . . .
         covered   x x x x   x x . .   . . . .
     """
+    every = max(1, min(every, len(held)))  # longer blocks cover no more, and would be filled up
     parts = np.append(held, np.zeros(-len(held) % every, np.uint64)).reshape(-1, every)
     reach = np.bitwise_or.accumulate(parts[:, ::-1], axis=1)[:, ::-1]
     return np.ascontiguousarray(reach).reshape(-1)[: len(held)]

@@ -215,8 +215,8 @@ class _Pass:
             return self._ends_on(near, limit)
         valid = self._ends_on(planes, limit)
         rows = self._family.row_tokens
-        if rows is None or len(near) == len(planes):
-            return valid
+        if rows is None or len(near) == len(planes) or not len(valid):
+            return valid  # and no prompt is as long as a multiple of odd blocks can be
         ends = np.arange(1, len(valid) + 1) * (self._align * self._hash_block_tokens)
         valid[ends % rows != 0] = 0
         return valid | self._ends_on(near, limit)

@@ -50,6 +50,17 @@ class StoredRequest:
         if lookup.full and self.saving.junction is None:
             self.saving.junction = lookup.full - 1
 
+    def extend(self, until: int) -> bool:
+        """Hash as far as ``until`` tokens; whether the request has keys at all."""
+        chain = self.saving.chain
+        if until // chain.block_tokens <= len(chain.keys):
+            return True
+        extras = self.extras()
+        if extras is None:
+            return False
+        self.saving.chain = chain.extended(self.tokens, until, extras)
+        return True
+
     def is_first_cut(self, lookup: Lookup) -> bool:
         """Whether staging held less than a look-up found, for the first time of this request."""
         is_first = lookup.cut_nbytes > 0 and not self.is_cut

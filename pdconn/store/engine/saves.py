@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.boundaries import Spacing, can_resume, pieces
-from pdconn.store.format.layout import StoreLayout
+from pdconn.store.format.layout import StoreLayout, row_kind
 from pdconn.store.format.names import Chain, RowKind, RowName
-from registration.references import KVCacheGroupReference
+from registration.references import AttentionKind, KVCacheGroupReference
 
 IsWanted = Callable[[RowName], bool]
 """Whether a row is neither there nor being saved."""
@@ -89,13 +89,15 @@ class RowBlocks:
         """Logical positions of blocks by group; empty where the row needs none.
 
         Of windowed groups, what the row's own end attends to, which is all that a later
-        boundary can need of it.
+        boundary can need of it; of states the block that holds it after the row's last token.
         """
         start, end = name.index * self.block_tokens, (name.index + 1) * self.block_tokens
         found = []
         for group in self.groups:
-            if (group.window is None) != (name.kind is RowKind.FA) or not group.data:
+            if row_kind(group.kind) is not name.kind or not group.data:
                 found.append(range(0))
+            elif group.kind is AttentionKind.STATE:
+                found.append(range(end // group.block_tokens - 1, end // group.block_tokens))
             else:
                 first = max(start, window_start(group, end))
                 found.append(range(first // group.block_tokens, -(-end // group.block_tokens)))

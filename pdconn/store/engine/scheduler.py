@@ -156,6 +156,12 @@ class StoreScheduler:
         self._keeper.touch(fetch.rows)
         return True
 
+    def junction(self, request: str) -> int:
+        """Tokens after which the prompt parts from those saved before; 0 if it is not known."""
+        stored = self._tracked.get(request)
+        at = None if stored is None else stored.saving.junction
+        return 0 if at is None else (at + 1) * self._layout.block_tokens
+
     def served(self, request: str) -> list[RowName]:
         """All rows that the request's hit stands on, those that it held already among them."""
         stored = self._tracked[request]
@@ -203,7 +209,10 @@ class StoreScheduler:
             return None
         if stored.stage is LoadStage.NEW and stored.may_load:  # pulled: we were not asked for it
             self._look_up(stored, stored.num_prompt_tokens - 1, 0, self._clock())
-        if stored.awaits_keys() or not self._extend(stored, after):
+        if stored.awaits_keys():
+            return None
+        if not stored.extend(after):
+            del self._tracked[request]
             return None
         names = rows_to_save(
             stored.saving, self._layout, self._spacing, after, self._keeper.is_wanted
@@ -259,11 +268,9 @@ class StoreScheduler:
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         kept = self._keeper.take_counts()
-        if not self.counts:  # asked in every step
-            return kept
-        counts, self.counts = self.counts, Counter()
-        counts.update(kept)
-        return dict(counts)
+        if self.counts:
+            kept, self.counts = dict(self.counts + Counter(kept)), Counter()
+        return kept
 
     def close(self) -> None:
         """Stop the threads."""
@@ -376,18 +383,6 @@ class StoreScheduler:
     def _forget(self, number: int) -> None:
         del self._fetches[number]
         self._space.free(number)
-
-    def _extend(self, stored: StoredRequest, until: int) -> bool:
-        """Hash as far as ``until``; whether the request has keys at all."""
-        saving = stored.saving
-        if until // self._layout.block_tokens <= len(saving.chain.keys):
-            return True
-        extras = stored.extras()
-        if extras is None:
-            del self._tracked[stored.request]
-            return False
-        saving.chain = saving.chain.extended(stored.tokens, until, extras)
-        return True
 
     def _save(self, names: list[RowName], ids: Callable[[], tuple[list[int], ...]]) -> Save | None:
         by_group = ids()

@@ -6,7 +6,8 @@ before it are needed, and of each windowed section the tokens that position ``b`
     window 600, block_tokens 256, b = 1024: tokens 425 to 1023
     WA rows   [  1  ][  2  ][  3  ]      row 3 is saved last: it tells that the others are there
 
-A boundary at a multiple of a chunk needs no row of chunked sections.  A compressed section
+A boundary at a multiple of a chunk needs no row of chunked sections.  Of states it needs what its
+own row holds.  A compressed section
 (several tokens in a unit) needs ``b`` to be a multiple of its unit.
 """
 
@@ -26,6 +27,8 @@ Has = Callable[[RowKind, int], bool]
 
 def reach(section: Section, boundary: int) -> int:
     """The first token that position ``boundary`` attends to in this section."""
+    if section.kind is AttentionKind.STATE:
+        return boundary
     if section.window is None:
         return 0
     if section.kind is AttentionKind.CHUNKED_LOCAL:

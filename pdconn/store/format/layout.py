@@ -22,6 +22,9 @@ away and shares what its window is longer than that with the tokens before::
 
 With a window as long as the ratio nothing is kept, and such layers are in no section.
 
+A recurrent state is like a window of which the boundary alone counts: WA rows hold it as it is
+after their last token, a slab for each part that tensor parallelism divides.
+
 The layout is made from the references of all ranks of an engine, and is the same for engines
 of any TP size, PP size, layout and block size (but for opaque blocks), since it is ordered by
 layer names and model-wide heads.
@@ -64,12 +67,13 @@ class Section(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: an :class:`AttentionKind`.
-        window: tokens of the window or chunk, None for full attention; of compressors what
-            :func:`as_kept` says.
-        unit_tokens: tokens of the sequence that a unit covers.
+        window: tokens of the window or chunk, None for full attention and states; of compressors
+            what :func:`as_kept` says.
+        unit_tokens: tokens of the sequence that a unit covers; a state's are the canonical block.
         units: units of a head in one row: the last ones of the canonical block.
-        is_opaque: a unit is a block of the engine, which moves whole.
-        first_head, num_heads: the model-wide heads held (all of them in a whole row).
+        is_opaque: a unit is a block of the engine, or a state, which moves whole.
+        first_head, num_heads: the model-wide heads, or parts of a state, held (all of them in a
+            whole row).
         layers: in order of their names.
     """
 
@@ -90,6 +94,11 @@ class Section(msgspec.Struct, frozen=True):
     def slab_nbytes(self, layer: Layer) -> int:
         """Bytes of one head of ``layer``, without what aligns the next slab."""
         return self.units * layer.unit_nbytes
+
+    @property
+    def row_kind(self) -> RowKind:
+        """Which rows hold it."""
+        return row_kind(self.kind)
 
     @property
     def head_nbytes(self) -> int:
@@ -145,7 +154,10 @@ class Slab:
 
 
 class StoreLayout(msgspec.Struct, frozen=True):
-    """Rows of an engine, whole or of one rank's share; ``wa`` is None without windows."""
+    """Rows of an engine, whole or of one rank's share.
+
+    ``wa`` is None without windows and states.
+    """
 
     fa: RowLayout
     wa: RowLayout | None
@@ -154,7 +166,7 @@ class StoreLayout(msgspec.Struct, frozen=True):
         """The layout of rows of ``kind``.
 
         Raises:
-            FormatError: WA of a model without windows.
+            FormatError: WA of a model without windows and states.
         """
         found = self.fa if kind is RowKind.FA else self.wa
         if found is None:
@@ -171,6 +183,11 @@ class StoreLayout(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
 
+def row_kind(kind: AttentionKind) -> RowKind:
+    """Which rows hold layers of ``kind``: WA rows, where only a boundary's own end is read."""
+    return RowKind.FA if kind is AttentionKind.FULL else RowKind.WA
+
+
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -185,7 +202,7 @@ def store_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> Store
     """
     made = share_layout(ranks, block_tokens)
     if not made.fa.sections:
-        raise FormatError("layers", "some with full attention", "windows only")
+        raise FormatError("layers", "some with full attention", "windows or states only")
     return made
 
 
@@ -235,8 +252,8 @@ def share_layout(ranks: Sequence[KVCacheReferences], block_tokens: int) -> Store
             )
             sections.append(Section(*key, first_head=first, num_heads=count, layers=made))
     sections.sort(key=lambda section: _natural((section.layers[0].name, section.layers[0].chunk)))
-    full = tuple(section for section in sections if section.window is None)
-    windowed = tuple(section for section in sections if section.window is not None)
+    full = tuple(section for section in sections if section.row_kind is RowKind.FA)
+    windowed = tuple(section for section in sections if section.row_kind is RowKind.WA)
     return StoreLayout(
         RowLayout(RowKind.FA, block_tokens, full),
         RowLayout(RowKind.WA, block_tokens, windowed) if windowed else None,
@@ -270,13 +287,13 @@ class _HeldHeads:
 
 
 def _class_of(group: KVCacheGroupReference, ref: KVCacheDataReference, block_tokens: int) -> _Class:
-    if group.kind is AttentionKind.STATE:
-        raise FormatError(f"{ref.layer}: kind", "attention (states are not stored yet)", group.kind)
     if block_tokens % group.block_tokens:
         raise FormatError(
             "block_tokens", f"a multiple of the engine's {group.block_tokens}", block_tokens
         )
     is_opaque = ref.num_rows is None
+    if group.kind is AttentionKind.STATE:
+        return group.kind, None, block_tokens, 1, is_opaque
     unit_tokens = group.block_tokens if ref.num_rows is None else group.block_tokens // ref.num_rows
     all_units = block_tokens // unit_tokens
     units = all_units

@@ -14,7 +14,8 @@ made-up addresses until a plan is made, and a gap after each keeps runs from joi
 rows; then each run moves to where its row really is.
 
 Blocks that are opaque in tokens move whole.  Their groups are described again with one "token"
-for each engine block, tokens and windows divided alike, and look like any others.
+for each engine block, tokens and windows divided alike, and look like any others.  A state stays
+as it is: the planner takes the one block that holds it at the end, and the row is such a block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.errors import FormatError
-from pdconn.store.format.layout import ALIGNMENT, RowLayout, Section, aligned, as_kept
+from pdconn.store.format.layout import ALIGNMENT, RowLayout, Section, aligned, as_kept, row_kind
 from pdconn.store.format.names import RowKind
 from registration.references import (
     AttentionKind,
@@ -97,9 +98,10 @@ class RowPairing:
     def spans_to_save(self, index: int, blocks: tuple[BlockList, ...], address: int) -> list[Spans]:
         """The copies, from ``local`` to ``remote``, that fill row ``index`` at ``address``.
 
-        An FA row takes all tokens of its block.  A WA row takes what the boundary at its end
-        reaches of them, which is all that later boundaries reach, too.  Other bytes of the share
-        stay as they were: tokens that no boundary reaches, and what aligns slabs.
+        An FA row takes all tokens of its block.  A WA row takes the states at its end, and of
+        the tokens what the boundary there reaches, which is all that later boundaries reach, too.
+        Other bytes of the share stay as they were: tokens that no boundary reaches, and what
+        aligns slabs.
 
         Raises:
             MissingBlock: a block that the row needs is a hole.
@@ -187,11 +189,11 @@ def _scaled_pairings(
         numbers, groups = [], []
         for number, group in enumerate(kept_groups):
             data = tuple(
-                _by_unit(ref)
+                _by_unit(group, ref)
                 for ref in group.data
                 if _scale(group, ref) == scale and (ref.layer, ref.chunk) in held
             )
-            if data and group.kind.is_windowed == (share.kind is RowKind.WA):
+            if data and row_kind(group.kind) is share.kind:
                 numbers.append(number)
                 groups.append(
                     KVCacheGroupReference(
@@ -214,16 +216,18 @@ def _scaled_pairings(
 
 
 def _scale(group: KVCacheGroupReference, ref: KVCacheDataReference) -> int:
-    return group.block_tokens if ref.num_rows is None else 1
+    by_block = ref.num_rows is None and group.kind is not AttentionKind.STATE
+    return group.block_tokens if by_block else 1
 
 
 def _section_scale(section: Section) -> int:
-    return section.unit_tokens if section.is_opaque else 1
+    by_block = section.is_opaque and section.kind is not AttentionKind.STATE
+    return section.unit_tokens if by_block else 1
 
 
-def _by_unit(ref: KVCacheDataReference) -> KVCacheDataReference:
-    """An opaque block as one token; others as they are."""
-    if ref.token_nbytes is not None:
+def _by_unit(group: KVCacheGroupReference, ref: KVCacheDataReference) -> KVCacheDataReference:
+    """An opaque block as one token; others, and states, as they are."""
+    if ref.token_nbytes is not None or group.kind is AttentionKind.STATE:
         return ref
     return replace(ref, token_stride=ref.head_nbytes, token_nbytes=ref.head_nbytes)
 
@@ -257,6 +261,7 @@ def _rows_as_references(
         data, offset = [], share.starts[number]
         for layer in section.layers:
             nbytes = section.slab_nbytes(layer)
+            token_nbytes = None if section.kind is AttentionKind.STATE else layer.unit_nbytes
             data.append(
                 KVCacheDataReference(
                     layer.name,
@@ -267,8 +272,8 @@ def _rows_as_references(
                     section.num_heads,
                     section.first_head,
                     section.head_nbytes,
-                    layer.unit_nbytes,
-                    layer.unit_nbytes,
+                    token_nbytes,
+                    token_nbytes,
                 )
             )
             offset += aligned(nbytes)

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdconn.vllm.blocks.drafts import draft_layers, drafter, own_name
 from registration.references import RegistrationError
 
 _HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+
+
+def heads_by_layer(
+    config: Any, layers: Mapping[str, Any], specs: Mapping[str, Any]
+) -> Callable[[str], int | None]:
+    """Gives a layer's KV heads in its whole model, which is the drafter for a drafter's layers.
+
+    Args:
+        config: the engine's configuration.
+        layers: layers by name (vLLM's static forward context).
+        specs: specification of each layer that has a cache which is transferred.
+    """
+    drafts = draft_layers(config, layers, specs)
+
+    def total(layer: str) -> int | None:
+        if layer in drafts:
+            return total_kv_heads(drafter(config), own_name(config, layer))
+        return total_kv_heads(config.model_config, layer)
+
+    return total
 
 
 def total_kv_heads(model: Any, layer: str) -> int | None:
     """KV heads of ``layer`` in the whole model; None when its config names several numbers.
 
     Where layers differ and ``transformers`` says so (Gemma 4), its config refuses to name one
-    number, and vLLM knows every layer's.  A drafter's layers come after the model's.
+    number, and vLLM knows every layer's.
     """
     if model.use_mla:
         return 1

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
+from pdconn.vllm.blocks.kinds import is_state, layer_spec
 from registration.references import StateChunk
 
 if TYPE_CHECKING:
@@ -51,6 +52,20 @@ class _Piece:
 
 class _Undivided(Exception):
     """The state cannot be divided into pieces."""
+
+
+def without_scratch(
+    groups: Sequence[Any], ids: Sequence[Sequence[int]], num_tokens: int
+) -> tuple[list[int], ...]:
+    """Block ids of each group; of states only up to the block of the one after ``num_tokens``.
+
+    Behind it vLLM keeps blocks for the states after each drafted token.
+    """
+    specs = [layer_spec(group.kv_cache_spec, group.layer_names[0]) for group in groups]
+    return tuple(
+        list(of_group[: -(-num_tokens // spec.block_size)] if is_state(spec) else of_group)
+        for spec, of_group in zip(specs, ids, strict=True)
+    )
 
 
 def num_groups(config: Any) -> int | None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from vllm.config import VllmConfig
 
+from pdconn.protocol.compat import DRAFT
 from pdconn.protocol.limits import MAX_TEXT
 from pdconn.vllm.blocks.arrangement import arrangement_of, state_arrangement
+from pdconn.vllm.blocks.drafts import drafter, num_modules
 from pdconn.vllm.blocks.kinds import is_state
 
 _SHAPE = (
@@ -24,6 +26,7 @@ _SHAPE = (
     "num_key_value_heads", "head_dim", "vocab_size", "rope_theta", "rope_scaling",
     "rope_parameters",
 )  # fmt: skip
+_DRAFT_SHAPE = (*_SHAPE, "eagle_aux_hidden_state_layer_ids")
 _DIGEST_NBYTES = 8
 
 
@@ -40,17 +43,46 @@ def block_traits(
     if not enforce:
         return {}
     model = config.model_config
-    layer_configs = _layer_configs(model.hf_text_config)
-    shape = {name: _of_layers([getattr(c, name, None) for c in layer_configs]) for name in _SHAPE}
     traits = {
-        "model": os.path.basename(os.path.normpath(str(model.model))),
-        **{f"model.{name}": _bounded(value) for name, value in shape.items()},
+        "model": _name(model),
+        **{f"model.{name}": value for name, value in _shape(model, _SHAPE).items()},
         "kv_dtype": f"{config.cache_config.cache_dtype}/{model.dtype}",
         "block_content": _content(config, layers, specs),
+        **_draft_traits(config),
     }
     if states := {state_arrangement(spec) for spec in specs.values() if is_state(spec)}:
         traits["states"] = _bounded("; ".join(sorted(states)))
     return traits
+
+
+def _draft_traits(config: VllmConfig) -> dict[str, str]:
+    """What must be equal where decode has layers of a drafter; nothing without any.
+
+    How many tokens are drafted may differ: the prompt's KV is the same.  But for MTP of several
+    modules, of which only as many compute as tokens are drafted.
+    """
+    model = drafter(config)
+    if model is None:
+        return {}
+    speculation: Any = config.speculative_config
+    cache_dtype = getattr(speculation, "kv_cache_dtype", None) or config.cache_config.cache_dtype
+    traits = {
+        "method": str(speculation.method),
+        "model": _name(model),
+        **{f"model.{name}": value for name, value in _shape(model, _DRAFT_SHAPE).items()},
+        "kv_dtype": f"{cache_dtype}/{model.dtype}",
+        "modules": str(num_modules(config)),
+    }
+    return {DRAFT + name: value for name, value in traits.items()}
+
+
+def _name(model: Any) -> str:
+    return os.path.basename(os.path.normpath(str(model.model)))
+
+
+def _shape(model: Any, names: Sequence[str]) -> dict[str, str]:
+    configs = _layer_configs(model.hf_text_config)
+    return {name: _bounded(_of_layers([getattr(c, name, None) for c in configs])) for name in names}
 
 
 def _layer_configs(config: Any) -> list[Any]:

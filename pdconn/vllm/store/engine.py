@@ -24,9 +24,11 @@ from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.partial import PartialBlocks
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
+from pdconn.vllm.store.states import StateGroups, end_pass_at
 from registration.references import KVCacheReferences
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,9 @@ class EngineStore:
         self._namespace = ""
         self._pool: Any = None
         self._splits = UNSPLIT
+        self._states = StateGroups()
         self._requests: dict[str, Any] = {}
+        self._partial: dict[str, PartialBlocks] = {}
         self._pinned: dict[int, list[Any]] = {}
         self._num_pinned = 0
         self._gauges: dict[str, int] = {}
@@ -124,10 +128,16 @@ class EngineStore:
         )
 
     def matched(self, request: Any, num_local: int) -> int | None:
-        """See :meth:`StoreScheduler.matched`."""
+        """See :meth:`StoreScheduler.matched`.
+
+        Where the prompt parts from those saved, a pass is to end, for its state to be saved.
+        """
         if self._store is None:
             return 0
-        return self._store.matched(request.request_id, request.num_tokens, num_local)
+        found = self._store.matched(request.request_id, request.num_tokens, num_local)
+        if self._states and found is not None:
+            end_pass_at(request, self._store.junction(request.request_id))
+        return found
 
     def allocated(self, request: Any, ids: tuple[list[int], ...], num_external: int) -> bool:
         """See :meth:`StoreScheduler.allocated`."""
@@ -156,8 +166,9 @@ class EngineStore:
             if self._num_pinned * _PINNED_SHARE > self._pool.num_gpu_blocks:
                 break
             before = request.num_computed_tokens
-            ids = partial(self._ids_of, state, request_id, select)
-            saved = self._store.computed(request_id, before, before + count, ids)
+            passed = range(before, before + count)
+            ids = partial(self._ids_of, state, request, passed, select)
+            saved = self._store.computed(request_id, passed.start, passed.stop, ids)
             if saved is None:
                 continue
             self._pin(saved)
@@ -176,8 +187,14 @@ class EngineStore:
         if self._store is not None:
             self._store.loaded(request_id)
 
+    def pulled(self, request_id: str, blocks: PartialBlocks) -> None:
+        """A pull wrote only the end of some blocks, which are not saved."""
+        if request_id in self._requests:
+            self._partial[request_id] = blocks
+
     def finished(self, request: Any) -> None:
         """The request left the engine."""
+        self._partial.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None and self._store is not None:
             self._store.finished(request.request_id)
 
@@ -209,17 +226,29 @@ class EngineStore:
         if self._store is not None:
             self._store.close()
 
-    def _ids_of(self, state: Any, request_id: str, select: Any) -> tuple[list[int], ...]:
-        """The request's blocks by group, as they are described."""
-        ids = self._splits.described(select(state.get_block_ids(request_id)))
-        return tuple(list(group) for group in ids)
+    def _ids_of(
+        self, state: Any, request: Any, passed: range, select: Any
+    ) -> tuple[list[int], ...]:
+        """The request's blocks by group, as they are described; states at boundaries alone."""
+        request_id = request.request_id
+        ids = [list(group) for group in select(state.get_block_ids(request_id))]
+        if self._states:
+            offers = state.boundary_state_offloads.get(request_id, ())
+            self._states.keep(ids, passed, offers, request.num_prompt_tokens)
+        for group, block in self._partial.get(request_id, {}).items():
+            ids[group][: block + 1] = [0] * (block + 1)
+        return tuple(list(group) for group in self._splits.described(ids))
 
     def _check_groups(self) -> None:
-        """Refuse groups whose blocks belong to one request, as scratch memory does."""
+        """Refuse groups whose blocks belong to one request, as scratch memory does.
+
+        States are refused where boundaries cannot be told.
+        """
         config = self._kv_cache_config
         others = set(config.transfer_group_ids) - set(config.prefix_cacheable_group_ids)
         if others:
             raise FormatError("KV cache groups", "all of them cacheable by prefix", sorted(others))
+        self._states = StateGroups.of(config)
 
     def _pin(self, saved: Save) -> None:
         blocks = [self._pool.blocks[block] for block in self._splits.of_engine(saved.blocks)]

@@ -9,7 +9,8 @@ the rows are there::
 
 One BlockStored per row and KV cache group, so that a reader can tell by its tokens in what steps
 a stored prefix ends.  Of a windowed group it names the blocks of the tail that the row keeps, and
-of a compressor's its whole window: the row keeps less of it, and does not need the rest.
+of a compressor's its whole window: the row keeps less of it, and does not need the rest.  Of
+states it names the last block.
 
 Used on the engine's thread, but for :meth:`StoreEvents.told`, which any thread may call.  There
 is no lock: what is to be told waits in a queue, and :meth:`StoreEvents.take` works on a few rows
@@ -39,6 +40,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from pdconn.store.format.layout import Section, StoreLayout
 from pdconn.store.format.names import RowKind, RowName
+from registration.references import AttentionKind
 
 MAX_ROWS = 65_536
 """Rows that are told at a time, 0.4 KB each with blocks of 16 tokens."""
@@ -94,7 +96,10 @@ def event_groups(
         if not (sections or window) or not fits:
             continue
         reach = min(layout.block_tokens, window - 1) if window else 0
-        has_rows = any(section.window is not None for section in sections)
+        kept = min((section.tokens for section in sections), default=0)
+        if any(section.kind is AttentionKind.STATE for section in sections):
+            kept = spec.block_size
+        has_rows = any(section.row_kind is RowKind.WA for section in sections)
         found.append(
             EventGroup(
                 number,
@@ -102,7 +107,7 @@ def event_groups(
                 window,
                 spec.block_size,
                 RowKind.WA if has_rows or (not sections and layout.wa) else RowKind.FA,
-                max(reach, min((section.tokens for section in sections), default=0)),
+                max(reach, kept),
             )
         )
     return tuple(found)

@@ -42,8 +42,8 @@ def section(
 
 
 def layout(*sections: Section, size: int = SIZE) -> StoreLayout:
-    full = tuple(s for s in sections if s.window is None)
-    windowed = tuple(s for s in sections if s.window is not None)
+    full = tuple(s for s in sections if s.kind is AttentionKind.FULL)
+    windowed = tuple(s for s in sections if s.kind is not AttentionKind.FULL)
     wa = RowLayout(RowKind.WA, size, windowed) if windowed else None
     return StoreLayout(RowLayout(RowKind.FA, size, full), wa)
 
@@ -59,7 +59,8 @@ windowed = st.builds(
     st.sampled_from([AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL]),
     st.integers(1, 4 * SIZE),
 )
-layouts = st.lists(windowed, max_size=3).map(lambda found: layout(section(), *found))
+states = st.just(section(AttentionKind.STATE, unit=SIZE))
+layouts = st.lists(windowed | states, max_size=3).map(lambda found: layout(section(), *found))
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class World:
 
 def needed(section: Section, boundary: int) -> set[int]:
     """Tokens before ``boundary`` that it attends to, one by one."""
+    if section.kind is AttentionKind.STATE:
+        return {boundary - 1}  # it comes with its row, whatever else the row keeps
     if section.window is None:
         return set(range(boundary))
     if section.kind is AttentionKind.CHUNKED_LOCAL:
@@ -206,6 +209,14 @@ def test_a_chunks_end_needs_nothing_but_its_own_row() -> None:
     ]
     wide = layout(section(), section(AttentionKind.CHUNKED_LOCAL, 4 * SIZE))
     assert [len(pieces(wide.wa, n * SIZE)) for n in (1, 2, 3, 4)] == [1, 2, 3, 1]
+
+
+def test_a_state_needs_nothing_but_its_own_row() -> None:
+    state = section(AttentionKind.STATE, unit=SIZE)
+    alone = layout(section(), state)
+    assert [pieces(alone.wa, n * SIZE) for n in (1, 2)] == [range(0, 1), range(1, 2)]
+    beside = layout(section(), state, section(AttentionKind.SLIDING_WINDOW, 2 * SIZE + 1))
+    assert pieces(beside.wa, 5 * SIZE) == range(3, 5)
 
 
 # Spacing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,22 @@ def test_the_heads_of_a_rank_are_one_range_of_a_section() -> None:
         assert mine == list(whole.slabs[rank * 6 : rank * 6 + 6])
 
 
+STATE = Layers((8, 9), AttentionKind.STATE, None, 4, 32, opaque=True, tail_nbytes=8)
+
+
+def test_a_state_is_a_slab_of_each_part_and_piece_in_wa_rows() -> None:
+    def made(**shape: Any) -> StoreLayout:
+        side = engine(sorts=(*SORTS, STATE), stages=((*ALL, 8, 9),), **shape)
+        return store_layout(side.ranks, SIZE)
+
+    layout = made()
+    [section] = [s for s in layout.of(RowKind.WA).sections if s.kind is AttentionKind.STATE]
+    assert (section.unit_tokens, section.units, section.num_heads) == (SIZE, 1, 4)
+    sizes = {(layer.name, layer.chunk): section.slab_nbytes(layer) for layer in section.layers}
+    assert sizes == {("8", 0): 24, ("8", 1): 8, ("9", 0): 24, ("9", 1): 8}
+    assert made(tp=2) == made(tp=4) == made(block=16) == layout
+
+
 # Refusals
 
 
@@ -183,12 +200,6 @@ def refused(field: str, side: Side, size: int = SIZE) -> FormatError:
         store_layout(side.ranks, size)
     assert raised.value.field == field
     return raised.value
-
-
-def test_states_are_refused_by_name() -> None:
-    state = Layers((8,), AttentionKind.STATE, None, 1, 32, opaque=True)
-    error = refused("8: kind", engine(sorts=(*SORTS, state), stages=((*ALL, 8),)))
-    assert "states are not stored yet" in str(error)
 
 
 def test_blocks_that_do_not_divide_a_row_are_refused() -> None:

@@ -320,3 +320,12 @@ def _first_read(group: KVCacheGroupReference, until: int) -> int:
         t for t in range(until, until + group.compress_ratio) if not (t + 1) % group.compress_ratio
     )
     return max(0, min(until, end + 1 - group.window))
+
+
+def until_ready(engine: FakeEngine) -> None:
+    """Wait until the root's budget gives room; what is computed before is not saved."""
+    budget = engine.store._keeper._budget
+    until = time.monotonic() + PATIENCE_S
+    while budget is not None and not budget._allowance.ready:  # type: ignore[union-attr]
+        assert time.monotonic() < until, "the budget gives no room"
+        time.sleep(0.005)

@@ -14,7 +14,7 @@ from pdconn.cli.main import main
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.obj import bucket as bucket_module
 from pdconn.store.shelf.obj.bucket import BucketPlace
-from tests.store.joined.rig import FakeEngine, Model, Shape
+from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 from tests.store.joined.test_joined import SETTINGS, prompt
 from tests.store.shelves.obj.s3_server import Relay, S3Server
 
@@ -37,6 +37,8 @@ def settings(root: Path, place: BucketPlace, endpoint: str | None = None) -> Sto
 def engine(given: StoreSettings, shape: Shape, writer: str) -> Iterator[FakeEngine]:
     made = FakeEngine(given, BIG, shape, writer=writer, budget=None)
     try:
+        if not given.read_only:
+            until_ready(made)
         yield made
     finally:
         made.close()

@@ -21,7 +21,7 @@ from pdconn.store.format.footer import row_nbytes
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
-from tests.store.joined.rig import FakeEngine, Model, Shape
+from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 
 STEPS = ("begin", "write", "put_note", "commit", "remove", "discard")
 MODEL, SHAPE = Model(window=40), Shape(tp=2)
@@ -53,14 +53,6 @@ def settings(root: str, **more: Any) -> StoreSettings:
     return StoreSettings(
         root, capacity, staging=8 << 20, block_tokens=64, min_tokens=1, direct_io=False, **more
     )
-
-
-def until_ready(engine: FakeEngine) -> None:
-    """Wait until bytes may be taken."""
-    until = time.monotonic() + 30.0
-    while not engine.store._keeper._budget._allowance.ready:  # type: ignore[union-attr]
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None:

@@ -16,14 +16,13 @@ from pdconn.store.format.boundaries import find_boundary
 from pdconn.store.format.names import Chain, RowKind
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.verify import RowState, check_rows
-from tests.store.joined.rig import FakeEngine
+from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.processes.dying import (
     MODEL,
     SHAPE,
     prompts,
     save_until_killed,
     settings,
-    until_ready,
 )
 
 CHILDREN = multiprocessing.get_context("forkserver")

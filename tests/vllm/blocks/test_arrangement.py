@@ -27,7 +27,9 @@ from pdconn.planning.errors import Incompatible
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.compat import Difference, trait_differences
 from pdconn.protocol.limits import MAX_TEXT
+from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
+from pdconn.puller.rank import Rank as PullingRank
 from pdconn.vllm.blocks import arrangement
 from pdconn.vllm.blocks.arrangement import Unit, arrangement_of
 from pdconn.vllm.blocks.geometry import kv_cache_references
@@ -324,6 +326,13 @@ def test_nvfp4_pages_of_other_ranks_are_refused(theirs: int, ours: int) -> None:
     for number, rank in enumerate(engine("FLASHINFER", ours)):
         with pytest.raises(Incompatible, match=r"bytes per head|head \d of layer layer"):
             Pairing.of(rank.references, ranks, number)
+        name = arrangement_of(rank.spec, layer("FLASHINFER"), "LBHNC").name
+        traits = {"block_content": name}
+        geometry = tuple(RankGeometry(0, n, b"", one) for n, one in enumerate(ranks))
+        welcome = Welcome.of("prefill", "boot", traits, geometry)
+        me = PullingRank("decode", number, ours, number, rank.references, traits)
+        with pytest.raises(Incompatible, match=r"\(block_content FLASHINFER:NVFP4:HNC\)"):
+            me.pair(welcome)
 
 
 @pytest.mark.parametrize(("unit", "what"), [(Unit.PAGE, "pages"), (Unit.HEAD, "tokens of a head")])

@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     first = (
         "test_topology", "test_bench_serve", "test_faults", "test_router", "test_gemma4",
         "test_store", "test_matrix", "test_hybrids", "test_families", "test_features", "test_split",
+        "test_speculation",
+        "test_family_faults", "test_hybrid_faults", "test_partial_blocks",
     )  # fmt: skip
     items.sort(key=lambda item: here in item.path.parents and item.path.stem not in first)
 

@@ -50,12 +50,14 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.number, self.parts = 0, 1
+        self.holes = 0
         self.cleared_to: list[str] = []
 
     def arrived(self, *args: Any, **more: Any) -> None: ...
 
     def computed(self, request: str, before: int, after: int, ids: Any) -> Save:
         described = {1: (1, 2, 0, 5), 2: (2, 3, 4, 5, 0, 0, 10, 11)}[self.parts]
+        described = (0,) * self.holes + described[self.holes :]
         assert ids() == (list(described),)
         self.number += 1
         return Save(self.number, (BlockList(0, described),), ())
@@ -117,6 +119,18 @@ def test_a_reset_unpins_first_and_names_another_place_for_rows(store: Any) -> No
     store._pool.reset_prefix_cache()
     assert store._store.cleared_to[1] != first != "ns"
     store.note([1])  # comes late: nothing is freed twice
+
+
+def test_a_block_of_which_a_pull_wrote_only_the_end_is_not_saved(store: Any) -> None:
+    store.pulled("r", {0: 1})
+    store._store.holes = 2
+    step(store)
+    assert store._pool.held() == {5}
+    store.finished(request())
+    store.arrived(request())
+    store._store.holes = 0
+    step(store)
+    assert store._pool.held() == {1, 2, 5}, "another request of the same name"
 
 
 def test_no_more_than_a_quarter_of_the_blocks_is_pinned(store: Any) -> None:

@@ -38,18 +38,38 @@ class Family:
     Attributes:
         dtype: of weights and KV, as vLLM names it.
         block_tokens: ``--block-size``; vLLM may raise it for a hybrid.
+        edges: further tokens at whose multiples something ends: larger blocks, windows, chunks.
         prefix_caching: whether it can be switched on here.
         tensor_parallel: ranks that it can have here.
         args: further arguments of an engine.
+        coarse: whether kernels round by batch, or compute a prompt otherwise than steps; then an
+            answer is right that lies near one alone of the same prompt, whole or in a step, and
+            prompts are computed one after another.
+        drifts: whether the KV of a prompt and a token more is not bit for bit that of the prompt;
+            then an answer is right that lies near one after a hand-over without faults.
+        fill: fills a weight by its name, if that needs values of its own.
     """
 
     name: str
     make: Callable[[], PreTrainedModel]
     dtype: str = "float32"
     block_tokens: int = 32
+    edges: tuple[int, ...] = ()
     prefix_caching: bool = True
     tensor_parallel: tuple[int, ...] = (1,)
     args: tuple[str, ...] = ()
+    coarse: bool = False
+    drifts: bool = False
+    fill: Callable[[str, Any], bool] = lambda _name, _weight: False
+
+    def lengths(self) -> list[int]:
+        """Lengths of prompts around blocks, windows and chunks, and others.
+
+        A token more is handed over, so those just below an edge begin two below it.
+        """
+        sizes = {self.block_tokens, *self.edges, *(2 * size for size in self.edges), 512}
+        around = {size + step for size in sizes for step in (-2, -1, 0, 1)}
+        return sorted({1, 2, 5, 300, 700, 1500, *around})
 
     def write(self, directory: Path) -> Path:
         """Write the model."""
@@ -59,7 +79,8 @@ class Family:
         model = self.make().to(getattr(torch, self.dtype))
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                _fill(name, weight)
+                if not self.fill(name, weight):
+                    _fill(name, weight)
         model.save_pretrained(directory)
         _write_tokenizer(
             directory, ModelSpec(self.name, hidden=128, intermediate=256, heads=4, kv_heads=2)
@@ -215,9 +236,74 @@ def _llama_4() -> PreTrainedModel:
     return Llama4ForCausalLM(config)
 
 
+def _gemma_4() -> PreTrainedModel:
+    """Full-attention layers have fewer and larger heads than the others."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **_COMMON,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        attention_k_eq_v=True,
+        sliding_window=64,
+        vocab_size_per_layer_input=2048,
+        hidden_size_per_layer_input=0,
+    )
+    return Gemma4ForCausalLM(config)
+
+
+def _broad(name: str, weight: Any) -> bool:
+    """Gemma 4 normalizes queries; so that attention is broad all the same."""
+    if "q_norm" not in name:
+        return False
+    weight.fill_(1.5 * weight.shape[-1] ** -0.5)
+    return True
+
+
+def _gpt_oss() -> PreTrainedModel:
+    """Windows of 128 tokens with sinks, experts, biases."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **_COMMON | {"intermediate_size": 128},
+        num_hidden_layers=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=128,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    )
+    return GptOssForCausalLM(config)
+
+
+def _sinks_and_biases(name: str, weight: Any) -> bool:
+    if "sinks" not in name and "bias" not in name:
+        return False
+    weight.normal_(0, 1 if "sinks" in name else 0.02)
+    return True
+
+
 GRANITE_4_H = Family("granite4h", _granite_4_h, tensor_parallel=(1, 2))
-FALCON_H1 = Family("falcon_h1", _falcon_h1)
-QWEN3_NEXT = Family("qwen3_next", _qwen3_next, dtype="bfloat16")
-LFM2 = Family("lfm2", _lfm2)
-MLA = Family("mla", _mla, block_tokens=16, prefix_caching=False)
-LLAMA_4 = Family("llama4", _llama_4)
+FALCON_H1 = Family("falcon_h1", _falcon_h1, edges=(64,))
+QWEN3_NEXT = Family("qwen3_next", _qwen3_next, dtype="bfloat16", edges=(160,), coarse=True)
+LFM2 = Family("lfm2", _lfm2, coarse=True)
+MLA = Family(
+    "mla", _mla, block_tokens=16, edges=(64,), prefix_caching=False, coarse=True, drifts=True
+)
+LLAMA_4 = Family("llama4", _llama_4, edges=(64,))
+GEMMA_4 = Family("gemma4", _gemma_4, edges=(64,), tensor_parallel=(1, 2), fill=_broad)
+GPT_OSS = Family("gpt_oss", _gpt_oss, edges=(128,), fill=_sinks_and_biases)

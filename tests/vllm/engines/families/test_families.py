@@ -12,25 +12,24 @@ from pdconn.lab.compare import compare, distance, make_prompts
 from pdconn.lab.engine import running
 from pdconn.lab.ports import free_ports
 from tests.vllm.engines.engines import cache_beside
-from tests.vllm.engines.families.handover import boundaries, engine, handing_over
-from tests.vllm.engines.families.models import LLAMA_4, MLA
+from tests.vllm.engines.families.handover import engine, handing_over
+from tests.vllm.engines.families.models import GPT_OSS, LLAMA_4, MLA, Family
 
 pytestmark = pytest.mark.matrix
 
-CHUNK = 64
 
-
-def test_llama_4(tmp_path: Path) -> None:
-    """Chunks of 64 tokens in blocks of 32, and full attention."""
-    prompts = make_prompts(boundaries(32, CHUNK, 2 * CHUNK, 512), seed=5)
-    model = LLAMA_4.write(tmp_path / "model")
+@pytest.mark.parametrize("family", [LLAMA_4, GPT_OSS], ids=lambda family: family.name)
+def test_chunks_and_windows(family: Family, tmp_path: Path) -> None:
+    """Chunks of 64 tokens, or windows of 128 with sinks, in blocks of 32; and full attention."""
+    prompts = make_prompts(family.lengths(), seed=5)
+    model = family.write(tmp_path / "model")
     faults = {"reads": {"corrupt": 1.0}}
     specs = [
-        engine("prefill", LLAMA_4, model, "kv_producer", prefix_caching=True),
-        engine("decode", LLAMA_4, model, "kv_consumer", prefix_caching=True),
-        engine("flipped", LLAMA_4, model, "kv_consumer", verify="off", debug_faults=faults),
+        engine("prefill", family, model, "kv_producer", prefix_caching=True),
+        engine("decode", family, model, "kv_consumer", prefix_caching=True),
+        engine("flipped", family, model, "kv_consumer", verify="off", debug_faults=faults),
     ]
-    with handing_over(LLAMA_4, tmp_path, specs, model) as made:
+    with handing_over(family, tmp_path, specs, model) as made:
         assert made.mismatches(prompts) == []
         assert made.metric("pulls_verified_total") == len(prompts)
         assert made.mismatches(prompts) == []
@@ -52,7 +51,7 @@ def in_tree(spec, port: int):
 def test_mla(tmp_path: Path) -> None:
     """The KV of a prompt of n + 1 tokens is not bit for bit that of n in the CPU's kernels, so
     answers are compared with those of vLLM's own connector over the same model."""
-    prompts = make_prompts(boundaries(16, 32, 64, 512), seed=5)
+    prompts = make_prompts(MLA.lengths(), seed=5)
     model = MLA.write(tmp_path / "model")
     sides = free_ports(2)
     faults = {"reads": {"corrupt": 1.0}}

@@ -74,3 +74,21 @@ def test_larger_blocks_that_are_not_split_are_packed_otherwise(engines: dict[str
         prefill_then_decode(there, here, prompt, 6)
     refused = f"blocks that only move whole: theirs {BLOCK}, ours {LARGE}"
     assert refused in engines["large"].log.read_text()
+
+
+@pytest.mark.parametrize("prefill", ["prefill", "small"])
+def test_no_prompt_finds_a_block_that_was_written_in_part(
+    engines: dict[str, Engine], expected: Expected, prefill: str
+) -> None:
+    """A pull begins where the last token's window does, within a block of decode's.
+
+    A prompt that shares all whole blocks with one that was pulled attends to tokens before.
+    """
+    there, here = Client(engines[prefill].url), Client(engines["decode"].url)
+    stems = make_prompts([LARGE * n + 45 for n in (1, 3, 5)], seed=50 + len(prefill))
+    for number, stem in enumerate(stems):
+        shared = stem[: len(stem) // LARGE * LARGE]
+        [other] = make_prompts([5 + number], seed=60 + number)
+        for prompt in (stem, shared + other):
+            seen = prefill_then_decode(there, here, prompt, 6)
+            assert compare(expected.answer(prompt), seen) is None, len(prompt)

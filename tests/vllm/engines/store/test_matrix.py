@@ -20,7 +20,7 @@ from pdconn.lab.engine import Engine, running
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from tests.vllm.engines.engines import BLOCK, MAX_MODEL_LEN, Expected, Prompt, cache_beside
-from tests.vllm.engines.store.gpt_oss import write_gpt_oss
+from tests.vllm.engines.families.models import GPT_OSS
 from tests.vllm.engines.store.stores import (
     NUM_TOKENS,
     TOKENS,
@@ -286,7 +286,7 @@ def _stored_tokens(client: Client) -> int:
 def test_a_model_with_sinks_cold_warm_and_restarted_in_another_layout(
     work: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    model = write_gpt_oss(tmp_path_factory.mktemp("gpt-oss") / "model")
+    model = GPT_OSS.write(tmp_path_factory.mktemp("gpt-oss") / "model")
     root, directory = work / "oss-store", work / "oss"
     alone = EngineSpec(
         name="alone", model=model, port=free_ports(1)[0], one_process=True,

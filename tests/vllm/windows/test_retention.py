@@ -38,11 +38,11 @@ class Manager:
             self.blocks[index] = 0
 
 
-def kept(manager: Manager, computed: int, retaining: bool) -> list[int]:
+def kept(manager: Manager, computed: int, retaining: bool, num_tokens: int = 1) -> list[int]:
     """Which blocks are left after ``computed`` tokens."""
     if retaining:
         coordinator = SimpleNamespace(single_type_managers=[manager])
-        keep_window_of_last_token(SimpleNamespace(coordinator=coordinator))
+        keep_window_of_last_token(SimpleNamespace(coordinator=coordinator), num_tokens)
     manager.remove_skipped_blocks("r", computed, None)
     return manager.blocks
 
@@ -60,6 +60,24 @@ def test_the_last_tokens_window_is_kept(chunk: bool, block: int, num_tokens: int
     first = last // window * window if chunk else max(0, last - window + 1)
     blocks = kept(Manager(block, 40, window, chunk), num_tokens, retaining=True)
     assert covered(blocks, block, first, last)
+
+
+@pytest.mark.parametrize("chunk", [False, True])
+@pytest.mark.parametrize("ahead", [2, 3, 5])
+def test_the_window_of_several_tokens_is_kept(chunk: bool, ahead: int) -> None:
+    """Decode computes those that its drafter looks ahead to."""
+    window, block, missing = 8, 2, 0
+    for num_tokens in range(1, 40):
+        last = max(0, num_tokens - ahead)
+        first = last // window * window if chunk else max(0, last - window + 1)
+        manager = Manager(block, 40, window, chunk)
+        manager.kv_cache_spec = SimpleNamespace(block_size=block)
+        blocks = kept(manager, num_tokens, retaining=True, num_tokens=ahead)
+        assert covered(blocks, block, first, num_tokens - 1)
+        assert manager.max_admission_blocks_per_request == 9 + 1 + -(-(ahead - 1) // block)
+        fewer = kept(Manager(block, 40, window, chunk), num_tokens, retaining=True)
+        missing += not covered(fewer, block, first, num_tokens - 1)
+    assert missing, "control: that of the last token alone is too little"
 
 
 @pytest.mark.parametrize(("chunk", "num_tokens"), [(False, 11), (False, 9), (True, 16)])

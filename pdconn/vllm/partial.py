@@ -1,0 +1,66 @@
+"""Blocks of windows of which a pull wrote only the end: no other request may use them.
+
+A pull brings of a window what decode's last token attends to.  Where the lender's blocks are
+smaller, or kernel blocks are handed over, that begins within a block of ours::
+
+    our blocks of 64              |       4       |       5       |       6       | 7
+    their blocks of 16            |   |   |   |   |   |   |   |   |   |   |   |   |
+    pulled, window 190                        ###################################### up to 493
+    attended to at 448 (7 * 64)    ...............................................
+
+vLLM caches block 4 by its hash all the same, as a whole.  A later prompt that shares 448 tokens
+would hit, and attend to rows before the pulled ones, which nobody wrote.  So such a block is
+taken for cached already, and is never found; nor is it saved to a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+PartialBlocks = dict[int, int]
+"""By transferred group the number of the block, counted from the prompt's beginning."""
+
+
+def block_tokens(config: Any) -> list[int]:
+    """Tokens of the engine's blocks, by transferred group; ``config`` is vLLM's."""
+    return [group.kv_cache_spec.block_size for group in config.transfer_groups]
+
+
+def partial_blocks(begins: Iterable[tuple[int, int]], sizes: Sequence[int]) -> PartialBlocks:
+    """The blocks of which only the end is written.
+
+    Args:
+        begins: groups, and the first token that is written of each.
+        sizes: tokens of the engine's blocks, by group.
+
+    >>> partial_blocks([(0, 304), (1, 320)], [64, 64])
+    {0: 4}
+    """
+    return {group: token // sizes[group] for group, token in begins if token % sizes[group]}
+
+
+def joined(
+    ours: Mapping[str, PartialBlocks], theirs: Mapping[str, PartialBlocks]
+) -> dict[str, PartialBlocks]:
+    """What two workers tell of their requests; ranks of one stage tell the same."""
+    return {
+        request: {**ours.get(request, {}), **theirs.get(request, {})}
+        for request in {**ours, **theirs}
+    }
+
+
+def never_cache(manager: Any, config: Any, request_id: str, blocks: PartialBlocks) -> None:
+    """Let vLLM take these blocks of a request, and those before, for cached already.
+
+    To be called before vLLM hears that the request was received, as it caches its blocks then.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        config: vLLM's KV cache configuration.
+    """
+    for group, block in blocks.items():
+        of_group = manager.coordinator.single_type_managers[config.transfer_group_ids[group]]
+        if request_id in of_group.req_to_blocks:
+            known = of_group.num_cached_block.get(request_id, 0)
+            of_group.num_cached_block[request_id] = max(known, block + 1)

@@ -1,0 +1,181 @@
+"""What lies in the blocks of a :class:`~tests.fakes.sim_engine.SimCache`, row by row.
+
+vLLM's own manager decides which blocks a request gets and which another one finds again; here
+stands what was written to each of their rows last, named by all tokens of the prompt up to
+there.  Importing this module imports vLLM (7 s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+from pdconn.planning.plan import window_start
+from pdconn.vllm.partial import never_cache, partial_blocks
+from registration.references import AttentionKind, KVCacheGroupReference
+from tests.fakes.sim_engine import GroupShape, SimCache
+
+Row = tuple[int, int, int]
+"""Group, block, place in it."""
+
+
+@dataclass
+class Running:
+    """A request that has blocks, and the names of its tokens."""
+
+    request: Any
+    names: list[int]
+
+
+@dataclass
+class SimMemory:
+    """A cache, what lies in its blocks, and what was counted.
+
+    Attributes:
+        their_block: tokens of the lender's blocks.
+        pulling: ids of requests that pull.
+        allocations: pulls that got blocks.
+        kept: tokens of hits that these did not pull.
+    """
+
+    cache: SimCache
+    their_block: int = 1 << 30
+    rows: dict[Row, int] = field(default_factory=dict)
+    running: list[Running] = field(default_factory=list)
+    pulling: set[str] = field(default_factory=set)
+    allocations: int = 0
+    kept: int = 0
+
+    def __post_init__(self) -> None:
+        self.sizes = [group.block_tokens for group in self.cache.shape.groups]
+        self.groups = [_reference(group) for group in self.cache.shape.groups]
+
+    # What the engine and the connector do
+
+    def pull(self, tokens: Sequence[int], *, fails: bool = False) -> bool:
+        """All but the last token come from elsewhere; False where there was no room."""
+        manager = self.cache.manager
+        request = self.cache.request(tokens, max_tokens=4)
+        one = Running(request, names_of(tokens))
+        self.pulling.add(request.request_id)
+        until = len(tokens) - 1
+        found, local, _, is_diverged = manager.get_computed_blocks_for_connector(request)
+        assert until > local or not is_diverged, "a hit that nothing would complete"
+        self.cache.begin_step()
+        if until <= local or not manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=local,
+            new_computed_blocks=found,
+            num_external_computed_tokens=until - local,
+            delay_cache_blocks=True,
+            full_sequence_must_fit=True,
+        ):
+            return False
+        self.allocations += 1
+        self.kept += local
+        if fails:
+            manager.free(request)
+            return True
+        self._received(one, self.held(request, local), until)
+        return True
+
+    def held(self, request: Any, local: int) -> tuple[int, ...]:
+        """Tokens that each group holds already."""
+        del request
+        return (local,) * len(self.sizes)
+
+    def _received(self, one: Running, held: Sequence[int], until: int) -> None:
+        begins = []
+        for group, start in enumerate(held):
+            piece = gcd(self.sizes[group], self.their_block) if self.their_block < 1 << 30 else 0
+            piece = piece or self.sizes[group]
+            first = max(start, window_start(self.groups[group], until)) // piece * piece
+            self._write(one, group, range(first, until), is_pull=True)
+            if self.groups[group].window is not None and first < until:
+                begins.append((group, first))
+        request, manager = one.request, self.cache.manager
+        blocks = partial_blocks(begins, self.sizes)
+        never_cache(manager, manager.kv_cache_config, request.request_id, blocks)
+        request.num_computed_tokens = until
+        manager.cache_blocks(request, until)
+        self.check(one, until)
+        self.running.append(one)
+
+    def compute(self, tokens: Sequence[int]) -> None:
+        """The engine computes what it does not hold."""
+        request = self.cache.request(tokens, max_tokens=4)
+        one = Running(request, names_of(tokens))
+        done = self.cache.admit(request)
+        if done is None:
+            return
+        while True:
+            for group in range(len(self.sizes)):
+                self._write(one, group, range(done, request.num_computed_tokens), is_pull=False)
+            done = request.num_computed_tokens
+            if done == len(tokens):
+                break
+            if not self.cache.step(request):
+                self.cache.finish(request)
+                return
+        self.check(one, done)
+        self.running.append(one)
+
+    def end(self, which: int) -> None:
+        """A request computes its last token, and is gone."""
+        one = self.running.pop(which % len(self.running))
+        until = len(one.names)
+        if one.request.num_computed_tokens < until and self.cache.step(one.request):
+            for group in range(len(self.sizes)):
+                self._write(one, group, range(until - 1, until), is_pull=False)
+            self.check(one, until)
+        self.cache.finish(one.request)
+
+    def end_all(self) -> None:
+        """All requests are gone, and no block is lost."""
+        while self.running:
+            self.end(0)
+        self.cache.end_copies()
+        free = self.cache.manager.block_pool.get_num_free_blocks()
+        assert free == self.cache.shape.num_blocks - 1, "blocks are lost"
+
+    # The laws
+
+    def check(self, one: Running, until: int) -> None:
+        """Position ``until`` finds every token that it attends to."""
+        blocks = self.cache.manager.get_blocks(one.request.request_id).blocks
+        for group, reference in enumerate(self.groups):
+            for token in range(window_start(reference, until), until):
+                at, place = divmod(token, self.sizes[group])
+                block = blocks[group][at]
+                assert not block.is_null, f"group {group}: a hole at token {token} of {until}"
+                found = self.rows.get((group, block.block_id, place))
+                assert found == one.names[token], f"group {group}: wrong at {token} of {until}"
+
+    def _write(self, one: Running, group: int, tokens: range, *, is_pull: bool) -> None:
+        """Write rows; a pull needs a block for each, which nobody else reads."""
+        blocks = self.cache.manager.get_blocks(one.request.request_id).blocks[group]
+        for token in tokens:
+            at, place = divmod(token, self.sizes[group])
+            block = blocks[at]
+            if block.is_null:
+                assert not is_pull, f"group {group}: token {token} has no block to be pulled to"
+                continue
+            is_shared = is_pull and block.block_hash is not None
+            assert not is_shared, f"group {group}: a pull writes to a block that others read"
+            self.rows[group, block.block_id, place] = one.names[token]
+
+
+def names_of(tokens: Sequence[int]) -> list[int]:
+    """A name for each token, by all tokens up to it."""
+    return list(accumulate(tokens, lambda name, token: hash((name, token)), initial=0))[1:]
+
+
+def _reference(group: GroupShape) -> KVCacheGroupReference:
+    kind = AttentionKind.FULL
+    if group.window is not None:
+        kind = AttentionKind.CHUNKED_LOCAL if group.is_chunk else AttentionKind.SLIDING_WINDOW
+    return KVCacheGroupReference(kind, group.window, group.block_tokens, ())
