@@ -38,13 +38,17 @@ _PARAMETERS = (["request"], ["request", "max_cache_hit_length"])
 _WINDOWED = {AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL}
 
 
-def complete_windows(manager: Any, is_pulled: Callable[[Any], bool]) -> bool:
+def complete_windows(
+    manager: Any, is_pulled: Callable[[Any], bool], num_lookahead: int = 1
+) -> bool:
     """Let a pull complete hits of full attention that windows do not reach.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
         is_pulled: whether a request's pull is certain to be tried, so that either everything
             behind its local hit is brought, or its blocks are freed.
+        num_lookahead: tokens at a prompt's end that are not pulled
+            (:mod:`pdconn.vllm.speculation`).
 
     Returns:
         Whether the model has such groups, and the manager could be told.
@@ -68,17 +72,20 @@ def complete_windows(manager: Any, is_pulled: Callable[[Any], bool]) -> bool:
             found,
         )
         return False
-    setattr(manager, _HOOK, _Lookup(manager, agreed, is_pulled))
+    setattr(manager, _HOOK, _Lookup(manager, agreed, is_pulled, num_lookahead))
     return True
 
 
 class _Lookup:
     """In the place of the manager's method: the hit of full attention, if a pull completes it."""
 
-    def __init__(self, manager: Any, agreed: Any, is_pulled: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, manager: Any, agreed: Any, is_pulled: Callable[[Any], bool], num_lookahead: int
+    ) -> None:
         self._manager = manager
         self._agreed = agreed
         self._is_pulled = is_pulled
+        self._num_lookahead = num_lookahead
         self._full: int = manager.coordinator.full_attention_group_id
 
     def __call__(
@@ -88,9 +95,8 @@ class _Lookup:
         agreed: tuple[Any, int, int, bool] = self._agreed(request, *limits)
         if not self._manager.prefix_cache_lookup_enabled(request) or not self._is_pulled(request):
             return agreed
-        # One token less than vLLM would take: a hit as long as the pull would leave it nothing
-        # to bring, and be taken for one without a pull.
-        limit = max(0, min((request.num_tokens - 2, *limits)))
+        # A hit as long as the pull would leave it nothing to bring, and no pull would come.
+        limit = max(0, min((request.num_tokens - self._num_lookahead - 1, *limits)))
         look_up = self._manager.coordinator.find_longest_cache_hit_per_group
         computed, hits = look_up(request.block_hashes, limit)
         full = hits[self._full]
@@ -118,14 +124,15 @@ def held_tokens(
     for group, kind in zip(config.transfer_group_ids, kinds_of(config), strict=True):
         if kind in _WINDOWED:
             size = config.kv_cache_groups[group].kv_cache_spec.block_size
-            held.append(min(num_local, _behind_the_last_hit(blocks[group]) * size))
+            hit = blocks[group][: -(-num_local // size)]
+            held.append(min(num_local, _behind_the_last_hit(hit) * size))
         else:
             held.append(num_local)
     return tuple(held)
 
 
 def _behind_the_last_hit(blocks: Sequence[Any]) -> int:
-    """Blocks up to the last one of the hit; none before the window's holes count."""
+    """Blocks up to the last one that has a hash; behind a hole none has."""
     for at in range(len(blocks), 0, -1):
         block = blocks[at - 1]
         if block.is_null:

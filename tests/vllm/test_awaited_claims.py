@@ -23,8 +23,8 @@ from tests.vllm.test_consumer import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, reque
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    from pdconn.vllm.connector import PdConnector
     from pdconn.vllm.metadata import PdWorkerReport
+    from pdconn.vllm.scheduler import PdScheduler
 
 RANKS = 2
 GONE = "side channel: closed by the peer"
@@ -231,13 +231,13 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
         asked_of_store.append(num_local)
         return 32
 
-    connector: Any = PdConnector.__new__(PdConnector)
-    connector._producer, connector._quarantine, connector._loading_from_store = None, None, set()
+    scheduler: Any = PdScheduler.__new__(PdScheduler)
+    scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
     engine, asked = Asked(), request()
-    connector._consumer = engine.side
-    connector._store = SimpleNamespace(matched=matched, note=lambda results: None)
+    scheduler._consumer = engine.side
+    scheduler._store = SimpleNamespace(matched=matched, note=lambda results: None)
     engine.arrive(asked)
-    assert connector.get_num_new_matched_tokens(asked, 0) == (None, False)
+    assert scheduler.matched(asked, 0) == (None, False)
     assert not asked_of_store
     pull = engine.claims["d"].pull
     reports = [
@@ -246,10 +246,8 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
     ]
     assert not any(report.is_empty for report in reports)
     joined = reports[0].aggregate(reports[1])
-    connector.update_connector_output(
-        SimpleNamespace(kv_connector_worker_meta=joined, finished_recving=None)
-    )
-    assert connector.get_num_new_matched_tokens(asked, 0) == (32, True)
+    scheduler.reported(SimpleNamespace(kv_connector_worker_meta=joined, finished_recving=None))
+    assert scheduler.matched(asked, 0) == (32, True)
     assert asked_of_store == [0]
 
 

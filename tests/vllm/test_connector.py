@@ -13,11 +13,12 @@ from pdconn.vllm.consumer import ConsumerScheduler
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.scheduler import PdScheduler
 
 
 def connector(role: str) -> Any:
     """As it is in the scheduler of an engine of this role, without a side channel."""
-    made: Any = PdConnector.__new__(PdConnector)
+    made: Any = PdScheduler.__new__(PdScheduler)
     made._producer = made._consumer = made._store = None
     made._loading_from_store = set()
     if role != "decode":
@@ -26,7 +27,9 @@ def connector(role: str) -> Any:
         )
     if role != "prefill":
         made._consumer = ConsumerScheduler("here", True, False, max_model_len=2048)
-    return made
+    connector: Any = PdConnector.__new__(PdConnector)
+    connector._worker, connector._scheduler = None, made
+    return connector
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])

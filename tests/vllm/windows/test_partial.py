@@ -15,9 +15,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    from pdconn.vllm.connector import PdConnector
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.partial import partial_blocks
+    from pdconn.vllm.scheduler import PdScheduler
     from tests.fakes.sim_engine import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
     from tests.vllm.windows.memory import SimMemory
@@ -91,13 +91,13 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
         request, 0, num_external_computed_tokens=499, delay_cache_blocks=True
     )
     told: dict[str, dict[int, int]] = {}
-    connector: Any = PdConnector.__new__(PdConnector)
-    connector._producer, connector._quarantine, connector._loading_from_store = None, None, set()
-    connector._consumer = SimpleNamespace(claimed=lambda _: None, reported=lambda _: None)
-    connector._store = SimpleNamespace(note=lambda _: None, pulled=told.__setitem__)
-    connector._manager, connector._kv_cache_config = cache.manager, cache.shape.config()
+    scheduler: Any = PdScheduler.__new__(PdScheduler)
+    scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
+    scheduler._consumer = SimpleNamespace(claimed=lambda _: None, reported=lambda _: None)
+    scheduler._store = SimpleNamespace(note=lambda _: None, pulled=told.__setitem__)
+    scheduler._manager, scheduler._config = cache.manager, cache.shape.config()
     report = PdWorkerReport(partial={request.request_id: {1: 4}, "gone": {1: 2}})
-    connector.update_connector_output(
+    scheduler.reported(
         SimpleNamespace(kv_connector_worker_meta=report, finished_recving={request.request_id})
     )
     cache.manager.cache_blocks(request, 499)

@@ -1,4 +1,4 @@
-"""Connectors that are wrong about states or drafts, named by ``kv_connector_module_path``."""
+"""Connectors that are wrong about states, windows or drafts, named by ``kv_connector_module_path``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pdconn.store.rank.shares import RowShare
+from pdconn.vllm import scheduler
 from pdconn.vllm.connector import PdConnector
 
 
@@ -15,9 +16,18 @@ class WholePrompt(PdConnector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for side in (self._producer, self._consumer):
+        half = self._scheduler
+        for side in (half._producer, half._consumer) if half is not None else ():
             if side is not None:
                 side._has_states = False
+
+
+class HeldByAll(PdConnector):
+    """Takes what full attention holds of a prompt for held by windows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler.held_tokens = lambda config, blocks, num_local: (num_local,) * len(blocks)
 
 
 class FlippedState(PdConnector):

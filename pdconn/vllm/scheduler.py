@@ -1,0 +1,273 @@
+"""The connector's half in the scheduler's process: who answers what vLLM asks.
+
+Three parts may be there: the *producer* lends what this engine computed, the *consumer* decides
+what it pulls, the *store* what it saves and loads.  The engine's thread calls everything here.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from pdconn.protocol.messages import Described, Welcome
+from pdconn.vllm.blocks.kinds import keeps_states, may_lag
+from pdconn.vllm.blocks.splits import Splits
+from pdconn.vllm.blocks.states import without_scratch
+from pdconn.vllm.config import Settings
+from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.lagging import complete_windows, held_tokens
+from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
+from pdconn.vllm.partial import PartialBlocks, never_cache
+from pdconn.vllm.plugin import ShutdownSignal, drain_s
+from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
+from pdconn.vllm.prompt import num_computed
+from pdconn.vllm.quarantine import Quarantine
+from pdconn.vllm.retention import keep_window_of_last_token
+from pdconn.vllm.speculation import num_lookahead
+from pdconn.vllm.stats import PdStats
+from pdconn.vllm.store.engine import EngineStore
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+_PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class PdScheduler:
+    """What :class:`~pdconn.vllm.connector.PdConnector` does in the scheduler's process.
+
+    Attributes:
+        completes_hits: whether a pull completes a local hit of which some groups have less
+            than others.  It brings the states whatever is held; windows it brings from what
+            they hold on.
+    """
+
+    def __init__(
+        self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self._settings = settings
+        self._config = kv_cache_config
+        self._incarnation = incarnation = secrets.token_hex(8)
+        self._producer: ProducerScheduler | None = None
+        self._consumer: ConsumerScheduler | None = None
+        self._store: EngineStore | None = None
+        self._loading_from_store: set[str] = set()
+        self._quarantine = Quarantine()
+        self._shutdown = ShutdownSignal()
+        self._welcome: Welcome | None = None
+        self._manager: KVCacheManager | None = None
+        self.completes_hits = may_lag(kv_cache_config)
+        self._completes_windows = False
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._engine_id = transfer.engine_id
+        if settings.store is not None:
+            self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
+        has_states = any(keeps_states(kv_cache_config))
+        self._num_lookahead = num_lookahead(vllm_config, has_states)
+        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        if transfer.is_kv_producer:
+            self._shutdown.watch()
+            self._producer = ProducerScheduler(
+                settings, transfer.engine_id, incarnation, sizes, has_states=has_states
+            )
+            self._drain_s = drain_s(vllm_config)
+        if transfer.is_kv_consumer:
+            self._consumer = ConsumerScheduler.of(
+                vllm_config,
+                incarnation,
+                has_states=has_states,
+                num_lookahead=self._num_lookahead,
+                has_store=self._store is not None,
+            )
+        elif settings.debug_faults:
+            log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
+
+    def bind_manager(self, manager: KVCacheManager) -> None:
+        """Let prefill keep what decode's last token attends to, and decode hits of its own."""
+        self._manager = manager
+        if self._producer is not None:
+            changed = keep_window_of_last_token(manager, self._num_lookahead)
+            log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
+        if self._consumer is not None:
+            self._completes_windows = complete_windows(
+                manager, self._consumer.is_pulled, self._num_lookahead
+            )
+            self.completes_hits = self.completes_hits or self._completes_windows
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Where lent and quarantined blocks are pinned."""
+        self._quarantine.bind(pool)
+        if self._producer is not None:
+            self._producer.bind(pool)
+        if self._store is not None:  # after the producer, which finds no block pinned by us then
+            self._store.bind(pool)
+
+    def registered(self, handshakes: dict[tuple[int, int], PdHandshake]) -> None:
+        """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
+        welcome = welcome_of(self._engine_id, self._incarnation, handshakes)
+        if welcome == self._welcome:
+            return
+        if self._welcome is not None:
+            welcome = welcome_of(self._engine_id, secrets.token_hex(8), handshakes)
+        self._welcome, self._incarnation = welcome, welcome.incarnation
+        if self._settings.description_file is not None:
+            described = msgspec.json.encode(Described.of(welcome))
+            Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
+        ranks = [rank.references for rank in welcome.ranks]
+        splits = Splits.of(self._config.transfer_groups, ranks)
+        if self._store is not None:
+            self._store.open(ranks, next(iter(handshakes.values())).content, splits)
+        if self._consumer is not None:
+            self._consumer.registered(splits)
+        if self._producer is not None:
+            self._producer.serve(welcome, splits)
+
+    def arrived(self, request: Request) -> None:
+        """Free what is no longer lent, and claim the request's ticket at its arrival."""
+        if self._producer is not None:
+            self._producer.unpin_freed()
+        if self._consumer is not None:
+            self._consumer.arrived(request)
+        else:
+            drop_wrong_params(request)
+        if self._producer is not None:
+            self._producer.arrived(request)
+        if self._store is not None:
+            self._store.arrived(request)
+
+    def matched(self, request: Request, num_local: int) -> tuple[int | None, bool]:
+        """A ticket's pull first; without one, or when it is of no use, the store.
+
+        See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.
+        """
+        found: tuple[int | None, bool] = (0, False)
+        if self._consumer is not None:
+            found = self._consumer.matched(request, num_local)
+        if found[0] == 0 and self._store is not None:
+            stored = self._store.matched(request, num_local)
+            return stored, bool(stored)
+        return found
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""
+        ids = self._config.select_transfer_block_ids(blocks.get_block_ids())
+        is_stored = self._store is not None and self._store.allocated(request, ids, num_external)
+        if is_stored:
+            self._loading_from_store.add(request.request_id)
+        if self._consumer is not None:
+            held = None
+            if self._completes_windows:
+                held = partial(held_tokens, self._config, blocks.blocks)
+            self._consumer.allocated(request, ids, 0 if is_stored else num_external, held)
+
+    def hit_sources(self, request: Request, num_external: int) -> dict[CacheHitSource, int]:
+        """Tokens loaded come from the store, or from a peer."""
+        if not num_external:
+            return {}
+        is_stored = request.request_id in self._loading_from_store
+        return {CacheHitSource.DISK if is_stored else CacheHitSource.P2P: num_external}
+
+    def take_metadata(self, scheduler_output: SchedulerOutput) -> PdMetadata:
+        """What the workers are to do in this step."""
+        metadata = PdMetadata(is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+        if self._consumer is not None:
+            metadata.commands = self._consumer.take_commands()
+        if self._producer is not None:
+            metadata.to_sum = self._producer.take_sums()
+            self._producer.unpin_freed()
+        if self._store is not None:
+            select = self._config.select_transfer_block_ids
+            metadata.store = self._store.scheduled(scheduler_output, select)
+        return metadata
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """The workers reported.  The engine frees the blocks of what failed after this."""
+        report = output.kv_connector_worker_meta
+        received = output.finished_recving or ()
+        if isinstance(report, PdWorkerReport):
+            if self._producer is not None:
+                self._producer.add_sums(report.sums)
+            if self._store is not None:
+                self._store.note(report.store)
+        for request_id in received:
+            if request_id in self._loading_from_store and self._store is not None:
+                self._loading_from_store.discard(request_id)
+                self._store.loaded(request_id)
+        if self._consumer is None:
+            return
+        if isinstance(report, PdWorkerReport):
+            self._consumer.claimed(report.claims)
+            for request_id in report.quarantined:
+                self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
+            for request_id in report.released:
+                self._quarantine.end(request_id)
+            for request_id, blocks in report.partial.items():
+                self._pulled_in_part(request_id, blocks)
+        for request_id in received:
+            self._consumer.reported(request_id)
+
+    def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
+        if self._manager is not None:
+            never_cache(self._manager, self._config, request_id, blocks)
+        if self._store is not None:
+            self._store.pulled(request_id, blocks)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Stored rows, in vLLM's own block hashes."""
+        return () if self._store is None else self._store.take_events()
+
+    def is_awaited(self) -> bool:
+        """Whether an engine that was asked to stop must wait for what it lends."""
+        requested_at = self._shutdown.requested_at
+        if self._producer is None or requested_at is None:
+            return False
+        return self._producer.drain(requested_at + self._drain_s)
+
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """A request left the engine: lend its blocks, and return a ticket, if it asked for one."""
+        if self._consumer is not None:
+            self._consumer.finished(request)
+        if self._store is not None:
+            self._store.finished(request)
+        if self._producer is None:
+            return None
+        ticket = None
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode") and request.status in _PREFILLED:
+            ids = self._config.select_transfer_block_ids(block_ids)
+            groups, computed = self._config.transfer_groups, num_computed(request)
+            ticket = self._producer.lend(request, without_scratch(groups, ids, computed))
+        self._producer.finished(request)
+        return ticket
+
+    def take_stats(self) -> PdStats | None:
+        """Leases and rows since the last call."""
+        counts: dict[str, int] = {}
+        for part in (self._producer, self._consumer, self._store):
+            if part is not None:
+                counts |= part.take_counts()
+        gauges = {} if self._store is None else self._store.take_gauges()
+        return PdStats({"counts": counts, "gauges": gauges}) if counts or gauges else None
+
+    def close(self) -> None:
+        """Stop every thread, close every socket."""
+        for part in (self._producer, self._store):
+            if part is not None:
+                part.close()
