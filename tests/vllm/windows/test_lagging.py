@@ -7,7 +7,7 @@ Prompts share prefixes, are computed or pulled, fail, end and are evicted in any
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -126,7 +126,7 @@ def _nothing_held(config: Any, blocks: Any, num_local: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("wrong", [_all_held, _nothing_held])
 def test_a_careless_pull_is_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "held_tokens", wrong)
-    with pytest.raises(AssertionError, match="wrong at|others read"):
+    with pytest.raises(AssertionError, match=r"wrong at|others read"):
         list(played(range(40)))
 
 

@@ -1,4 +1,4 @@
-"""Connectors that are wrong about states, windows or drafts, named by ``kv_connector_module_path``."""
+"""Connectors that are wrong about states, windows or drafts, for ``kv_connector_module_path``."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ def engine(
     prefix_caching: bool = False,
     connector: str | None = None,
     layout: str = "LBHNC",
+    max_model_len: int = MAX_MODEL_LEN,
     **extra: Any,
 ) -> EngineSpec:
     """One engine; ``connector`` is a class of :mod:`tests.vllm.engines.families.controls`."""
@@ -60,7 +61,7 @@ def engine(
         prefix_caching=prefix_caching,
         tensor_parallel=ranks,
         one_process=ranks == 1,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         block_tokens=family.block_tokens,
         args=("--dtype", family.dtype, *family.args),
         env={"PDCONN_CPU_STATES": "1", "VLLM_SERVER_DEV_MODE": "1"},
@@ -141,7 +142,10 @@ def handing_over(
     With ``prefix_caching`` that has one as well: vLLM then computes the prompt of a hybrid in
     pieces, which end where a state is kept, and coarse kernels tell.
     """
-    alone = engine("alone", family, model, None, prefix_caching=prefix_caching)
+    longest = max(spec.max_model_len for spec in specs)
+    alone = engine(
+        "alone", family, model, None, prefix_caching=prefix_caching, max_model_len=longest
+    )
     with running([alone, *specs], work, cache=cache_beside(model)) as started:
         yield Handover(family, {each.spec.name: Client(each.url) for each in started})
 

