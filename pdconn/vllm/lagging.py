@@ -112,6 +112,8 @@ def held_tokens(
 ) -> tuple[int, ...]:
     """Tokens that each transferred group of a request holds, of those behind which a pull begins.
 
+    vLLM looks one group of full attention up; another one may hold less, too.
+
     Args:
         config: the engine's groups.
         blocks: vLLM's blocks of the request by group, just allocated: those of a hit have a hash.
@@ -122,17 +124,15 @@ def held_tokens(
     """
     held = []
     for group, kind in zip(config.transfer_group_ids, kinds_of(config), strict=True):
-        if kind in _WINDOWED:
-            size = config.kv_cache_groups[group].kv_cache_spec.block_size
-            hit = blocks[group][: -(-num_local // size)]
-            held.append(min(num_local, _behind_the_last_hit(hit) * size))
-        else:
-            held.append(num_local)
+        size = config.kv_cache_groups[group].kv_cache_spec.block_size
+        whole = 0 if kind is AttentionKind.STATE else num_local // size
+        hit = _behind_the_last_hit(blocks[group][:whole])
+        held.append(num_local if hit == whole else hit * size)
     return tuple(held)
 
 
 def _behind_the_last_hit(blocks: Sequence[Any]) -> int:
-    """Blocks up to the last one that has a hash; behind a hole none has."""
+    """Blocks up to the last one that has a hash; behind a window's hole none has."""
     for at in range(len(blocks), 0, -1):
         block = blocks[at - 1]
         if block.is_null:

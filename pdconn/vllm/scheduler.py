@@ -74,7 +74,6 @@ class PdScheduler:
         self._welcome: Welcome | None = None
         self._manager: KVCacheManager | None = None
         self.completes_hits = may_lag(kv_cache_config)
-        self._completes_windows = False
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
         if settings.store is not None:
@@ -106,10 +105,8 @@ class PdScheduler:
             changed = keep_window_of_last_token(manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
         if self._consumer is not None:
-            self._completes_windows = complete_windows(
-                manager, self._consumer.is_pulled, self._num_lookahead
-            )
-            self.completes_hits = self.completes_hits or self._completes_windows
+            told = complete_windows(manager, self._consumer.is_pulled, self._num_lookahead)
+            self.completes_hits = self.completes_hits or told
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""
@@ -173,7 +170,7 @@ class PdScheduler:
             self._loading_from_store.add(request.request_id)
         if self._consumer is not None:
             held = None
-            if self._completes_windows:
+            if self.completes_hits:
                 held = partial(held_tokens, self._config, blocks.blocks)
             self._consumer.allocated(request, ids, 0 if is_stored else num_external, held)
 

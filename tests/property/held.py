@@ -204,13 +204,15 @@ class World:
         return self.longest(name, max(0, min(last, len(self.prompt.hashes)))) * unit
 
     def kept(self, name: str) -> int:
-        """Tokens that a pull leaves out beside states: of full attention, if that is all else."""
+        """Tokens that a pull leaves out: of full attention, beside states or windows alone."""
         held, unit = self.account[name], self.prompt.hash_block_tokens
         counted = self.counted(held)
         full = [(group, spec) for group, spec in counted if spec.kind in FULL]
-        if not full or not any(spec.kind == "mamba" for _, spec in counted):
+        others = [spec for _, spec in counted if spec.kind not in FULL]
+        are_states = [spec.kind == "mamba" for spec in others]
+        if not full or not others or any(are_states) != all(are_states):
             return 0
-        if any(spec.kind not in (*FULL, "mamba") for _, spec in counted):
+        if not any(are_states) and any(spec.eagle for _, spec in counted):
             return 0
         last = min(max(0, self.prompt.num_tokens - 1) // unit, len(self.prompt.hashes))
         sizes = [spec.block_tokens for _, spec in counted]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pdconn.router.prefix.groups import GroupSpec, Needs, ends_anywhere
 from pdconn.router.prefix.index import POD_BITS, Index, Pod, alignment
 
+_WINDOWED = {Needs.WINDOW, Needs.CHUNK}
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -37,10 +39,15 @@ class Family:
     def beside_a_pull(self) -> Family | None:
         """What counts beside a pull, if that differs: full attention alone.
 
-        vLLM's ``KVCacheManager.get_computed_blocks_for_connector``, but where a state is held
-        further than full attention: it then takes the hit on which all agree.
+        vLLM's ``KVCacheManager.get_computed_blocks_for_connector`` beside states, and
+        :mod:`pdconn.vllm.lagging` beside windows, but where one of these is held further than
+        full attention: then the hit counts on which all agree.
         """
-        if {spec.needs for _, spec in self.tails} != {Needs.STATE} or not self.whole:
+        needs = {spec.needs for _, spec in self.tails}
+        in_windows = bool(needs) and needs <= _WINDOWED
+        if not self.whole or not (in_windows or needs == {Needs.STATE}):
+            return None
+        if in_windows and any(spec.eagle for _, spec in self.counted):
             return None
         return replace(self, tails=(), alone=False, with_stored=False)
 

@@ -7,9 +7,10 @@ Prompts share prefixes, are computed or pulled, fail, end and are evicted in any
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ class LaggingMemory(SimMemory):
 
 
 def shapes(rng: Random) -> CacheShape:
-    """One group of full attention, and windows or chunks, in a pool that is sometimes small."""
+    """Full attention, sometimes twice, and windows or chunks; the pool is sometimes small."""
     full, block = rng.choice(((16, 16), (32, 16), (64, 16), (32, 32)))
     lagging = []
     for _ in range(rng.choice((1, 1, 2))):
@@ -62,6 +63,8 @@ def shapes(rng: Random) -> CacheShape:
         else:
             lagging.append(GroupShape(block, rng.randint(16, 200)))
     groups = [GroupShape(full), *lagging]
+    if rng.random() < 0.3 and not any(group.is_chunk for group in lagging):
+        groups.append(GroupShape(2 * full))
     rng.shuffle(groups)
     return CacheShape(
         tuple(groups),
@@ -155,14 +158,15 @@ def _lookups(change: str) -> Any:
 
 def crowded(rng: Random) -> CacheShape:
     """Full attention is often evicted where chunks are not."""
+    del rng
     groups = (GroupShape(32), GroupShape(32, 128, is_chunk=True))
-    return CacheShape(groups, rng.choice((30, 60)), chunk_tokens=128)
+    return CacheShape(groups, 30, retention=0, chunk_tokens=128)
 
 
 @pytest.mark.parametrize("change", ["whole prompt", "deepest", "not cut"])
 def test_a_careless_look_up_is_noticed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lagging._Lookup, "__call__", _lookups(change))
-    if change == "not cut":
+    if change != "whole prompt":
         monkeypatch.setitem(globals(), "shapes", crowded)
     with pytest.raises(AssertionError):
         list(played(range(300)))
@@ -172,6 +176,26 @@ def test_a_careful_look_up_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the controls."""
     monkeypatch.setattr(lagging._Lookup, "__call__", _lookups(""))
     assert len(list(played(range(40)))) == 40
+
+
+@pytest.mark.parametrize(
+    ("tables", "held"),
+    [
+        (("xxxx..", "xx.", "  xx.."), (64, 64, 64)),
+        (("xxxx..", "x..", "  xx.."), (64, 32, 64)),
+        (("xxxx..", "...", "   ..."), (64, 0, 0)),
+        (("xxxx..", "xx.", "  x..."), (64, 64, 48)),
+        (("xxxx..", "xx.", " x ..."), (64, 64, 0)),
+    ],
+)
+def test_what_groups_hold_of_a_hit(tables: Sequence[str], held: tuple[int, ...]) -> None:
+    """Two groups of full attention, and a window: x is of the hit, a space is a hole."""
+    shape = CacheShape((GroupShape(16), GroupShape(32), GroupShape(16, 40)), 10)
+    blocks = [
+        [SimpleNamespace(is_null=one == " ", block_hash=one == "x" or None) for one in table]
+        for table in tables
+    ]
+    assert held_tokens(shape.config(), blocks, 64) == held
 
 
 @pytest.mark.parametrize(("block", "full", "window"), [(16, 63, 9), (32, 32, 5)])
