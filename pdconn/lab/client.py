@@ -181,13 +181,25 @@ def prefill_then_decode(
     return decode.complete(prompt, max_tokens, kv_transfer_params=ticket, **more)
 
 
-def prefill_only(prefill: Client, prompt: Sequence[int]) -> Mapping[str, Any] | None:
+def prefill_only(
+    prefill: Client, prompt: Sequence[int], source: Mapping[str, Any] | None = None
+) -> Mapping[str, Any] | None:
     """Compute a prompt on ``prefill``; returns the ticket for the decode engine, unread.
 
-    None if the engine has no connector.
+    None if the engine has no connector.  ``source`` is a ticket for a prefix of the prompt, as
+    :func:`lend_prefix` returns it.
     """
-    answer = prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE)
-    return answer.kv_transfer_params
+    params = ASK_FOR_REMOTE_DECODE | ({"pdconn": {"from": source}} if source else {})
+    return prefill.complete(prompt, 1, kv_transfer_params=params).kv_transfer_params
+
+
+def lend_prefix(
+    holder: Client, prompt: Sequence[int], num_tokens: int, **more: Any
+) -> Mapping[str, Any] | None:
+    """Ask for the first ``num_tokens`` tokens of a prompt: a ticket, or how much is held."""
+    params = ASK_FOR_REMOTE_DECODE | {"pdconn": {"lend": num_tokens}}
+    asked = holder.complete(prompt[: num_tokens + 1], 1, kv_transfer_params=params, **more)
+    return asked.kv_transfer_params
 
 
 def _samples(text: str) -> list[Sample]:

@@ -16,6 +16,9 @@ there a ticket is promised when every rank has been granted its claim.  Until th
 to ask again; each rank's answer comes within the time limits of the pull.  If a claim fails, or
 is lost before the request has blocks, the others are given up, and the request goes on as one
 without a ticket.
+
+A ticket for a prefix alone (:mod:`pdconn.vllm.prefixes`) is awaited likewise, in every engine:
+what it does not bring is computed here anyway, so it costs its request nothing but time.
 """
 
 from __future__ import annotations
@@ -23,46 +26,23 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
+from pdconn.protocol.prefix import ticket_from
 from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.peers import PeerKey
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, parent_of, prompt_digest
+from pdconn.vllm.prompt import parent_of
+from pdconn.vllm.tracked import Tracked, key_of
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 4096
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request with a ticket, from its arrival to its pull or its end.
-
-    Attributes:
-        follows: the ticket that a sibling pulls with, when there is no ticket of its own.
-        blocks: the engine's blocks that the pull writes to, holes and all, by group.
-        num_local: the local hit in tokens that the engine last asked with.
-        pull: the id of its own claim.
-        granted: ranks that were granted it, where the engine waits for that.
-    """
-
-    ticket: Ticket | None
-    problem: str | None
-    parent: str | None
-    follows: tuple[str, str] | None = None
-    blocks: tuple[list[int], ...] = ()
-    checked: bool = False
-    pulling: bool = False
-    num_local: int = 0
-    pull: str = ""
-    granted: set[int] = field(default_factory=set)
 
 
 class ConsumerScheduler:
@@ -78,8 +58,8 @@ class ConsumerScheduler:
             the last token that prefill has computed.
         num_lookahead: tokens at a prompt's end that are computed here and not pulled
             (:mod:`pdconn.vllm.speculation`).
-        awaited_ranks: how many ranks must be granted a claim before its ticket is promised;
-            none without a store.
+        num_ranks: of this engine.
+        is_awaiting: whether every rank must be granted a claim before its ticket is promised.
     """
 
     def __init__(
@@ -91,7 +71,8 @@ class ConsumerScheduler:
         *,
         has_states: bool = False,
         num_lookahead: int = 1,
-        awaited_ranks: int = 0,
+        num_ranks: int = 1,
+        is_awaiting: bool = False,
     ) -> None:
         self._incarnation = incarnation
         self._recompute = recompute
@@ -99,10 +80,11 @@ class ConsumerScheduler:
         self._max_model_len = max_model_len
         self._has_states = has_states
         self._num_lookahead = num_lookahead
-        self._awaited_ranks = awaited_ranks
+        self._num_ranks = num_ranks
+        self._is_awaiting = is_awaiting
         self._splits = UNSPLIT
         self._is_registered = False
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
         self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
         self._commands: list[Command] = []
@@ -124,8 +106,9 @@ class ConsumerScheduler:
             max_model_len=config.model_config.max_model_len,
             has_states=has_states,
             num_lookahead=num_lookahead,
+            num_ranks=ranks,
             # A request whose pull failed is asked about again under the other policy.
-            awaited_ranks=ranks if has_store and not recompute else 0,
+            is_awaiting=has_store and not recompute,
         )
 
     def __len__(self) -> int:
@@ -155,20 +138,43 @@ class ConsumerScheduler:
         is no ticket, is a wrong ticket: it costs its own request what the policy says.
         """
         params = request.kv_transfer_params
-        if not params or (isinstance(params, dict) and not params.get("do_remote_prefill")):
+        if isinstance(params, dict) and not params.get("do_remote_prefill"):
+            self._prefix_arrived(request, ticket_from(params))
+            return
+        if not params:
             return
         parent = parent_of(request.request_id)
         try:
             ticket = parse_ticket(params, max_blocks_for(self._num_tokens(request)))
         except TicketError as error:
-            self._tracked[request.request_id] = _Tracked(None, str(error), parent)
+            self._tracked[request.request_id] = Tracked(None, str(error), parent)
             log.warning("pdconn: ticket of %s is wrong: %s", shown(request.request_id), error)
             if not isinstance(params, dict):  # vLLM asks it next, and we ask it later
                 request.kv_transfer_params = {"do_remote_prefill": True}
             return
-        tracked = self._tracked[request.request_id] = _Tracked(ticket, None, parent)
-        if self._was_started(ticket, parent):
-            tracked.ticket, tracked.follows = None, _key(ticket)
+        awaited = self._num_ranks if self._is_awaiting else 0
+        self._track(request, Tracked(ticket, None, parent, awaited=awaited), ticket)
+
+    def _prefix_arrived(self, request: Any, given: object) -> None:
+        """A request names a ticket for its prefix.  A wrong one is of no use, and no harm."""
+        if given is None:
+            return
+        name = request.request_id
+        try:
+            ticket = parse_ticket(given, max_blocks_for(self._num_tokens(request)))
+            if ticket.num_tokens < 1:
+                raise TicketError("remote_num_tokens", "at least 1", ticket.num_tokens)
+        except TicketError as error:
+            log.warning("pdconn: prefix of %s is not pulled: %s", shown(name), error)
+            return
+        tracked = Tracked(ticket, None, parent_of(name), awaited=self._num_ranks)
+        tracked.prefix = ticket.num_tokens
+        self._track(request, tracked, ticket)
+
+    def _track(self, request: Any, tracked: Tracked, ticket: Ticket) -> None:
+        self._tracked[request.request_id] = tracked
+        if self._was_started(ticket, tracked.parent):
+            tracked.ticket, tracked.follows = None, key_of(ticket)
             return
         self._claim(request.request_id, tracked, ticket)
 
@@ -179,21 +185,26 @@ class ConsumerScheduler:
         something to sample from; nor are others that a drafter looks ahead to.
         """
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
+        if tracked is None or not tracked.is_open(request):
             return 0, False
         tracked.num_local = num_local
-        count = request.num_prompt_tokens - self._num_lookahead - num_local
+        count = self._until(request, tracked) - num_local
         if count <= 0:
             return 0, False
         self._check(request, tracked)
         if tracked.problem is not None:
-            return (0, False) if self._recompute else (count, True)
-        key = tracked.follows if tracked.ticket is None else _key(tracked.ticket)
+            is_computed = self._recompute or tracked.prefix
+            return (0, False) if is_computed else (count, True)
+        key = tracked.follows if tracked.ticket is None else key_of(tracked.ticket)
         if self._prefix_caching and key is not None and self._pulling.get(key):
             return None, False
         if tracked.ticket is None:
             return 0, False
-        return (count, True) if len(tracked.granted) >= self._awaited_ranks else (None, False)
+        return (count, True) if len(tracked.granted) >= tracked.awaited else (None, False)
+
+    def _until(self, request: Any, tracked: Tracked) -> int:
+        """Tokens of the prompt that the pull brings, or the engine holds already."""
+        return tracked.prefix or int(request.num_prompt_tokens) - self._num_lookahead
 
     def claimed(self, outcomes: Iterable[ClaimOutcome]) -> None:
         """Ranks told what came of awaited claims; those of requests that have blocks are over."""
@@ -206,17 +217,18 @@ class ConsumerScheduler:
             elif tracked.ticket is not None and tracked.problem is None:
                 self._lost(outcome.request, tracked.ticket, outcome.problem)
 
-    def is_pulled(self, request: Any) -> bool:
-        """Whether the engine, if it asks now what can be pulled, is promised it."""
+    def pulled_until(self, request: Any) -> int:
+        """Tokens up to which a pull will bring what is not held; 0 if none is promised now."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not request.kv_transfer_params.get("do_remote_prefill"):
-            return False
+        if tracked is None or not tracked.is_open(request):
+            return 0
         self._check(request, tracked)
         if tracked.ticket is None or tracked.problem is not None:
-            return False
-        if self._prefix_caching and self._pulling.get(_key(tracked.ticket)):
-            return False
-        return len(tracked.granted) >= self._awaited_ranks
+            return 0
+        if self._prefix_caching and self._pulling.get(key_of(tracked.ticket)):
+            return 0
+        is_promised = len(tracked.granted) >= tracked.awaited
+        return self._until(request, tracked) if is_promised else 0
 
     def allocated(
         self,
@@ -232,15 +244,15 @@ class ConsumerScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.pulling:
             return
-        # From here on the engine must not ask us again, also when it recomputes.
-        request.kv_transfer_params["do_remote_prefill"] = False
+        if not tracked.prefix:  # from here on we must not be asked again, also to recompute
+            request.kv_transfer_params["do_remote_prefill"] = False
         if num_external <= 0 or tracked.problem is not None or tracked.ticket is None:
             self._give_up(request.request_id, tracked)
             if num_external > 0:
                 self._fail(request.request_id, tracked)
             return
         tracked.pulling = True
-        key = _key(tracked.ticket)
+        key = key_of(tracked.ticket)
         self._pulling[key] = self._pulling.get(key, 0) + 1
         self._note_started(key, tracked.parent)
         tracked.blocks = blocks
@@ -283,11 +295,10 @@ class ConsumerScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def _claim(self, request_id: str, tracked: _Tracked, ticket: Ticket) -> None:
+    def _claim(self, request_id: str, tracked: Tracked, ticket: Ticket) -> None:
         self._number += 1
         tracked.pull = f"{self._incarnation}/{self._number}"
-        is_awaited = self._awaited_ranks > 0
-        self._commands.append(ClaimTicket(request_id, tracked.pull, ticket, is_awaited))
+        self._commands.append(ClaimTicket(request_id, tracked.pull, ticket, tracked.awaited > 0))
 
     def _num_tokens(self, request: Any) -> int:
         """Tokens of the prompt that the ticket of ``request`` is for, at most.
@@ -298,12 +309,12 @@ class ConsumerScheduler:
         rejected = getattr(request, "abort_immediately", False)
         return self._max_model_len if rejected else int(request.num_prompt_tokens)
 
-    def _check(self, request: Any, tracked: _Tracked) -> None:
+    def _check(self, request: Any, tracked: Tracked) -> None:
         """Compare ticket and prompt, once, and only if something is to be pulled."""
         if tracked.checked or tracked.ticket is None:
             return
         tracked.checked = True
-        tracked.problem = _problem(request, tracked.ticket, self._has_states)
+        tracked.problem = tracked.problem_of(request, self._has_states, self._num_lookahead)
         if tracked.problem is not None:
             name = shown(request.request_id)
             log.warning("pdconn: ticket of %s is wrong: %s", name, tracked.problem)
@@ -314,7 +325,7 @@ class ConsumerScheduler:
         If a sibling pulls with the ticket all the same, its blocks are waited for.
         """
         log.warning(
-            "pdconn: ticket of %s is of no use, asking the store: lender=%s reason=%s",
+            "pdconn: ticket of %s is of no use, going on without: lender=%s reason=%s",
             shown(request_id),
             PeerKey.of(ticket),
             problem,
@@ -322,24 +333,24 @@ class ConsumerScheduler:
         self._counts["tickets_gone"] += 1
         self._commands.append(CancelPull(request_id))
         tracked = self._tracked[request_id]
-        tracked.ticket, tracked.follows = None, _key(ticket)
+        tracked.ticket, tracked.follows = None, key_of(ticket)
 
-    def _fail(self, request_id: str, tracked: _Tracked) -> None:
+    def _fail(self, request_id: str, tracked: Tracked) -> None:
         self._tracked[request_id] = tracked
         tracked.pulling = True
         self._commands.append(FailPull(request_id, tracked.problem or "no ticket"))
 
-    def _give_up(self, request_id: str, tracked: _Tracked) -> None:
+    def _give_up(self, request_id: str, tracked: Tracked) -> None:
         """Nothing will be pulled: give the claim up, which notifies the lender."""
         del self._tracked[request_id]
         if tracked.ticket is not None:
             self._commands.append(CancelPull(request_id))
             tracked.ticket = None
 
-    def _ended(self, tracked: _Tracked) -> None:
+    def _ended(self, tracked: Tracked) -> None:
         if tracked.ticket is None:
             return
-        key = _key(tracked.ticket)
+        key = key_of(tracked.ticket)
         left = self._pulling.pop(key, 1) - 1
         if left > 0:
             self._pulling[key] = left
@@ -352,24 +363,4 @@ class ConsumerScheduler:
                 self._started.popitem(last=False)
 
     def _was_started(self, ticket: Ticket, parent: str | None) -> bool:
-        return parent is not None and (*_key(ticket), parent) in self._started
-
-
-def _key(ticket: Ticket) -> tuple[str, str]:
-    return ticket.incarnation, ticket.request_id
-
-
-def _problem(request: Any, ticket: Ticket, has_states: bool) -> str | None:
-    """Why the ticket cannot be this request's, or None."""
-    if has_embeddings(request):
-        return EMBEDDINGS
-    wanted = request.num_prompt_tokens - 1
-    if ticket.num_tokens < wanted:
-        return str(TicketError("remote_num_tokens", f"at least {wanted}", ticket.num_tokens))
-    if has_states and ticket.num_tokens > wanted:
-        expected = f"{wanted}, since states of later tokens are of no use"
-        return str(TicketError("remote_num_tokens", expected, ticket.num_tokens))
-    digest = prompt_digest(request)
-    if ticket.prompt != digest:
-        return str(TicketError("pdconn.prompt", digest, ticket.prompt))
-    return None
+        return parent is not None and (*key_of(ticket), parent) in self._started

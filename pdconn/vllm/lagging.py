@@ -38,17 +38,13 @@ _PARAMETERS = (["request"], ["request", "max_cache_hit_length"])
 _WINDOWED = {AttentionKind.SLIDING_WINDOW, AttentionKind.CHUNKED_LOCAL}
 
 
-def complete_windows(
-    manager: Any, is_pulled: Callable[[Any], bool], num_lookahead: int = 1
-) -> bool:
+def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
     """Let a pull complete hits of full attention that windows do not reach.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
-        is_pulled: whether a request's pull is certain to be tried, so that either everything
-            behind its local hit is brought, or its blocks are freed.
-        num_lookahead: tokens at a prompt's end that are not pulled
-            (:mod:`pdconn.vllm.speculation`).
+        pulled_until: of a request whose pull is certain to be tried, the tokens up to which it
+            brings everything behind its local hit, or its blocks are freed; 0 of others.
 
     Returns:
         Whether the model has such groups, and the manager could be told.
@@ -72,20 +68,17 @@ def complete_windows(
             found,
         )
         return False
-    setattr(manager, _HOOK, _Lookup(manager, agreed, is_pulled, num_lookahead))
+    setattr(manager, _HOOK, _Lookup(manager, agreed, pulled_until))
     return True
 
 
 class _Lookup:
     """In the place of the manager's method: the hit of full attention, if a pull completes it."""
 
-    def __init__(
-        self, manager: Any, agreed: Any, is_pulled: Callable[[Any], bool], num_lookahead: int
-    ) -> None:
+    def __init__(self, manager: Any, agreed: Any, pulled_until: Callable[[Any], int]) -> None:
         self._manager = manager
         self._agreed = agreed
-        self._is_pulled = is_pulled
-        self._num_lookahead = num_lookahead
+        self._pulled_until = pulled_until
         self._full: int = manager.coordinator.full_attention_group_id
 
     def __call__(
@@ -93,10 +86,12 @@ class _Lookup:
     ) -> tuple[Any, int, int, bool]:
         limits = () if max_cache_hit_length is None else (max_cache_hit_length,)
         agreed: tuple[Any, int, int, bool] = self._agreed(request, *limits)
-        if not self._manager.prefix_cache_lookup_enabled(request) or not self._is_pulled(request):
+        if not self._manager.prefix_cache_lookup_enabled(request):
             return agreed
         # A hit as long as the pull would leave it nothing to bring, and no pull would come.
-        limit = max(0, min((request.num_tokens - self._num_lookahead - 1, *limits)))
+        limit = min((self._pulled_until(request) - 1, *limits))
+        if limit <= agreed[1]:
+            return agreed
         look_up = self._manager.coordinator.find_longest_cache_hit_per_group
         computed, hits = look_up(request.block_hashes, limit)
         full = hits[self._full]

@@ -40,13 +40,14 @@ from pdconn.puller.verification import Verify
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.config import Settings
+from pdconn.vllm.prefixes import PrefixLends
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
     num_computed,
     parent_of,
     prompt_digest,
-    without_last_token,
+    shorten,
 )
 from transport.errors import shown
 
@@ -110,6 +111,7 @@ class ProducerScheduler:
         incarnation: this boot's name in tickets.
         sizes: TP and PP size, put in tickets for proxies that look.
         has_states: whether the model keeps recurrent states.
+        block_tokens: tokens of the engine's largest blocks.
         clock: seconds that never go back.
     """
 
@@ -121,6 +123,7 @@ class ProducerScheduler:
         sizes: tuple[int, int],
         *,
         has_states: bool = False,
+        block_tokens: int = 16,
         clock: Callable[[], float] = steady,
     ) -> None:
         self._settings = settings
@@ -129,6 +132,7 @@ class ProducerScheduler:
         self._sizes = sizes
         self._has_states = has_states
         self._shortened: dict[str, str] = {}
+        self.prefixes = PrefixLends(block_tokens)
         self._said_of_stop: bool | None = None
         self._lender: Lender | None = None
         self._splits = UNSPLIT
@@ -189,10 +193,10 @@ class ProducerScheduler:
         embeddings, which are as many as tokens, or of a session, which goes on after them.
         """
         params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode") or self.prefixes.arrived(request):
+            return
         if (
             self._has_states
-            and params
-            and params.get("do_remote_decode")
             and request.num_prompt_tokens > 1
             and request.prompt_token_ids is not None
             and not has_embeddings(request)
@@ -201,16 +205,22 @@ class ProducerScheduler:
             and not request.skip_reading_prefix_cache  # decode computes such a prompt itself
         ):
             self._shortened[request.request_id] = prompt_digest(request)
-            without_last_token(request)
+            shorten(request, request.num_prompt_tokens - 1)
 
     def finished(self, request: Any) -> None:
         """The request left the engine, and was lent if it was to be."""
         self._shortened.pop(request.request_id, None)
+        self.prefixes.finished(request.request_id)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """Pin and lend a finished request's blocks; the ticket, or None without blocks."""
+        """Pin and lend a finished request's blocks; the ticket, or None without blocks.
+
+        Of a request for a prefix that is not held, what is told instead of a ticket.
+        """
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
+        if (refusal := self.prefixes.refusal(request.request_id)) is not None:
+            return refusal
         if request.request_id in self._pinned:
             log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
@@ -330,13 +340,16 @@ class ProducerScheduler:
             raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
         most = max_blocks_for(request.num_prompt_tokens)
         check_block_count(sum(len(group.ids) for group in blocks), most)
+        prefix = self.prefixes.promised(request.request_id)
+        if prefix is None:
+            whole = self._shortened.get(request.request_id) or prompt_digest(request)
+            prefix = num_computed(request), whole
         return Ticket(
             self._engine_id,
             self._incarnation,
             request.request_id,
             self._settings.side_channel_host,
             self._settings.side_channel_port,
-            num_computed(request),
-            self._shortened.get(request.request_id) or prompt_digest(request),
+            *prefix,
             blocks,
         )

@@ -34,11 +34,27 @@ def prompt_digest(request: Any) -> str:
     are encoded by msgpack, three times as fast as into an array, and SHA-256 has
     instructions of its own on today's processors.
     """
-    digest = hashlib.sha256(_TOKENS.encode(request.prompt_token_ids or ()))
+    return _digest(request, request.prompt_token_ids or (), getattr(request, "mm_features", None))
+
+
+def prefix_digest(request: Any, num_tokens: int) -> str:
+    """The same for the first ``num_tokens`` tokens, of requests that may differ behind them.
+
+    It is of the salt as well, by which vLLM keeps tenants apart, and is never one of a prompt.
+    """
+    tokens = request.prompt_token_ids[:num_tokens]
+    features = getattr(request, "mm_features", None) or ()
+    inside = [one for one in features if one.mm_position.offset < num_tokens]
+    return _digest(request, tokens, inside, f"|prefix|{getattr(request, 'cache_salt', None)!r}")
+
+
+def _digest(request: Any, tokens: Any, features: Any, more: str = "") -> str:
+    digest = hashlib.sha256(_TOKENS.encode(tokens))
     adapter = getattr(request, "lora_request", None)
     digest.update(f"|{adapter.lora_name if adapter else ''}".encode())
-    for feature in getattr(request, "mm_features", None) or ():
+    for feature in features or ():
         digest.update(f"|{feature.identifier}".encode())
+    digest.update(more.encode())
     return digest.hexdigest()[:_HEX]
 
 
@@ -57,8 +73,8 @@ def num_computed(request: Any) -> int:
     return int(request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
 
 
-def without_last_token(request: Any) -> None:
-    """Shorten the prompt of a request that was not scheduled yet by a token.
+def shorten(request: Any, num_tokens: int) -> None:
+    """Cut the prompt of a request that was not scheduled yet behind ``num_tokens`` tokens.
 
     The engine computes one token after it, and ends the request.  Block hashes stay: they are
     of full blocks, and vLLM uses no more of them than there are computed tokens.
@@ -66,7 +82,7 @@ def without_last_token(request: Any) -> None:
     In an engine without a process of its own the frontend and best-of-n siblings hold the same
     list of tokens, so the request gets another.
     """
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
+    request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
+    del request._all_token_ids[num_tokens:]
+    request.num_prompt_tokens = num_tokens
     request.max_tokens = 1

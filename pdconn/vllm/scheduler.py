@@ -83,8 +83,14 @@ class PdScheduler:
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
+            groups = kv_cache_config.kv_cache_groups
             self._producer = ProducerScheduler(
-                settings, transfer.engine_id, incarnation, sizes, has_states=has_states
+                settings,
+                transfer.engine_id,
+                incarnation,
+                sizes,
+                has_states=has_states,
+                block_tokens=max(group.kv_cache_spec.block_size for group in groups),
             )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
@@ -105,7 +111,7 @@ class PdScheduler:
             changed = keep_window_of_last_token(manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
         if self._consumer is not None:
-            told = complete_windows(manager, self._consumer.is_pulled, self._num_lookahead)
+            told = complete_windows(manager, self._consumer.pulled_until)
             self.completes_hits = self.completes_hits or told
 
     def bind_pool(self, pool: BlockPool) -> None:
@@ -152,8 +158,11 @@ class PdScheduler:
     def matched(self, request: Request, num_local: int) -> tuple[int | None, bool]:
         """A ticket's pull first; without one, or when it is of no use, the store.
 
-        See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.
+        See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.  Nothing is
+        brought for a request that asks for a prefix: it is held here, or refused.
         """
+        if self._producer is not None and self._producer.prefixes.looked_up(request, num_local):
+            return 0, False
         found: tuple[int | None, bool] = (0, False)
         if self._consumer is not None:
             found = self._consumer.matched(request, num_local)

@@ -39,7 +39,9 @@ class Asked:
         prefix_caching: bool = False,
         kind: type[ConsumerScheduler] = ConsumerScheduler,
     ) -> None:
-        self.side = kind("here", recompute, prefix_caching, MAX_MODEL_LEN, awaited_ranks=RANKS)
+        self.side = kind(
+            "here", recompute, prefix_caching, MAX_MODEL_LEN, num_ranks=RANKS, is_awaiting=True
+        )
         self.claims: dict[str, ClaimTicket] = {}
 
     def arrive(self, asked: Any) -> None:

@@ -1,0 +1,39 @@
+"""Prefixes in ``kv_transfer_params``: one that is asked for, and one that was lent.
+
+Beside vLLM's keys stand ours, in ``pdconn``; a request has at most one of these::
+
+    "lend": 3200        of the engine that holds it: a ticket for the first 3200 tokens
+    "from": {...}       of the engine that computes the rest: that ticket
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdconn.protocol.errors import TicketError
+
+
+def lend_of(params: object, num_prompt_tokens: int) -> int | None:
+    """Tokens of the prefix that a request of ``num_prompt_tokens`` asks for; None if it does not.
+
+    Raises:
+        TicketError: no number of tokens, or another one than all but the last.
+    """
+    ours = _ours(params)
+    if "lend" not in ours:
+        return None
+    found, expected = ours["lend"], num_prompt_tokens - 1
+    if type(found) is not int or found != expected or found < 1:
+        raise TicketError("pdconn.lend", f"{expected}, all tokens of the prompt but one", found)
+    return found
+
+
+def ticket_from(params: object) -> object:
+    """What a request names as the ticket for its prefix, of any type; None if it names none."""
+    return _ours(params).get("from")
+
+
+def _ours(params: object) -> dict[Any, Any]:
+    """Our part of what a client wrote; empty if there is none."""
+    ours = params.get("pdconn") if isinstance(params, dict) else None
+    return ours if isinstance(ours, dict) else {}

@@ -1,0 +1,101 @@
+"""Lending a prefix that this engine holds in its cache, to whoever computes the rest.
+
+Nothing but a request can pin cached blocks, so a prefix is asked for by an ordinary one: its
+prompt is the prefix and one token more, since a hit never covers the last token, and its
+``kv_transfer_params`` say how much of it to lend::
+
+    {"do_remote_decode": true, "pdconn": {"lend": 3200}}        of 3201 tokens
+
+    hit of 3200      one token is computed; the ticket covers the 3200
+    hit of 1600      refused: the prompt is cut behind its hit, a block at most is computed,
+                     and the answer says {"pdconn": {"lend": 3200, "held": 1600}}
+
+So a prefix that was evicted meanwhile is not computed here for somebody who could as well compute
+it there.  The ticket's digest is of the prefix, its salt and its adapter; see
+:func:`~pdconn.vllm.prompt.prefix_digest`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.prefix import lend_of
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest, shorten
+from transport.errors import shown
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lend:
+    """``held`` tokens of ``num_tokens`` were found when the request was looked up last."""
+
+    num_tokens: int
+    digest: str
+    held: int = 0
+
+
+class PrefixLends:
+    """Requests for a prefix, from their arrival to their end.
+
+    Args:
+        block_tokens: tokens of the engine's largest blocks: a hit within a block is told to
+            connectors without the part within it.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._lends: dict[str, _Lend] = {}
+
+    def __len__(self) -> int:
+        return len(self._lends)
+
+    def arrived(self, request: Any) -> bool:
+        """Whether a request asks for a prefix.  One that asks wrongly is answered as others are."""
+        try:
+            num_tokens = lend_of(request.kv_transfer_params, request.num_prompt_tokens)
+            if num_tokens is not None and has_embeddings(request):
+                raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
+        except TicketError as error:
+            log.warning(
+                "pdconn: no prefix is lent: %s request=%s", error, shown(request.request_id)
+            )
+            return False
+        if num_tokens is None:
+            return False
+        request.max_tokens = 1
+        self._lends[request.request_id] = _Lend(num_tokens, prefix_digest(request, num_tokens))
+        return True
+
+    def looked_up(self, request: Any, num_local: int) -> bool:
+        """The engine holds ``num_local`` tokens; whether the request asks for a prefix.
+
+        If that is less than it asks for, the prompt is cut.
+        """
+        lend = self._lends.get(request.request_id)
+        if lend is None:
+            return False
+        lend.held = min(num_local, lend.num_tokens)
+        most = num_local + self._block_tokens
+        if lend.held < lend.num_tokens and most < request.num_prompt_tokens:
+            shorten(request, most)
+        return True
+
+    def promised(self, request_id: str) -> tuple[int, str] | None:
+        """Tokens and digest of the prefix that a request's ticket covers, if it is for one."""
+        lend = self._lends.get(request_id)
+        return None if lend is None else (lend.num_tokens, lend.digest)
+
+    def refusal(self, request_id: str) -> dict[str, Any] | None:
+        """What to answer instead of a ticket where the prefix was not held."""
+        lend = self._lends.get(request_id)
+        if lend is None or lend.held == lend.num_tokens:
+            return None
+        return {"pdconn": {"lend": lend.num_tokens, "held": lend.held}}
+
+    def finished(self, request_id: str) -> None:
+        """The request left the engine."""
+        self._lends.pop(request_id, None)

@@ -1,0 +1,88 @@
+"""What decode knows of a request with a ticket, and what is wrong with the ticket.
+
+A ticket is held against its request's prompt: as many tokens, and an equal digest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.ticket import Ticket
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest, prompt_digest
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request with a ticket, from its arrival to its pull or its end.
+
+    Attributes:
+        follows: the ticket that a sibling pulls with, when there is no ticket of its own.
+        blocks: the engine's blocks that the pull writes to, holes and all, by group.
+        num_local: the local hit in tokens that the engine last asked with.
+        pull: the id of its own claim.
+        awaited: how many ranks must be granted it before it is promised.
+        granted: ranks that were granted it, where the engine waits for that.
+        prefix: tokens that the ticket covers, if it is for a prefix; 0 for a whole prompt.
+    """
+
+    ticket: Ticket | None
+    problem: str | None
+    parent: str | None
+    follows: tuple[str, str] | None = None
+    blocks: tuple[list[int], ...] = ()
+    checked: bool = False
+    pulling: bool = False
+    num_local: int = 0
+    pull: str = ""
+    awaited: int = 0
+    granted: set[int] = field(default_factory=set)
+    prefix: int = 0
+
+    def is_open(self, request: Any) -> bool:
+        """Whether the engine, which may ask again, is still to be told of it."""
+        return bool(self.prefix or request.kv_transfer_params.get("do_remote_prefill"))
+
+    def problem_of(self, request: Any, has_states: bool, num_lookahead: int) -> str | None:
+        """Why the ticket cannot be this request's, or None.
+
+        Args:
+            request: vLLM's ``Request``.
+            has_states: whether the model keeps recurrent states.
+            num_lookahead: tokens at a prompt's end that are not pulled.
+        """
+        assert self.ticket is not None
+        if has_embeddings(request):
+            return EMBEDDINGS
+        if self.prefix:
+            return _problem_of_prefix(request, self.ticket, num_lookahead)
+        return _problem_of_prompt(request, self.ticket, has_states)
+
+
+def key_of(ticket: Ticket) -> tuple[str, str]:
+    """What tells tickets apart: the lender's boot, and the request there."""
+    return ticket.incarnation, ticket.request_id
+
+
+def _problem_of_prompt(request: Any, ticket: Ticket, has_states: bool) -> str | None:
+    wanted = request.num_prompt_tokens - 1
+    if ticket.num_tokens < wanted:
+        return str(TicketError("remote_num_tokens", f"at least {wanted}", ticket.num_tokens))
+    if has_states and ticket.num_tokens > wanted:
+        expected = f"{wanted}, since states of later tokens are of no use"
+        return str(TicketError("remote_num_tokens", expected, ticket.num_tokens))
+    digest = prompt_digest(request)
+    if ticket.prompt != digest:
+        return str(TicketError("pdconn.prompt", digest, ticket.prompt))
+    return None
+
+
+def _problem_of_prefix(request: Any, ticket: Ticket, num_lookahead: int) -> str | None:
+    most = request.num_prompt_tokens - num_lookahead
+    if ticket.num_tokens > most:
+        return str(TicketError("remote_num_tokens", f"at most {most}", ticket.num_tokens))
+    digest = prefix_digest(request, ticket.num_tokens)
+    if ticket.prompt != digest:
+        return str(TicketError("pdconn.prompt", digest, ticket.prompt))
+    return None

@@ -1,0 +1,288 @@
+"""Prefixes: who holds one lends it, or says how much it holds; who lacks it takes no other one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdconn.protocol.errors import TicketError
+from pdconn.protocol.prefix import lend_of, ticket_from
+from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
+from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
+from pdconn.puller.results import ClaimOutcome
+from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.prefixes import PrefixLends
+from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.prompt import prefix_digest, prompt_digest, shorten
+from tests.vllm.test_consumer import kinds
+from tests.vllm.test_producer import Pool, clock, lease_s, lending, pool  # noqa: F401
+
+PROMPT = list(range(100, 140))
+HELD = 32
+BLOCKS = ([1, 2, 3], [0, 5, 6])
+
+
+def request(tokens: list[int], params: dict[str, Any], name: str = "r", **changes: Any) -> Any:
+    """As vLLM's."""
+    made: dict[str, Any] = {
+        "request_id": name,
+        "prompt_token_ids": list(tokens),
+        "_all_token_ids": list(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_computed_tokens": len(tokens),
+        "kv_transfer_params": params,
+        "max_tokens": 9,
+        "lora_request": None,
+        "mm_features": [],
+        "cache_salt": None,
+        "prompt_embeds": None,
+        "resumable": False,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**made | changes)
+
+
+def asking(tokens: list[int], lend: object, **changes: Any) -> Any:
+    params = {"do_remote_decode": True, "pdconn": {"lend": lend}}
+    return request(tokens, params, **changes)
+
+
+# What clients write
+
+
+@pytest.mark.parametrize("params", [None, {}, 7, {"pdconn": 7}, {"pdconn": {}}, {"pdconn": None}])
+def test_others_ask_for_no_prefix(params: object) -> None:
+    assert lend_of(params, 40) is None
+    assert ticket_from(params) is None
+
+
+@pytest.mark.parametrize("lend", [0, 38, 40, -1, True, "39", 39.0, None, [39], 10**30])
+def test_a_prefix_is_all_of_the_prompt_but_a_token(lend: object) -> None:
+    assert lend_of({"pdconn": {"lend": 39}}, 40) == 39
+    with pytest.raises(TicketError, match=r"pdconn\.lend: expected 39, .* got"):
+        lend_of({"pdconn": {"lend": lend}}, 40)
+
+
+# Digests
+
+
+def test_a_prefix_is_told_by_all_that_its_kv_depends_on() -> None:
+    def image(identifier: str, offset: int) -> Any:
+        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
+
+    whole = request(PROMPT, {})
+    same = [
+        request([*PROMPT[:HELD], 7], {}),
+        request(PROMPT, {}, mm_features=[image("a", HELD)]),
+    ]
+    others = [
+        request([7, *PROMPT[1:]], {}),
+        request(PROMPT, {}, cache_salt="tenant"),
+        request(PROMPT, {}, lora_request=SimpleNamespace(lora_name="adapter")),
+        request(PROMPT, {}, mm_features=[image("a", HELD - 1)]),
+    ]
+    digest = prefix_digest(whole, HELD)
+    assert {prefix_digest(each, HELD) for each in same} == {digest}
+    told = {digest, *(prefix_digest(each, HELD) for each in others)}
+    told |= {prefix_digest(whole, HELD - 1), prompt_digest(request(PROMPT[:HELD], {}))}
+    assert len(told) == len(others) + 3
+
+
+# Who holds it
+
+
+def test_what_is_held_is_lent(lending: ProducerScheduler, pool: Pool) -> None:  # noqa: F811
+    asked = asking(PROMPT[: HELD + 1], HELD)
+    lending.arrived(asked)
+    assert lending.prefixes.looked_up(asked, HELD)
+    assert (asked.num_prompt_tokens, asked.max_tokens) == (HELD + 1, 1)
+    params = lending.lend(asked, ([1, 2, 3],))
+    assert params is not None
+    ticket = parse_ticket(params)
+    assert (ticket.num_tokens, ticket.prompt) == (HELD, prefix_digest(asked, HELD))
+    assert pool.pinned() == [1, 2, 3]
+    lending.finished(asked)
+    assert len(lending.prefixes) == 0
+
+
+def test_what_is_not_held_is_not_computed(
+    lending: ProducerScheduler,  # noqa: F811
+    pool: Pool,  # noqa: F811
+) -> None:
+    """Looked up twice, as where there was no room at first: what is held then counts."""
+    asked = asking([*PROMPT, *PROMPT], 79)
+    lending.arrived(asked)
+    assert lending.prefixes.looked_up(asked, 79)
+    assert lending.prefixes.looked_up(asked, 16)
+    assert asked.prompt_token_ids == asked._all_token_ids == PROMPT[:32]
+    assert lending.prefixes.looked_up(asked, 32)
+    assert asked.num_prompt_tokens == 32
+    assert lending.lend(asked, ([1, 2],)) == {"pdconn": {"lend": 79, "held": 32}}
+    assert pool.pinned() == []
+
+
+def test_a_model_with_states_lends_a_prefix_of_the_tokens_asked_for(
+    lending: ProducerScheduler,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts that are handed over are computed without their last token; a hit needs it."""
+    monkeypatch.setattr(lending, "_has_states", True)
+    asked = asking(PROMPT[: HELD + 1], HELD)
+    lending.arrived(asked)
+    assert asked.num_prompt_tokens == HELD + 1
+
+
+@pytest.mark.parametrize("changes", [{"prompt_embeds": [[0.0]] * 40}, {}], ids=["embeds", "lend"])
+def test_a_wrong_wish_is_answered_as_a_prompt(
+    changes: dict[str, Any],
+    lending: ProducerScheduler,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = asking(PROMPT, 39 if changes else 7, **changes)
+    lending.arrived(asked)
+    assert not lending.prefixes.looked_up(asked, 0)
+    assert asked.num_prompt_tokens == 40
+    assert "no prefix is lent" in caplog.text
+    assert lending.prefixes.promised("r") is None
+
+
+def test_other_requests_are_left_alone() -> None:
+    lends = PrefixLends(16)
+    asked = request(PROMPT, {"do_remote_decode": True})
+    assert not lends.arrived(asked)
+    assert not lends.looked_up(asked, 0)
+    assert (asked.max_tokens, lends.refusal("r")) == (9, None)
+
+
+# Who lacks it
+
+
+def lent(num_tokens: int = HELD, **changes: Any) -> Ticket:
+    """By an engine that was asked with the same salt and adapter."""
+    digest = prefix_digest(request(PROMPT, {}, **changes), num_tokens)
+    blocks = BlockList(0, (7, 8)), BlockList(1, (3,))
+    return Ticket("h", "boot", "lend", "localhost", 5600, num_tokens, digest, blocks)
+
+
+def computing(ticket: object, tokens: list[int] | None = None, **changes: Any) -> Any:
+    """A prefill request that names a ticket for its prefix."""
+    given = ticket.to_params(1, 1) if isinstance(ticket, Ticket) else ticket
+    params = {"do_remote_decode": True, "pdconn": {"from": given}}
+    return request(PROMPT if tokens is None else tokens, params, **changes)
+
+
+def consumer(**changes: Any) -> ConsumerScheduler:
+    return ConsumerScheduler("here", False, True, 1000, **changes)
+
+
+def grant(side: ConsumerScheduler, ranks: int = 1, problem: str | None = None) -> None:
+    [claim] = [each for each in side.take_commands() if isinstance(each, ClaimTicket)]
+    assert claim.is_awaited
+    side.claimed([ClaimOutcome("r", claim.pull, rank, problem) for rank in range(ranks)])
+
+
+def test_a_prefix_is_pulled_behind_the_local_hit_and_the_rest_is_computed() -> None:
+    side, asked = consumer(), computing(lent())
+    side.arrived(asked)
+    assert side.pulled_until(asked) == 0
+    assert side.matched(asked, 16) == (None, False)  # until the holder grants it
+    grant(side)
+    assert side.pulled_until(asked) == HELD
+    assert side.matched(asked, 16) == (16, True)
+    side.allocated(asked, BLOCKS, 16)
+    [read] = side.take_commands()
+    assert isinstance(read, ReadBlocks)
+    assert read.need.tokens == (range(16, HELD),) * 2
+    side.reported("r")
+    assert side.matched(asked, 0) == (0, False)
+    assert asked.kv_transfer_params["do_remote_decode"]
+
+
+def test_every_rank_must_be_granted_it() -> None:
+    side, asked = consumer(num_ranks=2), computing(lent())
+    side.arrived(asked)
+    grant(side, ranks=1)
+    assert side.matched(asked, 0) == (None, False)
+
+
+def test_a_holder_that_is_gone_costs_no_failure() -> None:
+    side, asked = consumer(), computing(lent())
+    side.arrived(asked)
+    grant(side, problem="unreachable")
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    assert kinds(side.take_commands()) == [CancelPull]
+    assert len(side) == 0
+
+
+def test_what_is_held_already_is_given_back() -> None:
+    side, asked = consumer(), computing(lent())
+    side.arrived(asked)
+    grant(side)
+    assert side.matched(asked, HELD) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    assert kinds(side.take_commands()) == [CancelPull]
+
+
+@pytest.mark.parametrize(
+    ("ticket", "changes"),
+    [
+        (lent(), {"tokens": [7, *PROMPT[1:]]}),
+        (lent(), {"tokens": [*PROMPT[:20], *PROMPT[25:], 1, 2, 3]}),
+        (lent(), {"cache_salt": "another tenant"}),
+        (lent(cache_salt="tenant"), {}),
+        (lent(), {"lora_request": SimpleNamespace(lora_name="adapter")}),
+        (lent(), {"tokens": PROMPT[:HELD]}),
+        (lent(), {"prompt_embeds": [[0.0]] * 40}),
+    ],
+    ids=["first token", "edited", "salt", "no salt", "adapter", "too long", "embeddings"],
+)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_prefix_of_another_prompt_is_not_pulled(
+    ticket: Ticket, changes: dict[str, Any], recompute: bool
+) -> None:
+    """And it costs the request nothing, whatever the policy."""
+    side, asked = ConsumerScheduler("here", recompute, True, 1000), computing(ticket, **changes)
+    side.arrived(asked)
+    grant(side)
+    assert side.pulled_until(asked) == 0
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    assert kinds(side.take_commands()) == [CancelPull]
+
+
+def test_without_the_digest_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr("pdconn.vllm.tracked.prefix_digest", lambda *_: lent().prompt)
+    side, asked = consumer(), computing(lent(), tokens=[7, *PROMPT[1:]])
+    side.arrived(asked)
+    grant(side)
+    assert side.matched(asked, 0) == (HELD, True)
+
+
+def test_a_ticket_for_a_whole_prompt_is_none_for_a_prefix() -> None:
+    digest = prompt_digest(request(PROMPT[:HELD], {}))
+    whole = Ticket("h", "boot", "lend", "localhost", 5600, HELD, digest, lent().blocks)
+    side, asked = consumer(), computing(whole)
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (0, False)
+
+
+@pytest.mark.parametrize("given", [7, "ticket", [], {}, {"pdconn": {"version": 2}}, lent(0)])
+def test_what_is_no_ticket_is_ignored(given: object, caplog: pytest.LogCaptureFixture) -> None:
+    side, asked = consumer(), computing(given)
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (0, False)
+    assert side.take_commands() == []
+    assert "prefix of 'r' is not pulled" in caplog.text
+
+
+def test_a_model_with_states_takes_no_prefix_of_all_that_is_computed() -> None:
+    """Its prompt has lost the token that decode computes; the state of one more is too far."""
+    side, asked = consumer(has_states=True), computing(lent(39))
+    shorten(asked, 39)
+    side.arrived(asked)
+    grant(side)
+    assert side.matched(asked, 0) == (0, False)
