@@ -189,7 +189,7 @@ def prefill_only(
     None if the engine has no connector.  ``source`` is a ticket for a prefix of the prompt, as
     :func:`lend_prefix` returns it.
     """
-    params = ASK_FOR_REMOTE_DECODE | ({"pdconn": {"from": source}} if source else {})
+    params = {**ASK_FOR_REMOTE_DECODE, **({"pdconn": {"from": source}} if source else {})}
     return prefill.complete(prompt, 1, kv_transfer_params=params).kv_transfer_params
 
 
@@ -197,7 +197,7 @@ def lend_prefix(
     holder: Client, prompt: Sequence[int], num_tokens: int, **more: Any
 ) -> Mapping[str, Any] | None:
     """Ask for the first ``num_tokens`` tokens of a prompt: a ticket, or how much is held."""
-    params = ASK_FOR_REMOTE_DECODE | {"pdconn": {"lend": num_tokens}}
+    params = {**ASK_FOR_REMOTE_DECODE, "pdconn": {"lend": num_tokens}}
     asked = holder.complete(prompt[: num_tokens + 1], 1, kv_transfer_params=params, **more)
     return asked.kv_transfer_params
 

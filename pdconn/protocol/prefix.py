@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdconn.protocol.errors import TicketError
+from pdconn.protocol.ticket import Ticket, parse_ticket
 
 
 def lend_of(params: object, num_prompt_tokens: int) -> int | None:
@@ -31,6 +32,18 @@ def lend_of(params: object, num_prompt_tokens: int) -> int | None:
 def ticket_from(params: object) -> object:
     """What a request names as the ticket for its prefix, of any type; None if it names none."""
     return _ours(params).get("from")
+
+
+def parse_prefix_ticket(given: object, max_blocks: int) -> Ticket:
+    """A ticket for a prefix, as a request names it; see :func:`parse_ticket`.
+
+    Raises:
+        TicketError: naming the field, the expected and the seen value.
+    """
+    ticket = parse_ticket(given, max_blocks)
+    if ticket.num_tokens < 1:
+        raise TicketError("remote_num_tokens", "at least 1", ticket.num_tokens)
+    return ticket
 
 
 def _ours(params: object) -> dict[Any, Any]:

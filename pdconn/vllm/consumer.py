@@ -30,7 +30,7 @@ from typing import Any
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.prefix import ticket_from
+from pdconn.protocol.prefix import parse_prefix_ticket, ticket_from
 from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
 from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.peers import PeerKey
@@ -161,9 +161,7 @@ class ConsumerScheduler:
             return
         name = request.request_id
         try:
-            ticket = parse_ticket(given, max_blocks_for(self._num_tokens(request)))
-            if ticket.num_tokens < 1:
-                raise TicketError("remote_num_tokens", "at least 1", ticket.num_tokens)
+            ticket = parse_prefix_ticket(given, max_blocks_for(self._num_tokens(request)))
         except TicketError as error:
             log.warning("pdconn: prefix of %s is not pulled: %s", shown(name), error)
             return

@@ -56,13 +56,10 @@ class PrefixLends:
     def arrived(self, request: Any) -> bool:
         """Whether a request asks for a prefix.  One that asks wrongly is answered as others are."""
         try:
-            num_tokens = lend_of(request.kv_transfer_params, request.num_prompt_tokens)
-            if num_tokens is not None and has_embeddings(request):
-                raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
+            num_tokens = _asked_of(request)
         except TicketError as error:
-            log.warning(
-                "pdconn: no prefix is lent: %s request=%s", error, shown(request.request_id)
-            )
+            name = shown(request.request_id)
+            log.warning("pdconn: no prefix is lent: %s request=%s", error, name)
             return False
         if num_tokens is None:
             return False
@@ -99,3 +96,15 @@ class PrefixLends:
     def finished(self, request_id: str) -> None:
         """The request left the engine."""
         self._lends.pop(request_id, None)
+
+
+def _asked_of(request: Any) -> int | None:
+    """Tokens of the prefix that it asks for; None if it does not.
+
+    Raises:
+        TicketError: it asks wrongly.
+    """
+    num_tokens = lend_of(request.kv_transfer_params, request.num_prompt_tokens)
+    if num_tokens is not None and has_embeddings(request):
+        raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
+    return num_tokens
