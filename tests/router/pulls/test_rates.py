@@ -1,0 +1,98 @@
+"""Lines over tokens: what was true comes out, and what is true now soon does."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdconn.router.pulls.rates import Line, Lines
+
+TOKENS = (300, 1000, 4000, 12_000)
+
+
+def seen(line: Line, fixed_s: float, token_s: float, rng: Random, count: int) -> Line:
+    """After ``count`` observations that are up to 10 % off."""
+    for _ in range(count):
+        tokens = rng.randint(100, 16_000)
+        line.see(tokens, (fixed_s + token_s * tokens) * rng.uniform(0.9, 1.1))
+    return line
+
+
+def worst(line: Line, fixed_s: float, token_s: float) -> float:
+    """The largest relative error at some lengths."""
+    right = {tokens: fixed_s + token_s * tokens for tokens in TOKENS}
+    return max(abs(line.at(tokens) / true - 1) for tokens, true in right.items())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_is_found_whatever_was_assumed(seed: int) -> None:
+    rng = Random(seed)
+    fixed_s, token_s = rng.uniform(0.005, 0.1), 10 ** rng.uniform(-6, -3)
+    line = seen(Line(0.02, 1e-4), fixed_s, token_s, rng, 60)
+    assert worst(line, fixed_s, token_s) < 0.6
+    exact = Line(0.02, 1e-4)
+    for tokens in TOKENS * 20:
+        exact.see(tokens, fixed_s + token_s * tokens)
+    assert worst(exact, fixed_s, token_s) < 0.01
+
+
+def test_a_link_that_becomes_slow_is_followed() -> None:
+    """Negative control: not by a line that forgets nothing."""
+    errors = []
+    for kept in (0.9, 1.0):
+        line, rng = Line(0.02, 1e-4, kept=kept), Random(1)
+        seen(line, 0.02, 1e-6, rng, 300)
+        seen(line, 0.02, 1e-4, rng, 20)
+        errors.append(worst(line, 0.02, 1e-4))
+    assert errors[0] < 0.4 < errors[1]
+
+
+def test_one_that_waited_for_something_else_counts_little() -> None:
+    line = Line(0.02, 1e-4)
+    for tokens in TOKENS * 10:
+        line.see(tokens, 0.02 + 1e-4 * tokens)
+    before = line.at(4000)
+    line.see(4000, 30.0)
+    assert line.at(4000) < 3 * before
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**7), st.floats(0, 1e4, allow_subnormal=False)), max_size=60
+    )
+)
+def test_it_never_says_less_than_nothing(observed: list[tuple[int, float]]) -> None:
+    line = Line(0.02, 1e-4)
+    for tokens, seconds in observed:
+        line.see(tokens, seconds)
+        assert 0 <= line.at(0) <= line.at(1000) <= line.at(10**6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(-1, 1.0), (1, -1.0), (1, float("nan")), (1, float("inf"))]
+)
+def test_what_cannot_be_is_refused(tokens: int, seconds: float) -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        Line(0.02, 1e-4).see(tokens, seconds)
+
+
+def test_what_was_not_seen_is_as_assumed_and_the_oldest_is_forgotten() -> None:
+    lines = Lines(0.02, 1e-4, most=2)
+    for now, key in enumerate(("a", "b", "a", "c")):
+        lines.see(key, 1000, 5.0, now)
+    assert len(lines) == 2
+    assert lines.of("b", 4.0).at(1000) == pytest.approx(0.12)
+    assert lines.of("a", 4.0).at(1000) > 1
+    assert lines.of("c", 4.0).num_seen == 1
+
+
+def test_what_was_slow_is_tried_again() -> None:
+    lines = Lines(0.02, 1e-4, stale_s=60.0)
+    lines.see("a", 1000, 5.0, now=100.0)
+    assert lines.of("a", 160.0).at(1000) > 1
+    assert lines.of("a", 160.1).at(1000) == pytest.approx(0.12)
+    lines.see("a", 1000, 0.12, now=200.0)
+    assert lines.of("a", 200.0).num_seen == 1
