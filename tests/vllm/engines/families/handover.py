@@ -46,7 +46,7 @@ def engine(
     port, side = free_ports(2)
     transfer = None
     if role is not None:
-        lease = {"kv_lease_duration": LEASE_S} if role == "kv_producer" else {}
+        lease = {} if role == "kv_consumer" else {"kv_lease_duration": LEASE_S}
         transfer = transfer_config(role, policy="fail", **{"verify": "always", **lease, **extra})
         if connector is not None:
             transfer["kv_connector"] = connector
@@ -55,7 +55,7 @@ def engine(
         name=name,
         model=model,
         port=port,
-        side_channel_port=side if role == "kv_producer" else None,
+        side_channel_port=None if role in (None, "kv_consumer") else side,
         kv_transfer_config=transfer,
         layout=layout,
         prefix_caching=prefix_caching,
