@@ -129,7 +129,8 @@ def test_the_state_that_a_pass_began_with_is_not_taken_for_one_at_the_end_of_its
     """vLLM offers the block of the hit as if it held the state at its end."""
     wrong, loaded, passes = behind_a_hit_within_a_block()
     start, stop = passes[0]
-    assert start % BLOCK and start < 8 * BLOCK < stop
+    assert start % BLOCK
+    assert start < 8 * BLOCK < stop
     assert wrong == 0
     assert loaded < 8 * BLOCK
 
@@ -162,12 +163,13 @@ def test_states_that_are_not_pinned_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert every_boundary()[0] > 0
 
 
-def test_a_longer_prompt_resumes_where_the_shorter_one_or_its_answer_ended() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_longer_prompt_resumes_where_the_shorter_one_or_its_answer_ended(is_async: bool) -> None:
     tokens, num_answers = prompt(1, 3 * BLOCK), 40
     answered = [*tokens, *(7 + at for at in range(len(tokens), len(tokens) + num_answers))]
     for save, expected in (("prompt", 3 * BLOCK), ("all", 5 * BLOCK)):
         rows = MemoryRows()
-        with engine(rows, save=save) as cold:
+        with engine(rows, StateShape(is_async=is_async), save=save) as cold:
             assert cold.run(tokens, num_answers).wrong == 0
         with engine(rows) as warm:
             ran = warm.run([*answered, *prompt(2, 50)])
