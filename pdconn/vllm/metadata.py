@@ -61,9 +61,10 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        lists = (self.quarantined, self.released, self.sums, self.store, self.claims)
-        return not (any(lists) or self.partial)
+        """Whether there is nothing to tell; asked in every step."""
+        if self.quarantined or self.released or self.sums:
+            return False
+        return not (self.store or self.claims or self.partial)
 
     def add_partial(self, request: str, blocks: PartialBlocks) -> None:
         """A request was received, some of whose blocks may be written in part."""

@@ -158,6 +158,7 @@ def _splitting(shape: CacheShape, manager: KVCacheManager) -> Any:
         max_num_scheduled_tokens=shape.chunk_tokens,
         scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
         use_eagle_block_drop=bool(shape.eagle_groups),
+        num_hash_lookahead_tokens=0,  # of 0.33
         mamba_partial_cache_hit=is_fine,
         mamba_has_prefill_checkpoint_blocks=False,
         mamba_prefill_checkpoint_alignment=None,

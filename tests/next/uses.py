@@ -102,5 +102,7 @@ REPLACED = (
 
 FITTING: dict[str, str] = {
     "vllm.config:CacheConfig.cache_dtype": "more types, which peers compare by name",
+    "vllm.config:SpeculativeConfig.kv_cache_dtype": "more types, which peers compare by name",
+    "vllm.config:SpeculativeConfig.method": "other methods, which peers compare by name",
 }
 """What differs in the next version and fits all the same, and why; a person has looked."""

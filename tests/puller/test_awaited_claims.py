@@ -197,8 +197,8 @@ def test_a_claim_given_up_is_not_waited_for_and_not_told() -> None:
 
 def test_an_idle_engine_sleeps_until_a_claim_is_told() -> None:
     with Awaiting(claim_timeout_s=0.5) as pair, _silent() as port:
+        began = time.monotonic()  # before the claim, whose time limit begins with it
         pair.await_claim("d", replace(pair.lend("r"), port=port))
-        began = time.monotonic()
         pair.puller.wait(60.0)
         assert 0.5 <= time.monotonic() - began < 30.0
         assert len(pair.collect().claims) == 1

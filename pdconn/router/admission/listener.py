@@ -133,12 +133,14 @@ class AdmittingSite(web.BaseSite):
             self._admission.close_overdue()
 
     async def _accept_all(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._admission.room()
             try:
-                sock, address = await loop.sock_accept(self._sock)
-            except (BlockingIOError, InterruptedError, ConnectionError):
+                sock, address = self._sock.accept()
+            except BlockingIOError:
+                await self._client_waits()
+                continue
+            except (InterruptedError, ConnectionError):
                 continue
             except OSError as error:  # no file descriptor or memory: a retry would fail at once
                 pause_s = self._admission.limits.accept_pause_s
@@ -146,8 +148,23 @@ class AdmittingSite(web.BaseSite):
                 self._log.warning("pdconn: accept() failed; new connections wait: %s", error)
                 await asyncio.sleep(pause_s)
                 continue
+            sock.setblocking(False)
             self._open(sock, str(address[0]))
             await asyncio.sleep(0)  # what made room closes its socket before the next is opened
+
+    async def _client_waits(self) -> None:
+        """Return when a client waits in the backlog.
+
+        ``loop.sock_accept`` loses the client that it has accepted when it is cancelled in that
+        moment: its socket stays open, and nobody answers.
+        """
+        loop = asyncio.get_running_loop()
+        waits = asyncio.Event()
+        loop.add_reader(self._sock, waits.set)
+        try:
+            await waits.wait()
+        finally:
+            loop.remove_reader(self._sock)
 
     def _open(self, sock: socket.socket, host: str) -> None:
         server = self._runner.server
@@ -161,7 +178,13 @@ class AdmittingSite(web.BaseSite):
         task = asyncio.create_task(self._connect(sock, connection, handler), name="open")
         connection.opened_by(task)
         self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+
+        def opened(task: asyncio.Task[None]) -> None:
+            self._opening.discard(task)
+            if task.cancelled():  # maybe before its first step
+                self._abandon(sock, connection, handler)
+
+        task.add_done_callback(opened)
 
     async def _connect(
         self, sock: socket.socket, connection: ClientConnection, handler: RequestHandler
@@ -175,9 +198,6 @@ class AdmittingSite(web.BaseSite):
         except OSError as error:  # the client has left, or speaks no TLS
             self._log.warning("pdconn: connection failed: %s", str(error) or type(error).__name__)
             self._abandon(sock, connection, handler)
-        except asyncio.CancelledError:
-            self._abandon(sock, connection, handler)
-            raise
 
     def _abandon(
         self, sock: socket.socket, connection: ClientConnection, handler: RequestHandler

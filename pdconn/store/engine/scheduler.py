@@ -203,7 +203,7 @@ class StoreScheduler:
             return None
         most = stored.num_prompt_tokens
         if self._settings.save == "all":
-            most = max(most, min(before, len(stored.tokens) - 1))
+            most = max(most, min(before, len(stored.tokens)))
         after = min(after, most)
         if after // self._layout.block_tokens <= stored.saving.next_block:
             return None

@@ -12,6 +12,10 @@ So the block at a boundary's place holds its state if a pass ends there, or has 
 before, and vLLM offers others with their boundary (``boundary_state_offloads``).  Any other
 block may hold a state of other tokens, and is taken for a hole.
 
+One offer is wrong.  A pass that begins within a block, behind a hit within it, and ends beyond
+leaves the state that it began with in that block, and exports its own to a later one.  vLLM
+offers the first as if it were the state at its block's end, and is not believed.
+
 A pass ends also where prompts part, as vLLM's own cache or the store has seen it: there the
 second prompt of several leaves a state for the third.
 
@@ -89,7 +93,13 @@ class StateGroups:
         for group in self.groups:
             table = ids[group.place]
             ends = [(end, None) for end in (passed.start, passed.stop)]
-            mine = [(end, block) for number, block, end in offers if number == group.number]
+            begun = -(-passed.start // group.block_tokens) * group.block_tokens
+            wrong = begun if passed.start < begun < passed.stop else None
+            mine = [
+                (end, block)
+                for number, block, end in offers
+                if number == group.number and end != wrong
+            ]
             most = prompt_tokens if group.speculates else None
             ids[group.place] = _kept(table, group.block_tokens, [*ends, *mine], most)
 

@@ -52,12 +52,16 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class StateShape(CacheShape):
-    """``exports``: a pass that ends a prompt exports the state at the last boundary before."""
+    """``exports``: a pass that ends a prompt exports the state at the last boundary before.
+
+    ``is_async``: a pass over a generated token is scheduled before that token is known.
+    """
 
     groups: tuple[GroupShape, ...] = (GroupShape(BLOCK), GroupShape(BLOCK, is_state=True))
     num_blocks: int = 96
     chunk_tokens: int = 4 * BLOCK
     exports: bool = False
+    is_async: bool = False
 
     def config(self) -> KVCacheConfig:
         made = super().config()
@@ -139,7 +143,8 @@ class StateEngine:
         self.store.arrived(request)
         found, blocks = self._admit(request, ran)
         while request.num_computed_tokens < len(prompt) + num_answers:
-            if request.num_computed_tokens + found >= request.num_tokens:
+            is_known = not self.shape.is_async
+            if is_known and request.num_computed_tokens + found >= request.num_tokens:
                 request.append_output_token_ids(7 + request.num_tokens)
             self._pass(request, ran, found, blocks)
             found, blocks = 0, None
@@ -194,7 +199,7 @@ class StateEngine:
         self.manager.new_step_starts()
         self.manager.block_pool.free_blocks(self._held)
         before = request.num_computed_tokens + found
-        fresh = min(self.shape.chunk_tokens, request.num_tokens - before)
+        fresh = min(self.shape.chunk_tokens, max(1, request.num_tokens - before))
         fresh = Scheduler._mamba_block_aligned_split(self._splitting, request, fresh, found)
         assert fresh > 0
         more = {"num_new_computed_tokens": found, "new_computed_blocks": blocks} if found else {}
@@ -210,6 +215,8 @@ class StateEngine:
         )
         for command in self.store.scheduled(output, self.config.select_transfer_block_ids):
             self.rank.post(command)
+        if before == request.num_tokens:
+            request.append_output_token_ids(7 + request.num_tokens)
         for copy in copies:
             for memory in (self.tokens, self.states):
                 memory[copy.dst_block_id] = memory[copy.src_block_id]

@@ -110,6 +110,31 @@ def test_other_blocks_are_noticed(
     assert cold_and_warm(EXPORTS_WITHIN)[0] > 0
 
 
+def behind_a_hit_within_a_block() -> tuple[int, int, list[tuple[int, int]]]:
+    """Wrong bytes and tokens loaded of a prompt that an engine saved behind such a hit.
+
+    And the passes over it: the first begins within a block, where an answer's prompt ended.
+    """
+    rows, shared, rest = MemoryRows(), prompt(9, 8 * BLOCK - 3), prompt(10, 3 * BLOCK)
+    with engine(rows, StateShape(hash_block_tokens=4, exports=True, chunk_tokens=512)) as cold:
+        assert cold.run(shared, num_answers=1).wrong == 0
+        ran = cold.run([*shared, *rest])
+        assert ran.wrong == 0
+    with engine(rows, StateShape(hash_block_tokens=4, chunk_tokens=512)) as warm:
+        loaded = warm.run([*shared, *rest][: 8 * BLOCK + 1])
+    return loaded.wrong, loaded.loaded, ran.passes
+
+
+def test_the_state_that_a_pass_began_with_is_not_taken_for_one_at_the_end_of_its_block() -> None:
+    """vLLM offers the block of the hit as if it held the state at its end."""
+    wrong, loaded, passes = behind_a_hit_within_a_block()
+    start, stop = passes[0]
+    assert start % BLOCK
+    assert start < 8 * BLOCK < stop
+    assert wrong == 0
+    assert loaded < 8 * BLOCK
+
+
 FEW = StateShape(num_blocks=20, chunk_tokens=BLOCK)
 """So small a pool that a request computes into blocks that it has left."""
 
@@ -138,12 +163,13 @@ def test_states_that_are_not_pinned_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert every_boundary()[0] > 0
 
 
-def test_a_longer_prompt_resumes_where_the_shorter_one_or_its_answer_ended() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_longer_prompt_resumes_where_the_shorter_one_or_its_answer_ended(is_async: bool) -> None:
     tokens, num_answers = prompt(1, 3 * BLOCK), 40
     answered = [*tokens, *(7 + at for at in range(len(tokens), len(tokens) + num_answers))]
     for save, expected in (("prompt", 3 * BLOCK), ("all", 5 * BLOCK)):
         rows = MemoryRows()
-        with engine(rows, save=save) as cold:
+        with engine(rows, StateShape(is_async=is_async), save=save) as cold:
             assert cold.run(tokens, num_answers).wrong == 0
         with engine(rows) as warm:
             ran = warm.run([*answered, *prompt(2, 50)])
@@ -199,6 +225,22 @@ def test_states_that_are_kept_at_no_boundary_are_refused_by_name(mode: str) -> N
         StateGroups.of(config(mamba_cache_mode=mode))
     assert raised.value.field == "layers.1: mamba_cache_mode"
     assert raised.value.seen == mode
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "kept"),
+    [
+        (BLOCK + 4, 4 * BLOCK + 1, [0, 0, 7, 0]),  # the second block holds what it began with
+        (BLOCK + 4, 2 * BLOCK, [0, 6, 7, 0]),  # it ends there
+        (BLOCK, 4 * BLOCK + 1, [5, 6, 7, 0]),
+    ],
+)
+def test_offers_of_the_block_that_a_pass_began_within(
+    start: int, stop: int, kept: list[int]
+) -> None:
+    groups, ids = StateGroups.of(config()), [[1], [5, 6, 0, 8]]
+    groups.keep(ids, range(start, stop), [(1, 6, 2 * BLOCK), (1, 7, 3 * BLOCK)], 100)
+    assert ids[1] == kept
 
 
 @pytest.mark.parametrize(("drafts", "kept"), [(0, [0, 0, 7]), (2, [0, 0, 0])])

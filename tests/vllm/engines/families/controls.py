@@ -1,4 +1,7 @@
-"""Connectors that are wrong about states, windows or drafts, for ``kv_connector_module_path``."""
+"""Connectors that are wrong about states, windows, drafts or faults.
+
+Named by ``kv_connector_module_path``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import Any
 
 import torch
 
+from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
 from pdconn.store.rank.shares import RowShare
 from pdconn.vllm import scheduler
 from pdconn.vllm.connector import PdConnector
+from pdconn.vllm.metadata import PdMetadata
 
 
 class WholePrompt(PdConnector):
@@ -66,4 +71,36 @@ class FlippedDraft(PdConnector):
         if results.finished_recving:
             # Sign of a float32, and a bit of its exponent: 256 times too large, or too small.
             self._draft.view(torch.uint8)[..., 3::4] ^= 0x84
+        return results
+
+
+class Hasty(PdConnector):
+    """Takes every pull for received: one that failed, and one that was left, at once.
+
+    So a request goes on with what its blocks hold, and blocks are given to others while a
+    late read can still write to them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._awaited: set[str] = set()
+        self._left: set[str] = set()
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, PdMetadata)
+        for command in connector_metadata.commands:
+            if isinstance(command, ReadBlocks | FailPull):
+                self._awaited.add(command.request)
+            elif isinstance(command, CancelPull) and command.request in self._awaited:
+                self._left.add(command.request)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving.clear()
+        received = (results.finished_recving & self._awaited) | self._left
+        self._awaited -= received
+        self._left.clear()
+        results.finished_recving.clear()  # of what was reported already as well
+        results.finished_recving.update(received)
         return results

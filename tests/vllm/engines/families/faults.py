@@ -2,6 +2,9 @@
 
 Decode's reads are late and over TCP, so that aborts and kills come while they run and a killed
 prefill engine takes what it lent along.  A failed pull is computed by decode.
+
+A fourth engine can run beside them, which decodes as well and is wrong about faults: it shows
+what the comparisons here notice.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import pytest
 from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.compare import Answer, make_prompts
 from pdconn.lab.engine import Engine, running, wait_ready
+from pdconn.lab.spec import EngineSpec
 from tests.vllm.engines.engines import PdPair, cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, Handover, Prompt, engine
 from tests.vllm.engines.families.models import Family
@@ -30,10 +34,16 @@ LENGTHS = (90, 200, 700)
 
 @dataclass(frozen=True)
 class Faulty:
-    """The engines, and the process to kill."""
+    """The engines, the process to kill, and which engine decodes."""
 
     made: Handover
     prefill: Engine
+    decode: str = "decode"
+
+    @property
+    def hasty(self) -> Faulty:
+        """With the decode engine that takes every pull for received."""
+        return replace(self, decode="hasty")
 
     @property
     def at_once(self) -> int:
@@ -47,7 +57,7 @@ class Faulty:
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Hand over prompts, together if that may be, so that their delays pass together."""
         asked = [self.made.expected(prompt)[0] for prompt in prompts]
-        prefill, decode = self.made.clients["prefill"], self.made.clients["decode"]
+        prefill, decode = self.made.clients["prefill"], self.made.clients[self.decode]
 
         def hand_over(prompt: Prompt) -> Answer:
             ticket = prefill_only(prefill, prompt)
@@ -56,33 +66,52 @@ class Faulty:
         with ThreadPoolExecutor(self.at_once) as pool:
             return list(pool.map(hand_over, asked))
 
+    def pulls(self) -> float:
+        """Pulls that were received."""
+        return self.made.metric("pulls_total", self.decode)
+
 
 @contextmanager
-def faulty_engines(family: Family, work: Path, *, prefix_caching: bool) -> Iterator[Faulty]:
-    """Start an engine alone, and a pair whose reads are late."""
+def faulty_engines(
+    family: Family, work: Path, *, prefix_caching: bool, hasty: bool = False
+) -> Iterator[Faulty]:
+    """Start an engine alone, and a pair whose reads are late; and ``hasty`` if it is asked for."""
     model = family.write(work / "model")
     caching = {"prefix_caching": prefix_caching}
     late = {"reads": {"delay": 1.0, "delay_s": DELAY_S}}
-    decode = engine("decode", family, model, "kv_consumer", debug_faults=late, **caching)
-    recompute = {**(decode.kv_transfer_config or {}), "kv_load_failure_policy": "recompute"}
+
+    def decoding(name: str, connector: str | None = None) -> EngineSpec:
+        spec = engine(
+            name, family, model, "kv_consumer", connector=connector, debug_faults=late, **caching
+        )
+        recompute = {**(spec.kv_transfer_config or {}), "kv_load_failure_policy": "recompute"}
+        return replace(spec, kv_transfer_config=recompute, env={**spec.env, "UCX_TLS": "tcp"})
+
     specs = [
         engine("alone", family, model, None),
         engine("prefill", family, model, "kv_producer", **caching),
-        replace(decode, kv_transfer_config=recompute, env={**decode.env, "UCX_TLS": "tcp"}),
+        decoding("decode"),
+        *([decoding("hasty", "Hasty")] if hasty else []),
     ]
     with running(specs, work, cache=cache_beside(model)) as started:
         clients = {each.spec.name: Client(each.url) for each in started}
         yield Faulty(Handover(family, clients), started[1])
 
 
-def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
-    """Leave while reads are late: later answers are right, and no block is lost."""
+def wrong_after_aborts(
+    faulty: Faulty, prompts: Sequence[Prompt], others: Sequence[Prompt]
+) -> list[str]:
+    """Leave while reads of ``prompts`` are late, and have decode compute ``others`` meanwhile.
+
+    They are put into blocks that were given back, to which no read may write any more.  Each is
+    computed again and again until all reads have come.
+    """
     made = faulty.made
-    prompts = make_prompts(LENGTHS * count, seed)
-    decode, prefill = made.clients["decode"], made.clients["prefill"]
+    decode, prefill = made.clients[faulty.decode], made.clients["prefill"]
     impatient = Client(decode.url, timeout_s=DELAY_S / 3)
-    right = faulty.undisturbed(prompts)
-    pulled = made.metric("pulls_total")
+    asked = [made.expected(prompt)[0] for prompt in prompts]
+    beside = [made.expected(prompt)[0] for prompt in others]
+    pulled = faulty.pulls()
 
     def abort(prompt: Prompt) -> None:
         ticket = prefill_only(prefill, prompt)
@@ -90,24 +119,36 @@ def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
             impatient.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        list(pool.map(abort, [made.expected(prompt)[0] for prompt in prompts]))
-    assert made.metric("pulls_total") == pulled, "they left before their reads were posted"
+        list(pool.map(abort, asked))
+    assert faulty.pulls() == pulled, "they left before their reads were posted"
+    rounds, until = [], time.monotonic() + DELAY_S
+    with ThreadPoolExecutor(faulty.at_once) as pool:
+        while time.monotonic() < until:
+            rounds.append(
+                list(pool.map(lambda prompt: decode.complete(prompt, NUM_TOKENS), beside))
+            )
+    return [wrong for seen in rounds for wrong in made.wrong(others, seen)]
+
+
+def abort_pulls(faulty: Faulty, seed: int, count: int) -> None:
+    """Leave while reads are late: answers beside and later are right, and no block is lost."""
+    made = faulty.made
+    prompts, others = (make_prompts(LENGTHS * count, each) for each in (seed, seed + 10))
+    right = faulty.undisturbed(prompts)
+    wrong = wrong_after_aborts(faulty, prompts, others)
+    assert wrong == [], wrong
     wrong = made.wrong(prompts, faulty.answers(prompts), right)
     assert wrong == [], wrong
-    assert PdPair.used(decode, 30.0) == 0.0
-    assert PdPair.used(prefill, 40.0) == 0.0
+    assert PdPair.used(made.clients[faulty.decode], 30.0) == 0.0
+    assert PdPair.used(made.clients["prefill"], 40.0) == 0.0
 
 
-def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
-    """Some of its tickets are being read, others were not claimed yet; then it starts again."""
+def answers_amid_a_kill(faulty: Faulty, prompts: Sequence[Prompt]) -> list[Answer]:
+    """Kill prefill when some of its tickets are being read and others were not claimed yet."""
     made = faulty.made
-    prompts = make_prompts(LENGTHS * count, seed)
-    later = make_prompts([65, 300], seed + 1)
-    right, right_later = faulty.undisturbed(prompts), faulty.undisturbed(later)
     asked = [made.expected(prompt)[0] for prompt in prompts]
-    decode, prefill = made.clients["decode"], made.clients["prefill"]
+    decode, prefill = made.clients[faulty.decode], made.clients["prefill"]
     tickets = [prefill_only(prefill, prompt) for prompt in asked]
-    pulled = made.metric("pulls_total")
     pairs = list(zip(asked, tickets, strict=True))
     reading = min(len(pairs) // 2, faulty.at_once)
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -121,14 +162,23 @@ def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
             decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
             for prompt, ticket in pairs[reading:]
         ]
-        seen = [each.result() for each in first] + rest
-    wrong = made.wrong(prompts, seen, right)
+        return [each.result() for each in first] + rest
+
+
+def kill_prefill(faulty: Faulty, seed: int, count: int) -> None:
+    """What it lent is computed by decode, and it lends again when it was started again."""
+    made = faulty.made
+    prompts = make_prompts(LENGTHS * count, seed)
+    later = make_prompts([65, 300], seed + 1)
+    right, right_later = faulty.undisturbed(prompts), faulty.undisturbed(later)
+    pulled = faulty.pulls()
+    wrong = made.wrong(prompts, answers_amid_a_kill(faulty, prompts), right)
     assert wrong == [], wrong
-    assert made.metric("pulls_total") - pulled < len(asked)  # the others were computed
+    assert faulty.pulls() - pulled < len(prompts)  # the others were computed
     faulty.prefill.launch()
     wait_ready([faulty.prefill])
-    pulled = made.metric("pulls_total")
+    pulled = faulty.pulls()
     wrong = made.wrong(later, faulty.answers(later), right_later)
     assert wrong == [], wrong
-    assert made.metric("pulls_total") - pulled == 2
-    assert PdPair.used(decode, 30.0) == 0.0
+    assert faulty.pulls() - pulled == 2
+    assert PdPair.used(made.clients[faulty.decode], 30.0) == 0.0

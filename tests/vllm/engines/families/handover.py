@@ -151,6 +151,9 @@ def handing_over(
 
 
 def boundaries(*sizes: int) -> list[int]:
-    """Lengths of prompts around multiples of blocks, windows and chunks; and others."""
-    edges = {size + step for size in sizes for step in (-1, 0, 1)}
+    """Lengths of prompts around multiples of blocks, windows and chunks; and others.
+
+    A token more is handed over, so those just below an edge begin two below it.
+    """
+    edges = {size + step for size in sizes for step in (-2, -1, 0, 1)}
     return sorted({1, 2, 5, 300, 1500, *edges} - {0})

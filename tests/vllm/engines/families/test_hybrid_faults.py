@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.engines.families.faults import Faulty, abort_pulls, faulty_engines, kill_prefill
+from pdconn.lab.compare import make_prompts
+from tests.vllm.engines.families.faults import (
+    LENGTHS,
+    Faulty,
+    abort_pulls,
+    answers_amid_a_kill,
+    faulty_engines,
+    kill_prefill,
+    wrong_after_aborts,
+)
 from tests.vllm.engines.families.models import GRANITE_4_H
 
 pytestmark = pytest.mark.matrix
@@ -15,7 +24,7 @@ pytestmark = pytest.mark.matrix
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
     work = tmp_path_factory.mktemp("granite-faults")
-    with faulty_engines(GRANITE_4_H, work, prefix_caching=True) as faulty:
+    with faulty_engines(GRANITE_4_H, work, prefix_caching=True, hasty=True) as faulty:
         yield faulty
 
 
@@ -25,3 +34,16 @@ def test_aborted_pulls_leave_nothing_behind(engines: Faulty) -> None:
 
 def test_a_killed_prefill_engine_costs_no_right_answer(engines: Faulty) -> None:
     kill_prefill(engines, seed=22, count=3)
+
+
+def test_blocks_that_are_given_back_before_their_read_are_noticed(engines: Faulty) -> None:
+    """Negative control of aborts."""
+    prompts, others = (make_prompts(LENGTHS * 2, seed) for seed in (51, 61))
+    assert wrong_after_aborts(engines.hasty, prompts, others) != []
+
+
+def test_a_failed_pull_that_is_taken_for_received_is_noticed(engines: Faulty) -> None:
+    """Negative control of kills, after which prefill does not run any more."""
+    prompts = make_prompts(LENGTHS * 2, seed=71)
+    seen = answers_amid_a_kill(engines.hasty, prompts)
+    assert len(engines.made.wrong(prompts, seen)) == len(prompts)

@@ -90,16 +90,32 @@ def test_other_families(family: Family, prefix_caching: bool, tmp_path: Path) ->
             assert len(made.mismatches(PROMPTS[2:6], decode="flipped")) == 4
 
 
-@pytest.mark.matrix
-def test_ranks_divide_and_join_states(tmp_path: Path) -> None:
-    """Two ranks to one, and to two; one to two is above."""
-    family, model = GRANITE_4_H, GRANITE_4_H.write(tmp_path / "model")
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handover]:
+    """Two ranks lend to one and to two; and a pair of one rank without prefix caching."""
+    work = tmp_path_factory.mktemp("granite-ranks")
+    family, model = GRANITE_4_H, GRANITE_4_H.write(work / "model")
     specs = [
         engine("prefill", family, model, "kv_producer", ranks=2, prefix_caching=True),
         engine("decode", family, model, "kv_consumer", prefix_caching=True),
         engine("wide", family, model, "kv_consumer", ranks=2),
+        engine("plain-prefill", family, model, "kv_producer"),
+        engine("plain", family, model, "kv_consumer"),
     ]
-    with handing_over(family, tmp_path, specs, model) as made:
-        assert made.mismatches(PROMPTS) == []
-        assert made.mismatches(PROMPTS, decode="wide") == []
-        assert made.metric("pulls_verified_total", "wide") == 2 * len(PROMPTS)
+    with handing_over(family, work, specs, model) as made:
+        yield made
+
+
+@pytest.mark.matrix
+def test_ranks_divide_and_join_states(ranks: Handover) -> None:
+    """Two ranks to one, and to two; one to two is above."""
+    assert ranks.mismatches(PROMPTS) == []
+    assert ranks.mismatches(PROMPTS, decode="wide") == []
+    assert ranks.metric("pulls_verified_total", "wide") == 2 * len(PROMPTS)
+
+
+@pytest.mark.matrix
+def test_states_without_prefix_caching(ranks: Handover) -> None:
+    """On neither side; the other families are above."""
+    assert ranks.mismatches(PROMPTS, "plain-prefill", "plain") == []
+    assert ranks.metric("pulls_verified_total", "plain") == len(PROMPTS)

@@ -151,20 +151,18 @@ def test_ngram(prefix_caching: bool, tmp_path: Path) -> None:
         assert counts(made, "decode", repeated).accepted > 0
 
 
-@pytest.mark.parametrize("prefix_caching", [True], ids=["caching"])
-def test_eagle(prefix_caching: bool, tmp_path: Path) -> None:
+def test_eagle(tmp_path: Path) -> None:
     model = write_target(tmp_path / "model")
     head = write_eagle(model, tmp_path / "eagle")
     family = drafting(LLAMA, method="eagle", model=str(head))
-    specs = beside(family, model, prefix_caching)
-    with handing_over(family, tmp_path, specs, model, prefix_caching=prefix_caching) as made:
-        check(made, prefix_caching)
+    specs = beside(family, model, prefix_caching=True)
+    with handing_over(family, tmp_path, specs, model, prefix_caching=True) as made:
+        check(made, prefix_caching=True)
 
 
-@pytest.mark.parametrize("prefix_caching", [True], ids=["caching"])
-def test_mtp(prefix_caching: bool, tmp_path: Path) -> None:
+def test_mtp(tmp_path: Path) -> None:
     model = write_mtp(tmp_path / "model")
     family = drafting(MIMO, method="mtp")
-    specs = beside(family, model, prefix_caching)
-    with handing_over(family, tmp_path, specs, model, prefix_caching=prefix_caching) as made:
-        check(made, prefix_caching)
+    specs = beside(family, model, prefix_caching=True)
+    with handing_over(family, tmp_path, specs, model, prefix_caching=True) as made:
+        check(made, prefix_caching=True)
