@@ -248,6 +248,13 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         help="decode that holds a prefix and lacks at most this serves it alone (%(default)s)",
     )
     parser.add_argument(
+        "--pull-above",
+        type=int,
+        metavar="TOKENS",
+        help="prefill pulls what another engine holds more of a prompt, from so many tokens on and "
+        "where that is faster; every engine needs kv_role kv_both (never)",
+    )
+    parser.add_argument(
         "--hash-algorithm",
         choices=tuple(ALGORITHMS),
         help="the engines' --prefix-caching-hash-algo (detected)",
@@ -310,6 +317,7 @@ def _config(args: argparse.Namespace) -> ProxyConfig:
         fleet=args.fleet,
         policy=args.policy,
         alone_below=args.alone_below,
+        pull_above=args.pull_above,
         hash_algorithm=args.hash_algorithm,
         hash_block_tokens=args.hash_block_tokens,
         hash_seed=args.hash_seed,

@@ -32,6 +32,7 @@ class ProxyConfig:
     endpoints of their KV events, or DNS names.  An engine may be in both, and in the file
     ``fleet`` too.  Port 0 takes any free port.
 
+    ``pull_above`` is the fewest tokens that prefill pulls from another engine; None: it never does.
     ``without_prefill`` is a word of ``WITHOUT_PREFILL``.  ``drain_delay_s`` passes between the
     end of readiness and the end of listening; ``drain_timeout_s`` begins after it.
 
@@ -44,6 +45,7 @@ class ProxyConfig:
     fleet: str | None = None
     policy: str = PrefixAware.name
     alone_below: int = 256
+    pull_above: int | None = None
     hash_algorithm: str | None = None
     hash_block_tokens: int | None = None
     hash_seed: str | None = None
@@ -79,6 +81,8 @@ class ProxyConfig:
             raise BadSetting("--policy", f"one of {', '.join(POLICIES)}", self.policy)
         if self.alone_below < 0:
             raise BadSetting("--alone-below", "tokens, at least 0", self.alone_below)
+        if self.pull_above is not None and self.pull_above < 1:
+            raise BadSetting("--pull-above", "tokens, at least 1", self.pull_above)
         for medium, weight in self.weights.items():
             if not (math.isfinite(weight) and weight >= 0):
                 raise BadSetting("--weight", f"{medium}=NUMBER, at least 0", weight)

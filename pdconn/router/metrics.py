@@ -20,6 +20,7 @@ from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, Route
+from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import Decision, RequestEnd
 
@@ -152,6 +153,18 @@ METRICS = (
         "Prompt tokens where prefill reported its cache hit: predicted, cached, prompt (all)",
     ),
     RouterMetric(
+        "pdconn_router_prefix_pulls_total",
+        "counter",
+        ("outcome",),
+        "Prefixes that prefill was to pull from another engine (--pull-above), by what came of it",
+    ),
+    RouterMetric(
+        "pdconn_router_prefix_pull_tokens_total",
+        "counter",
+        (),
+        "Tokens that prefill pulled from another engine instead of computing them",
+    ),
+    RouterMetric(
         "pdconn_router_pod_blocks",
         "gauge",
         ("pod",),
@@ -257,6 +270,8 @@ class RouterMetrics:
         self._prompt_tokens = self._counter("prompt_tokens_total")
         self._hit_tokens = self._counter("predicted_hit_tokens_total")
         self._reported = self._counter("reported_tokens_total")
+        self._pulls = self._counter("prefix_pulls_total")
+        self._pulled_tokens = self._counter("prefix_pull_tokens_total")
         self._touch_all()
 
     def _counter(self, name: str) -> Counter:
@@ -276,14 +291,16 @@ class RouterMetrics:
     def _touch_all(self) -> None:
         """Make every series exist: 0 instead of no data until it first counts."""
         for route in Route:
-            for end in RequestEnd:
-                self._requests.labels(route.path, end.value)
+            for ended in RequestEnd:
+                self._requests.labels(route.path, ended.value)
         for reason in Direct:
             self._direct.labels(reason.value)
         for dropped in Dropped:
             self._dropped.labels(dropped.value)
         for ticket in TicketEnd:
             self._tickets.labels(ticket.value)
+        for end in PullEnd:
+            self._pulls.labels(end.value)
         for role in Role:
             self._hit_tokens.labels(role.value)
         for kind in ("predicted", "cached", "prompt"):
@@ -357,6 +374,13 @@ class RouterMetrics:
             self._reported.labels("predicted").inc(decision.hit_tokens(prefill))
             self._reported.labels("cached").inc(max(0, cached_tokens))
             self._reported.labels("prompt").inc(decision.num_tokens)
+
+    def prefix_pulled(self, pull: PrefixPull) -> None:
+        """Count a pull that has ended."""
+        if pull.end is not None:
+            self._pulls.labels(pull.end.value).inc()
+        if pull.end is PullEnd.TAKEN:
+            self._pulled_tokens.inc(pull.saved)
 
     def render(self) -> bytes:
         """The page that Prometheus reads."""

@@ -46,8 +46,10 @@ from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.handover import abandoned, ticket_return
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.metrics import RouterMetrics
+from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
 from pdconn.router.routing import tokenize
 from pdconn.router.routing.decide import RequestRouter
@@ -178,16 +180,26 @@ async def _services(
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
     health = Health(engines, client, metrics, decodes_alone=config.decodes_alone)
-    left = _abandoned(engines, client, metrics, limits)
+    tickets = _tickets(engines, client, metrics, limits)
+    left = AbandonedRequests(tickets, limits.patience_s)
+    planner = PullPlanner.of(config.pull_above or 1)
+    pulls = PrefixPulls(planner, client, health, metrics, tickets)
     caches = _caches(config)
     feeds = EventFeeds(caches)
     loads = LoadPoller(engines, client)
     tokeniser = _tokeniser(engines, client, limits)
     router = RequestRouter(
-        engines, policy, caches, tokeniser, loads, metrics, decodes_alone=config.decodes_alone
+        engines,
+        policy,
+        caches,
+        tokeniser,
+        loads,
+        metrics,
+        decodes_alone=config.decodes_alone,
+        pulls=None if config.pull_above is None else planner,
     )
     metrics.watch(caches, feeds.statuses, policy.name)
-    handover = Handover(engines, client, router, health, metrics, left)
+    handover = Handover(engines, client, router, health, metrics, left, pulls)
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -207,23 +219,23 @@ async def _services(
             reloader = Reloader(config.fleet, watch, keys, tls)
             yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
     finally:
+        await pulls.close(limits.patience_s)
         await left.close(limits.last_returns_s)
         await feeds.close()
         await health.close()
         await client.close()
 
 
-def _abandoned(
+def _tickets(
     engines: EngineRegistry, client: EngineClient, metrics: RouterMetrics, limits: Limits
-) -> AbandonedRequests:
-    tickets = TicketReturner(
+) -> TicketReturner:
+    return TicketReturner(
         engines,
         client,
         metrics,
         give_up_s=limits.ticket_return_s,
         most_returns=limits.most_ticket_returns,
     )
-    return AbandonedRequests(tickets, limits.patience_s)
 
 
 def _caches(config: ProxyConfig) -> PrefixCaches:

@@ -57,6 +57,20 @@ class Seen:
     def body(self) -> dict[str, Any]:
         return json.loads(self.raw)
 
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.body.get("kv_transfer_params") or {}
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """What the connector's own key says."""
+        return self.params.get("pdconn") or {}
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The ticket for the prompt's prefix, if it has one."""
+        return self.ours.get("from") or {}
+
 
 @dataclass
 class Leases:
@@ -99,6 +113,8 @@ class FakeEngine:
         self.models: list[dict[str, Any]] | None = None
         self.cached_tokens: Any = None  # what prefill reports, if it does
         self.lends = True
+        self.held_tokens: int | None = None  # of a prefix that is asked for; None: all of it
+        self.lent_tokens: list[int] = []  # of each prefix that was asked for
         self.checks_names = True
         self.admission_s = 0.0  # until it looks at a request
         self.admitting = asyncio.Event()  # while clear it looks at no request
@@ -182,14 +198,17 @@ class FakeEngine:
 
     def tell_lender(self, seen: Seen) -> None:
         """The request is over, however it ended: its blocks are not needed."""
-        lease = (seen.body.get("kv_transfer_params") or {}).get("lease")
-        self.leases.held.discard(lease)
+        params = seen.params
+        self.leases.held.discard(params.get("lease"))
+        self.leases.held.discard(seen.source.get("lease"))
 
     async def answer(self, seen: Seen, http: web.Request) -> web.StreamResponse:
         body = seen.body
         if self.checks_names and body.get("model", MODEL) != MODEL:
             return error(404, f"The model `{body['model']}` does not exist.")
-        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        if "lend" in seen.ours:
+            return self.prefix_answer(seen.ours["lend"])
+        if seen.params.get("do_remote_decode"):
             return self.prefill_answer()
         if body.get("stream"):
             return await self.stream(http)
@@ -203,6 +222,18 @@ class FakeEngine:
             usage = f'"usage": {{"prompt_tokens_details": {details}}}, '
         choices = '"choices": [{"text": "a"}]'
         text = f'{{"id": "x", {choices}, {usage}"kv_transfer_params": {ticket}}}'
+        return web.Response(text=text, content_type="application/json")
+
+    def prefix_answer(self, num_tokens: int) -> web.Response:
+        """A ticket for a prefix, or a refusal where less is held."""
+        self.lent_tokens.append(num_tokens)
+        if not self.lends:
+            params = "null"
+        elif self.held_tokens is not None and self.held_tokens < num_tokens:
+            params = json.dumps({"pdconn": {"lend": num_tokens, "held": self.held_tokens}})
+        else:
+            params = self.leases.grant()
+        text = f'{{"id": "x", "choices": [{{"text": "a"}}], "kv_transfer_params": {params}}}'
         return web.Response(text=text, content_type="application/json")
 
     async def stream(self, http: web.Request) -> web.StreamResponse:

@@ -214,8 +214,25 @@ def _brief(logged: Logged) -> dict[str, object]:
         "prefill_why": _why(decision.ranking.prefill, outcome.prefill),
         "decode_why": _why(decision.ranking.decode, outcome.decode),
         "cached_tokens": outcome.cached_tokens,
+        "pull": _pull(logged),
         "ticket_ms": _in_ms(outcome.ticket_s),
         "first_byte_ms": _in_ms(outcome.first_byte_s),
+    }
+
+
+def _pull(logged: Logged) -> dict[str, object] | None:
+    """What prefill was to pull from another engine, or why not; None if that is switched off."""
+    decision, outcome = logged
+    first = decision.ranking.prefill[0].candidate.pull if decision.ranking.prefill else None
+    pull = outcome.pull
+    if first is None and pull is None:
+        return None
+    return {
+        "why": None if first is None else first.why,
+        "holder": None if pull is None else pull.holder,
+        "tokens": 0 if pull is None else pull.saved,
+        "outcome": None if pull is None or pull.end is None else pull.end.value,
+        "ms": None if pull is None else _in_ms(pull.took_s),
     }
 
 

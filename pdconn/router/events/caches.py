@@ -139,6 +139,10 @@ class PrefixCaches:
         """The ways that engines hash, as far as known."""
         return list({feed.scheme: None for feed in self.feeds.values() if feed.scheme is not None})
 
+    def has_several_ranks(self, engine: str) -> bool:
+        """Whether an engine has more data-parallel ranks than rank 0."""
+        return _pod_name(engine, 1) in self.feeds
+
     def pods_by(self, scheme: HashScheme) -> list[str]:
         """The pods that hash by a scheme."""
         return [name for name, feed in self.feeds.items() if feed.scheme == scheme]
@@ -227,4 +231,8 @@ class PrefixCaches:
 
 def pod_name(source: EventSource) -> str:
     """The index's name of one rank of an engine."""
-    return source.engine if source.rank == 0 else f"{source.engine}#{source.rank}"
+    return _pod_name(source.engine, source.rank)
+
+
+def _pod_name(engine: str, rank: int) -> str:
+    return engine if rank == 0 else f"{engine}#{rank}"

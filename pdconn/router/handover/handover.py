@@ -27,6 +27,7 @@ from pdconn.router.fleet.client import (
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests
+from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
 from pdconn.router.openai.headers import RANK_HEADER
@@ -39,6 +40,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """Prefill's answer, and the ticket that it was given."""
+
+    whole: bytes
+    borrowed: Borrowed | None
+
+
+@dataclass(frozen=True, slots=True)
 class Handover:
     """Takes requests through prefill and decode."""
 
@@ -48,6 +57,7 @@ class Handover:
     health: Health
     metrics: RouterMetrics
     abandoned: AbandonedRequests
+    pulls: PrefixPulls
     _warned: set[str] = field(default_factory=set)
 
     async def answer(self, request: RoutedRequest) -> EngineAnswer:
@@ -132,40 +142,59 @@ class Handover:
 
     async def _prefill(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """Get the request its ticket; what this returns is prefill's refusal."""
-        body = prefill_body(request.body)
         failures: list[EngineFailure] = []
         for candidate in self._candidates(Role.PREFILL, decision):
             engine = candidate.engine
-            headers = _headers(request, candidate)
-            headers["Accept-Encoding"] = "identity"  # the router reads this answer
-            uncached = max(0, decision.num_tokens - candidate.hit.tokens)
             _enter(request, Stage.PREFILL)
+            is_idle = self.router.inflight.at(engine)[0] == 0
+            uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
             finish = self.router.inflight.start(engine, uncached, candidate.rank)
             try:
-                answer = await self.client.post(engine, request.body.route.path, body, headers)
-                if answer.status != 200:
-                    return answer
-                async with answer:
-                    whole = await answer.rest()
+                answer = await self._ask_prefill(request, candidate)
             except (ConnectFailed, ConnectionLost) as error:
                 failures.append(self._note_failure(Role.PREFILL, engine, request, error))
                 continue
             finally:
                 finish()
-            self._prefilled(request, decision, engine, whole)
+            if isinstance(answer, EngineAnswer):
+                return answer
+            self._prefilled(request, decision, engine, answer)
+            learns = is_idle and decision.lookup is not None
+            leg = PrefillLeg(candidate, decision.num_tokens, request.waited_s(), learns)
+            self.pulls.prefilled(request, answer.borrowed, leg)
             return None
         raise NoEngineLeft(Role.PREFILL.value, self.engines.failures(Role.PREFILL, failures))
 
+    async def _ask_prefill(
+        self, request: RoutedRequest, candidate: Candidate
+    ) -> _Prefilled | EngineAnswer:
+        """What prefill says, with what another engine lends it of the prompt; or its refusal."""
+        borrowed = await self.pulls.borrow(request, candidate)
+        try:
+            body = prefill_body(request.body, None if borrowed is None else borrowed.ticket)
+            headers = _headers(request, candidate)
+            headers["Accept-Encoding"] = "identity"  # the router reads this answer
+            path = request.body.route.path
+            answer = await self.client.post(candidate.engine, path, body, headers)
+            if answer.status == 200:
+                async with answer:
+                    return _Prefilled(await answer.rest(), borrowed)
+        except BaseException:
+            self.pulls.failed(request, borrowed)
+            raise
+        self.pulls.failed(request, borrowed)
+        return answer
+
     def _prefilled(
-        self, request: RoutedRequest, decision: Decision, engine: str, answer: bytes
+        self, request: RoutedRequest, decision: Decision, engine: str, answer: _Prefilled
     ) -> None:
-        """Note the ticket and the reported cache hit."""
+        """Note the ticket and the reported cache hit, of which pulled tokens are a part."""
         took_s = request.waited_s()
         self.metrics.time_to_ticket.observe(took_s)
         request.prefill = engine
-        request.ticket = find_ticket(answer)
-        request.cached_tokens = find_cached_tokens(answer)
-        if request.cached_tokens is not None:
+        request.ticket = find_ticket(answer.whole)
+        request.cached_tokens = find_cached_tokens(answer.whole)
+        if request.cached_tokens is not None and answer.borrowed is None:
             self.router.prefill_reported(decision, engine, request.cached_tokens)
         if request.ticket is None:
             self._warn_no_ticket(engine)

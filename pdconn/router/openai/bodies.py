@@ -8,11 +8,18 @@
     decode   {"model": m, "prompt": p, "max_tokens": 64, "stream": true,
               "kv_transfer_params": the ticket, as prefill wrote it}
 
-The ticket is the connector's: the router passes it on unread.
+and where an engine holds the first n tokens of the prompt, which prefill pulls from it::
+
+    holder   {"model": m, "prompt": [n + 1 token ids], "max_tokens": 1,
+              "kv_transfer_params": {"do_remote_decode": true, "pdconn": {"lend": n}, ...}}
+    prefill  as above, and in "kv_transfer_params" "pdconn": {"from": the holder's ticket}
+
+Tickets are the connector's: the router passes them on unread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -35,18 +42,55 @@ _NOT_FOR_PREFILL = frozenset(
     }
 )
 
-_LEND = Raw(
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
-)
+_LEND: Mapping[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+_SHAPES_HASHES = ("model", "cache_salt")
+"""Fields beside the prompt that an engine's block hashes depend on."""
 
 #: No engine serves a model of this name; see ``return_body``.
 RETURN_MODEL = "pdconn-returns-a-ticket"
 
 
-def prefill_body(body: ParsedBody) -> bytes:
-    """The same prompt, one token of answer, and a request to lend the blocks."""
-    return msgspec.json.encode(_prefill_fields(body))
+def prefill_body(body: ParsedBody, source: Raw | None = None) -> bytes:
+    """The same prompt, one token of answer, and a request to lend the blocks.
+
+    ``source`` is a ticket for the prompt's prefix.
+    """
+    fields = _prefill_fields(body)
+    if source is not None:
+        fields[TICKET_FIELD] = {**_LEND, "pdconn": {"from": source}}
+    return msgspec.json.encode(fields)
+
+
+def prefix_body(body: ParsedBody, prefix: Sequence[int]) -> bytes:
+    """A request for the KV cache of a prompt's first tokens; ``prefix`` has one token more."""
+    lend = {**_LEND, "pdconn": {"lend": len(prefix) - 1}}
+    return msgspec.json.encode(
+        {
+            **_hash_fields(body),
+            "prompt": prefix,
+            "max_tokens": 1,
+            "stream": False,
+            TICKET_FIELD: lend,
+        }
+    )
+
+
+def without_prompt(body: ParsedBody) -> ParsedBody:
+    """One to return a prefix's ticket with: the prompt does not matter to that."""
+    fields = {**_hash_fields(body), "prompt": Raw(b"[0]")}
+    return ParsedBody(Route.COMPLETIONS, b"", fields, None)
+
+
+def _hash_fields(body: ParsedBody) -> dict[str, Raw]:
+    return {name: body.fields[name] for name in _SHAPES_HASHES if name in body.fields}
 
 
 def decode_body(body: ParsedBody, ticket: Raw | None) -> bytes:
@@ -74,6 +118,10 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: Raw = Raw(b"null")
 
 
+class _PrefixTicket(msgspec.Struct):
+    do_remote_prefill: bool
+
+
 class _Details(msgspec.Struct):
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
 
@@ -97,6 +145,19 @@ def find_ticket(answer: bytes) -> Raw | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return None if is_empty(found) or kind_of(found) != "an object" else found
+
+
+def find_prefix_ticket(answer: bytes) -> Raw | None:
+    """The ticket in the answer to ``prefix_body``; None where nothing is lent.
+
+    >>> find_prefix_ticket(b'{"kv_transfer_params": {"pdconn": {"lend": 9, "held": 4}}}')
+    """
+    found = find_ticket(answer)
+    try:
+        lent = found is not None and msgspec.json.decode(found, type=_PrefixTicket)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if lent and lent.do_remote_prefill else None
 
 
 def find_cached_tokens(answer: bytes) -> int | None:

@@ -20,6 +20,8 @@ FLOOR_TOKENS = 512
 """A pull that saves fewer tokens is not worth a request."""
 MOST_LENT = 4
 """Pulls from one holder at a time."""
+LEAST_PATIENCE_S = 0.05
+"""A holder that is asked has so long to answer, however little a pull gains."""
 GAIN = 0.9
 """A pull is taken if it takes at most this part of the time: what is gained must be sure."""
 
@@ -43,12 +45,28 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done about a prefix, and why; ``holder`` is None if it is computed."""
+    """What is done about a prefix, and why.
+
+    Attributes:
+        holder: None if it is computed.
+        seconds: that it takes, with the rest of the prompt.
+        computed_s: that it would take to compute all.
+        why: a sentence.
+        saved: tokens that are pulled instead of computed.
+        cost: how many tokens could be computed in the time that pulling those takes.
+    """
 
     holder: Holder | None
     seconds: float
     computed_s: float
     why: str
+    saved: int = 0
+    cost: float = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """After so many seconds without the holder's answer, computing is the better choice."""
+        return max(LEAST_PATIENCE_S, self.computed_s - self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +94,7 @@ class Chooser:
         """
         compute = self.computing.of(engine, now)
         computed_s = compute.at(num_tokens - held)
+        token_s = computed_s / max(1, num_tokens - held)
         best = Choice(None, computed_s, computed_s, "nobody holds more")
         for holder in holders:
             more = holder.tokens - held
@@ -86,9 +105,9 @@ class Chooser:
             why = self._why_not(holder, more, seconds, computed_s)
             if why is None and (best.holder is None or seconds < best.seconds):
                 told = f"{holder.engine} holds {more} tokens more: {seconds:.3f} s, "
-                best = Choice(
-                    holder, seconds, computed_s, told + f"computing takes {computed_s:.3f} s"
-                )
+                told += f"computing takes {computed_s:.3f} s"
+                cost = pull_s / token_s if token_s > 0 else 0.0
+                best = Choice(holder, seconds, computed_s, told, more, cost)
             elif best.holder is None and why is not None:
                 best = Choice(None, computed_s, computed_s, f"{holder.engine} {why}")
         return best

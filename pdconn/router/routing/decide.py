@@ -12,8 +12,8 @@ refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
 from pdconn.router.fleet.loads import KvUsage, LoadPoller
@@ -22,6 +22,8 @@ from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
+from pdconn.router.pulls.choose import Holder
+from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.routing.inflight import InflightTracker
 from pdconn.router.routing.models import CannotTokenise
 from pdconn.router.routing.policy import (
@@ -65,6 +67,7 @@ class RequestRouter:
             say nothing about it.
         decodes_alone: decode computes prompts itself while no prefill engine answers; False:
             such requests are refused.
+        pulls: plans what prefill pulls from other engines; None: prefill computes what it lacks.
     """
 
     engines: EngineRegistry
@@ -79,6 +82,7 @@ class RequestRouter:
     since: dict[str, float] = field(default_factory=dict)
     usage: KvUsage = field(default_factory=KvUsage)
     decodes_alone: bool = True
+    pulls: PullPlanner | None = None
 
     async def decide(self, request: RoutedRequest) -> Decision:
         """The engines to try for a request.
@@ -91,10 +95,12 @@ class RequestRouter:
         prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
         query = _query(request, tokenised, bool(prefill) or not self.decodes_alone)
         loads = self.loads.fresh(LOAD_FOR_S)
+        computing = [self._candidate(name, lookup, loads) for name in prefill]
+        if tokenised is not None and query.can_hand_over:
+            holders = self._holders(lookup, loads, dict.fromkeys((*prefill, *decode)))
+            computing = self._with_pulls(request, tokenised, computing, holders)
         ranking = self.policy.decide(
-            query,
-            [self._candidate(name, lookup, loads) for name in prefill],
-            [self._candidate(name, lookup, loads) for name in decode],
+            query, computing, [self._candidate(name, lookup, loads) for name in decode]
         )
         decision = Decision(
             request.request_id,
@@ -141,6 +147,8 @@ class RequestRouter:
         now = time.time()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
         self.usage.keep(self.engines.names)
+        if self.pulls is not None:
+            self.pulls.keep(self.engines.names)
         for engine in [engine for engine in self.trust if engine not in self.engines]:
             del self.trust[engine]
 
@@ -179,6 +187,47 @@ class RequestRouter:
             max(0, busy - ours),
             self.usage.observe(engine, usage, idle=idle, now=time.monotonic()),
         )
+
+    def _holders(
+        self, lookup: PrefixLookup | None, loads: Mapping[str, Load], live: Iterable[str]
+    ) -> list[Holder]:
+        """Engines that hold some of the prefix in their own memory, and did so when it mattered."""
+        if lookup is None or self.pulls is None:
+            return []
+        found = []
+        for engine in live:
+            ranks = lookup.ranks.get(engine, ())
+            best = ranks[0] if ranks else None
+            if best is None or best.hit.tokens == 0 or self.trust.get(engine, 1.0) < TRUSTED_FROM:
+                continue
+            if best.hit.weighed_tokens < best.hit.tokens:
+                continue  # some of it is in a store
+            waiting = (loads.get(engine) or Load()).waiting or 0
+            rank = best.rank if self.caches.has_several_ranks(engine) else None
+            found.append(Holder(engine, best.hit.tokens, rank, waiting))
+        return found
+
+    def _with_pulls(
+        self,
+        request: RoutedRequest,
+        tokenised: Tokenised,
+        candidates: list[Candidate],
+        holders: list[Holder],
+    ) -> list[Candidate]:
+        """The candidates and what each would pull; the request keeps its tokens if any would."""
+        if self.pulls is None or not holders:
+            return candidates
+        num_tokens, now = len(tokenised.tokens), time.monotonic()
+        planned = [
+            replace(
+                one,
+                pull=self.pulls.choose(one.engine, num_tokens, one.hit.tokens, holders, now),
+            )
+            for one in candidates
+        ]
+        if any(one.pull is not None and one.pull.holder is not None for one in planned):
+            request.tokens = tokenised.tokens
+        return planned
 
     def _best_rank(self, engine: str, ranks: tuple[RankHit, ...]) -> tuple[Hit, int | None]:
         """The hit of an engine's best rank, and the rank that the request should name.

@@ -11,7 +11,8 @@ before this request is done, and takes the cheapest::
     decode d, alone                                     left(d) + 64 * requests(d) + pressure(d)
 
     left      tokens of the prompt that the engine's hit does not cover, and of those on a slower
-              medium, such as a store, a part (by the hit's score per block)
+              medium, such as a store, a part (by the hit's score per block); what prefill would
+              pull from another engine counts as the tokens that it could compute in that time
     pulled    the same, but where states cut the hit: they are pulled whatever the engine holds, so
               only what full attention lacks counts
     queue     tokens that this router sent there and that are not computed yet
@@ -39,6 +40,7 @@ from hashlib import blake2b
 from typing import ClassVar, Protocol
 
 from pdconn.router.prefix.score import NO_HIT, Hit
+from pdconn.router.pulls.choose import Choice
 
 TOKENS_PER_FOREIGN_REQUEST = 512.0
 """Cost of a request at prefill that this router did not send.  Guessed: a short prompt."""
@@ -77,6 +79,7 @@ class Candidate:
         num_requests: running and waiting, as the engine reports or as this router sent, if more.
         num_others: of those, requests that this router did not send.
         kv_usage: share of its blocks in use, 0 to 1; lent blocks are in use.
+        pull: what it would do about the part of the prefix that another engine holds.
     """
 
     engine: str
@@ -86,6 +89,12 @@ class Candidate:
     num_requests: int = 0
     num_others: int = 0
     kv_usage: float = 0.0
+    pull: Choice | None = None
+
+    @property
+    def held_or_pulled(self) -> int:
+        """Tokens of the prompt that it need not compute."""
+        return self.hit.tokens + (0 if self.pull is None else self.pull.saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +271,12 @@ def _parts(query: RouteQuery, candidate: Candidate) -> dict[str, float]:
     left = _uncached(query, candidate)
     loaded = min(left, max(0.0, candidate.hit.tokens - candidate.hit.weighed_tokens))
     parts = {"uncached": left - loaded}
-    return parts | {"to load": loaded} if loaded else parts
+    if loaded:
+        parts["to load"] = loaded
+    if candidate.pull is not None and candidate.pull.saved:
+        parts["uncached"] = max(0.0, parts["uncached"] - candidate.pull.saved)
+        parts["to pull"] = candidate.pull.cost
+    return parts
 
 
 def _pressure(query: RouteQuery, candidate: Candidate) -> float:

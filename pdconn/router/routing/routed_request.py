@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -29,6 +29,7 @@ from pdconn.router.admission.budget import HeldBody
 from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.fleet.client import Delivery
 from pdconn.router.openai.requests import ParsedBody
+from pdconn.router.pulls.pull import PrefixPull
 from pdconn.router.routing.policy import Ranking
 
 MOST_DECISIONS = 512
@@ -67,6 +68,8 @@ class RoutedRequest:
         asked_at_s: when the engine was asked, by ``time.perf_counter``.
         delivery: whether that engine can have seen the request.
         client_left: no other engine is asked.
+        tokens: of its prompt, while prefill may pull some of them from another engine.
+        pull: what prefill pulled from another engine, or tried to.
         ticket: from prefill, while it may still be used.
         prefill, decode: the engines that answered, so far.
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
@@ -82,6 +85,8 @@ class RoutedRequest:
     asked_at_s: float = field(default_factory=time.perf_counter)
     delivery: Delivery = field(default_factory=Delivery)
     client_left: bool = False
+    tokens: Sequence[int] | None = None
+    pull: PrefixPull | None = None
     ticket: Raw | None = None
     prefill: str | None = None
     decode: str | None = None
@@ -96,6 +101,7 @@ class RoutedRequest:
     def drop_body(self) -> None:
         """Its answer has begun, or it failed: an answer may take minutes, and needs no body."""
         self.body = self.body.emptied()
+        self.tokens = None
 
     def enter(self, stage: Stage) -> None:
         """The next engine is about to be asked."""
@@ -122,6 +128,7 @@ class RoutedRequest:
             self.first_byte_s,
             self.end,
             self.total_s,
+            self.pull,
         )
 
 
@@ -181,6 +188,7 @@ class Outcome:
         first_byte_s: from asking decode until the first byte of its answer.
         end: how it ended; None while it is under way.
         total_s: from the request's arrival until its end.
+        pull: what prefill pulled from another engine, or tried to.
     """
 
     status: int | None = None
@@ -191,6 +199,7 @@ class Outcome:
     first_byte_s: float | None = None
     end: RequestEnd | None = None
     total_s: float | None = None
+    pull: PrefixPull | None = None
 
 
 PENDING = Outcome()

@@ -1,0 +1,215 @@
+"""A prompt's prefix, asked for from the engine that holds it, for prefill to pull.
+
+::
+
+    decide ──► ask the holder ──ticket──► prefill pulls it, computes the rest, lends all to decode
+                    │                        │
+                    └─ refused, late,        └─ has not used it: the ticket is returned
+                       failed: prefill
+                       computes
+
+The holder has as long as the pull would gain.  A ticket that comes later is returned, and so is
+one of a client that left meanwhile.  What was pulled, and how long it took, is learned from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from msgspec import Raw
+
+from pdconn.router.background import Background
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient, OutOfResources
+from pdconn.router.fleet.health import Health
+from pdconn.router.handover.ticket_return import TicketReturner
+from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.bodies import find_prefix_ticket, find_ticket, prefix_body, without_prompt
+from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
+from pdconn.router.openai.requests import Route
+from pdconn.router.pulls.choose import Choice, Holder
+from pdconn.router.pulls.planner import RESTS_S, PullPlanner
+from pdconn.router.pulls.pull import PrefixPull, PullEnd
+from pdconn.router.routing.policy import Candidate
+from pdconn.router.routing.routed_request import RoutedRequest
+
+log = logging.getLogger(__name__)
+
+GIVE_UP_S = 10.0
+"""A holder that has not answered by then will not: its ticket, if any, ends by its lease."""
+MOST_ASKED = 256
+"""Holders that are asked at a time."""
+
+
+Came: TypeAlias = Raw | PullEnd
+"""From a holder: a ticket, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A ticket for a prefix, on its way to prefill."""
+
+    choice: Choice
+    asked: RoutedRequest
+    ticket: Raw
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that the ticket covers."""
+        return 0 if self.choice.holder is None else self.choice.holder.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLeg:
+    """A prefill that has ended: its engine, the prompt's tokens and the seconds it took.
+
+    ``learns``: nothing else kept the engine busy when it began, and the tokens were counted.
+    """
+
+    candidate: Candidate
+    num_tokens: int
+    took_s: float
+    learns: bool
+
+
+class PrefixPulls:
+    """Asks holders for prefixes, in the background, and returns what is not used."""
+
+    def __init__(
+        self,
+        planner: PullPlanner,
+        client: EngineClient,
+        health: Health,
+        metrics: RouterMetrics,
+        tickets: TicketReturner,
+    ) -> None:
+        self._planner = planner
+        self._client = client
+        self._health = health
+        self._metrics = metrics
+        self._tickets = tickets
+        self._asking = Background(limit=MOST_ASKED)
+
+    async def close(self, grace_s: float) -> None:
+        """Wait up to ``grace_s`` for holders that are being asked."""
+        await self._asking.close(grace_s)
+
+    async def borrow(self, request: RoutedRequest, candidate: Candidate) -> Borrowed | None:
+        """A ticket for what ``candidate`` should pull; None where it computes its prompt.
+
+        Notes what came of it in ``request.pull``, and takes the tokens off the request.
+        """
+        tokens, request.tokens = request.tokens, None
+        choice = candidate.pull
+        if choice is None or choice.holder is None or tokens is None:
+            return None
+        holder, began = choice.holder, time.perf_counter()
+        body = prefix_body(request.body, tokens[: holder.tokens + 1])
+        asked = _asked(request, holder)
+        answer: asyncio.Future[Came] = asyncio.get_running_loop().create_future()
+        if not self._asking.spawn(self._ask(asked, holder, body, answer), "ask for a prefix"):
+            return None
+        came: Came = PullEnd.LATE
+        try:
+            async with asyncio.timeout(choice.patience_s):
+                came = await answer
+        except TimeoutError:
+            pass
+        took_s = time.perf_counter() - began
+        request.pull = PrefixPull(holder.engine, holder.tokens, choice.saved, took_s)
+        if isinstance(came, PullEnd):
+            self._end(request, came)
+            return None
+        return Borrowed(choice, asked, came)
+
+    async def _ask(
+        self,
+        asked: RoutedRequest,
+        holder: Holder,
+        body: bytes,
+        answer: asyncio.Future[Came],
+    ) -> None:
+        over = self._planner.lending(holder.engine)
+        came: Came = PullEnd.FAILED
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                came = await self._ticket_of(asked, holder, body)
+        except OutOfResources as error:
+            log.warning("pdconn: no prefix asked for: %s", error)
+        except (ConnectFailed, ConnectionLost) as error:
+            self._health.report_down(holder.engine, str(error), asked.request_id)
+        except TimeoutError:
+            came = PullEnd.LATE
+        finally:
+            over()
+            if not answer.done():
+                answer.set_result(came)
+            elif isinstance(came, Raw):
+                self._tickets.give_back(asked, came)
+
+    async def _ticket_of(self, asked: RoutedRequest, holder: Holder, body: bytes) -> Came:
+        path = Route.COMPLETIONS.path
+        answer = await self._client.post(holder.engine, path, body, asked.headers)
+        async with answer:
+            whole = await answer.rest()
+        if answer.status != 200:
+            return PullEnd.REFUSED
+        ticket = find_prefix_ticket(whole)
+        if ticket is not None:
+            return ticket
+        if find_ticket(whole) is None and self._planner.rests(holder.engine, time.monotonic()):
+            log.warning(
+                "pdconn: it lends no prefix, so it is not asked for %g s; "
+                "does it run PdConnector with kv_role kv_both? engine=%s",
+                RESTS_S,
+                holder.engine,
+            )
+        return PullEnd.REFUSED
+
+    def failed(self, request: RoutedRequest, borrowed: Borrowed | None) -> None:
+        """Prefill has failed, or refused the request, with the ticket in its hands."""
+        if borrowed is not None:
+            self._tickets.give_back(borrowed.asked, borrowed.ticket)
+            self._end(request, PullEnd.FAILED)
+
+    def prefilled(self, request: RoutedRequest, borrowed: Borrowed | None, leg: PrefillLeg) -> None:
+        """Prefill has answered, and may have reported how many tokens it did not compute.
+
+        Where it does not say so the ticket is returned, which has no effect if it was used.
+        """
+        now, cached = time.monotonic(), request.cached_tokens
+        if borrowed is None:
+            held = leg.candidate.hit.tokens if cached is None else cached
+            if leg.learns:
+                tokens = max(0, leg.num_tokens - held)
+                self._planner.computed(leg.candidate.engine, tokens, leg.took_s, now)
+            return
+        prefix = borrowed.prefix_tokens
+        if cached is None or cached < prefix:
+            self._tickets.give_back(borrowed.asked, borrowed.ticket)
+        if cached is not None and cached < prefix:
+            self._end(request, PullEnd.UNUSED)
+            return
+        self._end(request, PullEnd.TAKEN)
+        if leg.learns:
+            rest = leg.num_tokens - prefix
+            self._planner.pulled(leg.candidate.engine, borrowed.choice, rest, leg.took_s, now)
+
+    def _end(self, request: RoutedRequest, end: PullEnd) -> None:
+        assert request.pull is not None
+        request.pull = replace(request.pull, end=end)
+        self._metrics.prefix_pulled(request.pull)
+
+
+def _asked(request: RoutedRequest, holder: Holder) -> RoutedRequest:
+    """The request to the holder, which is one of its own."""
+    headers = request.headers.copy()
+    name = f"{request.request_id}-prefix"
+    headers[REQUEST_ID_HEADER] = name
+    headers["Accept-Encoding"] = "identity"  # the router reads this answer
+    if holder.rank is not None:
+        headers[RANK_HEADER] = str(holder.rank)
+    return RoutedRequest(name, headers, without_prompt(request.body))

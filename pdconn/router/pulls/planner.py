@@ -1,0 +1,87 @@
+"""Which prefixes are pulled, from whom, and what was learned from it.  Pure.
+
+request ──► choose ──► lending ──► pulled ──► what pulls take
+               ▲                  rests  ──► who is not asked for a while
+               └── computed ──────────────► what computing takes
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from pdconn.router.pulls.choose import Choice, Chooser, Holder
+from pdconn.router.pulls.rates import Lines
+
+COMPUTING = (0.01, 1 / 20_000)
+"""Seconds of a prompt, and of each token, until an engine was seen: a large GPU's."""
+COMPUTING_STALE_S = 600.0
+"""An engine computes as fast as before, so what was seen of it counts long."""
+PULLING = (0.02, 1 / 200_000)
+"""The same of a pull: a fast network's, so that a slow one is tried, and then known."""
+MOST_HOLDERS = 4
+"""Holders that are compared for one prompt: those that hold most."""
+RESTS_S = 60.0
+"""An engine that answered without a ticket is not asked for so long."""
+
+
+@dataclass(slots=True)
+class PullPlanner:
+    """Plans pulls of prefixes.
+
+    Attributes:
+        chooser: what pulls and computing take.
+    """
+
+    chooser: Chooser
+    _lent: Counter[str] = field(default_factory=Counter)
+    _rests: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, floor: int) -> PullPlanner:
+        """One that has seen nothing yet; ``floor``: a pull saves at least so many tokens."""
+        computing = Lines(*COMPUTING, stale_s=COMPUTING_STALE_S)
+        return cls(Chooser(computing, Lines(*PULLING), floor))
+
+    def choose(
+        self, engine: str, num_tokens: int, held: int, holders: Iterable[Holder], now: float
+    ) -> Choice:
+        """See :meth:`Chooser.choose`; ``holders`` need not know what they lend."""
+        awake = (one for one in holders if self._rests.get(one.engine, 0.0) <= now)
+        most = sorted(awake, key=lambda one: -one.tokens)[:MOST_HOLDERS]
+        asked = [replace(one, num_lent=self._lent[one.engine]) for one in most]
+        return self.chooser.choose(engine, num_tokens, held, asked, now)
+
+    def lending(self, holder: str) -> Callable[[], None]:
+        """A pull from ``holder`` begins; call what this returns, once, when it is over."""
+        self._lent[holder] += 1
+
+        def over() -> None:
+            self._lent[holder] -= 1
+            if not self._lent[holder]:
+                del self._lent[holder]
+
+        return over
+
+    def rests(self, holder: str, now: float) -> bool:
+        """It lends nothing now; whether that is new."""
+        known = self._rests.get(holder, 0.0) > now
+        self._rests[holder] = now + RESTS_S
+        return not known
+
+    def computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
+        """An engine without other work computed ``tokens`` tokens in ``seconds``."""
+        self.chooser.computing.see(engine, tokens, seconds, now)
+
+    def pulled(self, engine: str, choice: Choice, rest: int, seconds: float, now: float) -> None:
+        """An engine without other work pulled as chosen and computed the ``rest`` of the tokens."""
+        if choice.holder is not None:
+            pull_s = seconds - self.chooser.computing.of(engine, now).at(rest)
+            pair = choice.holder.engine, engine
+            self.chooser.pulling.see(pair, choice.saved, max(0.0, pull_s), now)
+
+    def keep(self, engines: Iterable[str]) -> None:
+        """Drop all other engines."""
+        known = set(engines)
+        self._rests = {name: until for name, until in self._rests.items() if name in known}

@@ -1,0 +1,39 @@
+"""A prefix that was asked for, and what came of it.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class PullEnd(Enum):
+    """What came of a pull: the label ``outcome`` of ``prefix_pulls_total``."""
+
+    TAKEN = "taken"
+    #: Prefill computed it all the same: the ticket came too late, or a read failed.
+    UNUSED = "unused"
+    #: The holder does not hold it any more, or does not lend.
+    REFUSED = "refused"
+    #: The holder did not answer before computing became the better choice.
+    LATE = "late"
+    #: The holder, or prefill with the ticket in its hands, does not answer.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPull:
+    """A pull of a prompt's prefix by prefill.
+
+    Attributes:
+        holder: the engine that lends.
+        tokens: of the prefix.
+        saved: those of them that prefill did not hold.
+        took_s: from asking the holder until its ticket arrived, or the wait was given up.
+        end: None while prefill has the ticket.
+    """
+
+    holder: str
+    tokens: int
+    saved: int
+    took_s: float
+    end: PullEnd | None = None

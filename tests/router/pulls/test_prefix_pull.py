@@ -1,0 +1,333 @@
+"""Prefixes that prefill pulls from whoever holds them, as the router asks for it.
+
+Engines are fake; what they say of their caches travels over real sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pdconn.router.config import ProxyConfig
+from pdconn.router.errors import BadSetting
+from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
+from pdconn.router.prefix.hashing import Extras
+from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.pulls.pull import PrefixPull, PullEnd
+from tests.fakes.fake_engine import FakeEngine, hang, in_loop, leave, reset, until
+from tests.fakes.routed import ASKED, PROMPT, Fleet, fleet, letters, other_prompt
+
+HELD = len(PROMPT)
+
+
+@asynccontextmanager
+async def pulling(pull_above: int | None = 64, **settings: Any) -> AsyncIterator[Fleet]:
+    """A fleet whose engines compute slowly and pull fast, as far as the router knows."""
+    async with fleet(alone_below=0, pull_above=pull_above, **settings) as f:
+        for engine in f.prefill:
+            if f.router.pulls is not None:
+                teach(f.router.pulls, engine)
+            engine.cached_tokens = HELD
+        yield f
+        await until(lambda: not f.leases.held)  # whatever came of the tickets
+
+
+def teach(planner: PullPlanner, engine: FakeEngine) -> None:
+    """It takes 2 s for the prompts of these tests."""
+    for tokens, seconds in ((0, 0.0), (HELD, 2.0)) * 8:
+        planner.computed(engine.url, tokens, seconds, time.monotonic())
+
+
+async def held_by_decode(f: Fleet, extras: Extras | None = None) -> FakeEngine:
+    """The decode engine, which holds the prompt: it answered the turn before."""
+    given = {} if extras is None else {"extras": extras}
+    await f.pod(f.decode[0]).store(PROMPT, **given)
+    await f.events_applied()
+    return f.decode[0]
+
+
+def pull_of(f: Fleet) -> PrefixPull:
+    pull = f.routed.outcome.pull
+    assert pull is not None
+    return pull
+
+
+def asked_for(engine: FakeEngine) -> list[Any]:
+    return [seen for seen in engine.seen if "lend" in seen.ours]
+
+
+def returned(f: Fleet) -> float:
+    return f.metric("unused_tickets_total", outcome="returned")
+
+
+@in_loop
+async def test_prefill_gets_a_ticket_for_what_decode_holds():
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        await f.ask()
+        (lend,) = asked_for(holder)
+        assert lend.body["prompt"] == ASKED[: HELD + 1]
+        assert (lend.body["max_tokens"], lend.ours) == (1, {"lend": HELD})
+        assert lend.params["do_remote_decode"] is True
+        (prefilled,) = [seen for engine in f.prefill for seen in engine.seen]
+        assert prefilled.source["remote_block_ids"] == [[1, 2], [0, 7]], "as the holder wrote it"
+        assert prefilled.params["do_remote_decode"] is True
+        assert prefilled.body["prompt"] == ASKED
+        assert lend.headers[REQUEST_ID_HEADER] != prefilled.headers[REQUEST_ID_HEADER]
+        pull = pull_of(f)
+        assert (pull.holder, pull.tokens, pull.end) == (holder.url, HELD, PullEnd.TAKEN)
+        assert f.metric("prefix_pulls_total", outcome="taken") == 1
+        assert f.metric("prefix_pull_tokens_total") == HELD
+        assert returned(f) == 0
+
+
+@in_loop
+async def test_by_default_nobody_is_asked():
+    """The control: the engines might not lend."""
+    async with pulling(pull_above=None) as f:
+        holder = await held_by_decode(f)
+        await f.ask()
+        assert asked_for(holder) == []
+        assert f.routed.outcome.pull is None
+
+
+@in_loop
+async def test_a_pull_that_saves_too_little_is_not_worth_a_request():
+    async with pulling(pull_above=HELD + 1) as f:
+        holder = await held_by_decode(f)
+        await f.ask()
+        assert asked_for(holder) == []
+        (first, *_) = f.routed.decision.ranking.prefill
+        assert first.candidate.pull is not None
+        assert f"of at least {HELD + 1}" in first.candidate.pull.why
+
+
+@in_loop
+async def test_what_shapes_block_hashes_goes_along():
+    async with pulling() as f:
+        await f.pod(f.decode[0]).store(other_prompt(1))  # tells how it hashes
+        holder = await held_by_decode(f, Extras(cache_salt="s"))
+        await f.ask(cache_salt="s", temperature=0.5)
+        (lend,) = asked_for(holder)
+        assert (lend.body["cache_salt"], lend.body["model"]) == ("s", "m")
+        assert "temperature" not in lend.body
+        await f.ask()
+        assert len(asked_for(holder)) == 1, "without the salt nobody holds it"
+
+
+@in_loop
+async def test_a_chat_is_asked_for_by_its_tokens():
+    async with pulling() as f:
+        for engine in (*f.prefill, *f.decode):
+            engine.tokenize = letters
+        messages = [{"role": "user", "content": "hello " * 60}]
+        tokens = [ord(letter) for letter in json.dumps(messages)]
+        await f.pod(f.decode[0]).store(tokens[: len(tokens) // 16 * 16])
+        await f.events_applied()
+        await f.chat("hello " * 60)
+        (lend,) = asked_for(f.decode[0])
+        assert lend.path == "/v1/completions"
+        assert lend.body["prompt"] == tokens[: len(lend.body["prompt"])]
+        assert "messages" not in lend.body
+
+
+@in_loop
+async def test_a_rank_that_holds_it_is_named():
+    async with pulling(num_prefill=2, ranks=2) as f:
+        holder, other = f.prefill
+        await f.pod(holder, rank=1).store(PROMPT)
+        await f.events_applied()
+        busy = f.router.inflight.start(holder.url, 100_000)
+        routed = await f.ask()
+        busy()
+        assert routed.prefill == other.url
+        (lend,) = asked_for(holder)
+        assert lend.headers[RANK_HEADER] == "1"
+
+
+@in_loop
+async def test_a_holder_that_lost_the_prefix_is_asked_again_some_other_time():
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        holder.held_tokens = 16
+        for number in (1, 2):
+            routed = await f.ask()
+            assert routed.prefill is not None
+            assert pull_of(f).end is PullEnd.REFUSED
+            assert len(asked_for(holder)) == number
+        assert not any(seen.source for engine in f.prefill for seen in engine.seen)
+        assert f.metric("prefix_pulls_total", outcome="refused") == 2
+
+
+@in_loop
+async def test_an_engine_that_lends_nothing_is_left_alone(caplog):
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        holder.lends = False
+        for _ in range(3):
+            await f.ask()
+        assert len(asked_for(holder)) == 1
+        warned = [one.getMessage() for one in caplog.records if "lends no prefix" in one.message]
+        assert len(warned) == 1
+        assert holder.url in warned[0]
+
+
+@in_loop
+async def test_a_refusal_that_a_client_can_cause_does_not_rest_the_holder():
+    """Else a wrong model's name would switch pulls off for all."""
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        for engine in f.prefill:
+            engine.checks_names = True
+        holder.checks_names = True
+        assert (await f.complete(prompt=ASKED, model="no such model")).status == 404
+        assert pull_of(f).end is PullEnd.REFUSED
+        await f.ask()
+        assert pull_of(f).end is PullEnd.TAKEN
+
+
+@in_loop
+async def test_a_holder_that_answers_late_delays_no_longer_than_computing_would_take():
+    """Its ticket, when it comes, is returned."""
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        holder.admitting.clear()
+        began = time.monotonic()
+        asking = asyncio.create_task(f.complete(prompt=ASKED))
+        await until(lambda: any(engine.seen for engine in f.prefill))
+        assert time.monotonic() - began < 20.0
+        holder.admitting.set()
+        assert (await asking).status == 200
+        assert pull_of(f).end is PullEnd.LATE
+        assert pull_of(f).took_s < 2 * 2.0
+        await until(lambda: returned(f) == 1)
+
+
+@in_loop
+async def test_a_holder_that_dies_costs_a_prompt_that_is_computed():
+    async with pulling(num_decode=2) as f:
+        holder = await held_by_decode(f)
+        holder.script = reset
+        await f.ask()
+        assert pull_of(f).end is PullEnd.FAILED
+        assert f.routed.decode == f.decode[1].url, "the holder is down"
+
+
+@in_loop
+async def test_a_ticket_whose_prefill_dies_is_returned_and_another_one_computes():
+    async with pulling(num_prefill=2) as f:
+        holder = await held_by_decode(f)
+        for engine in f.prefill:
+            engine.script = _reset_the_first_one(f)
+        routed = await f.ask()
+        assert routed.outcome.pull is not None
+        assert routed.outcome.pull.end is PullEnd.FAILED
+        assert len(asked_for(holder)) == 1
+        sources = [bool(seen.source) for engine in f.prefill for seen in engine.seen]
+        assert sorted(sources) == [False, True]
+        await until(lambda: returned(f) == 1)
+
+
+def _reset_the_first_one(f: Fleet) -> Any:
+    async def script(engine, seen, http):
+        if seen.source:
+            return await reset(engine, seen, http)
+        return await engine.answer(seen, http)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("cached", "end", "num_returned"),
+    [(HELD, PullEnd.TAKEN, 0), (16, PullEnd.UNUSED, 1), (None, PullEnd.TAKEN, 1)],
+    ids=["pulled", "computed", "does not say"],
+)
+@in_loop
+async def test_a_ticket_that_prefill_may_not_have_used_is_returned(cached, end, num_returned):
+    async with pulling() as f:
+        await held_by_decode(f)
+        for engine in f.prefill:
+            engine.cached_tokens = cached
+        await f.ask()
+        assert pull_of(f).end is end
+        await until(lambda: returned(f) == num_returned)
+        assert f.metric("prefix_pull_tokens_total") == (0 if end is PullEnd.UNUSED else HELD)
+        assert all(f.router.trust.get(engine.url, 1.0) == 1.0 for engine in f.prefill)
+
+
+@pytest.mark.parametrize("stage", ["holder", "prefill"])
+@in_loop
+async def test_a_client_that_leaves_leaves_nothing_lent(stage):
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        if stage == "holder":
+            holder.admitting.clear()
+        for engine in f.prefill:
+            engine.script = hang
+        writer = await f.open(prompt=ASKED)
+        if stage == "holder":
+            await until(lambda: holder.seen)
+        else:
+            await until(lambda: any(engine.seen for engine in f.prefill))
+        await leave(writer)
+        await until(lambda: f.outcome("client_left") == 1)
+        holder.admitting.set()
+        await until(lambda: f.leases.granted == 1 and not f.leases.held)
+
+
+@in_loop
+async def test_one_that_has_requests_waiting_is_not_asked():
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        holder.metrics_page = "vllm:num_requests_waiting 3.0\n"
+        await f.router.loads.poll_now()
+        await f.ask()
+        assert asked_for(holder) == []
+        holder.metrics_page = "vllm:num_requests_waiting 0.0\n"
+        await f.router.loads.poll_now()
+        await f.ask()
+        assert len(asked_for(holder)) == 1
+
+
+@in_loop
+async def test_pulls_that_turn_out_slow_are_taken_no_more():
+    """What is learned: this link takes longer than computing, so it is tried once or twice."""
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        assert f.router.pulls is not None
+
+        async def slow(engine, seen, http):
+            await asyncio.sleep(0.4 if seen.source else 0.02)
+            return await engine.answer(seen, http)
+
+        for engine in f.prefill:
+            engine.script = slow
+            for tokens, seconds in ((0, 0.0), (HELD, 0.1)) * 30:  # what computing took of late
+                f.router.pulls.computed(engine.url, tokens, seconds, time.monotonic())
+        for _ in range(8):
+            await f.ask()
+        assert 1 <= len(asked_for(holder)) <= 2 * len(f.prefill)
+
+
+@in_loop
+async def test_the_page_explains_a_pull():
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        await f.ask()
+        page = await f.send(f"/debug/route/{f.routed.decision.request_id}", method="GET")
+        shown = json.loads(page.body)
+        assert shown["pull"]["holder"] == holder.url
+        assert (shown["pull"]["tokens"], shown["pull"]["outcome"]) == (HELD, "taken")
+        assert f"holds {HELD} tokens more" in shown["pull"]["why"]
+        assert "to pull" in shown["prefill_order"][0]["why"]
+
+
+def test_a_floor_that_makes_no_sense_is_refused():
+    with pytest.raises(BadSetting, match="--pull-above"):
+        ProxyConfig.of(["http://p:1"], ["http://d:1"], pull_above=0)
