@@ -49,6 +49,7 @@ from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.requests import REPORT_MODE
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
 from pdconn.router.routing import tokenize
@@ -244,6 +245,7 @@ def _caches(config: ProxyConfig) -> PrefixCaches:
         seed=config.hash_seed,
         weights=config.weights,
         eagle_groups=frozenset(config.eagle_groups),
+        counts_copies=REPORT_MODE not in config.allow_xargs,
     )
 
 

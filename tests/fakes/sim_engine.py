@@ -12,312 +12,44 @@ What a router can see of an engine is real: which blocks are cached and evicted,
 that say so, their numbers and replay, the page of metrics, what ``usage`` reports as cached.
 What it cannot see is made up: a prompt takes as long as it has uncached tokens, one prompt
 at a time, every answer one token per step, and tokens are numbers that follow from the prompt.
-
-``SimCache`` has no socket and no clock; ``tests/fakes/test_sim_engine.py`` asks it what it
-would serve and compares that with what the router believes.  Importing this module imports
-vLLM (7 s).
+Importing this module imports vLLM (7 s).
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-import torch
 from aiohttp import web
-from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.v1.request import Request
 
 from pdconn.lab.ports import LOCALHOST, free_ports
-from pdconn.router.prefix.hashing import HashScheme
+from tests.fakes.sim_cache import CacheShape, SimCache
 
 MODEL = "sim"
 VOCABULARY = 50_000
 LEASE_S = 30.0
-HASHING = "sha256_cbor"
-MAX_MODEL_LEN = 1 << 17
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """One KV cache group: tokens of its blocks, and its window (None: full attention or states).
-
-    ``is_chunk``: the window is a chunk of local attention.
-    """
-
-    block_tokens: int
-    window: int | None = None
-    eagle: bool = False
-    is_state: bool = False
-    is_chunk: bool = False
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """An engine's cache: its groups, its blocks, and the settings that change what is hit.
-
-    Attributes:
-        num_blocks: of the pool that all groups share.
-        hash_block_tokens: vLLM's ``hash_block_size``; None for its default, the groups' GCD.
-        retention: vLLM's ``prefix_cache_retention_interval``.
-        chunk_tokens: of a prompt that are computed in one step.
-    """
-
-    groups: tuple[GroupShape, ...]
-    num_blocks: int
-    hash_block_tokens: int | None = None
-    retention: int | None = None
-    chunk_tokens: int = 8192
-
-    @property
-    def scheme(self) -> HashScheme:
-        """How the engine hashes."""
-        gcd = math.gcd(*(group.block_tokens for group in self.groups))
-        return HashScheme(HASHING, self.hash_block_tokens or gcd)
-
-    @property
-    def eagle_groups(self) -> frozenset[int]:
-        """Groups that a drafter reads."""
-        return frozenset(i for i, group in enumerate(self.groups) if group.eagle)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some layers keep a recurrent state: at ends of blocks, in ``align`` mode."""
-        return any(group.is_state for group in self.groups)
-
-    def config(self) -> KVCacheConfig:
-        """vLLM's own description of it."""
-        specs = [_spec(group) for group in self.groups]
-        return KVCacheConfig(
-            num_blocks=self.num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layers.{i}"], spec, is_eagle_group=group.eagle)
-                for i, (spec, group) in enumerate(zip(specs, self.groups, strict=True))
-            ],
-            prefix_cache_retention_interval=self.retention,
-        )
-
-
-def _spec(group: GroupShape) -> KVCacheSpec:
-    if group.is_state:
-        return MambaSpec(
-            block_size=group.block_tokens,
-            shapes=((1,),),
-            dtypes=(torch.uint8,),
-            mamba_cache_mode="align",
-        )
-    common = {
-        "block_size": group.block_tokens,
-        "num_kv_heads": 1,
-        "head_size": 1,
-        "dtype": torch.uint8,
-    }
-    if group.window is None:
-        return FullAttentionSpec(**common)
-    if group.is_chunk:
-        return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.window)
-    return SlidingWindowSpec(**common, sliding_window=group.window)
-
-
-def _splitting(shape: CacheShape, manager: KVCacheManager) -> Any:
-    """As much of vLLM's scheduler as it splits prompts by."""
-    block_tokens = math.lcm(*(group.block_tokens for group in shape.groups))
-    finest = shape.scheme.block_tokens
-    is_fine = finest < block_tokens and manager.coordinator.enable_partial_hash_hits
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=block_tokens),
-        block_size=block_tokens,
-        hash_block_size=finest,
-        max_num_scheduled_tokens=shape.chunk_tokens,
-        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-        use_eagle_block_drop=bool(shape.eagle_groups),
-        num_hash_lookahead_tokens=0,  # of 0.33
-        mamba_partial_cache_hit=is_fine,
-        mamba_has_prefill_checkpoint_blocks=False,
-        mamba_prefill_checkpoint_alignment=None,
-        mamba_shared_prefix_checkpoint=False,
-    )
-
-
-@functools.cache
-def _hash_function():  # type: ignore[no-untyped-def]
-    """vLLM's hash function, with vLLM's root set to what it gives the first block."""
-    function = get_hash_fn_by_name(HASHING)
-    init_none_hash(function)
-    return function
-
-
-class SimCache:
-    """A prefix cache, used the way vLLM's scheduler uses it.
-
-    >>> cache = SimCache(shape)                                      # doctest: +SKIP
-    >>> request = cache.request([1] * 40, max_tokens=8)
-    >>> cache.admit(request)                                         # tokens found
-    0
-    >>> cache.compute(request); cache.sample(request); cache.finish(request)
-    """
-
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape = shape
-        self._numbers = itertools.count()
-        self._hasher = get_request_block_hasher(shape.scheme.block_tokens, _hash_function())
-        self._encoder = msgspec.msgpack.Encoder()
-        self.manager = KVCacheManager(
-            shape.config(),
-            max_model_len=MAX_MODEL_LEN,
-            scheduler_block_size=math.lcm(*(group.block_tokens for group in shape.groups)),
-            hash_block_size=shape.scheme.block_tokens,
-            max_in_flight_tokens=shape.chunk_tokens,
-            enable_caching=True,
-            use_eagle=bool(shape.eagle_groups),
-            enable_kv_cache_events=True,
-        )
-        self._splitting = _splitting(shape, self.manager) if shape.has_states else None
-
-    def request(self, tokens: Sequence[int], max_tokens: int = 1, **extra: Any) -> Request:
-        """A request as it reaches the scheduler, with its hashes."""
-        return Request(
-            f"sim-{next(self._numbers)}",
-            list(tokens),
-            SamplingParams(max_tokens=max_tokens, extra_args=extra or None),
-            None,
-            block_hasher=self._hasher,
-        )
-
-    def hit(self, request: Request) -> int:
-        """Tokens that the cache would serve now.  Changes nothing."""
-        found: int = self.manager.get_computed_blocks(request)[1]
-        return found
-
-    def admit(self, request: Request, *, transferred: bool = False) -> int | None:
-        """Take what is cached and the first blocks of the rest; the tokens found.
-
-        ``transferred``: the rest comes from elsewhere and need not be computed.  None where
-        there is no room now.
-        """
-        found: int
-        self.begin_step()
-        look = self.manager.get_computed_blocks
-        if transferred and self.shape.has_states:
-            # A connector completes what only full attention has.
-            look = self.manager.get_computed_blocks_for_connector
-        blocks, found, request.shared_prefix_boundary, *_ = look(request)
-        # A state may not be behind the last token, which is computed again.
-        last = request.num_tokens - self.shape.has_states
-        transferred = transferred and last > found
-        beyond = last - found if transferred else 0
-        fresh = 0 if transferred else self._chunk(request, found)
-        room = self.manager.allocate_slots(
-            request,
-            fresh,
-            num_new_computed_tokens=found,
-            new_computed_blocks=blocks,
-            num_external_computed_tokens=beyond,
-            delay_cache_blocks=transferred,
-            full_sequence_must_fit=True,
-        )
-        if room is None:
-            return None
-        request.num_computed_tokens = found + beyond + fresh
-        if transferred:
-            self.manager.cache_blocks(request, request.num_computed_tokens)
-            # The last one is computed again, for the first token.
-            request.num_computed_tokens = min(last, request.num_tokens - 1)
-        return found
-
-    def begin_step(self) -> None:
-        """The copies of the step before are done."""
-        self.manager.new_step_starts()
-        self.end_copies()
-
-    def end_copies(self) -> None:
-        """Blocks of a state that were copied, and their copies, are no longer held for it."""
-        _, held = self.manager.take_kv_cache_block_copies()
-        self.manager.block_pool.free_blocks(held)
-        self.manager.take_boundary_state_offloads()
-
-    def _chunk(self, request: Request, found: int = 0) -> int:
-        """Tokens of the next step; states are kept where a step ends."""
-        done = request.num_computed_tokens + found
-        fresh = min(self.shape.chunk_tokens, request.num_tokens - done)
-        if self._splitting is None or not fresh:
-            return fresh
-        split: int = Scheduler._mamba_block_aligned_split(self._splitting, request, fresh, found)
-        return split
-
-    def step(self, request: Request) -> bool:
-        """Blocks for the next tokens; False where there is no room."""
-        self.begin_step()
-        fresh = self._chunk(request)
-        if fresh and self.manager.allocate_slots(request, fresh) is None:
-            return False
-        request.num_computed_tokens += fresh
-        return True
-
-    def is_computed(self, request: Request) -> bool:
-        """Whether the next token can be sampled."""
-        return bool(request.num_computed_tokens >= request.num_tokens)
-
-    def finish(self, request: Request) -> None:
-        """Its blocks may go, last ones first."""
-        self.manager.free(request)
-
-    def preempt(self, request: Request) -> None:
-        """Its blocks are needed elsewhere; it begins again."""
-        self.manager.free(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-
-    def clear(self) -> bool:
-        """Forget everything; False while a request holds blocks."""
-        self.end_copies()
-        return bool(self.manager.reset_prefix_cache())
-
-    def take_batch(self, now_s: float) -> KVEventBatch | None:
-        """What has changed since the last time."""
-        events = self.manager.take_events()
-        return KVEventBatch(ts=now_s, events=events) if events else None
-
-    def payloads(self, now_s: float = 0.0) -> Iterator[bytes]:
-        """The same as a publisher writes it: one message or none."""
-        batch = self.take_batch(now_s)
-        if batch is not None:
-            yield self._encoder.encode(batch)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How long computing takes: tokens of prompts, one prompt at a time; and one decode step."""
+    """How long computing takes: tokens of prompts, one prompt at a time; and one decode step.
+
+    ``pulled_tokens_per_s``: of prefixes that prefill pulls from another engine.
+    """
 
     prefill_tokens_per_s: float = 20_000.0
     step_s: float = 1 / 50
+    pulled_tokens_per_s: float = 1_000_000.0
 
 
 @dataclass
@@ -327,6 +59,7 @@ class Counts:
     Attributes:
         cached: tokens that its own cache served.
         transferred: tokens that came with a ticket.
+        pulled: tokens of prefixes that prefill pulled from another engine.
         computed: tokens of prompts that it computed.
         alone: requests that it answered without a ticket and without lending.
     """
@@ -335,6 +68,7 @@ class Counts:
     prompt_tokens: int = 0
     cached: int = 0
     transferred: int = 0
+    pulled: int = 0
     computed: int = 0
     alone: int = 0
     preempted: int = 0
@@ -382,7 +116,7 @@ class SimEngine:
     """One engine on real sockets: HTTP, events and their replay."""
 
     def __init__(self, shape: CacheShape, leases: Leases, speed: Speed | None = None) -> None:
-        self.cache = SimCache(shape)
+        self.cache = SimCache(shape, completes_windows=True)
         self.counts = Counts()
         self.leases = leases
         self.speed = speed or Speed()
@@ -447,22 +181,28 @@ class SimEngine:
         if batch is not None and self._publisher is not None:
             self._publisher.publish(batch)
 
-    async def _admit(self, request: Request, transferred: bool) -> int:
+    async def _admit(self, request: Request, until: int) -> int:
         async with self._room:
-            while (found := self.cache.admit(request, transferred=transferred)) is None:
+            while (found := self.cache.admit(request, until)) is None:
                 await self._room.wait()
         return found
 
-    async def _prefill(self, request: Request, transferred: bool) -> int:
-        """Until its first token can be sampled; the tokens that the cache served."""
-        if transferred:
-            found = await self._admit(request, True)
+    async def _prefill(self, request: Request, until: int = 0) -> int:
+        """Until its first token can be sampled; the tokens that the cache served.
+
+        ``until``: so many first tokens come from elsewhere, as far as the cache lacks them.
+        """
+        if until >= request.num_tokens:
+            found = await self._admit(request, until)
             self.counts.transferred += request.num_tokens - found
             self._publish()
             return found
         async with self._computing:
-            found = await self._admit(request, False)
-            computed = request.num_computed_tokens - found
+            found = await self._admit(request, until)
+            pulled = max(0, until - found)
+            self.counts.pulled += pulled
+            await asyncio.sleep(pulled / self.speed.pulled_tokens_per_s)
+            computed = request.num_computed_tokens - found - pulled
             while True:
                 self.counts.computed += computed
                 await asyncio.sleep(computed / self.speed.prefill_tokens_per_s)
@@ -482,7 +222,7 @@ class SimEngine:
             while not self.cache.step(request):
                 self.counts.preempted += 1
                 self.cache.preempt(request)
-                await self._prefill(request, False)
+                await self._prefill(request)
             if number:
                 due_s += self.speed.step_s
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
@@ -494,21 +234,27 @@ class SimEngine:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
-        prompt = _tokens_of(body["prompt"])
         asked = body.get("kv_transfer_params") or {}
-        lends, transferred = asked.get("do_remote_decode"), bool(asked.get("do_remote_prefill"))
+        ours = asked.get("pdconn") or {}
+        lends = bool(asked.get("do_remote_decode"))
+        prompt = _tokens_of(body["prompt"])
         request = self.cache.request(prompt, 1 if lends else body.get("max_tokens", 16))
         lease: str | None = None
         try:
+            if "lend" in ours and (refusal := self._refusal(request, ours["lend"])) is not None:
+                return web.json_response(refusal)
+            ticket = ours.get("from") or (asked if asked.get("do_remote_prefill") else None)
+            until = 0 if ticket is None else ticket["tokens"]
             with self._counted("waiting"):
-                found = await self._prefill(request, transferred)
-            self._note(request, found, alone=not lends and not transferred)
-            if transferred:
-                self.leases.end(asked["lease"])
-            answer = answer_tokens(prompt, request.max_tokens)
-            usage = _usage(request, request.num_prompt_tokens - 1 if transferred else found)
+                found = await self._prefill(request, until)
+            if ticket is not None:
+                self.leases.end(ticket["lease"])
+            if "lend" not in ours:
+                self._note(request, found, alone=not lends and ticket is None)
+            usage = _usage(request, min(max(found, until), request.num_prompt_tokens - 1))
             with self._counted("running"):
-                if transferred:
+                answer = answer_tokens(prompt, request.max_tokens)
+                if ticket is not None and not lends:
                     await asyncio.sleep(self.speed.step_s)  # its first token is a step's too
                 if body.get("stream"):
                     return await self._stream(http, request, answer, usage)
@@ -516,12 +262,21 @@ class SimEngine:
             page: dict[str, Any] = {"choices": [{"index": 0, "text": _text(tokens)}], **usage}
             if lends:
                 lease = self.leases.grant(self, request)
-                page["kv_transfer_params"] = {"do_remote_prefill": True, "lease": lease}
+                covered = ours.get("lend", len(prompt))
+                given = {"do_remote_prefill": True, "lease": lease, "tokens": covered}
+                page["kv_transfer_params"] = given
             return web.json_response(page)
         finally:
             if lease is None:
                 self.release(request)
             self._publish()
+
+    def _refusal(self, request: Request, num_tokens: int) -> dict[str, Any] | None:
+        """The answer where the cache holds less than a prefix that is asked for."""
+        held = self.cache.hit(request)
+        if held >= num_tokens:
+            return None
+        return {"choices": [], "kv_transfer_params": {"pdconn": {"lend": num_tokens, "held": held}}}
 
     @contextmanager
     def _counted(self, state: str) -> Iterator[None]:

@@ -9,8 +9,7 @@ import pytest
 
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Index
-from tests.fakes.counting_index import CountingIndex
-from tests.fakes.test_sim_engine import NUM_SEEDS, World, world
+from tests.fakes.test_sim_engine import NUM_SEEDS, World, once, world
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
@@ -18,9 +17,9 @@ pytest.importorskip("vllm.v1.core.kv_cache_manager")
 @pytest.fixture(scope="module")
 def sim() -> Any:
     """The module that imports vLLM."""
-    from tests.fakes import sim_engine
+    from tests.fakes import sim_cache
 
-    return sim_engine
+    return sim_cache
 
 
 def states() -> dict[str, dict[str, Any]]:
@@ -53,7 +52,7 @@ def states() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-class Stateless(CountingIndex):
+class Stateless(Index):
     """An index that does not hear of states."""
 
     def learn(self, name: str, group: int, spec: GroupSpec) -> None:
@@ -95,9 +94,9 @@ def test_a_report_of_a_hit_promises_no_other_state(
     """In vLLM's ``full`` mode it names every block of the hit, of states those it skipped, too."""
     for name in ("full, states", "full, three states", "states in chunks"):
         plain = world(sim, states()[name])
-        drawn = World(sim, plain.shape, random.Random(0), index_kind=Index, reports_hits=True)
+        drawn = World(sim, plain.shape, random.Random(0), index_kind=once, reports_hits=True)
         assert all(one.predicted < one.found for one in drawn.differences())
         assert drawn.asked["hits"] > 20
     monkeypatch.setattr("pdconn.router.prefix.index._held", lambda event: event.hashes)
-    drawn = World(sim, plain.shape, random.Random(0), index_kind=Index, reports_hits=True)
+    drawn = World(sim, plain.shape, random.Random(0), index_kind=once, reports_hits=True)
     assert any(one.predicted > one.found for one in drawn.differences())

@@ -1,12 +1,13 @@
 """Pods, stores and evictions drawn at random, and a plain account of what is held.
 
-The account knows nothing of slots, planes or bits: it is a set of
+The account knows nothing of slots, planes or bits: it is a counter of
 (pod, group, medium, hash), and ``longest`` asks every length in turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -34,7 +35,7 @@ class Held:
 
     described: dict[int, GroupSpec]
     seen: set[int] = field(default_factory=set)
-    blocks: set[Key] = field(default_factory=set)
+    blocks: Counter[Key] = field(default_factory=Counter)
     row_tokens: int | None = None
 
     def has(self, group: int | None, block: int, media: Sequence[str] = MEDIA) -> bool:
@@ -320,7 +321,9 @@ def _step(rng: Random, world: World, name: str) -> None:
 def _store(world: World, name: str, group: int | None, medium: str, blocks: list[int]) -> None:
     world.index.store(name, group, medium, blocks)
     held = world.account[name]
-    held.blocks.update((group, medium, block) for block in blocks)
+    for key in ((group, medium, block) for block in blocks):
+        # An engine has copies in its own memory, and only there.
+        held.blocks[key] = held.blocks[key] + 1 if medium == "gpu" else 1
     if group is not None:
         held.seen.add(group)
 
@@ -328,4 +331,5 @@ def _store(world: World, name: str, group: int | None, medium: str, blocks: list
 def _remove(world: World, name: str, group: int | None, medium: str, block: int) -> None:
     world.index.remove(name, group, medium, [block])
     held = world.account[name]
-    held.blocks.discard((group, medium, block))
+    held.blocks[group, medium, block] -= 1
+    held.blocks = +held.blocks

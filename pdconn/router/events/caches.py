@@ -74,7 +74,7 @@ class PrefixCaches:
         scheme: how every engine hashes; None to detect it.
         seed: ``PYTHONHASHSEED`` of the engines, where they have one.
         weights: worth of a block by medium.
-        eagle_groups: see ``Index``.
+        eagle_groups, counts_copies: see ``Index``.
     """
 
     def __init__(
@@ -84,8 +84,9 @@ class PrefixCaches:
         seed: str | None = None,
         weights: Mapping[str, float] = DEFAULT_WEIGHTS,
         eagle_groups: frozenset[int] = frozenset(),
+        counts_copies: bool = True,
     ) -> None:
-        self.index = Index(eagle_groups=eagle_groups)
+        self.index = Index(eagle_groups=eagle_groups, counts_copies=counts_copies)
         self.weights = weights
         self.feeds: dict[str, Feed] = {}
         self._scorer = Scorer(self.index, weights)

@@ -81,6 +81,7 @@ TICKET_FIELD = "kv_transfer_params"
 #: Both name memory of engines.  vLLM reads them from ``vllm_xargs`` too.
 NAMES_MEMORY = (TICKET_FIELD, "ec_transfer_params")
 
+REPORT_MODE = "kv_cache_report_mode"
 XARGS = ("ngram_size", "session_id", "whitelist_token_ids", "window_size")
 """Names in ``vllm_xargs`` that a client may use: what vLLM's own models read there.  It hands
 all others to the scheduler too, where ``kv_cache_report_mode`` alters what caches report."""

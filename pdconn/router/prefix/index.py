@@ -18,9 +18,11 @@ look shorter.  A plane without blocks is dropped.  Cost: about 160 bytes for a h
 pods hold it, of which 8 are for each plane and 64 pods
 (``tests/throughput/routing.py`` measures it).
 
-A block that is stored twice counts once, and one removal removes it.  An engine may hold two
-copies of a block, and says so twice; but it also repeats what it holds for a request in vLLM's
-``full`` report mode, and then removes it once.  Taking a copy for gone costs a part of a hit;
+vLLM keeps each block that it computed, also where it has one of the same hash: beside windows and
+states it often does, as a hit that they cut has it compute blocks of full attention again.  It
+tells of each copy, and of each that is evicted.  So copies on the GPU are counted, and a block is
+held until the last one is gone.  In vLLM's ``full`` report mode an engine also repeats what it
+holds already, and then removes it once; for such engines ``counts_copies`` is switched off, since
 taking what is gone for held would draw prompts to an engine that has to compute them.
 """
 
@@ -47,6 +49,8 @@ POD_BITS = 64
 _FIRST_SLOTS = 1024
 MAX_PLANES = 256
 """Bound of the pairs of group and medium, of all pods together."""
+GPU = "gpu"
+"""The medium of an engine's own memory."""
 NO_SLOT = 0
 """The slot of a hash that no pod holds."""
 
@@ -60,6 +64,7 @@ class Pod:
         place: its number; bit ``place % 64`` of word ``place // 64``.
         groups: the groups that its events have described.
         seen: groups that its events have named, described or not.
+        copies: plane and slot of a block -> copies beside the first.
         row_tokens: a hit that stored blocks are needed for ends at a multiple of so many
             tokens; None until one was told.
         num_blocks: blocks held, each once per plane.
@@ -72,6 +77,7 @@ class Pod:
     place: int
     groups: dict[int, GroupSpec] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    copies: dict[tuple[Plane, int], int] = field(default_factory=dict)
     row_tokens: int | None = None
     num_blocks: int = 0
     num_stored: int = 0
@@ -85,13 +91,19 @@ class Index:
     Args:
         max_blocks: bound of one pod's blocks, counted per plane.
         eagle_groups: groups that EAGLE or MTP drafters read; events do not tell.
+        counts_copies: an engine that stores a block again has another copy of it.
     """
 
     def __init__(
-        self, max_blocks: int = 4_000_000, eagle_groups: frozenset[int] = frozenset()
+        self,
+        max_blocks: int = 4_000_000,
+        eagle_groups: frozenset[int] = frozenset(),
+        *,
+        counts_copies: bool = True,
     ) -> None:
         self._max_blocks = max_blocks
         self.eagle_groups = eagle_groups
+        self._counts_copies = counts_copies
         self._pods: dict[str, Pod] = {}
         self._places: list[str | None] = []
         self._slots: dict[int, int] = {}
@@ -177,7 +189,7 @@ class Index:
             self.store(name, event.group, event.medium, _held(event))
 
     def store(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """Add blocks to a pod; those that it holds already change nothing."""
+        """Add blocks to a pod; of those that it holds already it has another copy."""
         pod = self.add(name)
         if group is not None and group not in pod.seen:
             pod.seen.add(group)
@@ -191,6 +203,7 @@ class Index:
         bit = 1 << pod.place % POD_BITS
         slots, holders = self._slots, self._holders
         room = self._max_blocks - pod.num_blocks
+        copies = pod.copies if self._counts_copies and medium == GPU else None
         stored = 0
         for block in hashes:
             slot = slots.get(block)
@@ -204,6 +217,8 @@ class Index:
                 slot = self._take_slot(block)
             held = word[slot]
             if held & bit:
+                if copies is not None:
+                    copies[plane, slot] = copies.get((plane, slot), 0) + 1
                 continue
             if stored >= room:
                 pod.refused += 1
@@ -216,7 +231,7 @@ class Index:
         self._count(plane, stored)
 
     def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
-        """Remove blocks from a pod."""
+        """Remove blocks from a pod, one copy of each."""
         pod = self.add(name)
         plane = (group, medium)
         words = self._planes.get(plane)
@@ -231,6 +246,9 @@ class Index:
             held = word[slot]
             if not held & bit:
                 pod.unknown_removals += 1
+                continue
+            if pod.copies and (plane, slot) in pod.copies:
+                _take_one(pod.copies, (plane, slot))
                 continue
             word[slot] = held ^ bit
             pod.num_blocks -= 1
@@ -253,6 +271,7 @@ class Index:
             word &= ~bit
             self._count(plane, -len(held))
         pod.num_blocks = pod.num_stored = 0
+        pod.copies.clear()
 
     # Look-ups
 
@@ -338,6 +357,13 @@ class Index:
         self._capacity *= 2
         for words in self._planes.values():
             words[:] = [np.concatenate((word, more)) for word in words]
+
+
+def _take_one(copies: dict[tuple[Plane, int], int], key: tuple[Plane, int]) -> None:
+    if copies[key] > 1:
+        copies[key] -= 1
+    else:
+        del copies[key]
 
 
 def _held(event: Stored) -> Sequence[int]:

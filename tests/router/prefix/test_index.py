@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdconn.router.prefix.index import Index
 from tests.fakes.fake_engine import in_loop
 from tests.fakes.routed import ASKED, PROMPT, fleet
 
 
-def test_a_block_that_is_stored_twice_is_gone_with_one_removal() -> None:
-    """vLLM's ``full`` report mode repeats what is held; a client can ask an engine for it."""
+def test_a_block_is_held_until_its_last_copy_is_gone() -> None:
     index = Index()
+    index.store("a", 0, "gpu", [1, 2])
+    index.store("a", 0, "gpu", [1, 2])
+    index.store("a", 1, "gpu", [1])
+    index.store("a", 0, "gpu", [1])
+    assert index.pods["a"].num_blocks == 3
+    for _ in range(2):
+        index.remove("a", 0, "gpu", [1])
+        assert index.held_by("a", [1, 2]) == {(0, "gpu"): [1, 2], (1, "gpu"): [1]}
+    index.remove("a", 0, "gpu", [1])
+    assert index.held_by("a", [1, 2]) == {(0, "gpu"): [2], (1, "gpu"): [1]}
+    index.clear("a")
+    index.store("a", 0, "gpu", [2])
+    index.remove("a", 0, "gpu", [2])
+    assert (index.num_hashes, list(index.planes()), index.pods["a"].copies) == (0, [], {})
+
+
+def test_a_store_has_no_copies() -> None:
+    """What two engines tell of one shelf, or one engine tells twice, is one row."""
+    index = Index()
+    index.store("a", 0, "storage", [1])
+    index.store("a", 0, "storage", [1])
+    index.remove("a", 0, "storage", [1])
+    assert index.num_hashes == 0
+
+
+def test_a_block_that_may_be_repeated_is_gone_with_one_removal() -> None:
+    """vLLM's ``full`` report mode repeats what is held; a client can ask an engine for it."""
+    index = Index(counts_copies=False)
     index.store("a", 0, "gpu", [1, 2])
     index.store("a", 0, "gpu", [1, 2])
     assert index.pods["a"].num_blocks == 2
@@ -21,10 +50,13 @@ def test_a_block_that_is_stored_twice_is_gone_with_one_removal() -> None:
     assert (index.num_hashes, list(index.planes())) == (0, [])
 
 
+@pytest.mark.parametrize(
+    ("allow_xargs", "held"), [((), 320), (("kv_cache_report_mode",), 0)], ids=["copies", "repeats"]
+)
 @in_loop
-async def test_what_an_engine_repeats_is_not_predicted_once_it_is_gone() -> None:
-    """Else a prompt is drawn to an engine that computes all of it: predicted 320, true 0."""
-    async with fleet() as f:
+async def test_what_an_engine_tells_again_is_a_copy_or_a_repeat(allow_xargs, held) -> None:
+    """A repeat that counts as a copy draws prompts to an engine that computes all of them."""
+    async with fleet(allow_xargs=allow_xargs) as f:
         pod = f.pod(f.prefill[0])
         await pod.store(PROMPT)
         await pod.store(PROMPT)
@@ -32,4 +64,4 @@ async def test_what_an_engine_repeats_is_not_predicted_once_it_is_gone() -> None
         assert (await f.ask(ASKED)).hit_tokens(f.prefill[0].url) == 320
         await pod.remove(PROMPT)
         await f.events_applied()
-        assert (await f.ask(ASKED)).hit_tokens(f.prefill[0].url) == 0
+        assert (await f.ask(ASKED)).hit_tokens(f.prefill[0].url) == held

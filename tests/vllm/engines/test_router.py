@@ -3,8 +3,7 @@
 Two real engines with prefix caching and a hybrid model, in caches so small that every few
 prompts push others out, one hashing by pickle and one by CBOR.  Before each request the
 router's own index is asked, fed by the engines' events over real sockets; then the engine
-says how many tokens it had.  They must be equal, each time, if copies of a block are counted;
-the router counts a block once (``tests/fakes/test_sim_engine.py`` holds what that costs).
+says how many tokens it had.  They must be equal, each time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from pdconn.router.prefix.groups import GroupSpec, Needs
 from pdconn.router.prefix.hashing import Extras, HashScheme
 from pdconn.router.prefix.index import Pod
 from pdconn.router.routing.policy import Role
-from tests.fakes.counting_index import CountingCaches
 from tests.vllm.engines.engines import cache_beside
 
 BLOCK = 32
@@ -142,7 +140,7 @@ class Answers:
 
 
 async def ask_all(publishers: list[Publisher]) -> Answers:
-    caches: PrefixCaches = CountingCaches()
+    caches: PrefixCaches = PrefixCaches()
     feeding = EventFeeds(caches)
     feeding.fleet_changed([one.member for one in publishers])
     rng = random.Random(11)

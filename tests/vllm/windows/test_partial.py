@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.partial import partial_blocks
     from pdconn.vllm.scheduler import PdScheduler
-    from tests.fakes.sim_engine import CacheShape, GroupShape, SimCache
+    from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
     from tests.vllm.windows.memory import SimMemory
 
