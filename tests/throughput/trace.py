@@ -44,6 +44,10 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
 """What each row is asked of the router."""
 NUM_SYSTEM_PROMPTS = 6
 NUM_BLOCKS = 1200
+WINDOW = 128
+PREFILL_TOKENS_PER_S = 20_000.0
+ANSWERS = (10, 40)
+"""Tokens of an answer, from and to."""
 VOCABULARY = 50_000
 
 
@@ -108,7 +112,13 @@ class Row:
     preempted: int
 
 
-def draw(conversations: int, turns: int, seed: int, per_s: float) -> list[Conversation]:
+def draw(
+    conversations: int,
+    turns: int,
+    seed: int,
+    per_s: float,
+    answers: tuple[int, int] = ANSWERS,
+) -> list[Conversation]:
     """The trace: Poisson arrivals, pauses and lengths of a few hundred tokens."""
     rng = random.Random(seed)
 
@@ -120,7 +130,7 @@ def draw(conversations: int, turns: int, seed: int, per_s: float) -> list[Conver
     for _ in range(conversations):
         at_s += rng.expovariate(per_s)
         drawn_turns = [
-            Turn(rng.expovariate(1.0), text(60, 400), rng.randint(10, 40)) for _ in range(turns)
+            Turn(rng.expovariate(1.0), text(60, 400), rng.randint(*answers)) for _ in range(turns)
         ]
         drawn.append(Conversation(at_s, rng.choice(systems), drawn_turns))
     return drawn
@@ -176,14 +186,21 @@ class Client:
         self.asked.append(Asked(ttft_s, num_tokens, alone, predicted, reported))
 
 
-async def run(policy: str, trace: Sequence[Conversation], num_blocks: int) -> Row:
+async def run(
+    policy: str,
+    trace: Sequence[Conversation],
+    num_blocks: int,
+    prefill_tokens_per_s: float,
+    window: int | None = WINDOW,
+) -> Row:
     """One policy over new engines."""
     from tests.fakes.sim_cache import CacheShape, GroupShape
-    from tests.fakes.sim_engine import sim_engines
+    from tests.fakes.sim_engine import Speed, sim_engines
 
-    groups = (GroupShape(16), GroupShape(16, window=128))
+    windows = () if window is None else (GroupShape(16, window=window),)
+    groups = (GroupShape(16), *windows)
     shape = CacheShape(groups, num_blocks, retention=0)
-    async with sim_engines(4, shape) as engines:
+    async with sim_engines(4, shape, Speed(prefill_tokens_per_s)) as engines:
         words = [engine.word for engine in engines]
         with tempfile.TemporaryDirectory() as directory:
             proxy = running_proxy(words[:2], words[2:], Path(directory), args=POLICIES[policy])
@@ -291,10 +308,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-second", type=float, default=4.0, help="conversations that begin")
     parser.add_argument("--blocks", type=int, default=NUM_BLOCKS, help="of an engine's cache")
+    parser.add_argument(
+        "--answers", nargs=2, type=int, default=ANSWERS, help="tokens of an answer, from and to"
+    )
+    parser.add_argument(
+        "--prefill-rate", type=float, default=PREFILL_TOKENS_PER_S, help="tokens a second"
+    )
+    parser.add_argument("--no-window", action="store_true", help="full attention only")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     args = parser.parse_args(argv)
-    trace = draw(args.conversations, args.turns, args.seed, args.per_second)
-    rows = [asyncio.run(run(policy, trace, args.blocks)) for policy in args.policies]
+    window = None if args.no_window else WINDOW
+    answers = args.answers[0], args.answers[1]
+    trace = draw(args.conversations, args.turns, args.seed, args.per_second, answers)
+    rows = [
+        asyncio.run(run(policy, trace, args.blocks, args.prefill_rate, window))
+        for policy in args.policies
+    ]
     print(shown(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -181,22 +182,22 @@ Steps = list[tuple[str, int, str, int, int]]
 
 
 def replay(made: Index, steps: Steps) -> set[tuple[int, str, int]]:
-    """Feed events, and keep a set of (group, medium, hash) beside."""
-    held: set[tuple[int, str, int]] = set()
+    """Feed events, and count (group, medium, hash) beside; only the GPU holds copies."""
+    held: Counter[tuple[int, str, int]] = Counter()
     for what, group, medium, first, count in steps:
         blocks = slice(first, first + count)
         keys = {(group, medium.lower(), block) for block in HASHES[blocks]}
         if what == "store":
-            held |= keys
+            held = held + Counter(keys) if medium == "GPU" else held | Counter(keys)
             feed(made, stored_event(blocks, group, medium=medium))
         elif what == "remove":
-            held -= keys
+            held -= Counter(keys)
             removed = {"type": "BlockRemoved", "medium": medium, "group_idx": group}
             feed(made, removed | {"block_hashes": HASHES[blocks]})
         elif first == 0:
             held.clear()
             feed(made, {"type": "AllBlocksCleared"})
-    return held
+    return set(held)
 
 
 def agrees(made: Index, steps: Steps) -> bool:
