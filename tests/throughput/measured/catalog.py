@@ -454,18 +454,29 @@ _LIST = (
         "How much does routing by prefix compute less than round-robin?",
         "A multi-turn trace with shared system prompts: 80 conversations of 4 turns over 2 prefill "
         "and 2 decode engines, fresh for each policy. The engines are fake but for their caches: "
-        "vLLM's own KV cache manager (one full and one window group), its events and its sockets.",
-        (Command("trace", "python -m tests.throughput.trace"),),
+        "vLLM's own KV cache manager (one full and one window group), its events and its sockets. "
+        "Ideal is one cache for all that keeps everything. With answers of 100 to 300 tokens: full "
+        "attention only, larger caches, 5000 tokens computed a second.",
+        (
+            Command("trace", "python -m tests.throughput.trace"),
+            Command(
+                "pulls",
+                "python -m tests.throughput.trace --policies 'prefix + pulls' prefix "
+                "--answers 100 300 --prefill-rate 5000 --blocks 4000 --no-window",
+            ),
+        ),
         3,
         (
             Table(
-                ("trace",),
+                ("trace", "pulls"),
                 "",
-                {"policy": "{policy:s}", "by decode alone": "{alone} of {requests}",
-                 "cached on prefill": "{prefill_cached:%.1f} %",
+                {"answers": "{run:s}",
+                 "policy": "{policy:s}", "by decode alone": "{alone} of {requests}",
                  "tokens computed, of all": "{computed}, {computed_share:%.1f} %",
+                 "of ideal reuse": "{ideal_share:%.1f} %", "tokens pulled": "{pulled}",
                  "predicted = reported": "{agreement:%.1f} % of requests",
                  "TTFT median, p95": "{ttft_ms:.0f}, {ttft_p95_ms:.0f} ms"},
+                names={"trace": "10 to 40 tokens", "pulls": "100 to 300 tokens"},
             ),
         ),
         packages=("vllm",),

@@ -329,14 +329,18 @@ def test_checksums() -> None:
 
 def test_trace() -> None:
     policy = {"requests": 320, "alone": 69, "prefill_cached": 0.7061, "computed": 107_337,
-              "computed_share": 0.26, "ttft_ms": 53.4, "ttft_p95_ms": 88.2}  # fmt: skip
+              "computed_share": 0.26, "ideal_share": 0.931, "pulled": 0,
+              "ttft_ms": 53.4, "ttft_p95_ms": 88.2}  # fmt: skip
     rows = [
         {"policy": "prefix", **policy, "agreement": 0.997},
         {"policy": "random", **policy, "alone": 0, "agreement": None},
     ]
-    assert made("trace", trace=rows)[2:] == [
-        "| prefix | 69 of 320 | 70.6 % | 107 337, 26.0 % | 99.7 % of requests | 53, 88 ms |",
-        "| random | 0 of 320 | 70.6 % | 107 337, 26.0 % | | 53, 88 ms |",
+    pulls = [{"policy": "prefix + pulls", **policy, "pulled": 68_784, "agreement": None}]
+    shown = "107 337, 26.0 % | 93.1 %"
+    assert made("trace", trace=rows, pulls=pulls)[2:] == [
+        f"| 10 to 40 tokens | prefix | 69 of 320 | {shown} | 0 | 99.7 % of requests | 53, 88 ms |",
+        f"| 10 to 40 tokens | random | 0 of 320 | {shown} | 0 | | 53, 88 ms |",
+        f"| 100 to 300 tokens | prefix + pulls | 69 of 320 | {shown} | 68 784 | | 53, 88 ms |",
     ]
 
 
