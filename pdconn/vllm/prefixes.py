@@ -18,7 +18,7 @@ it there.  The ticket's digest is of the prefix, its salt and its adapter; see
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.protocol.errors import TicketError
@@ -31,11 +31,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Lend:
-    """``held`` tokens of ``num_tokens`` were found when the request was looked up last."""
+    """``held`` tokens of ``num_tokens`` were found when the request was looked up last.
+
+    ``blocks`` are those that it got then, by group, and ``pins`` what keeps them.
+    """
 
     num_tokens: int
     digest: str
     held: int = 0
+    blocks: tuple[list[int], ...] = ()
+    pins: list[Any] = field(default_factory=list)
 
 
 class PrefixLends:
@@ -86,6 +91,23 @@ class PrefixLends:
         lend = self._lends.get(request_id)
         return None if lend is None else (lend.num_tokens, lend.digest)
 
+    def allocated(self, request_id: str, blocks: tuple[list[int], ...], pool: Any) -> None:
+        """A request got blocks: pin those of a prefix, if it is held, until the request is over.
+
+        vLLM lets go of the state that a prefix ends with once the token behind it is computed.
+        """
+        lend = self._lends.get(request_id)
+        if lend is None or lend.held < lend.num_tokens or lend.pins:
+            return
+        lend.blocks = blocks
+        lend.pins = [pool.blocks[block] for ids in blocks for block in ids if block]
+        pool.touch(lend.pins)
+
+    def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
+        """Blocks of the prefix that a request asks for; empty for others."""
+        lend = self._lends.get(request_id)
+        return () if lend is None else lend.blocks
+
     def refusal(self, request_id: str) -> dict[str, Any] | None:
         """What to answer instead of a ticket where the prefix was not held."""
         lend = self._lends.get(request_id)
@@ -93,9 +115,11 @@ class PrefixLends:
             return None
         return {"pdconn": {"lend": lend.num_tokens, "held": lend.held}}
 
-    def finished(self, request_id: str) -> None:
-        """The request left the engine."""
-        self._lends.pop(request_id, None)
+    def finished(self, request_id: str, pool: Any) -> None:
+        """The request left the engine, and was lent if it was to be."""
+        lend = self._lends.pop(request_id, None)
+        if lend is not None and lend.pins:
+            pool.free_blocks(reversed(lend.pins))
 
 
 def _asked_of(request: Any) -> int | None:

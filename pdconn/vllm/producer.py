@@ -207,16 +207,23 @@ class ProducerScheduler:
             self._shortened[request.request_id] = prompt_digest(request)
             shorten(request, request.num_prompt_tokens - 1)
 
+    def allocated(self, request: Any, block_ids: Callable[[int], tuple[list[int], ...]]) -> None:
+        """A request got blocks; ``block_ids`` has those of its first tokens, by group."""
+        if (prefix := self.prefixes.promised(request.request_id)) is not None:
+            self.prefixes.allocated(request.request_id, block_ids(prefix[0]), self._pool)
+
     def finished(self, request: Any) -> None:
         """The request left the engine, and was lent if it was to be."""
         self._shortened.pop(request.request_id, None)
-        self.prefixes.finished(request.request_id)
+        self.prefixes.finished(request.request_id, self._pool)
 
     def lend(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Pin and lend a finished request's blocks; the ticket, or None without blocks.
 
-        Of a request for a prefix that is not held, what is told instead of a ticket.
+        Of a request for a prefix that is not held, what is told instead of a ticket; of one that is
+        held the blocks that it was found in.
         """
+        block_ids = self.prefixes.blocks_of(request.request_id) or block_ids
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
         if (refusal := self.prefixes.refusal(request.request_id)) is not None:

@@ -174,6 +174,9 @@ class PdScheduler:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""
         ids = self._config.select_transfer_block_ids(blocks.get_block_ids())
+        if self._producer is not None:
+            groups = self._config.transfer_groups
+            self._producer.allocated(request, partial(without_scratch, groups, ids))
         is_stored = self._store is not None and self._store.allocated(request, ids, num_external)
         if is_stored:
             self._loading_from_store.add(request.request_id)
@@ -258,8 +261,9 @@ class PdScheduler:
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and request.status in _PREFILLED:
             ids = self._config.select_transfer_block_ids(block_ids)
-            groups, computed = self._config.transfer_groups, num_computed(request)
-            ticket = self._producer.lend(request, without_scratch(groups, ids, computed))
+            groups = self._config.transfer_groups
+            lent = without_scratch(groups, ids, num_computed(request))
+            ticket = self._producer.lend(request, lent)
         self._producer.finished(request)
         return ticket
 

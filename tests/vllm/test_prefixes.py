@@ -134,6 +134,41 @@ def test_a_model_with_states_lends_a_prefix_of_the_tokens_asked_for(
     assert asked.num_prompt_tokens == HELD + 1
 
 
+def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_on(
+    lending: ProducerScheduler,  # noqa: F811
+    pool: Pool,  # noqa: F811
+) -> None:
+    """vLLM takes it off the request before that has ended; its blocks are those it was found in."""
+    asked = asking(PROMPT[: HELD + 1], HELD)
+    lending.arrived(asked)
+    assert lending.prefixes.looked_up(asked, HELD)
+    found = ([1, 2, 3], [0, 5])
+    for _ in range(2):  # again after a preemption: it is pinned already
+        lending.allocated(asked, lambda num_tokens: found if num_tokens == HELD else ())
+    assert pool.pinned() == [1, 2, 3, 5]
+    params = lending.lend(asked, ([1, 2, 3], [0, 0, 6]))
+    assert params is not None
+    assert [block.ids for block in parse_ticket(params).blocks] == [(1, 2, 3), (5,)]
+    lending.finished(asked)
+    assert pool.pinned() == [1, 2, 3, 5], "by the lease now, and once"
+    assert {pool.blocks[block].ref_cnt for block in (1, 2, 3, 5)} == {1}
+
+
+@pytest.mark.parametrize("held", [HELD, 16])
+def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
+    held: int,
+    lending: ProducerScheduler,  # noqa: F811
+    pool: Pool,  # noqa: F811
+) -> None:
+    asked = asking(PROMPT[: HELD + 1], HELD)
+    lending.arrived(asked)
+    lending.prefixes.looked_up(asked, held)
+    lending.allocated(asked, lambda num_tokens: ([1, 2, 3],))
+    assert pool.pinned() == ([1, 2, 3] if held == HELD else [])
+    lending.finished(asked)
+    assert pool.pinned() == []
+
+
 @pytest.mark.parametrize("changes", [{"prompt_embeds": [[0.0]] * 40}, {}], ids=["embeds", "lend"])
 def test_a_wrong_wish_is_answered_as_a_prompt(
     changes: dict[str, Any],
