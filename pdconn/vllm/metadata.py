@@ -19,7 +19,7 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import Command
 from pdconn.puller.results import ClaimOutcome
 from pdconn.store.commands import StoreCommand, StoreResult
-from pdconn.vllm.partial import PartialBlocks, joined
+from pdconn.vllm.cache.partial import PartialBlocks, joined
 
 
 @dataclass

@@ -25,16 +25,16 @@ from pdconn.protocol.messages import Described, Welcome
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.blocks.states import without_scratch
+from pdconn.vllm.cache.lagging import complete_windows, held_tokens
+from pdconn.vllm.cache.partial import PartialBlocks, never_cache
+from pdconn.vllm.cache.quarantine import Quarantine
+from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
-from pdconn.vllm.lagging import complete_windows, held_tokens
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
-from pdconn.vllm.partial import PartialBlocks, never_cache
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
 from pdconn.vllm.prompt import num_computed
-from pdconn.vllm.quarantine import Quarantine
-from pdconn.vllm.retention import keep_window_of_last_token
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.engine import EngineStore

@@ -36,11 +36,11 @@ from pdconn.vllm.blocks.heads import heads_by_layer
 from pdconn.vllm.blocks.kinds import transferred_specs
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
+from pdconn.vllm.cache.partial import block_tokens, partial_blocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.sleep import options_for_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
-from pdconn.vllm.partial import block_tokens, partial_blocks
 from pdconn.vllm.stats import PdStats
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences

@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from pdconn.router.prefix.hashing import HashScheme
-from pdconn.vllm.lagging import complete_windows
+from pdconn.vllm.cache.lagging import complete_windows
 
 HASHING = "sha256_cbor"
 MAX_MODEL_LEN = 1 << 17

@@ -37,9 +37,12 @@ USES: dict[str, str] = {
     "vllm.multimodal.inputs:PlaceholderRange": "offset length",
     "vllm.v1.core.block_pool:BlockPool": "blocks touch free_blocks reset_prefix_cache"
     " num_gpu_blocks get_num_free_blocks enable_kv_cache_events hash_block_size",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator",
-    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id block_hash is_null",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator kv_cache_config"
+    " get_computed_blocks_for_connector create_kv_cache_blocks prefix_cache_lookup_enabled",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids blocks",
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator": "attention_groups"
+    " full_attention_group_id find_longest_cache_hit_per_group",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "kv_cache_spec"
     " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",

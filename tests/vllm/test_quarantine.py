@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdconn.vllm.quarantine import Quarantine
+from pdconn.vllm.cache.quarantine import Quarantine
 
 
 class Pool:

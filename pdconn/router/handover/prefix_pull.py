@@ -30,7 +30,7 @@ from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import find_prefix_ticket, find_ticket, prefix_body, without_prompt
 from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
 from pdconn.router.openai.requests import Route
-from pdconn.router.pulls.choose import Choice, Holder
+from pdconn.router.pulls.choose import Holder, PullChoice
 from pdconn.router.pulls.planner import RESTS_S, PullPlanner
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Candidate
@@ -52,7 +52,7 @@ Came: TypeAlias = Raw | PullEnd
 class Borrowed:
     """A ticket for a prefix, on its way to prefill."""
 
-    choice: Choice
+    choice: PullChoice
     asked: RoutedRequest
     ticket: Raw
 

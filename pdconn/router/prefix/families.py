@@ -40,7 +40,7 @@ class Family:
         """What counts beside a pull, if that differs: full attention alone.
 
         vLLM's ``KVCacheManager.get_computed_blocks_for_connector`` beside states, and
-        :mod:`pdconn.vllm.lagging` beside windows, but where one of these is held further than
+        :mod:`pdconn.vllm.cache.lagging` beside windows, but where one of these is held further than
         full attention: then the hit counts on which all agree.
         """
         needs = {spec.needs for _, spec in self.tails}

@@ -44,7 +44,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PullChoice:
     """What is done about a prefix, and why.
 
     Attributes:
@@ -87,7 +87,7 @@ class Chooser:
 
     def choose(
         self, engine: str, num_tokens: int, held: int, holders: Iterable[Holder], now: float
-    ) -> Choice:
+    ) -> PullChoice:
         """For a prompt of ``num_tokens`` tokens, of which ``engine`` holds ``held``.
 
         Holders are tried in order of what they would take; the best of those that may lend wins.
@@ -95,7 +95,7 @@ class Chooser:
         compute = self.computing.of(engine, now)
         computed_s = compute.at(num_tokens - held)
         token_s = computed_s / max(1, num_tokens - held)
-        best = Choice(None, computed_s, computed_s, "nobody holds more")
+        best = PullChoice(None, computed_s, computed_s, "nobody holds more")
         for holder in holders:
             more = holder.tokens - held
             if holder.engine == engine or more <= 0:
@@ -107,9 +107,9 @@ class Chooser:
                 told = f"{holder.engine} holds {more} tokens more: {seconds:.3f} s, "
                 told += f"computing takes {computed_s:.3f} s"
                 cost = pull_s / token_s if token_s > 0 else 0.0
-                best = Choice(holder, seconds, computed_s, told, more, cost)
+                best = PullChoice(holder, seconds, computed_s, told, more, cost)
             elif best.holder is None and why is not None:
-                best = Choice(None, computed_s, computed_s, f"{holder.engine} {why}")
+                best = PullChoice(None, computed_s, computed_s, f"{holder.engine} {why}")
         return best
 
     def _why_not(self, holder: Holder, more: int, seconds: float, computed_s: float) -> str | None:

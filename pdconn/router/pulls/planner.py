@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from pdconn.router.pulls.choose import Choice, Chooser, Holder
+from pdconn.router.pulls.choose import Chooser, Holder, PullChoice
 from pdconn.router.pulls.rates import Lines
 
 COMPUTING = (0.01, 1 / 20_000)
@@ -46,7 +46,7 @@ class PullPlanner:
 
     def choose(
         self, engine: str, num_tokens: int, held: int, holders: Iterable[Holder], now: float
-    ) -> Choice:
+    ) -> PullChoice:
         """See :meth:`Chooser.choose`; ``holders`` need not know what they lend."""
         awake = (one for one in holders if self._rests.get(one.engine, 0.0) <= now)
         most = sorted(awake, key=lambda one: -one.tokens)[:MOST_HOLDERS]
@@ -74,7 +74,9 @@ class PullPlanner:
         """An engine without other work computed ``tokens`` tokens in ``seconds``."""
         self.chooser.computing.see(engine, tokens, seconds, now)
 
-    def pulled(self, engine: str, choice: Choice, rest: int, seconds: float, now: float) -> None:
+    def pulled(
+        self, engine: str, choice: PullChoice, rest: int, seconds: float, now: float
+    ) -> None:
         """An engine without other work pulled as chosen and computed the ``rest`` of the tokens."""
         if choice.holder is not None:
             pull_s = seconds - self.chooser.computing.of(engine, now).at(rest)

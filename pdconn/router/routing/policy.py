@@ -40,7 +40,7 @@ from hashlib import blake2b
 from typing import ClassVar, Protocol
 
 from pdconn.router.prefix.score import NO_HIT, Hit
-from pdconn.router.pulls.choose import Choice
+from pdconn.router.pulls.choose import PullChoice
 
 TOKENS_PER_FOREIGN_REQUEST = 512.0
 """Cost of a request at prefill that this router did not send.  Guessed: a short prompt."""
@@ -89,7 +89,7 @@ class Candidate:
     num_requests: int = 0
     num_others: int = 0
     kv_usage: float = 0.0
-    pull: Choice | None = None
+    pull: PullChoice | None = None
 
     @property
     def held_or_pulled(self) -> int:

@@ -24,7 +24,7 @@ from pdconn.store.errors import FormatError
 from pdconn.store.format.layout import store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
-from pdconn.vllm.partial import PartialBlocks
+from pdconn.vllm.cache.partial import PartialBlocks
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.pulls.choose import Choice, Chooser, Holder
+from pdconn.router.pulls.choose import Chooser, Holder, PullChoice
 from pdconn.router.pulls.rates import Lines
 
 PROMPT, HELD_THERE = 4000, 3200
@@ -18,7 +18,7 @@ def chooser(pull_token_s: float = 1e-5, **changes: Any) -> Chooser:
     return Chooser(Lines(0.01, 1e-4), Lines(0.02, pull_token_s), **changes)
 
 
-def choose(made: Chooser, held: int = 0, **holder: Any) -> Choice:
+def choose(made: Chooser, held: int = 0, **holder: Any) -> PullChoice:
     there = Holder(**{"engine": "holder", "tokens": HELD_THERE} | holder)
     return made.choose("prefill", PROMPT, held, [there], now=0.0)
 

@@ -14,7 +14,7 @@ from math import gcd
 from typing import Any
 
 from pdconn.planning.plan import window_start
-from pdconn.vllm.partial import never_cache, partial_blocks
+from pdconn.vllm.cache.partial import never_cache, partial_blocks
 from registration.references import AttentionKind, KVCacheGroupReference
 from tests.fakes.sim_cache import GroupShape, SimCache
 

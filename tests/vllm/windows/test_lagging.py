@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    from pdconn.vllm import lagging
-    from pdconn.vllm.lagging import complete_windows, held_tokens
+    from pdconn.vllm.cache import lagging
+    from pdconn.vllm.cache.lagging import complete_windows, held_tokens
     from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import SimMemory
 
@@ -228,3 +228,49 @@ def test_a_hit_leaves_something_to_pull(until: int) -> None:
     cache.finish(longer)
     _, hit, _, is_diverged = cache.manager.get_computed_blocks_for_connector(cache.request(tokens))
     assert (hit, is_diverged) == ((until - 1) // 16 * 16, True)
+
+
+class _AnotherVersion:
+    """The manager of a vLLM that looks hits up with other arguments, or without the method."""
+
+    def __init__(self, manager: Any, look_up: Any) -> None:
+        self.kv_cache_config, self.coordinator = manager.kv_cache_config, manager.coordinator
+        if look_up is not None:
+            self.get_computed_blocks_for_connector = look_up
+
+
+@pytest.mark.parametrize(
+    "look_up", [None, lambda request, limit, more: None], ids=["without", "other arguments"]
+)
+def test_a_vllm_that_looks_hits_up_otherwise_is_left_alone(
+    look_up: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = CacheShape((GroupShape(16), GroupShape(16, 40)), 100)
+    manager = _AnotherVersion(SimCache(shape).manager, look_up)
+    before = dict(vars(manager))
+    assert not complete_windows(manager, lambda request: 0)
+    assert vars(manager) == before
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "pulled whole" in line
+    assert "get_computed_blocks_for_connector" in line
+
+
+def test_what_033_passes_beside_the_request_bounds_the_hit() -> None:
+    """``max_cache_hit_length``: the second argument of the method there."""
+    cache = SimCache(CacheShape((GroupShape(16), GroupShape(16, 40)), 100, retention=0))
+    agreed = cache.manager.get_computed_blocks_for_connector
+    asked = []
+
+    def of_033(request: Any, max_cache_hit_length: int) -> Any:
+        asked.append(max_cache_hit_length)
+        return agreed(request)
+
+    cache.manager.get_computed_blocks_for_connector = of_033  # type: ignore[method-assign]
+    assert complete_windows(cache.manager, lambda request: 170)
+    longer = cache.request([*range(170), *range(1000, 1100)])
+    assert cache.admit(longer) is not None
+    cache.finish(longer)
+    look_up: Any = cache.manager.get_computed_blocks_for_connector
+    hits = [look_up(cache.request(list(range(171))), most)[1] for most in (170, 100, 40)]
+    assert hits == [160, 96, 32]
+    assert asked == [170, 100, 40]

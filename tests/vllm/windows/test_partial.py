@@ -15,8 +15,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
+    from pdconn.vllm.cache.partial import partial_blocks
     from pdconn.vllm.metadata import PdWorkerReport
-    from pdconn.vllm.partial import partial_blocks
     from pdconn.vllm.scheduler import PdScheduler
     from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
