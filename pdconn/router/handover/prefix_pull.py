@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 from msgspec import Raw
 
+from pdconn.router.admission.budget import HeldBody
 from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient, OutOfResources
 from pdconn.router.fleet.health import Health
@@ -110,14 +111,18 @@ class PrefixPulls:
         body = prefix_body(request.body, tokens[: holder.tokens + 1])
         asked = _asked(request, holder)
         answer: asyncio.Future[Came] = asyncio.get_running_loop().create_future()
-        if not self._asking.spawn(self._ask(asked, holder, body, answer), "ask for a prefix"):
+        asking = self._ask(request.held, asked, holder, body, answer)
+        if not self._asking.spawn(asking, "ask for a prefix"):
             return None
-        came: Came = PullEnd.LATE
         try:
             async with asyncio.timeout(choice.patience_s):
                 came = await answer
         except TimeoutError:
-            pass
+            came = _came(answer)  # which may have come in the same turn of the loop
+        except asyncio.CancelledError:
+            if isinstance(left := _came(answer), Raw):
+                self._tickets.give_back(asked, left)
+            raise
         took_s = time.perf_counter() - began
         request.pull = PrefixPull(holder.engine, holder.tokens, choice.saved, took_s)
         if isinstance(came, PullEnd):
@@ -127,6 +132,7 @@ class PrefixPulls:
 
     async def _ask(
         self,
+        held: HeldBody,
         asked: RoutedRequest,
         holder: Holder,
         body: bytes,
@@ -135,8 +141,9 @@ class PrefixPulls:
         over = self._planner.lending(holder.engine)
         came: Came = PullEnd.FAILED
         try:
-            async with asyncio.timeout(GIVE_UP_S):
-                came = await self._ticket_of(asked, holder, body)
+            with held:  # the body is counted as long as this one, which is made of it
+                async with asyncio.timeout(GIVE_UP_S):
+                    came = await self._ticket_of(asked, holder, body)
         except OutOfResources as error:
             log.warning("pdconn: no prefix asked for: %s", error)
         except (ConnectFailed, ConnectionLost) as error:
@@ -202,6 +209,11 @@ class PrefixPulls:
         assert request.pull is not None
         request.pull = replace(request.pull, end=end)
         self._metrics.prefix_pulled(request.pull)
+
+
+def _came(answer: asyncio.Future[Came]) -> Came:
+    """What a holder has answered by now."""
+    return answer.result() if answer.done() and not answer.cancelled() else PullEnd.LATE
 
 
 def _asked(request: RoutedRequest, holder: Holder) -> RoutedRequest:
