@@ -4,6 +4,7 @@ Beside vLLM's keys stand ours, in ``pdconn``; a request has at most one of these
 
     "lend": 3200        of the engine that holds it: a ticket for the first 3200 tokens
     "from": {...}       of the engine that computes the rest: that ticket
+    "lend_back": false  of the engine that answers: no ticket for prompt and answer, please
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ def lend_of(params: object, num_prompt_tokens: int) -> int | None:
 def ticket_from(params: object) -> object:
     """What a request names as the ticket for its prefix, of any type; None if it names none."""
     return _ours(params).get("from")
+
+
+def lends_back(params: object) -> bool:
+    """Whether a request takes a ticket for its prompt and answer; it need not say so."""
+    return _ours(params).get("lend_back", True) is not False
+
+
+def next_turn(ticket: dict[str, Any]) -> dict[str, Any]:
+    """``kv_transfer_params`` of prefill's request for the next turn: it pulls, and lends on."""
+    return {"do_remote_prefill": False, "do_remote_decode": True, "pdconn": {"from": ticket}}
 
 
 def parse_prefix_ticket(given: object, max_blocks: int) -> Ticket:

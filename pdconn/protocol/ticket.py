@@ -29,6 +29,7 @@ _SPARE_BLOCKS = 4096
 _MAX_BLOCK_ID = 2**31 - 1
 _PORTS = (1, 65535)
 _TOKENS = (0, 1 << 31)
+MAX_CUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,25 @@ class BlockList:
 
 
 @dataclass(frozen=True, slots=True)
+class TicketCut:
+    """A place in what is lent, up to which it may be used alone.
+
+    Attributes:
+        num_tokens: from the beginning.
+        digest: of the tokens up to there.
+    """
+
+    num_tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """A promise of KV: its lender, its request id there, and its blocks.
 
     ``prompt`` is a digest of the prompt that the KV was computed from.  Prefill and decode build
-    tickets alike, so prefill makes none that decode refuses.
+    tickets alike, so prefill makes none that decode refuses.  ``cuts``, in ascending order, are for
+    who shares less than all of it.
 
     Raises:
         TicketError: a name that is too long or not printable, or a number out of bounds.
@@ -77,6 +92,7 @@ class Ticket:
     num_tokens: int
     prompt: str
     blocks: tuple[BlockList, ...]
+    cuts: tuple[TicketCut, ...] = ()
 
     def __post_init__(self) -> None:
         for field_name, text in (
@@ -91,6 +107,7 @@ class Ticket:
         _check_range("remote_port", self.port, *_PORTS)
         _check_range("remote_num_tokens", self.num_tokens, *_TOKENS)
         check_block_count(sum(len(group.ids) for group in self.blocks))
+        _check_cuts(self.cuts, self.num_tokens)
 
     def digest(self) -> bytes:
         """16 bytes that differ when anything that the lender promised differs (BLAKE2b).
@@ -100,12 +117,14 @@ class Ticket:
         """
         digest = hashlib.blake2b(block_digest(self.blocks), digest_size=DIGEST_NBYTES)
         promised = (self.incarnation, self.request_id, self.prompt, str(self.num_tokens))
-        for text in promised:
+        cuts = (text for cut in self.cuts for text in (str(cut.num_tokens), cut.digest))
+        for text in (*promised, *cuts):
             digest.update(f"{len(text)}:{text}".encode())
         return digest.digest()
 
     def to_params(self, tp_size: int, pp_size: int) -> dict[str, Any]:
         """The ``kv_transfer_params`` for the decode engine's request."""
+        cuts = [[cut.num_tokens, cut.digest] for cut in self.cuts]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -122,6 +141,7 @@ class Ticket:
                 "incarnation": self.incarnation,
                 "prompt": self.prompt,
                 "first_blocks": [group.first for group in self.blocks],
+                **({"cuts": cuts} if cuts else {}),
             },
         }
 
@@ -216,7 +236,30 @@ def parse_ticket(params: object, max_blocks: int = MAX_BLOCKS) -> Ticket:
             _block_list(index, first, ids)
             for index, (first, ids) in enumerate(zip(firsts, lists, strict=True))
         ),
+        cuts=_parse_cuts(ours.get("cuts", [])),
     )
+
+
+def _parse_cuts(given: object) -> tuple[TicketCut, ...]:
+    if not isinstance(given, list) or len(given) > MAX_CUTS:
+        raise TicketError("pdconn.cuts", f"a list of at most {MAX_CUTS}", given)
+    return tuple(_cut(index, one) for index, one in enumerate(given))
+
+
+def _cut(index: int, given: object) -> TicketCut:
+    if isinstance(given, list) and list(map(type, given)) == [int, str]:
+        return TicketCut(*given)
+    raise TicketError(f"pdconn.cuts[{index}]", "tokens and the digest of them", given)
+
+
+def _check_cuts(cuts: Sequence[TicketCut], num_tokens: int) -> None:
+    before = 0
+    for index, cut in enumerate(cuts):
+        where = f"pdconn.cuts[{index}]"
+        _check_range(where, cut.num_tokens, before + 1, num_tokens - 1)
+        if not 0 < len(cut.digest) <= MAX_TEXT or not cut.digest.isprintable():
+            raise TicketError(where, f"1 to {MAX_TEXT} printable characters", cut.digest)
+        before = cut.num_tokens
 
 
 def _block_list(index: int, first: object, ids: object) -> BlockList:

@@ -37,6 +37,19 @@ Check = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class LendBack:
+    """How answers are lent, see :mod:`pdconn.vllm.lends.answers`.
+
+    Attributes:
+        seconds: the lease.
+        share: of the engine's blocks that may be pinned by answers; the oldest is given up first.
+    """
+
+    seconds: float = 60.0
+    share: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Checked settings; see the module for what each means."""
 
@@ -58,6 +71,7 @@ class Settings:
     debug_faults: Faults = field(default_factory=Faults)
     security: Security = field(default_factory=Security)
     store: StoreSettings | None = None
+    lend_back: LendBack | None = None
 
 
 def read_settings(
@@ -209,6 +223,19 @@ def _options(value: Any) -> dict[str, dict[str, str]]:
     return {name: {k: str(v) for k, v in options.items()} for name, options in value.items()}
 
 
+def _lend_back(value: Any) -> LendBack | None:
+    expected = 'true, false, or like {"seconds": 60, "share": 0.2}'
+    if isinstance(value, bool):
+        return LendBack() if value else None
+    if not isinstance(value, dict) or not set(value) <= {"seconds", "share"}:
+        raise ValueError(expected)
+    settings = LendBack(**value)
+    share = settings.share
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 0.5:
+        raise ValueError(f"{expected}, with a share above 0 and at most 0.5 of the blocks")
+    return LendBack(_lease(settings.seconds), float(share))
+
+
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("true or false")  # noqa: TRY004 - _checked turns it into a ConfigError
@@ -336,6 +363,13 @@ KEYS: tuple[Key, ...] = (
         "store", "store settings", "none", None, "both",
         "Where KV of prompts is kept beyond the engine, see `docs/stores.md`: "
         '`{"root": "/mnt/kv", "capacity": "200GiB"}`.',
+    ),
+    Key(
+        "lend_back", "true, false, seconds and share", "false", _lend_back, "decode",
+        "Return a ticket for prompt and answer, for prefill to pull in the next turn, see "
+        "`docs/other-routers.md`; needs `kv_role: kv_both`. "
+        '`{"seconds": 60, "share": 0.2}`: the lease, and the part of the KV blocks that such '
+        "leases may pin, the oldest being given up first.", "`bidirectional_kv_xfer`",
     ),
     Key(
         "debug_faults", "faults", "none", None, "decode",

@@ -17,8 +17,8 @@ to ask again; each rank's answer comes within the time limits of the pull.  If a
 is lost before the request has blocks, the others are given up, and the request goes on as one
 without a ticket.
 
-A ticket for a prefix alone (:mod:`pdconn.vllm.prefixes`) is awaited likewise, in every engine:
-what it does not bring is computed here anyway, so it costs its request nothing but time.
+A ticket for a prefix alone (:mod:`pdconn.vllm.lends`) is awaited likewise, in every engine: what
+it does not bring is computed here anyway, so it costs its request nothing but time.
 """
 
 from __future__ import annotations
@@ -186,10 +186,11 @@ class ConsumerScheduler:
         if tracked is None or not tracked.is_open(request):
             return 0, False
         tracked.num_local = num_local
+        if self._until(request, tracked) > num_local:
+            self._check(request, tracked)
         count = self._until(request, tracked) - num_local
         if count <= 0:
             return 0, False
-        self._check(request, tracked)
         if tracked.problem is not None:
             is_computed = self._recompute or tracked.prefix
             return (0, False) if is_computed else (count, True)

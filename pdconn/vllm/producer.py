@@ -13,11 +13,6 @@ A reset clears KV that may be wrong from then on, as after new weights, so nothi
 may be read after it: everything lent is taken back first.  An engine that was asked to stop
 lends on until its leases have ended, if it was given time for that.
 
-vLLM makes a request of each answer of a best-of-n request (``n > 1``), and shows the client
-the ticket of the child that finishes last.  Which one that is, and how many there are, the
-engine does not know.  So the first child that finishes is lent, and its siblings, which have
-the same prompt, return its ticket.
-
 Decode computes the last prompt token itself, to have something to sample from.  A recurrent
 state that has seen that token already would see it twice, so where the model has states prefill
 leaves the token out: it computes the prompt without it.
@@ -27,7 +22,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pdconn.integrity.lent import LentSums
@@ -35,17 +31,28 @@ from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import Welcome
-from pdconn.protocol.ticket import BlockList, Ticket, check_block_count, max_blocks_for, trimmed
+from pdconn.protocol.prefix import next_turn
+from pdconn.protocol.ticket import (
+    BlockList,
+    Ticket,
+    TicketCut,
+    check_block_count,
+    max_blocks_for,
+    trimmed,
+)
 from pdconn.puller.verification import Verify
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.config import Settings
-from pdconn.vllm.prefixes import PrefixLends
+from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers
+from pdconn.vllm.lends.prefixes import PrefixLends
+from pdconn.vllm.lends.shared_tickets import SharedTickets
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
     num_computed,
     parent_of,
+    prefix_digests,
     prompt_digest,
     shorten,
 )
@@ -70,36 +77,6 @@ def drop_wrong_params(request: Any) -> None:
         error = TicketError("kv_transfer_params", "an object", params)
         log.warning("pdconn: ignored: %s request=%s", error, shown(request.request_id))
         request.kv_transfer_params = None
-
-
-class SharedTickets:
-    """Tickets that the children of best-of-n requests share, while they are lent."""
-
-    def __init__(self) -> None:
-        self._tickets: dict[str, tuple[Ticket, float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def find(self, request_id: str, prompt: str, now: float) -> Ticket | None:
-        """The ticket of a sibling with the same prompt, unless it is too old to be shared."""
-        parent = parent_of(request_id)
-        if parent is None or parent not in self._tickets:
-            return None
-        ticket, until = self._tickets[parent]
-        return ticket if ticket.prompt == prompt and now < until else None
-
-    def add(self, ticket: Ticket, until: float) -> None:
-        """Siblings that finish before ``until`` share ``ticket``."""
-        parent = parent_of(ticket.request_id)
-        if parent is not None:
-            self._tickets[parent] = ticket, until
-
-    def forget(self, request_id: str) -> None:
-        """The lease of ``request_id`` has ended."""
-        parent = parent_of(request_id)
-        if parent in self._tickets and self._tickets[parent][0].request_id == request_id:
-            del self._tickets[parent]
 
 
 class ProducerScheduler:
@@ -132,6 +109,8 @@ class ProducerScheduler:
         self._sizes = sizes
         self._has_states = has_states
         self._shortened: dict[str, str] = {}
+        self.answers = None if settings.lend_back is None else LentAnswers(settings.lend_back)
+        self._counts: Counter[str] = Counter()
         self.prefixes = PrefixLends(block_tokens)
         self._said_of_stop: bool | None = None
         self._lender: Lender | None = None
@@ -232,8 +211,7 @@ class ProducerScheduler:
             log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
         try:
-            blocks = tuple(trimmed(ids) for ids in self._splits.described(block_ids))
-            ticket = self._ticket(request, blocks)
+            ticket = self._ticket(request, block_ids)
         except TicketError as error:  # decode would refuse it, and it would be lent in vain
             log.warning("pdconn: not lent: %s request=%s", error, shown(request.request_id))
             return None
@@ -241,16 +219,55 @@ class ProducerScheduler:
         shared = self._shared.find(request.request_id, ticket.prompt, now)
         if shared is not None:
             return shared.to_params(*self._sizes)
+        self._shared.add(ticket, now + ttl_s / 2)
+        self._lend(ticket, block_ids, ttl_s)
+        return ticket.to_params(*self._sizes)
+
+    def lend_back(self, request: Any, answer: LendableAnswer) -> dict[str, Any] | None:
+        """Pin and lend prompt and answer of a finished request; what the next turn is to carry.
+
+        None if they are not lent.  Of best-of-n answers the client sees one ticket, and nobody
+        knows whose.
+        """
+        name = request.request_id
+        if self._lender is None or self.answers is None or name in self._pinned:
+            return None
+        if parent_of(name) is not None or not any(any(ids) for ids in answer.blocks):
+            return None
+        *digests, whole = prefix_digests(request, (*answer.cuts, answer.num_tokens))
+        cuts = tuple(map(TicketCut, answer.cuts, digests))
+        try:
+            ticket = self._ticket(request, answer.blocks, (answer.num_tokens, whole), cuts)
+        except TicketError as error:
+            log.warning("pdconn: not lent back: %s request=%s", error, shown(name))
+            return None
+        num_blocks = sum(1 for ids in answer.blocks for block in ids if block)
+        given_up = self.answers.make_room(name, num_blocks, self._pool.num_gpu_blocks)
+        self._give_up(given_up)
+        if name in given_up:
+            return None
+        self._counts["answers_lent"] += 1
+        self._lend(ticket, answer.blocks, self.answers.settings.seconds)
+        return next_turn(ticket.to_params(*self._sizes))
+
+    def _give_up(self, answers: Iterable[str]) -> None:
+        """End leases of answers that nobody has claimed."""
+        for request_id in answers:
+            self._counts["answers_given_up"] += 1
+            if self._lender is not None and request_id in self._pinned:
+                self._lender.abort(request_id)
+
+    def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float) -> None:
+        """Pin what a ticket is for, and lend it."""
+        assert self._lender is not None
         held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
         self._pool.touch(held)
-        self._pinned[request.request_id] = held
-        self._shared.add(ticket, now + ttl_s / 2)
-        self._lender.lend(request.request_id, ticket.digest(), ttl_s)
+        self._pinned[ticket.request_id] = held
+        self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
-            terms = Terms(request.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
+            terms = Terms(ticket.request_id, ticket.num_tokens, verify is Verify.SAMPLE)
             self._to_sum.append((terms, ticket.blocks))
-        return ticket.to_params(*self._sizes)
 
     def unpin_freed(self) -> None:
         """Unpin blocks whose leases have ended.  Only on the engine's thread."""
@@ -261,6 +278,8 @@ class ProducerScheduler:
             # Tail first, so that the head of a prefix stays cached the longest.
             self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
             self._shared.forget(lease.request)
+            if self.answers is not None:
+                self.answers.ended(lease.request)
 
     def take_back(self) -> None:
         """End every lease and unpin its blocks.  Only on the engine's thread, which waits.
@@ -294,6 +313,8 @@ class ProducerScheduler:
         ``until`` is a time of our clock.  Waits a little itself, since vLLM asks again at once.
         Only on the engine's thread.
         """
+        if self.answers is not None:
+            self._give_up(self.answers.give_up())
         self.unpin_freed()
         if not self._pinned:
             return False
@@ -328,8 +349,12 @@ class ProducerScheduler:
                 self._lender.add_sums(request, rank, summed)
 
     def take_counts(self) -> dict[str, int]:
-        """What the side channel counted since the last call."""
-        return {} if self._lender is None else self._lender.take_counts()
+        """What was counted since the last call, by the side channel, too."""
+        counts = {} if self._lender is None else self._lender.take_counts()
+        if self._counts:
+            counts |= self._counts
+            self._counts = Counter()
+        return counts
 
     def close(self) -> None:
         """Stop the side channel."""
@@ -337,17 +362,24 @@ class ProducerScheduler:
             self._lender.close()
             self._lender = None
 
-    def _ticket(self, request: Any, blocks: tuple[BlockList, ...]) -> Ticket:
-        """The ticket for a finished request.
+    def _ticket(
+        self,
+        request: Any,
+        block_ids: BlockIds,
+        prefix: tuple[int, str] | None = None,
+        cuts: tuple[TicketCut, ...] = (),
+    ) -> Ticket:
+        """The ticket for a finished request: for what it was asked for, or for ``prefix`` of it.
 
         Raises:
             TicketError: decode would refuse it.
         """
         if has_embeddings(request):
             raise TicketError("prompt", "token ids", "embeddings", EMBEDDINGS)
-        most = max_blocks_for(request.num_prompt_tokens)
+        blocks = tuple(trimmed(ids) for ids in self._splits.described(block_ids))
+        prefix = prefix or self.prefixes.promised(request.request_id)
+        most = max_blocks_for(request.num_prompt_tokens if prefix is None else prefix[0])
         check_block_count(sum(len(group.ids) for group in blocks), most)
-        prefix = self.prefixes.promised(request.request_id)
         if prefix is None:
             whole = self._shortened.get(request.request_id) or prompt_digest(request)
             prefix = num_computed(request), whole
@@ -359,4 +391,5 @@ class ProducerScheduler:
             self._settings.side_channel_port,
             *prefix,
             blocks,
+            cuts,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ import msgspec
 _HEX = 32
 _TOKENS = msgspec.msgpack.Encoder(enc_hook=int)
 """Of a kind that msgpack does not know, such as numpy's, a token is still a number."""
+
+_PIECE = 1 << 15
+"""Tokens that are encoded at a time; msgpack tells the length of so many in 3 bytes."""
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 
@@ -42,20 +46,40 @@ def prefix_digest(request: Any, num_tokens: int) -> str:
 
     It is of the salt as well, by which vLLM keeps tenants apart, and is never one of a prompt.
     """
-    tokens = request.prompt_token_ids[:num_tokens]
+    return prefix_digests(request, (num_tokens,))[0]
+
+
+def prefix_digests(request: Any, ends: Sequence[int]) -> list[str]:
+    """:func:`prefix_digest` of several prefixes, in ascending order, of prompt and answer."""
+    tokens = request._all_token_ids
     features = getattr(request, "mm_features", None) or ()
-    inside = [one for one in features if one.mm_position.offset < num_tokens]
-    return _digest(request, tokens, inside, f"|prefix|{getattr(request, 'cache_salt', None)!r}")
+    salt = getattr(request, "cache_salt", None)
+    digest, digests, begin = hashlib.sha256(), [], 0
+    for end in ends:
+        for at in range(begin, end, _PIECE):
+            digest.update(_without_length(tokens[at : min(end, at + _PIECE)]))
+        inside = [one for one in features if one.mm_position.offset < end]
+        digests.append(_closed(digest.copy(), request, inside, f"|prefix|{end}|{salt!r}"))
+        begin = end
+    return digests
 
 
-def _digest(request: Any, tokens: Any, features: Any, more: str = "") -> str:
-    digest = hashlib.sha256(_TOKENS.encode(tokens))
+def _without_length(tokens: Sequence[int]) -> memoryview:
+    """Tokens as msgpack encodes them, one after the other; at most ``_PIECE`` of them."""
+    return memoryview(_TOKENS.encode(list(tokens)))[1 if len(tokens) < 16 else 3 :]
+
+
+def _digest(request: Any, tokens: Any, features: Any) -> str:
+    return _closed(hashlib.sha256(_TOKENS.encode(tokens)), request, features)
+
+
+def _closed(digest: Any, request: Any, features: Any, more: str = "") -> str:
     adapter = getattr(request, "lora_request", None)
     digest.update(f"|{adapter.lora_name if adapter else ''}".encode())
     for feature in features or ():
         digest.update(f"|{feature.identifier}".encode())
     digest.update(more.encode())
-    return digest.hexdigest()[:_HEX]
+    return str(digest.hexdigest()[:_HEX])
 
 
 def parent_of(request_id: str) -> str | None:

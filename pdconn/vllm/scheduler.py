@@ -25,12 +25,14 @@ from pdconn.protocol.messages import Described, Welcome
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.blocks.states import without_scratch
+from pdconn.vllm.cache.answers import AnswerWindows
 from pdconn.vllm.cache.lagging import complete_windows, held_tokens
 from pdconn.vllm.cache.partial import PartialBlocks, never_cache
 from pdconn.vllm.cache.quarantine import Quarantine
 from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.lends.lendable import answer_of
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
@@ -73,6 +75,7 @@ class PdScheduler:
         self._shutdown = ShutdownSignal()
         self._welcome: Welcome | None = None
         self._manager: KVCacheManager | None = None
+        self._answers: AnswerWindows | None = None
         self.completes_hits = may_lag(kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
@@ -113,6 +116,7 @@ class PdScheduler:
         if self._consumer is not None:
             told = complete_windows(manager, self._consumer.pulled_until)
             self.completes_hits = self.completes_hits or told
+            self._answers = AnswerWindows.of(manager)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""
@@ -235,6 +239,8 @@ class PdScheduler:
     def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
         if self._manager is not None:
             never_cache(self._manager, self._config, request_id, blocks)
+        if self._answers is not None:
+            self._answers.pulled_in_part(request_id, blocks)
         if self._store is not None:
             self._store.pulled(request_id, blocks)
 
@@ -251,6 +257,9 @@ class PdScheduler:
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """A request left the engine: lend its blocks, and return a ticket, if it asked for one."""
+        if self._answers is not None:
+            is_whole = request.status in _PREFILLED
+            self._answers.finished(request, num_computed(request) if is_whole else 0)
         if self._consumer is not None:
             self._consumer.finished(request)
         if self._store is not None:
@@ -259,13 +268,34 @@ class PdScheduler:
             return None
         ticket = None
         params = request.kv_transfer_params
-        if params and params.get("do_remote_decode") and request.status in _PREFILLED:
-            ids = self._config.select_transfer_block_ids(block_ids)
-            groups = self._config.transfer_groups
-            lent = without_scratch(groups, ids, num_computed(request))
-            ticket = self._producer.lend(request, lent)
+        if params and request.status in _PREFILLED:
+            is_for_decode = params.get("do_remote_decode")
+            ticket = (self._lend if is_for_decode else self._lend_back)(request, block_ids)
         self._producer.finished(request)
         return ticket
+
+    def _lend(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """The prompt, to decode."""
+        assert self._producer is not None
+        return self._producer.lend(request, self._held(block_ids, num_computed(request)))
+
+    def _lend_back(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> dict[str, Any] | None:
+        """Prompt and answer, to who computes the next turn, if their ticket is wanted."""
+        assert self._producer is not None
+        answers = self._producer.answers
+        if answers is None or self._manager is None or not answers.asked(request):
+            return None
+        num_tokens = num_computed(request)
+        held = self._held(block_ids, num_tokens)
+        answer = answer_of(self._manager, self._config, request, held, num_tokens)
+        return self._producer.lend_back(request, answer)
+
+    def _held(self, block_ids: tuple[list[int], ...], num_tokens: int) -> tuple[list[int], ...]:
+        """Blocks of so many tokens, by transferred group."""
+        ids = self._config.select_transfer_block_ids(block_ids)
+        return without_scratch(self._config.transfer_groups, ids, num_tokens)
 
     def take_stats(self) -> PdStats | None:
         """Leases and rows since the last call."""

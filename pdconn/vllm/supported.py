@@ -37,6 +37,7 @@ def check_supported(config: VllmConfig) -> None:
     """
     _check_blocks(config)
     _check_memory(config)
+    _check_role(config)
     outputs = getattr(config, "aux_output_config", None)
     if getattr(outputs, "enable_return_routed_experts", False):
         hint = "decode does not compute the prompt, so it cannot tell its experts"
@@ -69,3 +70,11 @@ def _check_memory(config: VllmConfig) -> None:
     if buffer == "cpu" != device:
         hint = "pdconn registers KV memory where it is, without buffers on the host"
         raise ConfigError("kv_buffer_device", device, buffer, hint)
+
+
+def _check_role(config: VllmConfig) -> None:
+    """Whether an engine that is to lend may."""
+    transfer = config.kv_transfer_config
+    if transfer.kv_connector_extra_config.get("lend_back") and not transfer.is_kv_producer:
+        hint = "with lend_back decode lends, too"
+        raise ConfigError("kv_role", "kv_both", transfer.kv_role, hint)

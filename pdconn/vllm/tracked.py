@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.ticket import Ticket
-from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digest, prompt_digest
+from pdconn.protocol.ticket import Ticket, TicketCut
+from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digests, prompt_digest
 
 
 @dataclass(slots=True)
@@ -24,7 +24,8 @@ class Tracked:
         pull: the id of its own claim.
         awaited: how many ranks must be granted it before it is promised.
         granted: ranks that were granted it, where the engine waits for that.
-        prefix: tokens that the ticket covers, if it is for a prefix; 0 for a whole prompt.
+        prefix: tokens that the ticket covers, if it is for a prefix; once checked those that
+            the prompt begins with, too.  0 for a whole prompt.
     """
 
     ticket: Ticket | None
@@ -56,7 +57,11 @@ class Tracked:
         if has_embeddings(request):
             return EMBEDDINGS
         if self.prefix:
-            return _problem_of_prefix(request, self.ticket, num_lookahead)
+            found = _shared_with(request, self.ticket, num_lookahead)
+            if isinstance(found, TicketError):
+                return str(found)
+            self.prefix = found
+            return None
         return _problem_of_prompt(request, self.ticket, has_states)
 
 
@@ -78,11 +83,15 @@ def _problem_of_prompt(request: Any, ticket: Ticket, has_states: bool) -> str | 
     return None
 
 
-def _problem_of_prefix(request: Any, ticket: Ticket, num_lookahead: int) -> str | None:
+def _shared_with(request: Any, ticket: Ticket, num_lookahead: int) -> int | TicketError:
+    """Tokens of what a ticket covers that a prompt begins with: all, or up to one of its cuts."""
     most = request.num_prompt_tokens - num_lookahead
-    if ticket.num_tokens > most:
-        return str(TicketError("remote_num_tokens", f"at most {most}", ticket.num_tokens))
-    digest = prefix_digest(request, ticket.num_tokens)
-    if ticket.prompt != digest:
-        return str(TicketError("pdconn.prompt", digest, ticket.prompt))
-    return None
+    ends = (*ticket.cuts, TicketCut(ticket.num_tokens, ticket.prompt))
+    short = [end for end in ends if end.num_tokens <= most]
+    if not short:
+        return TicketError("remote_num_tokens", f"at most {most}", ends[0].num_tokens)
+    digests = prefix_digests(request, [end.num_tokens for end in short])
+    for end, digest in zip(reversed(short), reversed(digests), strict=True):
+        if end.digest == digest:
+            return end.num_tokens
+    return TicketError("pdconn.prompt", digests[-1], short[-1].digest)

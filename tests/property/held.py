@@ -50,9 +50,10 @@ class World:
     account: dict[str, Held]
     prompt: Prompt
 
-    def longest(self, name: str, last: int) -> int:
+    def longest(self, name: str, last: int, media: Sequence[str] = MEDIA) -> int:
         """The largest number of hash blocks that every group can serve, at most ``last``."""
-        return next(blocks for blocks in range(last, -1, -1) if self.serves(name, blocks, last))
+        ends = range(last, -1, -1)
+        return next(blocks for blocks in ends if self.serves(name, blocks, last, media))
 
     def is_fine(self, name: str) -> bool:
         """Whether a hit may end inside a block: beside states of longer blocks than hashed."""
@@ -62,7 +63,7 @@ class World:
             spec.kind == "mamba" or spec.kind in FULL for spec in longer
         )
 
-    def serves(self, name: str, blocks: int, last: int) -> bool:
+    def serves(self, name: str, blocks: int, last: int, media: Sequence[str] = MEDIA) -> bool:
         """Whether generation could go on behind so many hash blocks, of a prompt of ``last``."""
         held, tokens = self.account[name], blocks * self.prompt.hash_block_tokens
         counted = self.counted(held)
@@ -71,7 +72,7 @@ class World:
         if not counted:
             return False
         is_end_of_row = tokens % (held.row_tokens or 1) == 0
-        media = MEDIA if is_end_of_row else NEAR
+        media = media if is_end_of_row else NEAR
         if self.is_fine(name):
             return all(self._can_finely(held, one, blocks, last, media) for one in counted)
         return all(self._can(held, group, spec, tokens, media) for group, spec in counted)
@@ -191,7 +192,11 @@ class World:
                     found.append(WEIGHTS.get(medium, 1.0))
         return max(found, default=1.0)
 
-    def believed(self, name: str) -> int:
+    def loaded(self, name: str) -> int:
+        """Tokens that an engine reports, without those that it would report without a store."""
+        return self.believed(name) - self.believed(name, NEAR)
+
+    def believed(self, name: str, media: Sequence[str] = MEDIA) -> int:
         """Tokens that an engine reports: at most all but one, on its alignment."""
         held, unit = self.account[name], self.prompt.hash_block_tokens
         last = max(0, self.prompt.num_tokens - 1) // unit
@@ -202,7 +207,7 @@ class World:
                 # A lone group looks for the block behind below the cap too.
                 last = last // (spec.block_tokens // unit) * (spec.block_tokens // unit)
                 last -= spec.block_tokens // unit
-        return self.longest(name, max(0, min(last, len(self.prompt.hashes)))) * unit
+        return self.longest(name, max(0, min(last, len(self.prompt.hashes))), media) * unit
 
     def kept(self, name: str) -> int:
         """Tokens that a pull leaves out: of full attention, beside states or windows alone."""
@@ -283,6 +288,7 @@ def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpe
         world.account[name].row_tokens = row_tokens
     keep = rng.choice((0.5, 0.9, 0.97, 1.0))
     masked = rng.random() < 0.5
+    evicted = rng.random() < 0.2
     for group, spec in [*groups.items(), (None, GroupSpec(FULL[0], None, 4))]:
         if group is None and rng.random() < 0.8:
             continue
@@ -294,6 +300,9 @@ def _add_pod(rng: Random, world: World, name: str, groups: Mapping[int, GroupSpe
         if masked and group is not None and spec.kind in SLIDING:
             cut = rng.randint(0, len(blocks))
             blocks = blocks[max(0, cut - rng.randint(1, 8)) : cut]
+        if evicted:  # the last ones of all groups, and the store has all
+            _store(world, name, group, "storage", blocks)
+            blocks = blocks[: len(blocks) // 2]
         _store(world, name, group, medium, blocks)
         if rng.random() < 0.3:
             again = [block for block in blocks if rng.random() < 0.9]

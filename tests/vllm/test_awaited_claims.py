@@ -234,6 +234,7 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
         return 32
 
     scheduler: Any = PdScheduler.__new__(PdScheduler)
+    scheduler._answers = None
     scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
     engine, asked = Asked(), request()
     scheduler._consumer = engine.side

@@ -12,6 +12,8 @@ from pdconn.vllm.consumer import ConsumerScheduler
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from vllm.v1.request import RequestStatus
+
     from pdconn.vllm.connector import PdConnector
     from pdconn.vllm.scheduler import PdScheduler
 
@@ -19,7 +21,7 @@ with warnings.catch_warnings():
 def connector(role: str) -> Any:
     """As it is in the scheduler of an engine of this role, without a side channel."""
     made: Any = PdScheduler.__new__(PdScheduler)
-    made._producer = made._consumer = made._store = None
+    made._producer = made._consumer = made._store = made._answers = None
     made._loading_from_store = set()
     if role != "decode":
         made._producer = SimpleNamespace(
@@ -40,7 +42,8 @@ def connector(role: str) -> Any:
 )
 def test_vllm_finds_a_dict_or_nothing_after_a_request_arrived(role: str, params: object) -> None:
     """Its scheduler asks ``params.get`` next: anything else ended the engine."""
-    side, request = connector(role), SimpleNamespace(request_id="r", num_prompt_tokens=40)
+    side = connector(role)
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=40, status=RequestStatus.RUNNING)
     request.kv_transfer_params = params
     side.on_new_request(request)
     after: Any = request.kv_transfer_params

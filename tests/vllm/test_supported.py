@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 
 from pdconn.vllm.config import ConfigError
-from pdconn.vllm.supported import check_supported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.memory import sleep
+    from pdconn.vllm.supported import check_supported
 
 
 def config(
+    *,
     hisparse: object = None,
     sleeps: bool = False,
     experts: bool = False,
     device: str = "cuda",
     buffer: str = "cuda",
+    role: str = "kv_both",
+    extra: dict[str, object] | None = None,
     **parallel: int,
 ) -> Any:
     sizes = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1} | parallel
@@ -31,7 +34,12 @@ def config(
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         device_config=SimpleNamespace(device_type=device),
-        kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer),
+        kv_transfer_config=SimpleNamespace(
+            kv_buffer_device=buffer,
+            kv_connector_extra_config=extra or {},
+            kv_role=role,
+            is_kv_producer=role != "kv_consumer",
+        ),
     )
 
 
@@ -62,6 +70,14 @@ def test_buffers_on_the_host_of_a_gpu_are_refused() -> None:
     """GPU memory was registered where the user asked for host buffers."""
     with pytest.raises(ConfigError, match="kv_buffer_device: expected cuda, got cpu"):
         check_supported(config(device="cuda", buffer="cpu"))
+
+
+def test_who_is_to_lend_answers_must_be_a_lender() -> None:
+    lends: dict[str, object] = {"lend_back": {"seconds": 5}}
+    check_supported(config(role="kv_both", extra=lends))
+    check_supported(config(role="kv_consumer", extra={"lend_back": False}))
+    with pytest.raises(ConfigError, match="kv_role: expected kv_both, got kv_consumer"):
+        check_supported(config(role="kv_consumer", extra=lends))
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])

@@ -20,6 +20,7 @@ leaves that token to decode (:mod:`pdconn.vllm.producer`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pdconn.vllm.blocks.kinds import is_state
@@ -35,14 +36,24 @@ def keep_window_of_last_token(kv_cache_manager: Any, num_tokens: int = 1) -> int
     Returns:
         How many groups were changed.
     """
-    changed = 0
-    for manager in kv_cache_manager.coordinator.single_type_managers:
-        if is_state(manager.kv_cache_spec):
-            continue
-        if manager.get_num_skipped_tokens(1 << 30) > 0:
-            _delay(manager, num_tokens)
-            changed += 1
-    return changed
+    managers = [
+        manager
+        for manager in kv_cache_manager.coordinator.single_type_managers
+        if not is_state(manager.kv_cache_spec) and manager.get_num_skipped_tokens(1 << 30) > 0
+    ]
+    keep_more_tokens(managers, num_tokens)
+    return len(managers)
+
+
+def keep_more_tokens(managers: Iterable[Any], num_tokens: int) -> None:
+    """Let groups keep ``num_tokens`` tokens more than their windows reach.
+
+    Args:
+        managers: vLLM's ``SingleTypeKVCacheManager`` of each group, before any request.
+        num_tokens: 1 or more.
+    """
+    for manager in managers:
+        _delay(manager, num_tokens)
 
 
 def _delay(manager: Any, num_tokens: int) -> None:

@@ -100,6 +100,8 @@ class SimMemory:
         request, manager = one.request, self.cache.manager
         blocks = partial_blocks(begins, self.sizes)
         never_cache(manager, manager.kv_cache_config, request.request_id, blocks)
+        if self.cache.answers is not None:
+            self.cache.answers.pulled_in_part(request.request_id, blocks)
         request.num_computed_tokens = until
         manager.cache_blocks(request, until)
         self.check(one, until)
@@ -112,6 +114,8 @@ class SimMemory:
         done = self.cache.admit(request)
         if done is None:
             return
+        if done:
+            self.check(one, done)
         while True:
             for group in range(len(self.sizes)):
                 self._write(one, group, range(done, request.num_computed_tokens), is_pull=False)
@@ -124,15 +128,31 @@ class SimMemory:
         self.check(one, done)
         self.running.append(one)
 
-    def end(self, which: int) -> None:
-        """A request computes its last token, and is gone."""
+    def end(self, which: int, answer: Sequence[int] = ()) -> list[int]:
+        """A request computes its last token, and those of its answer, and is gone.
+
+        Returns:
+            The tokens of prompt and answer that it came to.
+        """
         one = self.running.pop(which % len(self.running))
-        until = len(one.names)
-        if one.request.num_computed_tokens < until and self.cache.step(one.request):
-            for group in range(len(self.sizes)):
-                self._write(one, group, range(until - 1, until), is_pull=False)
-            self.check(one, until)
+        self.answer(one, answer)
         self.cache.finish(one.request)
+        return list(one.request.all_token_ids)
+
+    def answer(self, one: Running, answer: Sequence[int]) -> None:
+        """A request computes its last token, and those of its answer."""
+        request = one.request
+        for token in (None, *answer):
+            if token is not None:
+                request.append_output_token_ids(token)
+                one.names.append(hash((one.names[-1], token)))
+            until = len(one.names)
+            if request.num_computed_tokens < until:
+                if not self.cache.step(request):
+                    break
+                for group in range(len(self.sizes)):
+                    self._write(one, group, range(until - 1, until), is_pull=False)
+                self.check(one, until)
 
     def end_all(self) -> None:
         """All requests are gone, and no block is lost."""
@@ -146,13 +166,16 @@ class SimMemory:
 
     def check(self, one: Running, until: int) -> None:
         """Position ``until`` finds every token that it attends to."""
-        blocks = self.cache.manager.get_blocks(one.request.request_id).blocks
+        self.check_blocks(one, until, self.cache.manager.get_block_ids(one.request.request_id))
+
+    def check_blocks(self, one: Running, until: int, blocks: Sequence[Sequence[int]]) -> None:
+        """The same in other blocks, by group; 0 is a hole."""
         for group, reference in enumerate(self.groups):
             for token in range(window_start(reference, until), until):
                 at, place = divmod(token, self.sizes[group])
                 block = blocks[group][at]
-                assert not block.is_null, f"group {group}: a hole at token {token} of {until}"
-                found = self.rows.get((group, block.block_id, place))
+                assert block, f"group {group}: a hole at token {token} of {until}"
+                found = self.rows.get((group, block, place))
                 assert found == one.names[token], f"group {group}: wrong at {token} of {until}"
 
     def _write(self, one: Running, group: int, tokens: range, *, is_pull: bool) -> None:

@@ -92,6 +92,7 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
     )
     told: dict[str, dict[int, int]] = {}
     scheduler: Any = PdScheduler.__new__(PdScheduler)
+    scheduler._answers = None
     scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
     scheduler._consumer = SimpleNamespace(claimed=lambda _: None, reported=lambda _: None)
     scheduler._store = SimpleNamespace(note=lambda _: None, pulled=told.__setitem__)

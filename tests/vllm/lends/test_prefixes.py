@@ -13,7 +13,7 @@ from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.consumer import ConsumerScheduler
-from pdconn.vllm.prefixes import PrefixLends
+from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest, shorten
 from tests.vllm.test_consumer import kinds
@@ -290,7 +290,7 @@ def test_a_prefix_of_another_prompt_is_not_pulled(
 
 def test_without_the_digest_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr("pdconn.vllm.tracked.prefix_digest", lambda *_: lent().prompt)
+    monkeypatch.setattr("pdconn.vllm.tracked.prefix_digests", lambda *_: [lent().prompt])
     side, asked = consumer(), computing(lent(), tokens=[7, *PROMPT[1:]])
     side.arrived(asked)
     grant(side)
