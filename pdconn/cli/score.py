@@ -26,6 +26,8 @@ first; --json keeps the order of the file.
   score       those blocks, each weighted by the best medium that holds it
   hit_tokens  what the engine would report as cached: it computes the last token of
               a prompt anyway, so this is the longest hit of at most num_tokens - 1
+  may_pull    with pdconn proxy --pull-above: the pod that holds most of the request in its
+              memory, and how many tokens more that is than in the pod's own
   cut_by      the group that ends the hit, and the block that it lacks; null for none
 
 snapshot, version 1:
@@ -82,17 +84,26 @@ def run(args: argparse.Namespace) -> int:
 def _table(scored: dict[str, Explained]) -> str:
     named = {_printable(name): pod for name, pod in scored.items()}
     width = max((len(name) for name in named), default=3)
-    lines = [f"{'pod':<{width}}  hit_blocks  stored  hit_tokens     score  cut_by"]
+    pulls = {name: _pull(pod) for name, pod in named.items()}
+    wide = max(len("may_pull"), *map(len, pulls.values())) if pulls else 8
+    heading = f"hit_blocks  stored  hit_tokens     score  {'may_pull':<{wide}}  cut_by"
+    lines = [f"{'pod':<{width}}  {heading}"]
     for name, pod in sorted(named.items(), key=lambda item: -item[1].score):
         blocks = f"{pod.hit_blocks:>10}  {pod.stored_blocks:>6}"
         numbers = f"{blocks}  {pod.hit_tokens:>10}  {pod.score:>8g}"
-        lines.append(f"{name:<{width}}  {numbers}  {_cut(pod)}")
+        lines.append(f"{name:<{width}}  {numbers}  {pulls[name]:<{wide}}  {_cut(pod)}")
     return "\n".join(lines)
 
 
 def _printable(name: str) -> str:
     """A name without terminal escapes and line breaks."""
     return name if name.isprintable() else ascii(name)
+
+
+def _pull(pod: Explained) -> str:
+    return (
+        "-" if pod.may_pull is None else f"{pod.may_pull.tokens} of {_printable(pod.may_pull.pod)}"
+    )
 
 
 def _cut(pod: Explained) -> str:

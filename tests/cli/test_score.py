@@ -80,9 +80,34 @@ def test_the_table_shows_the_best_first_and_the_group_that_cut(ask: Any) -> None
     code, out, _ = ask(SNAPSHOT)
     assert code == 0
     heading, *rows = out.splitlines()
-    assert heading.split() == ["pod", "hit_blocks", "stored", "hit_tokens", "score", "cut_by"]
+    names = "pod hit_blocks stored hit_tokens score may_pull cut_by"
+    assert heading.split() == names.split()
     assert [row.split()[0] for row in rows] == ["warm", "evicted", "offloaded"]
     assert "group 1 (sliding_window): a hit that ends at token 48 needs blocks 1 to 2" in rows[1]
+
+
+def test_who_could_pull_from_whom_is_shown(ask: Any) -> None:
+    """From who holds most in its memory; a store's blocks nobody lends."""
+    snapshot = deepcopy(SNAPSHOT)
+    stored = {"group": 0, "medium": "storage", "hashes": [1, 2, 3]}
+    snapshot["pods"]["cold"] = {"groups": {"0": FULL}, "blocks": [{**stored, "hashes": [1]}]}
+    snapshot["pods"]["store"] = {"groups": {"0": FULL}, "blocks": [stored]}
+    snapshot["request"]["num_tokens"] = 49  # so that a hit of all three blocks is one
+    _, out, _ = ask(snapshot, "--json")
+    pulls = {name: pod["may_pull"] for name, pod in json.loads(out).items()}
+    assert pulls == {
+        "warm": None,
+        "evicted": {"pod": "warm", "tokens": 16},
+        "offloaded": {"pod": "warm", "tokens": 16},
+        "cold": {"pod": "warm", "tokens": 48},
+        "store": {"pod": "warm", "tokens": 48},
+    }
+    _, out, _ = ask(snapshot)
+    (row,) = [line for line in out.splitlines() if line.startswith("cold")]
+    assert "48 of warm" in row
+    del snapshot["pods"]["warm"]
+    _, out, _ = ask(snapshot, "--json")
+    assert json.loads(out)["cold"]["may_pull"] == {"pod": "evicted", "tokens": 16}
 
 
 def _with(path: str, value: object) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from pdconn.router.prefix.hashing import HashScheme
+from pdconn.vllm.cache.answers import AnswerWindows
 from pdconn.vllm.cache.lagging import complete_windows
 
 HASHING = "sha256_cbor"
@@ -154,7 +155,8 @@ def _hash_function():  # type: ignore[no-untyped-def]
 class SimCache:
     """A prefix cache, used the way vLLM's scheduler uses it.
 
-    ``completes_windows``: what is brought completes hits of full attention, as PdConnector has it.
+    ``completes_windows``: what is brought completes hits of full attention, as PdConnector has it;
+    ``keeps_answers``: a request's last window is kept when it ends, as PdConnector has it.
 
     >>> cache = SimCache(shape)                                      # doctest: +SKIP
     >>> request = cache.request([1] * 40, max_tokens=8)
@@ -163,7 +165,9 @@ class SimCache:
     >>> cache.compute(request); cache.sample(request); cache.finish(request)
     """
 
-    def __init__(self, shape: CacheShape, *, completes_windows: bool = False) -> None:
+    def __init__(
+        self, shape: CacheShape, *, completes_windows: bool = False, keeps_answers: bool = False
+    ) -> None:
         self.shape = shape
         self._numbers = itertools.count()
         self._hasher = get_request_block_hasher(shape.scheme.block_tokens, _hash_function())
@@ -183,6 +187,7 @@ class SimCache:
             self.manager, lambda request: self._until.get(request.request_id, 0)
         )
         self._splitting = _splitting(shape, self.manager) if shape.has_states else None
+        self.answers = AnswerWindows.of(self.manager) if keeps_answers else None
 
     def request(self, tokens: Sequence[int], max_tokens: int = 1, **extra: Any) -> Request:
         """A request as it reaches the scheduler, with its hashes."""
@@ -278,6 +283,10 @@ class SimCache:
 
     def finish(self, request: Request) -> None:
         """Its blocks may go, last ones first."""
+        if self.answers is not None:
+            computed = request.num_computed_tokens
+            self.manager.remove_skipped_blocks(request.request_id, computed)
+            self.answers.finished(request, computed)
         self.manager.free(request)
 
     def preempt(self, request: Request) -> None:

@@ -116,7 +116,7 @@ class SimEngine:
     """One engine on real sockets: HTTP, events and their replay."""
 
     def __init__(self, shape: CacheShape, leases: Leases, speed: Speed | None = None) -> None:
-        self.cache = SimCache(shape, completes_windows=True)
+        self.cache = SimCache(shape, completes_windows=True, keeps_answers=True)
         self.counts = Counts()
         self.leases = leases
         self.speed = speed or Speed()

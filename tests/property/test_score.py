@@ -37,8 +37,8 @@ def problems(seed: int) -> list[str]:
     for name, hit in hits.items():
         blocks = world.longest(name, len(world.prompt.hashes))
         score, kept = pytest.approx(world.score(name, blocks)), world.kept(name)
-        right = blocks, world.believed(name), score, kept
-        if (hit.blocks, hit.tokens, hit.score, hit.kept_tokens) != right:
+        right = blocks, world.believed(name), score, kept, world.loaded(name)
+        if (hit.blocks, hit.tokens, hit.score, hit.kept_tokens, hit.loaded_tokens) != right:
             found.append(f"seed {seed}, {name}: {hit}, expected {right}")
     return found
 
@@ -52,7 +52,7 @@ def test_a_hit_is_the_largest_length_that_every_group_can_serve(part: int) -> No
 def test_the_worlds_are_not_all_alike() -> None:
     """The law above is worth what is drawn for it."""
     kinds = {"no hit": 0, "whole": 0, "cut": 0, "weighed": 0, "capped": 0, "two words": 0}
-    kinds |= {"within blocks": 0, "kept beside a pull": 0}
+    kinds |= {"within blocks": 0, "kept beside a pull": 0, "loaded": 0, "loaded in part": 0}
     for seed in range(300):
         world = draw(seed)
         total = len(world.prompt.hashes)
@@ -63,6 +63,8 @@ def test_the_worlds_are_not_all_alike() -> None:
             unit = world.prompt.hash_block_tokens
             kinds["within blocks"] += any(hit.blocks * unit % spec.block_tokens for spec in specs)
             kinds["kept beside a pull"] += hit.kept_tokens > hit.tokens
+            kinds["loaded"] += hit.loaded_tokens > 0
+            kinds["loaded in part"] += 0 < hit.loaded_tokens < hit.tokens
             kinds["no hit"] += total > 0 and hit.blocks == 0
             kinds["whole"] += 0 < hit.blocks == total
             kinds["cut"] += 0 < hit.blocks < total
@@ -125,6 +127,16 @@ def test_a_scorer_that_is_careless_with_parts_of_blocks_is_noticed(
 ) -> None:
     monkeypatch.setattr(families if what == "ends_anywhere" else score_module, what, wrong)
     assert any(problems(seed) for seed in range(200))
+
+
+def test_a_scorer_that_takes_stored_blocks_for_its_own_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(made: object, **changes: object) -> object:
+        return made if "with_stored" in changes else replace(made, **changes)  # type: ignore[type-var]
+
+    monkeypatch.setattr(score_module, "replace", wrong)
+    assert any(problems(seed) for seed in range(100))
 
 
 @pytest.mark.parametrize("careless", ["stored too", "as if alone", "whatever else there is"])

@@ -159,7 +159,8 @@ class Handover:
             if isinstance(answer, EngineAnswer):
                 return answer
             self._prefilled(request, decision, engine, answer)
-            learns = is_idle and decision.lookup is not None
+            was_delayed = request.pull is not None and answer.borrowed is None
+            learns = is_idle and decision.lookup is not None and not was_delayed
             leg = PrefillLeg(candidate, decision.num_tokens, request.waited_s(), learns)
             self.pulls.prefilled(request, answer.borrowed, leg)
             return None
@@ -170,6 +171,16 @@ class Handover:
     ) -> _Prefilled | EngineAnswer:
         """What prefill says, with what another engine lends it of the prompt; or its refusal."""
         borrowed = await self.pulls.borrow(request, candidate)
+        answer = await self._post_prefill(request, candidate, borrowed)
+        if borrowed is not None and isinstance(answer, EngineAnswer) and answer.status >= 500:
+            # Its engine fails requests whose pull fails: the prompt can still be computed.
+            answer.close()
+            answer = await self._post_prefill(request, candidate, None)
+        return answer
+
+    async def _post_prefill(
+        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None
+    ) -> _Prefilled | EngineAnswer:
         try:
             body = prefill_body(request.body, None if borrowed is None else borrowed.ticket)
             headers = _headers(request, candidate)

@@ -189,10 +189,8 @@ class PrefixPulls:
         """
         now, cached = time.monotonic(), request.cached_tokens
         if borrowed is None:
-            held = leg.candidate.hit.tokens if cached is None else cached
             if leg.learns:
-                tokens = max(0, leg.num_tokens - held)
-                self._planner.computed(leg.candidate.engine, tokens, leg.took_s, now)
+                self._learn(leg, cached, now)
             return
         prefix = borrowed.prefix_tokens
         if cached is None or cached < prefix:
@@ -204,6 +202,15 @@ class PrefixPulls:
         if leg.learns:
             rest = leg.num_tokens - prefix
             self._planner.pulled(leg.candidate.engine, borrowed.choice, rest, leg.took_s, now)
+
+    def _learn(self, leg: PrefillLeg, cached: int | None, now: float) -> None:
+        """Prefill computed what it lacked, and loaded what its store had, or not quite all."""
+        hit, engine = leg.candidate.hit, leg.candidate.engine
+        rest = max(0, leg.num_tokens - (hit.tokens if cached is None else cached))
+        if not hit.loaded_tokens:
+            self._planner.computed(engine, rest, leg.took_s, now)
+        elif cached == hit.tokens:
+            self._planner.loaded(engine, hit.loaded_tokens, rest, leg.took_s, now)
 
     def _end(self, request: RoutedRequest, end: PullEnd) -> None:
         assert request.pull is not None

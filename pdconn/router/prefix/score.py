@@ -85,12 +85,20 @@ class Hit:
         score: ``blocks``, each weighted by the best medium that holds it.
         kept_tokens: what a pull leaves out where states cut the hit: it brings them whatever
             the engine holds, so that only full attention counts, in the engine's own memory.
+        loaded_tokens: of ``tokens`` those beyond what is in the engine's own memory, which it
+            would load from a store.
     """
 
     blocks: int
     tokens: int
     score: float
     kept_tokens: int = 0
+    loaded_tokens: int = 0
+
+    @property
+    def own_tokens(self) -> int:
+        """``tokens`` without those of a store."""
+        return self.tokens - self.loaded_tokens
 
     @property
     def weighed_tokens(self) -> float:
@@ -135,6 +143,12 @@ class Scorer:
     def _hits(self, family: Family, word: int, chain: _Chain) -> dict[str, Hit]:
         """The hits of one word of a family."""
         hits = dict(_Pass(self._index, self._weights, family, word, chain).hits())
+        if any(medium == STORED for _, medium in self._index.planes()):
+            near = replace(family, with_stored=False)
+            own = dict(_Pass(self._index, self._weights, near, word, chain).hits())
+            for name, hit in hits.items():
+                loaded = hit.tokens - own.get(name, NO_HIT).tokens
+                hits[name] = replace(hit, loaded_tokens=loaded)
         if (pulling := family.beside_a_pull) is not None:
             for name, kept in _Pass(self._index, self._weights, pulling, word, chain).hits():
                 hits[name] = replace(hits.get(name, NO_HIT), kept_tokens=kept.tokens)

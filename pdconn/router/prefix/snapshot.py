@@ -102,14 +102,26 @@ class Snapshot(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
             raise BadSnapshot(f"{field}.block_tokens", expected, group.block_tokens)
 
 
+class MayPull(msgspec.Struct, frozen=True):
+    """What a pod could pull: ``tokens`` more than in its own memory, which are in ``pod``'s."""
+
+    pod: str
+    tokens: int
+
+
 class Explained(msgspec.Struct, frozen=True):
-    """A pod's hit, and what cut it; ``stored_blocks`` of it have to be loaded from a store."""
+    """A pod's hit, and what cut it; ``stored_blocks`` of it have to be loaded from a store.
+
+    ``may_pull`` is from the pod that holds most, if that is more; it is known where all pods are
+    looked at.
+    """
 
     hit_blocks: int
     stored_blocks: int
     hit_tokens: int
     score: float
     cut_by: Cut | None
+    may_pull: MayPull | None = None
 
 
 def read_snapshot(raw: bytes) -> Snapshot:
@@ -167,9 +179,17 @@ def explain_snapshot(snapshot: Snapshot) -> dict[str, Explained]:
 
 
 def explain_all(index: Index, prompt: Prompt, weights: Mapping[str, float]) -> dict[str, Explained]:
-    """Every pod's hit and what cut it."""
+    """Every pod's hit, what cut it, and what it could pull.
+
+    Of pods that hold equally much the first one lends; what is in a store nobody lends.
+    """
     hits = Scorer(index, weights).score(prompt)
-    return {name: explained(index, prompt, name, hit) for name, hit in hits.items()}
+    found = {name: explained(index, prompt, name, hit) for name, hit in hits.items()}
+    holder = max(hits, key=lambda name: hits[name].own_tokens, default="")
+    for name, one in found.items():
+        if (more := hits[holder].own_tokens - hits[name].own_tokens) > 0:
+            found[name] = msgspec.structs.replace(one, may_pull=MayPull(holder, more))
+    return found
 
 
 def explained(index: Index, prompt: Prompt, name: str, hit: Hit) -> Explained:

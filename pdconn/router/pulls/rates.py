@@ -18,6 +18,7 @@ seen what was assumed holds it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -30,12 +31,18 @@ ROUNDS = 3
 """Each fits the line anew, with errors relative to the line of the round before."""
 ASSUMED_TOKENS = (0, 4096)
 """Two points that stand for the line assumed, as if they were seen before anything else."""
-ASSUMED_WEIGHT = 0.25
+ASSUMED_WEIGHT = 0.1
 """What each of them counts."""
 OUTLIER = 4.0
 """What took so many times as long as expected waited for something else, and counts little,"""
 OUTLIER_WEIGHT = 0.1
 """namely so much."""
+SCATTER = 0.05
+"""What is seen is mostly off the line by no more than this part."""
+AGREES = 2.0
+"""What takes up to so many times as long as expected, or as short, is as it was."""
+MOST_TIMES = 16
+"""What is stale and tried again and again is left alone up to so many times as long."""
 LEAST_S = 1e-3
 """What takes less scatters as this does."""
 
@@ -58,11 +65,23 @@ class Line:
         self._fixed_s, self._token_s = fixed_s, token_s
         points = [(tokens, self.at(tokens), ASSUMED_WEIGHT) for tokens in ASSUMED_TOKENS]
         self._seen: deque[tuple[float, float, float]] = deque(points, MOST_SEEN)
+        self._sums = (0.0, 0.0, 0.0)
         self.num_seen = 0
 
     def at(self, tokens: float) -> float:
         """Seconds that ``tokens`` tokens take; never less than those of none."""
         return self._fixed_s + self._token_s * max(0.0, tokens)
+
+    def doubt(self, tokens: float) -> float:
+        """Seconds by which :meth:`at` may be off: much where nothing like it was seen.
+
+        The standard error of the line, where what is seen scatters by :data:`SCATTER`.
+        """
+        weight, x, xx = self._sums
+        spread = weight * xx - x * x
+        if self.num_seen == 0 or spread <= 0:
+            return 0.0
+        return SCATTER * math.sqrt(max(0.0, xx - 2 * x * tokens + weight * tokens**2) / spread)
 
     def see(self, tokens: float, seconds: float) -> None:
         """``tokens`` tokens took ``seconds``."""
@@ -83,6 +102,7 @@ class Line:
             weight, x, y = weight + one, x + one * tokens, y + one * seconds
             xx, xy = xx + one * tokens * tokens, xy + one * tokens * seconds
             counts *= self._kept
+        self._sums = weight, x, xx
         spread = weight * xx - x * x
         token_s = max(0.0, (weight * xy - x * y) / spread) if spread > 1e-9 * weight * xx else 0.0
         fixed_s = (y - token_s * x) / weight
@@ -91,11 +111,29 @@ class Line:
         self._fixed_s, self._token_s = fixed_s, token_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A line, when it was last seen, and after how many seconds it is stale."""
+
+    line: Line
+    seen_at: float
+    stale_s: float
+
+    def is_stale(self, now: float) -> bool:
+        return now - self.seen_at > self.stale_s
+
+    def agrees(self, tokens: float, seconds: float) -> bool:
+        """Whether it is still as it was."""
+        expected_s = max(self.line.at(tokens), LEAST_S)
+        return expected_s / AGREES <= max(seconds, LEAST_S) <= expected_s * AGREES
+
+
 @dataclass(slots=True)
 class Lines:
-    """A line for each of some things, all assumed alike; what was not seen for long is forgotten.
+    """A line for each of some things, all assumed alike; what was not seen for long is stale.
 
-    So what was found too slow is tried again some time.
+    What is stale is as assumed until it is seen again, so that what was found too slow is tried
+    some time.  If it is then as it was, what was known holds again, and for twice as long.
 
     Attributes:
         fixed_s, token_s: as assumed.
@@ -107,23 +145,31 @@ class Lines:
     token_s: float
     stale_s: float = 60.0
     most: int = 4096
-    _lines: dict[Hashable, tuple[Line, float]] = field(default_factory=dict)
+    _lines: dict[Hashable, _Known] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def of(self, key: Hashable, now: float) -> Line:
         """The line of ``key``, which is as assumed if nothing was seen of it lately."""
-        line, seen_at = self._lines.get(key, (None, 0.0))
-        if line is None or now - seen_at > self.stale_s:
+        known = self._lines.get(key)
+        if known is None or known.is_stale(now):
             return Line(self.fixed_s, self.token_s)
-        return line
+        return known.line
 
     def see(self, key: Hashable, tokens: float, seconds: float, now: float) -> None:
         """``tokens`` tokens took ``key`` ``seconds``."""
-        line = self.of(key, now)
+        line, stale_s = self.of(key, now), self.stale_s
+        known = self._lines.pop(key, None)
+        if known is not None and known.agrees(tokens, seconds):
+            line = known.line
+            longer = 2 if known.is_stale(now) else 1
+            stale_s = min(longer * known.stale_s, MOST_TIMES * self.stale_s)
         line.see(tokens, seconds)
-        self._lines.pop(key, None)
-        self._lines[key] = line, now
+        self._lines[key] = _Known(line, now, stale_s)
         while len(self._lines) > self.most:
             del self._lines[next(iter(self._lines))]
+
+    def forget(self, key: Hashable) -> None:
+        """Nothing was seen of ``key``."""
+        self._lines.pop(key, None)

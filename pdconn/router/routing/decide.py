@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup, RankHit
 from pdconn.router.fleet.loads import KvUsage, LoadPoller
@@ -165,8 +166,9 @@ class RequestRouter:
         trust = self.trust.get(engine, 1.0)
         if trust >= TRUSTED_FROM:
             return hit
-        blocks, tokens, kept = (int(n * trust) for n in (hit.blocks, hit.tokens, hit.kept_tokens))
-        return Hit(blocks, tokens, hit.score * trust, kept)
+        counts = (hit.blocks, hit.tokens, hit.kept_tokens, hit.loaded_tokens)
+        blocks, tokens, kept, loaded = (int(n * trust) for n in counts)
+        return Hit(blocks, tokens, hit.score * trust, kept, loaded)
 
     def _candidate(
         self, engine: str, lookup: PrefixLookup | None, loads: Mapping[str, Load]
@@ -191,20 +193,18 @@ class RequestRouter:
     def _holders(
         self, lookup: PrefixLookup | None, loads: Mapping[str, Load], live: Iterable[str]
     ) -> list[Holder]:
-        """Engines that hold some of the prefix in their own memory, and did so when it mattered."""
+        """What engines hold of the prefix in their own memory, and did so when it mattered."""
         if lookup is None or self.pulls is None:
             return []
         found = []
         for engine in live:
             ranks = lookup.ranks.get(engine, ())
-            best = ranks[0] if ranks else None
-            if best is None or best.hit.tokens == 0 or self.trust.get(engine, 1.0) < TRUSTED_FROM:
+            best = max(ranks, key=lambda one: one.hit.own_tokens, default=None)
+            if best is None or self.trust.get(engine, 1.0) < TRUSTED_FROM:
                 continue
-            if best.hit.weighed_tokens < best.hit.tokens:
-                continue  # some of it is in a store
             waiting = (loads.get(engine) or Load()).waiting or 0
             rank = best.rank if self.caches.has_several_ranks(engine) else None
-            found.append(Holder(engine, best.hit.tokens, rank, waiting))
+            found.append(Holder(engine, best.hit.own_tokens, rank, waiting))
         return found
 
     def _with_pulls(
@@ -218,13 +218,11 @@ class RequestRouter:
         if self.pulls is None or not holders:
             return candidates
         num_tokens, now = len(tokenised.tokens), time.monotonic()
-        planned = [
-            replace(
-                one,
-                pull=self.pulls.choose(one.engine, num_tokens, one.hit.tokens, holders, now),
-            )
-            for one in candidates
-        ]
+        choose = partial(self.pulls.choose, num_tokens=num_tokens, holders=holders, now=now)
+        planned = []
+        for one in candidates:
+            pull = choose(one.engine, held=one.hit.own_tokens, stored=one.hit.loaded_tokens)
+            planned.append(replace(one, pull=pull))
         if any(one.pull is not None and one.pull.holder is not None for one in planned):
             request.tokens = tokenised.tokens
         return planned

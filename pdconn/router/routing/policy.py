@@ -94,7 +94,9 @@ class Candidate:
     @property
     def held_or_pulled(self) -> int:
         """Tokens of the prompt that it need not compute."""
-        return self.hit.tokens + (0 if self.pull is None else self.pull.saved)
+        if self.pull is None or not self.pull.saved:
+            return self.hit.tokens
+        return self.hit.own_tokens + self.pull.saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +270,15 @@ def _pulled(query: RouteQuery, candidate: Candidate) -> float:
 
 def _parts(query: RouteQuery, candidate: Candidate) -> dict[str, float]:
     """The same in parts: tokens to compute, and what loading the others costs, if anything."""
+    hit, pull = candidate.hit, candidate.pull
+    if pull is not None and pull.saved:
+        left = max(0.0, query.num_tokens - candidate.held_or_pulled)
+        return {"uncached": left, "to pull": pull.cost}
     left = _uncached(query, candidate)
-    loaded = min(left, max(0.0, candidate.hit.tokens - candidate.hit.weighed_tokens))
+    loaded = min(left, max(0.0, hit.tokens - hit.weighed_tokens))
     parts = {"uncached": left - loaded}
     if loaded:
-        parts["to load"] = loaded
-    if candidate.pull is not None and candidate.pull.saved:
-        parts["uncached"] = max(0.0, parts["uncached"] - candidate.pull.saved)
-        parts["to pull"] = candidate.pull.cost
+        parts["to load"] = loaded if pull is None or not hit.loaded_tokens else pull.load_cost
     return parts
 
 

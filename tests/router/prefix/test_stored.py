@@ -42,12 +42,12 @@ def hit(made: Index, prompt: Prompt = PROMPT) -> Hit:
 
 
 def test_a_hit_goes_on_from_the_gpu_into_the_store() -> None:
-    assert hit(index(range(3), range(8))) == Hit(8, 128, 3 + 5 * 0.5)
+    assert hit(index(range(3), range(8))) == Hit(8, 128, 3 + 5 * 0.5, loaded_tokens=80)
 
 
 def test_a_block_on_both_weighs_as_on_the_gpu() -> None:
     assert hit(index(range(8), range(8))) == Hit(8, 128, 8.0)
-    assert hit(index((), range(8))) == Hit(8, 128, 4.0)
+    assert hit(index((), range(8))) == Hit(8, 128, 4.0, loaded_tokens=128)
     assert DEFAULT_WEIGHTS[STORED] < DEFAULT_WEIGHTS["cpu"] < DEFAULT_WEIGHTS["gpu"]
 
 
@@ -57,7 +57,7 @@ def test_a_removal_from_one_medium_leaves_the_other() -> None:
     assert hit(made) == Hit(8, 128, 8.0)
     made = index(range(8), range(8))
     made.remove("a", 0, "gpu", HASHES[:8])
-    assert hit(made) == Hit(8, 128, 4.0)
+    assert hit(made) == Hit(8, 128, 4.0, loaded_tokens=128)
     made.remove("a", 0, STORED, HASHES[:8])
     assert (hit(made).tokens, made.pods["a"].num_blocks, made.num_hashes) == (0, 0, 0)
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
@@ -42,6 +43,13 @@ def teach(planner: PullPlanner, engine: FakeEngine) -> None:
     """It takes 2 s for the prompts of these tests."""
     for tokens, seconds in ((0, 0.0), (HELD, 2.0)) * 8:
         planner.computed(engine.url, tokens, seconds, time.monotonic())
+
+
+def num_learned(f: Fleet) -> list[int]:
+    """How often each prefill engine was seen computing."""
+    assert f.router.pulls is not None
+    lines = f.router.pulls.chooser.computing
+    return [lines.of(engine.url, time.monotonic()).num_seen for engine in f.prefill]
 
 
 async def held_by_decode(f: Fleet, extras: Extras | None = None) -> FakeEngine:
@@ -234,6 +242,31 @@ async def test_a_ticket_whose_prefill_dies_is_returned_and_another_one_computes(
         await until(lambda: returned(f) == 1)
 
 
+@pytest.mark.parametrize(("status", "times_asked"), [(500, 2), (400, 1)])
+@in_loop
+async def test_a_prefill_engine_that_fails_failed_pulls_is_asked_to_compute(status, times_asked):
+    """vLLM answers 500 where the holder was lost on the way; other refusals are the client's."""
+    async with pulling() as f:
+        await held_by_decode(f)
+
+        async def script(engine, seen, http):
+            if seen.source:
+                return web.json_response({"error": {"message": "KV load failed"}}, status=status)
+            return await engine.answer(seen, http)
+
+        for engine in f.prefill:
+            engine.script = script
+        learned = num_learned(f)
+        answer = await f.complete(prompt=ASKED)
+        assert answer.status == (200 if status == 500 else status)
+        assert num_learned(f) == learned, "computing did not take as long as both"
+        assert pull_of(f).end is PullEnd.FAILED
+        sources = [bool(seen.source) for engine in f.prefill for seen in engine.seen]
+        assert sources == [True, False][:times_asked]
+        await until(lambda: returned(f) == 1)
+        assert f.metric("prefix_pulls_total", outcome="failed") == 1
+
+
 def _reset_the_first_one(f: Fleet) -> Any:
     async def script(engine, seen, http):
         if seen.source:
@@ -326,6 +359,54 @@ async def test_the_page_explains_a_pull():
         assert (shown["pull"]["tokens"], shown["pull"]["outcome"]) == (HELD, "taken")
         assert f"holds {HELD} tokens more" in shown["pull"]["why"]
         assert "to pull" in shown["prefill_order"][0]["why"]
+
+
+async def stored_at_prefill(f: Fleet, prompt: list[int] = PROMPT) -> None:
+    for engine in f.prefill:
+        await f.pod(engine).store(prompt, medium="STORAGE", locality="LOCAL")
+    await f.events_applied()
+
+
+@pytest.mark.parametrize(("loads_in_s", "num_pulls"), [(0.001, 0), (1.0, 1)])
+@in_loop
+async def test_a_store_competes_with_a_holder(loads_in_s, num_pulls):
+    """Prefill's own store has the prompt, too, and was seen to be fast, or slow."""
+    async with pulling() as f:
+        holder = await held_by_decode(f)
+        await stored_at_prefill(f)
+        assert f.router.pulls is not None
+        for engine in f.prefill * 8:
+            f.router.pulls.loaded(engine.url, HELD, 0, loads_in_s, time.monotonic())
+        await f.ask()
+        assert len(asked_for(holder)) == num_pulls
+        page = await f.send(f"/debug/route/{f.routed.decision.request_id}", method="GET")
+        shown = json.loads(page.body)["prefill_order"][0]["why"]
+        assert ("to pull" if num_pulls else "to load") in shown
+
+
+@in_loop
+async def test_loading_is_learned_from_what_was_loaded():
+    """And computing is not: control, without a store, the other way round."""
+    async with pulling(pull_above=1000) as f:
+        for is_stored in (False, True):
+            if is_stored:
+                await stored_at_prefill(f)
+            before, loading = sum(num_learned(f)), f.router.pulls.chooser.loading
+            await f.ask()
+            seen = [loading.of(e.url, time.monotonic()).num_seen for e in f.prefill]
+            assert (sum(num_learned(f)) - before, sum(seen)) == (int(not is_stored), int(is_stored))
+
+
+@in_loop
+async def test_a_holder_lends_what_is_in_its_memory_not_what_is_in_its_store():
+    async with pulling() as f:
+        holder = f.decode[0]
+        await f.pod(holder).store(PROMPT, medium="STORAGE", locality="LOCAL")
+        await f.pod(holder).store(PROMPT[:160])
+        await f.events_applied()
+        await f.ask()
+        (lend,) = asked_for(holder)
+        assert lend.ours == {"lend": 160}
 
 
 def test_a_floor_that_makes_no_sense_is_refused():

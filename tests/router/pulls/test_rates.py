@@ -96,3 +96,54 @@ def test_what_was_slow_is_tried_again() -> None:
     assert lines.of("a", 160.1).at(1000) == pytest.approx(0.12)
     lines.see("a", 1000, 0.12, now=200.0)
     assert lines.of("a", 200.0).num_seen == 1
+
+
+def test_what_is_as_it_was_when_tried_again_is_known_again_and_for_longer() -> None:
+    """Negative control: not one that has become another."""
+    for then_s, num_seen, is_known_later in ((4.0, 3, True), (0.12, 1, False)):
+        lines = Lines(0.02, 1e-4, stale_s=60.0)
+        for now in (0.0, 1.0):
+            lines.see("a", 1000, 5.0, now)
+        assert lines.of("a", 90.0).at(1000) == pytest.approx(0.12)  # to be tried
+        lines.see("a", 1000, then_s, 90.0)
+        assert lines.of("a", 90.0).num_seen == num_seen
+        assert (lines.of("a", 90.0 + 119.0).num_seen > 0) is is_known_later
+
+
+def test_what_is_tried_in_vain_is_left_alone_ever_longer_but_not_for_ever() -> None:
+    lines, now, waits = Lines(0.02, 1e-4, stale_s=60.0), 0.0, []
+    for _ in range(8):
+        lines.see("a", 1000, 5.0, now)
+        since = now
+        while lines.of("a", now).num_seen:
+            now += 1.0
+        waits.append(now - since)
+    assert waits == [61, 121, 241, 481, 961, 961, 961, 961]
+
+
+def test_a_line_is_in_doubt_where_little_was_seen() -> None:
+    line = Line(0.02, 1e-4)
+    assert line.doubt(1000) == 0.0  # what is assumed is believed
+    line.see(600, 0.08)
+    once = line.doubt(8000)
+    rng = Random(1)
+    for _ in range(30):
+        line.see(rng.randint(500, 900), 0.02 + 1e-4 * 700)
+    assert line.doubt(700) < 0.05 * line.at(700)
+    assert line.doubt(8000) > 3 * line.doubt(700)
+    for _ in range(10):
+        line.see(8000, 0.82)
+    assert line.doubt(8000) < once
+
+
+def test_what_is_in_doubt_covers_what_is_true() -> None:
+    """Of lines found from few observations: mostly within two standard errors."""
+    within = 0
+    for seed in range(200):
+        rng = Random(seed)
+        line = Line(0.03, 2e-4)  # assumed rightly: what is left is scatter
+        for _ in range(12):
+            tokens = rng.randint(300, 6000)
+            line.see(tokens, (0.03 + 2e-4 * tokens) * rng.uniform(0.92, 1.08))
+        within += abs(line.at(3000) - 0.63) <= 2 * line.doubt(3000)
+    assert within >= 180
