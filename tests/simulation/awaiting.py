@@ -63,9 +63,10 @@ class AwaitingDecode(Decode):
         if name in self.lost or name not in self.requests:
             return
         super()._schedule(name)
-        if self.requests[name].blocks:
+        request = self.requests.get(name)
+        if request is None or request.blocks:
             self.world.counts["promised"] += 1
-            del self.granted[name]
+            self.granted.pop(name, None)
 
     def _cancel(self, name: str) -> None:
         super()._cancel(name)

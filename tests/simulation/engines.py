@@ -31,6 +31,7 @@ from pdconn.sidechannel.connection import SideChannelLost
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedConnection
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
+from tests.simulation.pool import BlockPool
 from tests.simulation.world import EngineClock, Machine, Wire, World, connect
 from transport import HOST
 from transport.inprocess.transport import InProcessTransport
@@ -99,22 +100,37 @@ class Prefill:
         self.sessions = LenderSessions(
             Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
         )
-        self.free = list(range(1, POOL))
+        self.pool = BlockPool(POOL)
         self.lent: dict[str, Ticket] = {}
         self._alarm = Clockwork(self.world, self.machine.clock)
 
     def lend(self, number: int, num_blocks: int, ttl_s: float) -> Ticket | None:
         """Compute and lend a request, or None when there is no room."""
         self._turn()
-        if len(self.free) < num_blocks:
+        blocks = self.pool.take(number, num_blocks)
+        if blocks is None:
             return None
-        blocks = tuple(self.free.pop() for _ in range(num_blocks))
         self.memory.write(number, blocks)
-        request = f"r{number}"
+        return self._offer(f"r{number}", blocks, ttl_s)
+
+    def lend_prefix(
+        self, number: int, draw: Callable[[int], int], ttl_s: float
+    ) -> tuple[int, Ticket] | None:
+        """Lend what is found of a request drawn, to request ``number``; which one it is of."""
+        self._turn()
+        found = list(self.pool.prefixes().items())
+        if not found:
+            return None
+        of, held = found[draw(len(found))]
+        blocks = held[: 1 + draw(len(held))]
+        self.pool.share(blocks)
+        return of, self._offer(f"p{number}", blocks, ttl_s)
+
+    def _offer(self, request: str, blocks: tuple[int, ...], ttl_s: float) -> Ticket:
         lists = (BlockList(0, blocks),)
         ticket = Ticket(
             self.name, self.incarnation, request, "127.0.0.1", self.port,
-            num_blocks * BLOCK_TOKENS, "prompt", lists,
+            len(blocks) * BLOCK_TOKENS, "prompt", lists,
         )  # fmt: skip
         self.lent[request] = ticket
         now = self.machine.clock()
@@ -140,6 +156,7 @@ class Prefill:
         """Clear the cache, as after new weights: nothing lent before may be read after it."""
         self.world.counts["resets"] += 1
         boot, before = self.incarnation, list(self.lent)
+        self.pool.forget()
         self.sessions.apply(AbortAll(), self.machine.clock())
         self.turn()
 
@@ -187,7 +204,7 @@ class Prefill:
             if ended.request not in self.lent:
                 self.freed_twice.append(ended.request)
             ticket = self.lent.pop(ended.request)
-            self.free += ticket.blocks[0].ids
+            self.pool.give_back(ticket.blocks[0].ids)
             self.freed_at[ticket] = self.world.now
             self.world.counts[f"freed {ended.why}"] += 1
         self.sessions.freed.clear()

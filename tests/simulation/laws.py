@@ -55,6 +55,7 @@ class Laws:
             stale = prefill.lent_before_reset
             self._require(not stale, f"law 4: {stale} are lent after the reset of {prefill.name}")
             self._everything_lent_has_an_owner(prefill)
+            self._nothing_lent_is_free(prefill)
         for decode in self._decodes:
             self._require(not decode.wrong, f"law 4: {decode.wrong} holds another request's KV")
         for decode, rank in self._ranks():
@@ -75,7 +76,7 @@ class Laws:
                 prefill.sessions.turn(prefill.machine.clock()).wake_at == math.inf,
                 f"law 5: {prefill.name} has alarms",
             )
-            self._all_free(prefill.name, prefill.free)
+            self._all_free(prefill.name, prefill.pool.free)
         for decode in self._decodes:
             self._require(not decode.requests, f"law 5: {decode.name} has {decode.requests}")
             self._all_free(decode.name, decode.free)
@@ -111,6 +112,12 @@ class Laws:
                     entry.ticket.request_id in lender.lent,
                     f"law 3: {entry.ticket.request_id} is free, and {entry.request} reads it",
                 )
+
+    def _nothing_lent_is_free(self, prefill: Prefill) -> None:
+        """Law 3: blocks that several tickets lend are free when the last of them is over."""
+        lent = {block for ticket in prefill.lent.values() for block in ticket.blocks[0].ids}
+        both = sorted(lent.intersection(prefill.pool.free))
+        self._require(not both, f"law 3: {both} of {prefill.name} are lent and free")
 
     def _everything_received_settled_in_time(self) -> None:
         """Law 4, by time.  By content it is broken only if the blocks had a new owner by then."""

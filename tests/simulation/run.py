@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pdconn.protocol.ticket import Ticket
 from tests.simulation.engines import Decode, Prefill, altered
 from tests.simulation.laws import Laws
 from tests.simulation.world import Chances, World
@@ -50,10 +51,11 @@ def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decod
     if prefill.machine.is_paused or decode.machine.is_paused:
         world.counts["stood still"] += 1
         return
-    ticket = prefill.lend(number, rng.randint(1, MAX_BLOCKS), rng.choice(chances.ttl_s))
-    if ticket is None:
+    lent = _lend(world, number, prefill)
+    if lent is None:
         world.counts["no room"] += 1
         return
+    number, ticket = lent
     world.counts["asked"] += 1
     decode.arrive(number, altered(ticket) if world.chance(chances.replay / 2) else ticket)
     if world.chance(chances.replay):
@@ -74,3 +76,15 @@ def _ask(world: World, number: int, prefills: list[Prefill], decodes: list[Decod
             world.at(rng.expovariate(5.0), lambda m=machine, s=freeze_s: m.freeze(s))
         if world.chance(chances.slew):
             world.at(rng.expovariate(5.0), machine.slew)
+
+
+def _lend(world: World, number: int, prefill: Prefill) -> tuple[int, Ticket] | None:
+    """A ticket, and the request of whose content it is: this one, or one before it."""
+    rng, chances = world.rng, world.chances
+    if chances.borrow and world.chance(chances.borrow):
+        lent = prefill.lend_prefix(number, rng.randrange, rng.choice(chances.ttl_s))
+        if lent is not None:
+            world.counts["prefixes"] += 1
+            return lent
+    ticket = prefill.lend(number, rng.randint(1, MAX_BLOCKS), rng.choice(chances.ttl_s))
+    return None if ticket is None else (number, ticket)

@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from tests.simulation import engines
 from tests.simulation.awaiting import AwaitingDecode
 from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.log import ReaderLog
+from tests.simulation.pool import BlockPool
 from tests.simulation.run import simulate
 from tests.simulation.world import NO_FAULTS, Chances
 
@@ -83,6 +84,44 @@ def test_the_laws_hold_where_claims_are_awaited_and_no_request_waits_for_ever(se
     assert counts["received"] > PER_SEED / 8
     assert counts["asked elsewhere"] > 0
     assert counts["promised"] == counts["received"] + counts["failed"]
+
+
+HOLDERS = Chances(borrow=0.5, crash=0.03, reset=0.03)
+"""Prefixes of whoever holds them: holders evict, reset, die and stall."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_laws_hold_where_several_tickets_lend_the_same_blocks(seed: int) -> None:
+    counts = simulate(seed, PER_SEED, HOLDERS)
+    print(f"seed {seed}: {dict(sorted(counts.items()))}")
+    assert counts["received"] > PER_SEED / 8
+    assert counts["prefixes"] > PER_SEED / 8
+    assert min(counts["crashes"], counts["resets"]) > 0
+
+
+def test_a_holder_that_frees_what_another_ticket_lends_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def careless(self: BlockPool, blocks: Iterable[int]) -> None:
+        self.free += [block for block in blocks if block not in self.free]
+
+    monkeypatch.setattr(BlockPool, "give_back", careless)
+    breaks("are lent and free", HOLDERS)
+
+
+def test_a_holder_that_lends_what_it_has_evicted_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: dict[BlockPool, dict[int, tuple[int, ...]]] = {}
+    real = BlockPool.prefixes
+
+    def stale(self: BlockPool) -> dict[int, tuple[int, ...]]:
+        found = known.setdefault(self, {})
+        found.update(real(self))
+        return found
+
+    monkeypatch.setattr(BlockPool, "prefixes", stale)
+    breaks("holds another request's KV", HOLDERS)
 
 
 def test_without_faults_every_awaited_claim_is_promised_and_received() -> None:

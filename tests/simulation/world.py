@@ -49,6 +49,8 @@ class Chances:
     """Clocks run wrong by up to this part, each by its own; a slewed one by another after that."""
     slew: float = 0.0
     reset: float = 0.0
+    borrow: float = 0.0
+    """Of a request that asks for a prefix that is lent or was, instead of computing."""
     freeze: float = 0.0
     """As a virtual machine: its clocks stand still, too, for ``pause_s`` on average."""
 
