@@ -11,7 +11,7 @@ import torch
 
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
 from pdconn.store.rank.shares import RowShare
-from pdconn.vllm import scheduler
+from pdconn.vllm import scheduler, tracked
 from pdconn.vllm.connector import PdConnector
 from pdconn.vllm.metadata import PdMetadata
 
@@ -33,6 +33,14 @@ class HeldByAll(PdConnector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler.held_tokens = lambda config, blocks, num_local: (num_local,) * len(blocks)
+
+
+class Undigested(PdConnector):
+    """Takes every ticket for a prefix of its prompt, whatever the tokens are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        tracked._shared_with = lambda request, ticket, num_lookahead: ticket.num_tokens
 
 
 class FlippedState(PdConnector):

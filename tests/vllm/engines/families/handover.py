@@ -7,12 +7,12 @@ prompt.  So kernels that compute a prompt and a step differently make no differe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdconn.lab.client import Client, prefill_then_decode
+from pdconn.lab.client import Client, lend_prefix, prefill_then_decode
 from pdconn.lab.compare import TOLERANCE, Answer, Mismatch, compare
 from pdconn.lab.engine import running
 from pdconn.lab.ports import free_ports
@@ -157,3 +157,17 @@ def boundaries(*sizes: int) -> list[int]:
     """
     edges = {size + step for size in sizes for step in (-2, -1, 0, 1)}
     return sorted({1, 2, 5, 300, 1500, *edges} - {0})
+
+
+def lend_most(holder: Client, prompt: Prompt) -> tuple[Mapping[str, Any], int]:
+    """A ticket for as much of the prompt as the engine holds, and how much that is."""
+    wanted = len(prompt) - 2
+    told = lend_prefix(holder, prompt, wanted)
+    assert told is not None
+    held = told["pdconn"].get("held", wanted)
+    if held < wanted:
+        assert told == {"pdconn": {"lend": wanted, "held": held}}
+        told = lend_prefix(holder, prompt, held)
+        assert told is not None
+    assert told["remote_num_tokens"] == held
+    return told, held

@@ -114,7 +114,7 @@ def _granite_4_h() -> PreTrainedModel:
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
-        **_COMMON,
+        **(_COMMON | {"max_position_embeddings": 16384}),
         num_hidden_layers=4,
         layer_types=["mamba", "mamba", "attention", "mamba"],
         num_attention_heads=4,

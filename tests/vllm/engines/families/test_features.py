@@ -15,7 +15,7 @@ from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import TINY, write_model
 from pdconn.lab.spec import EngineSpec
 from tests.vllm.engines.engines import cache_beside
-from tests.vllm.engines.families.handover import NUM_TOKENS, engine
+from tests.vllm.engines.families.handover import NUM_TOKENS, engine, lend_most
 from tests.vllm.engines.families.models import Family
 
 pytestmark = pytest.mark.matrix
@@ -59,8 +59,8 @@ def test_an_adapter(tmp_path: Path) -> None:
     args = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", *modules)
     specs = [
         engine("alone", GEMMA_3, model, None),
-        engine("prefill", GEMMA_3, model, "kv_producer", prefix_caching=True),
-        engine("decode", GEMMA_3, model, "kv_consumer", prefix_caching=True),
+        engine("prefill", GEMMA_3, model, "kv_both", prefix_caching=True),
+        engine("decode", GEMMA_3, model, "kv_both", prefix_caching=True),
     ]
     specs = [replace(spec, args=(*spec.args, *args)) for spec in specs]
     prompts = make_prompts([2, 33, 64, 130, 700], seed=41)
@@ -79,6 +79,16 @@ def test_an_adapter(tmp_path: Path) -> None:
         ticket = prefill_only(base, prompt)
         with pytest.raises(RequestRefused, match="500"):  # control: KV of another adapter
             other.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        prompt = make_prompts([1000], seed=44)[0]
+        prefill_only(Client(started[1].url, model="a"), prompt)
+        for name, is_pulled in (("b", False), ("lab", False), ("a", True)):
+            source, _ = lend_most(Client(started[1].url, model="a"), prompt)
+            alone, again, computing = (Client(each.url, model=name) for each in started)
+            pulls = computing.metrics().get("pdconn:pulls_total", 0.0)
+            ticket = prefill_only(computing, prompt, source)
+            assert (computing.metrics().get("pdconn:pulls_total", 0.0) > pulls) == is_pulled, name
+            answer = again.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+            assert compare(alone.complete(prompt, NUM_TOKENS), answer) is None, name
 
 
 def two_ranks(spec: EngineSpec) -> EngineSpec:

@@ -68,6 +68,7 @@ def test_the_second_prompt_brings_what_is_not_shared(engines: Handover) -> None:
     assert blocks == [126, 132]
     assert full[1] * blocks[0] == full[0] * (blocks[1] - SHARED // BLOCK)  # 32 of 132
     whole = full[0] / blocks[0] * blocks[1] + windows[1]
+    print(f"{engines.family.name}: {(full[1] + windows[1]) / whole:.3f} of the bytes")
     assert full[1] + windows[1] <= MOST_BYTES[engines.family.name] * whole
     assert engines.metric("pulls_verified_total") == engines.metric("pulls_total")
 
