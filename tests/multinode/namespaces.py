@@ -144,9 +144,26 @@ class Network:
         for a, b in ((self[one], self[other]), (self[other], self[one])):
             _ip("-n", a.namespace, "neigh", "del", b.address, "dev", "eth0")
 
-    def narrow(self, name: str, bytes_per_s: int) -> None:
-        """Let no more than this pass to a machine in a second; what is too much is lost."""
-        shape = ("rate", f"{8 * bytes_per_s}", "burst", "16kb", "limit", "64kb")
+    def narrow(
+        self,
+        name: str,
+        bytes_per_s: int,
+        *,
+        burst_nbytes: int = 16 << 10,
+        queue_nbytes: int = 64 << 10,
+    ) -> None:
+        """Let no more than this pass to a machine in a second; what does not queue is lost.
+
+        A fast cable needs a burst of about what passes in a millisecond.
+        """
+        shape = (
+            "rate",
+            f"{8 * bytes_per_s}",
+            "burst",
+            f"{burst_nbytes}",
+            "limit",
+            f"{queue_nbytes}",
+        )
         self._tc("replace", name, "tbf", *shape)
 
     def widen(self, name: str) -> None:

@@ -16,12 +16,14 @@ instant
     does for a request with external KV, and nothing of pdconn.
 pulled
     each pulls a new prompt.
+lent
+    as cached, and what is in the cache is lent and pulled from this engine; not by default.
 
 Every one of them computes exactly one token, over a context of one length, so that the
 model's work is the same in the last three kinds of phase.  The streams start again in each
 phase with one length, so that their contexts are equal.  ``pulled / instant`` is the effect
-of pdconn on the streams, ``pulled / cached`` that of pulling with vLLM's part of it, and
-``cached / quiet`` that of serving one more token.
+of pdconn on the streams, ``pulled / cached`` that of pulling with vLLM's part of it,
+``lent / cached`` that of lending, and ``cached / quiet`` that of serving one more token.
 
 An interval ends when the engine's core is done with a step, which is vLLM's timestamp of a
 token.  The kernel's account of the loop's wait for core 0 is subtracted: only the loop runs
@@ -49,21 +51,28 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdconn.lab.client import Client
+from pdconn.lab.client import Client, lend_prefix
 from pdconn.lab.compare import make_prompts
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.model import SPECS
 from pdconn.lab.spec import SERVED_NAME
 from pdconn.lab.table import table
 from tests.throughput.engine_thread import description_of, engine_spec, steps_of
-from tests.throughput.engines.partner import LendingPartner, described
+from tests.throughput.engines.partner import LendingPartner, PullingPartner, described
 from tests.throughput.engines.pinned import engine_core, pin, threads_of
 
 Prompt = tuple[int, ...]
 Asking = Callable[[], Mapping[str, Any] | None]
 
 KINDS = ("quiet", "cached", "instant", "pulled")
-PAIRS = (("pulled", "instant"), ("pulled", "cached"), ("pulled", "quiet"), ("cached", "quiet"))
+LENT = "lent"
+PAIRS = (
+    ("pulled", "instant"),
+    ("pulled", "cached"),
+    ("pulled", "quiet"),
+    ("lent", "cached"),
+    ("cached", "quiet"),
+)
 INSTANT = "instant"
 """As ``tests.throughput.engines.timed`` reads it; that imports vLLM."""
 
@@ -143,9 +152,14 @@ class Bench:
     """One engine, its partner and their requests."""
 
     def __init__(
-        self, engine: Engine, partner: LendingPartner, options: argparse.Namespace
+        self,
+        engine: Engine,
+        partner: LendingPartner,
+        reader: PullingPartner,
+        options: argparse.Namespace,
     ) -> None:
         self._engine, self._partner, self._options = engine, partner, options
+        self._reader = reader
         self._core = engine_core(engine.pid)
         self._client = Client(engine.url)
         self._seeds = itertools.count(1_000)
@@ -176,9 +190,11 @@ class Bench:
 
     def _prepare(self, kind: str) -> Iterator[Callable[[], Any]]:
         """Requests, encoded before they are sent."""
-        if kind == "cached":
+        if kind in ("cached", LENT):
             for prompt in self._cached:  # pulls since may have pushed them out
                 self._client.complete(prompt, 1)
+            if kind == LENT:
+                return iter([self._be_lent(prompt) for prompt in self._cached] * 500)
             return iter([self._ask(p, lambda: None) for p in self._cached] * 500)
         if kind == "quiet":
             return iter(())
@@ -191,6 +207,17 @@ class Bench:
 
     def _lending(self, prompt: Prompt) -> Asking:
         return lambda: self._partner.lend(prompt)
+
+    def _be_lent(self, prompt: Prompt) -> Callable[[], None]:
+        """Ask for a prompt but its last token, and pull it."""
+
+        def pull() -> None:
+            ticket = lend_prefix(self._client, prompt, len(prompt) - 1)
+            if ticket is None or "remote_block_ids" not in ticket:
+                raise RuntimeError(f"expected a ticket for {len(prompt) - 1} tokens, got {ticket}")
+            self._reader.pull(self._reader.hold(ticket))
+
+        return pull
 
     def _ask(self, prompt: Prompt, params: Asking) -> Callable[[], Any]:
         return lambda: self._client.complete(prompt, 1, kv_transfer_params=params())
@@ -212,12 +239,14 @@ class Bench:
 
 def measure(options: argparse.Namespace) -> list[Phase]:
     """All phases, each round in another order; those that were disturbed are left out."""
-    spec = engine_spec("itl", "kv_consumer", options, connector="SteppedConnector")
+    role = "kv_both" if LENT in options.kinds else "kv_consumer"
+    spec = engine_spec("itl", role, options, connector="SteppedConnector")
     taken: list[Phase] = []
     with running([spec], options.directory / "run") as (engine,):
         pin(engine.pid)
-        with LendingPartner(described(description_of(engine))) as partner:
-            bench = Bench(engine, partner, options)
+        like = described(description_of(engine))
+        with LendingPartner(like) as partner, PullingPartner(like) as reader:
+            bench = Bench(engine, partner, reader, options)
             for kind in options.kinds:  # greet, and warm up
                 bench.phase(kind)
             for number in range(options.rounds):
@@ -341,12 +370,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(kinds, phases))
     by_name = {kind.kind: kind for kind in kinds}
     held = True
-    for name in ("p50", "p99"):
-        if not {"pulled", "instant"} <= set(by_name):
-            break
-        ratio = getattr(by_name["pulled"], name) / getattr(by_name["instant"], name)
-        held &= ratio <= options.bound
-        print(f"{'holds' if ratio <= options.bound else 'FAILS'}  {name} {ratio:.3f}")
+    for over, under in (("pulled", "instant"), (LENT, "cached")):
+        for name in ("p50", "p99"):
+            if not {over, under} <= set(by_name):
+                break
+            ratio = getattr(by_name[over], name) / getattr(by_name[under], name)
+            held &= ratio <= options.bound
+            print(f"{'holds' if ratio <= options.bound else 'FAILS'}  {over} {name} {ratio:.3f}")
     if options.json is not None:
         settings = {key: str(value) for key, value in vars(options).items()}
         document = {
@@ -367,11 +397,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--streams", type=int, default=2, help="requests that run (%(default)s)")
     add("--tokens", type=int, default=300, help="of a stream, in a phase (%(default)s)")
     add("--rounds", type=int, default=6, help="phases of each kind (%(default)s)")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    add("--kinds", nargs="+", choices=(*KINDS, LENT), default=list(KINDS))
     add("--most-s", type=float, default=20.0, help="prompts are prepared for so long")
     add("--others", type=float, default=0.1, help="of the loop's time, for other programs")
     add("--tries", type=int, default=3, help="of a phase that others disturbed")
-    add("--bound", type=float, default=1.05, help="of pulled / instant (%(default)s)")
+    add(
+        "--bound",
+        type=float,
+        default=1.05,
+        help="of pulled / instant, lent / cached",
+    )
     add("--check", action="store_true", help="fail if a ratio is above the bound")
     add("--model", choices=SPECS, default="handover")
     add("--layout", default="BHLNC", help="memory order (%(default)s)")

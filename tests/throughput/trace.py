@@ -150,9 +150,10 @@ class Client:
         for number, turn in enumerate(conversation.turns):
             await asyncio.sleep(turn.pause_s if number else 0.0)
             prompt += turn.tokens
-            prompt += await self._ask(prompt, turn.answer)
+            prompt += await self.ask(prompt, turn.answer)
 
-    async def _ask(self, prompt: list[int], answer: int) -> list[int]:
+    async def ask(self, prompt: list[int], answer: int) -> list[int]:
+        """One request, and the tokens of its answer."""
         body = {"model": "sim", "prompt": prompt, "max_tokens": answer, "stream": True}
         began, ttft_s = time.perf_counter(), 0.0
         tokens: list[int] = []

@@ -101,10 +101,11 @@ class _Stepping:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         LOG.now.scheduled = len(scheduler_output.num_scheduled_tokens)
-        if self._consumer is not None:  # type: ignore[attr-defined]
-            LOG.now.in_flight = len(self._consumer)  # type: ignore[attr-defined]
-        if self._producer is not None:  # type: ignore[attr-defined]
-            LOG.now.in_flight += len(self._producer._pinned)  # type: ignore[attr-defined]
+        half = self._scheduler  # type: ignore[attr-defined]
+        if half._consumer is not None:
+            LOG.now.in_flight = len(half._consumer)
+        if half._producer is not None:
+            LOG.now.in_flight += len(half._producer._pinned)
         return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
 
     def take_events(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +11,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
+
+from tests.multinode.namespaces import why_not
+from tests.throughput.mooncake.__main__ import TRACE_VARIABLE
 
 _PROGRAMS = {
     "python": (sys.executable,),
@@ -105,6 +109,10 @@ _ENGINE = package("vllm")
 _ENGINES = {"packages": ("vllm", "nixl"), "needs": (_ENGINE, _NIXL)}
 _HANDOVER = "python -m tests.throughput.handover"
 _TRANSFER = "pdconn bench transfer --layout BLHNC"
+_MOONCAKE = (
+    "python -m tests.throughput.mooncake --requests 500 --tokens-per-block 512 --prefill-rate 40000"
+)
+_LINKS = "python -m tests.throughput.links"
 _SAMPLES = frozenset({"settings", "first_s", "prefill_s", "between_tokens_s"})
 _PATHS = {
     "shm-huge": "CMA, huge pages",
@@ -386,6 +394,41 @@ _LIST = (
         **_ENGINES,  # type: ignore[arg-type]
     ),
     Benchmark(
+        "itl_lending",
+        "Does lending slow down the tokens of requests that are running?",
+        "As above, with an engine that lends: ten requests a second ask for 1024 tokens that its "
+        "cache holds, and another process pulls them; or they are asked and nothing is lent.",
+        (
+            Command(
+                "itl", "python -m tests.throughput.itl --rate 10 --kinds cached lent --rounds 16"
+            ),
+        ),
+        4,
+        (
+            Table(
+                ("itl",),
+                "kinds",
+                {"requests beside the streams": "{kind:s}", "a second": "{per_s:.1f}",
+                 "p50, ms": "{p50:3}", "p99, ms": "{p99:3}"},
+                {
+                    "cached": "`cached`: answered from its cache",
+                    "lent": "`lent`: the same, lent and pulled",
+                },
+            ),
+            Table(
+                ("itl",),
+                "",
+                {
+                    f"lent, times cached: {part}":
+                    f"**{{kinds[kind=lent].{part}/kinds[kind=cached].{part}:.3f}}**"
+                    for part in ("p50", "p99")
+                },
+            ),
+        ),
+        drop=frozenset({"phases", "settings"}),
+        **_ENGINES,  # type: ignore[arg-type]
+    ),
+    Benchmark(
         "serve",
         "What do users see: time to first token (TTFT), time between tokens (ITL), goodput?",
         "Five small engines behind the same `pdconn proxy`: pdconn and the in-tree NixlConnector, "
@@ -455,12 +498,17 @@ _LIST = (
         "A multi-turn trace with shared system prompts: 80 conversations of 4 turns over 2 prefill "
         "and 2 decode engines, fresh for each policy. The engines are fake but for their caches: "
         "vLLM's own KV cache manager (one full and one window group), its events and its sockets. "
-        "Ideal is one cache for all that keeps everything. With answers of 100 to 300 tokens: full "
-        "attention only, larger caches, 5000 tokens computed a second.",
+        "Ideal is one cache for all that keeps everything. With answers of 100 to 300 tokens: "
+        "larger caches, 5000 tokens computed a second; once with full attention only.",
         (
             Command("trace", "python -m tests.throughput.trace"),
             Command(
                 "pulls",
+                "python -m tests.throughput.trace --policies 'prefix + pulls' prefix "
+                "--answers 100 300 --prefill-rate 5000 --blocks 4000",
+            ),
+            Command(
+                "full",
                 "python -m tests.throughput.trace --policies 'prefix + pulls' prefix "
                 "--answers 100 300 --prefill-rate 5000 --blocks 4000 --no-window",
             ),
@@ -468,7 +516,7 @@ _LIST = (
         3,
         (
             Table(
-                ("trace", "pulls"),
+                ("trace", "pulls", "full"),
                 "",
                 {"answers": "{run:s}",
                  "policy": "{policy:s}", "by decode alone": "{alone} of {requests}",
@@ -476,11 +524,72 @@ _LIST = (
                  "of ideal reuse": "{ideal_share:%.1f} %", "tokens pulled": "{pulled}",
                  "predicted = reported": "{agreement:%.1f} % of requests",
                  "TTFT median, p95": "{ttft_ms:.0f}, {ttft_p95_ms:.0f} ms"},
-                names={"trace": "10 to 40 tokens", "pulls": "100 to 300 tokens"},
+                names={
+                    "trace": "10 to 40 tokens",
+                    "pulls": "100 to 300 tokens",
+                    "full": "100 to 300, no windows",
+                },
             ),
         ),
         packages=("vllm",),
         needs=(_ENGINE,),
+    ),
+    Benchmark(
+        "links",
+        "How often does the router take the better of pulling a prefix and computing it?",
+        "A holder and a puller in network namespaces, joined by a cable of each rate (`tbf`): real "
+        "pulls by NIXL over TCP, of as many bytes as gpt-oss-120b keeps of 512 to 4096 tokens. "
+        "Computing takes a known time: 30 ms and 2500 tokens a second, or 20 000. The planner "
+        "begins with what it assumes; both ways are timed, and ways within 5 % are both right.",
+        (
+            Command("slow", f"{_LINKS} --gbits 0.2 --requests 40"),
+            Command("others", f"{_LINKS} --gbits 1 10 --requests 100"),
+            Command("large", f"{_LINKS} --gbits 10 --requests 100 --prefill-rate 20000"),
+        ),
+        5,
+        (
+            Table(
+                ("slow", "others", "large"),
+                "links",
+                {"computed, tokens/s": "{run:s}", "link, Gbit/s": "{gbit_s:.1f}",
+                 "requests": "{outcome.requests}",
+                 "pulling is faster": "{outcome.pull_better:%.0f} %",
+                 "pulled": "{outcome.pulled:%.0f} %", "right": "**{outcome.right:%.1f} %**",
+                 "after the first 10": "{outcome.right_warm:%.1f} %",
+                 "time beyond the best choices": "{outcome.over_best:%.1f} %"},
+                names={"slow": "2 500", "others": "2 500", "large": "20 000"},
+            ),
+        ),
+        drop=frozenset({"settings", "judged"}),
+        packages=("nixl",),
+        needs=(_NIXL, Need("root, for network namespaces", lambda: why_not() is None)),
+    ),
+    Benchmark(
+        "mooncake_trace",
+        "And of Mooncake's published trace of conversations?",
+        "Its first 500 requests over 2 prefill and 2 decode engines as above, with full attention "
+        "only, at the trace's sizes and times. Each engine computes 40 000 tokens a second and "
+        "caches one million, or three. Ideal is one cache for all that keeps everything. The "
+        "variable `PDCONN_MOONCAKE_TRACE` names the file (`conversation_trace.jsonl` of Mooncake's "
+        "repository).",
+        (
+            Command("1", _MOONCAKE),
+            Command("3", f"{_MOONCAKE} --cache-tokens 3000000"),
+        ),
+        18,
+        (
+            Table(
+                ("1", "3"),
+                "",
+                {"caches, tokens": "{run:s}", "policy": "{policy:s}",
+                 "tokens computed, of all": "{computed} of {prompt_tokens}",
+                 "of ideal reuse": "{ideal_share:%.1f} %", "tokens pulled": "{pulled}",
+                 "TTFT median, p95": "{ttft_ms:.0f}, {ttft_p95_ms:.0f} ms"},
+                names={"1": "1 million", "3": "3 million"},
+            ),
+        ),
+        packages=("vllm",),
+        needs=(_ENGINE, Need(TRACE_VARIABLE, lambda: TRACE_VARIABLE in os.environ)),
     ),
     Benchmark(
         "real_trace",

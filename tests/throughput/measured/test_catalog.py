@@ -257,6 +257,23 @@ def test_engine_thread() -> None:
     ]
 
 
+def test_itl_lending() -> None:
+    kinds = [
+        {"kind": kind, "per_s": 10.0, "p50": p50, "p99": p99}
+        for kind, p50, p99 in (("cached", 8.0, 20.0), ("lent", 10.0, 25.0))
+    ]
+    assert made("itl_lending", itl={"kinds": kinds})[2:] == lines(
+        """
+        | `cached`: answered from its cache | 10.0 | 8.00 | 20.0 |
+        | `lent`: the same, lent and pulled | 10.0 | 10.0 | 25.0 |
+
+        | lent, times cached: p50 | lent, times cached: p99 |
+        | --- | --- |
+        | **1.250** | **1.250** |
+        """
+    )
+
+
 def test_itl() -> None:
     kinds = [
         {"kind": kind, "per_s": per_s, "p50": p50, "p99": p99}
@@ -337,10 +354,41 @@ def test_trace() -> None:
     ]
     pulls = [{"policy": "prefix + pulls", **policy, "pulled": 68_784, "agreement": None}]
     shown = "107 337, 26.0 % | 93.1 %"
-    assert made("trace", trace=rows, pulls=pulls)[2:] == [
+    full = [{**pulls[0], "pulled": 9}]
+    assert made("trace", trace=rows, pulls=pulls, full=full)[2:] == [
         f"| 10 to 40 tokens | prefix | 69 of 320 | {shown} | 0 | 99.7 % of requests | 53, 88 ms |",
         f"| 10 to 40 tokens | random | 0 of 320 | {shown} | 0 | | 53, 88 ms |",
         f"| 100 to 300 tokens | prefix + pulls | 69 of 320 | {shown} | 68 784 | | 53, 88 ms |",
+        f"| 100 to 300, no windows | prefix + pulls | 69 of 320 | {shown} | 9 | | 53, 88 ms |",
+    ]
+
+
+def test_mooncake_trace() -> None:
+    row = {"policy": "prefix", "prompt_tokens": 445_540, "computed": 414_420, "pulled": 0,
+           "ideal_share": 0.4265, "ttft_ms": 873.7, "ttft_p95_ms": 1413.6}  # fmt: skip
+    shown = "414 420 of 445 540 | 42.6 % | 0 | 874, 1414 ms |"
+    assert made("mooncake_trace", **{"1": [row], "3": [row]})[2:] == [
+        f"| 1 million | prefix | {shown}",
+        f"| 3 million | prefix | {shown}",
+    ]
+
+
+def test_links() -> None:
+    outcome = {"requests": 60, "pull_better": 0.7, "pulled": 0.6667, "right": 0.9667,
+               "right_warm": 1.0, "over_best": 0.0041}  # fmt: skip
+    slow = [{"gbit_s": 0.2, "outcome": {**outcome, "pull_better": 0.0}},
+            {"gbit_s": 10.0, "outcome": outcome}]  # fmt: skip
+    assert made(
+        "links",
+        **{
+            "slow": {"links": slow[:1]},
+            "others": {"links": slow[1:]},
+            "large": {"links": slow[1:]},
+        },
+    )[2:] == [
+        "| 2 500 | 0.2 | 60 | 0 % | 67 % | **96.7 %** | 100.0 % | 0.4 % |",
+        "| 2 500 | 10.0 | 60 | 70 % | 67 % | **96.7 %** | 100.0 % | 0.4 % |",
+        "| 20 000 | 10.0 | 60 | 70 % | 67 % | **96.7 %** | 100.0 % | 0.4 % |",
     ]
 
 

@@ -1,0 +1,1 @@
+"""Mooncake's published traces, replayed over simulated engines."""

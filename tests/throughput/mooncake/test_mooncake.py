@@ -1,0 +1,114 @@
+"""Mooncake's trace: its lines, the prompts made of them, and a tiny one replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.throughput.mooncake.__main__ import main
+from tests.throughput.mooncake.lines import Request, TraceError, ideal_reuse, parse, prompt
+
+pytest.importorskip("vllm.v1.core.kv_cache_manager")
+
+
+def _line(**changed: object) -> str:
+    fields = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
+    return json.dumps(fields | changed)
+
+
+def test_a_line_is_read() -> None:
+    assert parse([_line(), "\n"]) == [Request(0, 1000, 5, (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("{", "line"),
+        ("[]", "line"),
+        (_line(timestamp=-1), "timestamp"),
+        (_line(input_length=True), "input_length"),
+        (_line(output_length=None), "output_length"),
+        (_line(hash_ids=[0, "1"]), "hash_ids"),
+        (_line(hash_ids=[0]), "hash_ids"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, field: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        parse([_line(), line])
+    assert (caught.value.line, caught.value.field) == (2, field)
+
+
+def test_equal_ids_are_equal_tokens_and_others_differ() -> None:
+    first, second = (prompt(Request(0, 1000, 1, ids), 32) for ids in ((0, 1), (0, 50_001)))
+    assert len(first) == 63  # 62.5
+    assert first[:32] == second[:32]
+    assert first[32:] != second[32:]
+
+
+TINY = [
+    Request(0, 1024, 16, (0, 1)),
+    Request(1000, 1536, 16, (0, 1, 2)),
+    Request(2000, 1024, 16, (0, 1)),
+    Request(3000, 1024, 16, (3, 1)),
+]
+
+
+def test_ideal_reuse_of_a_trace_by_hand() -> None:
+    """None; two ids; two but for the last token; none, as the second id has no known prefix."""
+    assert ideal_reuse(TINY, 32) == 0 + 64 + 63 + 0
+
+
+def test_a_tiny_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, rows = tmp_path / "trace.jsonl", tmp_path / "rows.json"
+    trace.write_text(
+        "\n".join(
+            _line(timestamp=one.at_ms, input_length=one.input_length, hash_ids=one.hash_ids)
+            for one in TINY
+        )
+    )
+    for _ in range(3):  # what an engine holds is known a little later, on a slow machine too late
+        assert main(["--trace", str(trace), "--speed-up", "2", "--json", str(rows)]) == 0
+        read = json.loads(rows.read_text())
+        if read[1]["computed"] < read[2]["computed"]:
+            break
+    assert [row["policy"] for row in read] == ["prefix + pulls", "prefix", "round-robin"]
+    for row in read:
+        assert (row["requests"], row["prompt_tokens"]) == (4, 64 + 96 + 64 + 64)
+        assert row["computed"] >= 64 + 32 + 1 + 64
+    assert read[1]["computed"] < read[2]["computed"]
+    assert "32 tokens for 512; each engine 3906 blocks" in capsys.readouterr().out
+
+
+def test_no_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--trace", str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "got", "expected"),
+    [
+        ("--speed-up", "0", "more than 0"),
+        ("--speed-up", "inf", "more than 0"),
+        ("--requests", "-1", "more than 0"),
+        ("--prefill-rate", "nan", "more than 0"),
+        ("--cache-tokens", "1000", "at least"),
+        ("--tokens-per-block", "24", "a multiple of 16"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    option: str, got: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(_line(timestamp=0, input_length=1024, hash_ids=[1, 2]))
+    with pytest.raises(SystemExit):
+        main(["--trace", str(trace), option, got])
+    assert f"{option}: expected {expected}" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b"\xff\xfe{}")
+    assert main(["--trace", str(trace)]) == 2
+    assert str(trace) in capsys.readouterr().err
