@@ -1,5 +1,4 @@
-"""Clients that people use, unmodified, through the proxy: the ``openai`` and ``anthropic`` packages,
-and ``vllm bench serve``.
+"""Unmodified clients through the proxy: ``openai``, ``anthropic`` and vLLM's benchmark.
 
 Each must be answered as decode answers alone, and by a hand-over: pulls are counted.
 """
