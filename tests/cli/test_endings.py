@@ -125,10 +125,14 @@ def test_another_pipe_that_breaks_is_no_success(monkeypatch, capsys):
 def interrupted(command: list[str], ready: bytes) -> tuple[int, bytes]:
     """Exit code, and what came after ``ready`` on standard error, of a command under Ctrl-C.
 
-    As a terminal does it: the whole process group gets SIGINT.
+    As a terminal does it: the whole process group gets SIGINT.  ``env`` makes that count, since
+    children of a shell's background job ignore it.
     """
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        ["env", "--default-signal=INT", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     with process:
         assert process.stderr is not None

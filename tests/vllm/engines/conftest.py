@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -45,13 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     # The last pair lives until the end of the session, so the tests that start more engines
     # are first.
-    first = (
-        "test_topology", "test_bench_serve", "test_faults", "test_router", "test_gemma4",
-        "test_store", "test_matrix", "test_hybrids", "test_families", "test_features", "test_split",
-        "test_speculation",
-        "test_family_faults", "test_hybrid_faults", "test_partial_blocks",
-    )  # fmt: skip
-    items.sort(key=lambda item: here in item.path.parents and item.path.stem not in first)
+    items.sort(key=lambda item: here in item.path.parents and "pair" in _fixtures(item))
+
+
+def _fixtures(item: pytest.Item) -> Collection[str]:
+    return getattr(item, "fixturenames", ())
 
 
 def _meant(item: pytest.Item, fields: Mapping[str, object]) -> bool:
