@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,6 +158,8 @@ def answers_amid_a_kill(faulty: Faulty, prompts: Sequence[Prompt]) -> list[Answe
         ]
         time.sleep(DELAY_S / 3)  # claims are granted, reads wait
         faulty.prefill.kill()
+        if made.family.coarse:
+            wait(first)  # computed beside others it would be rounded with them
         rest = [
             decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
             for prompt, ticket in pairs[reading:]
