@@ -140,12 +140,12 @@ def _patched(folder: Path, patch: Mapping[str, Any], made: list[Resource]) -> li
     target = patch["target"]
     changed, met = [], False
     for each in made:
-        if re.fullmatch(target["kind"], each["kind"]) and re.fullmatch(
+        meets = re.fullmatch(target["kind"], each["kind"]) and re.fullmatch(
             target["name"], each["metadata"]["name"]
-        ):
-            met = True
-            each = _operated(each, change) if isinstance(change, list) else _merged(each, change)
-        changed.append(each)
+        )
+        met = met or bool(meets)
+        apply = _operated if isinstance(change, list) else _merged
+        changed.append(apply(each, change) if meets else each)
     if not met:
         raise BuildError(f"{folder}: patches: expected something to patch, got none like {target}")
     return changed
@@ -190,7 +190,9 @@ def _operated(resource: Resource, operations: list[Mapping[str, Any]]) -> Resour
         if one["op"] == "test":
             if place[at] != one["value"]:
                 seen = place[at]
-                raise BuildError(f"patches: expected {one['value']!r} at {one['path']}, got {seen!r}")
+                raise BuildError(
+                    f"patches: expected {one['value']!r} at {one['path']}, got {seen!r}"
+                )
         elif one["op"] == "remove":
             del place[at]
         elif one["op"] == "add" and isinstance(place, list):

@@ -63,7 +63,9 @@ def checkout(folder: Path) -> Path:
         (copied / name).write_text(content)
     shutil.copytree(GUIDE, copied / "guide")
     overlay = copied / "overlays/llm-d/kustomization.yaml"
-    overlay.write_text(re.sub(r"https://github\.com/llm-d/llm-d//\S+", "../../guide", overlay.read_text()))
+    overlay.write_text(
+        re.sub(r"https://github\.com/llm-d/llm-d//\S+", "../../guide", overlay.read_text())
+    )
     return copied
 
 
@@ -149,7 +151,9 @@ def without_bounds(cluster: Cluster) -> list[str]:
         for container in pod_of(workload)["containers"]:
             asked = container.get("resources", {}).get("requests", {})
             limits = container.get("resources", {}).get("limits", {})
-            wrong += [f"{name}: no limit of {one}" for one in ("cpu", "memory") if one not in limits]
+            wrong += [
+                f"{name}: no limit of {one}" for one in ("cpu", "memory") if one not in limits
+            ]
             devices = {one for one in limits.keys() | asked.keys() if "/" in one}
             wrong += [f"{name}: {one}" for one in devices if asked.get(one) != limits.get(one)]
     return wrong

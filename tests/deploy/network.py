@@ -39,27 +39,45 @@ def parties(cluster: Cluster) -> dict[str, Party]:
     }
 
 
-def allowed(cluster: Cluster, source: Party, target: Party, port: int, protocol: str = "TCP") -> bool:
+@dataclass(frozen=True)
+class Connection:
+    """Somebody who connects to a port of somebody."""
+
+    source: Party
+    target: Party
+    port: int
+    protocol: str = "TCP"
+
+
+def allowed(
+    cluster: Cluster, source: Party, target: Party, port: int, protocol: str = "TCP"
+) -> bool:
     """Whether ``source`` may open a connection to this port of ``target``."""
-    out = _passes(cluster, source, "Egress", "to", target, target, port, protocol)
-    return out and _passes(cluster, target, "Ingress", "from", source, target, port, protocol)
+    wanted = Connection(source, target, port, protocol)
+    out = _passes(wanted, _policies(cluster, source, "Egress"), source, target, ("egress", "to"))
+    into = _policies(cluster, target, "Ingress")
+    return out and _passes(wanted, into, target, source, ("ingress", "from"))
 
 
-def _passes(
-    cluster: Cluster, subject: Party, direction: str, peers: str, other: Party, target: Party,
-    port: int, protocol: str,
-) -> bool:  # fmt: skip
-    policies = [
+def _policies(cluster: Cluster, subject: Party, direction: str) -> list[Any]:
+    """Those that select a pod for a direction."""
+    return [
         one["spec"]
         for one in cluster.of("NetworkPolicy")
         if one["metadata"]["namespace"] == subject.namespace
         and direction in one["spec"]["policyTypes"]
         and selects(one["spec"]["podSelector"], subject.labels)
     ]
+
+
+def _passes(
+    wanted: Connection, policies: list[Any], subject: Party, other: Party, keys: tuple[str, str]
+) -> bool:
+    rules, peers = keys
     return not policies or any(
-        _meets(rule.get(peers), subject, other) and _opens(rule.get("ports"), target, port, protocol)
+        _meets(rule.get(peers), subject, other) and _opens(rule.get("ports"), wanted)
         for policy in policies
-        for rule in policy.get(direction.lower(), ())
+        for rule in policy.get(rules, ())
     )
 
 
@@ -77,14 +95,15 @@ def _meets(peers: Any, subject: Party, other: Party) -> bool:
     )
 
 
-def _opens(ports: Any, target: Party, port: int, protocol: str) -> bool:
+def _opens(ports: Any, wanted: Connection) -> bool:
     if not ports:
         return True
     for one in ports:
-        first = port_of(target.container, one["port"])
-        if first is not None and one.get("protocol", "TCP") == protocol:
-            if first <= port <= one.get("endPort", first):
-                return True
+        first = port_of(wanted.target.container, one["port"])
+        if first is None or one.get("protocol", "TCP") != wanted.protocol:
+            continue
+        if first <= wanted.port <= one.get("endPort", first):
+            return True
     return False
 
 

@@ -188,7 +188,10 @@ def test_a_forged_ticket_leads_decode_nowhere_but_to_engines(default: Cluster) -
         (lambda c: policy(c, "pdconn-engines")["ingress"].pop(2), 20500),
         (lambda c: policy(c, "pdconn-engines")["ingress"][2]["ports"][1].pop("endPort"), 20500),
         (lambda c: policy(c, "pdconn-engines")["egress"].pop(0), 5600),
-        (lambda c: policy(c, "pdconn-engines").update(podSelector={"matchLabels": {"a": "b"}}), 5600),
+        (
+            lambda c: policy(c, "pdconn-engines").update(podSelector={"matchLabels": {"a": "b"}}),
+            5600,
+        ),
         (lambda c: policy(c, "pdconn-engines").update(policyTypes=["Egress"]), 5600),
         (lambda c: policy(c, "pdconn-router")["ingress"][1].pop("from"), 9000),
         (lambda c: policy(c, "pdconn-router")["ingress"][1].pop("ports"), 5600),

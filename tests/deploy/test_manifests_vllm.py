@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,9 @@ def test_vllm_takes_the_arguments_and_finds_the_connector(
     transfer = args.kv_transfer_config
     assert transfer is not None
     assert transfer.kv_role == role
-    assert hasattr(import_module(transfer.kv_connector_module_path or ""), transfer.kv_connector or "")
+    assert hasattr(
+        import_module(transfer.kv_connector_module_path or ""), transfer.kv_connector or ""
+    )
     assert args.model == "openai/gpt-oss-20b"
     assert args.enable_prefix_caching
 

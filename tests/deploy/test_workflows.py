@@ -44,7 +44,11 @@ def faults(page: Mapping[str, Any]) -> list[str]:
     """What must not be in a workflow, whatever its schema says."""
     wrong = [] if page["permissions"] == {"contents": "read"} else ["permissions"]
     for name, job in page["jobs"].items():
-        missing = {one for one in [job.get("needs", ())] for one in ([one] if isinstance(one, str) else one)}
+        missing = {
+            one
+            for one in [job.get("needs", ())]
+            for one in ([one] if isinstance(one, str) else one)
+        }
         wrong += [f"{name}: needs {one}" for one in missing - page["jobs"].keys()]
         if "uses" in job:
             called = ROOT / job["uses"]
@@ -74,7 +78,11 @@ def test_a_workflow_is_one_that_github_takes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("runs-on:", "runs_on:"), ("steps:", "step:"), ("      - run: bash .ci/run", "      - rum: x")],
+    [
+        ("runs-on:", "runs_on:"),
+        ("steps:", "step:"),
+        ("      - run: bash .ci/run", "      - rum: x"),
+    ],
 )
 def test_a_workflow_with_a_fault_is_refused(tmp_path: Path, old: str, new: str) -> None:
     text = (WORKFLOWS / "release.yml").read_text()

@@ -175,8 +175,8 @@ def _images(stack: Stack) -> dict[str, str]:
             path = stack.directory / service["build"]["context"] / service["build"]["dockerfile"]
             text = path.read_text()
             bases = dict(re.findall(r"^ARG (\w+)=(\S+)", text, re.M))
-            below = re.findall(r"^FROM \$\{(\w+)\}", text, re.M)
-            images |= {path.name: bases.get(name, "nothing") for name in below or ["BASE"]}
+            for word in re.findall(r"^FROM (\S+)", text, re.M):
+                images[f"{path.name} {word}"] = bases.get(word.strip("${}"), word)
     return images
 
 

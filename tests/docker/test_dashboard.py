@@ -39,7 +39,11 @@ def unbound(board: dict[str, Any]) -> Iterator[str]:
     for expression in expressions(board):
         for one in selectors(expression):
             wanted = ROUTERS if str(one.name).startswith("pdconn_router_") else ENGINES
-            bound = {each.name: each.value for each in one.matchers.matchers if str(each.op) == "MatchOp.Re"}
+            bound = {
+                each.name: each.value
+                for each in one.matchers.matchers
+                if str(each.op) == "MatchOp.Re"
+            }
             yield from (
                 f"{name} of {one.name} in {expression}"
                 for name, value in wanted.items()

