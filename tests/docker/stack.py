@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator
 DOCKER = Path(__file__).parents[2] / "docker"
 Service = Mapping[str, Any]
 
-_PINNED = re.compile(r"^[\w./-]+:v?\d+(\.\d+)+[\w.-]*$")
+_PINNED = re.compile(r"^[\w./-]+:v?\d+(\.\d+)+[\w.-]*(?P<digest>@sha256:[0-9a-f]{64})?$")
 _VARIABLE = re.compile(r"\$\{\w+:-([^}]*)\}")
 
 
@@ -96,6 +96,9 @@ _TIME = {"type": "string", "pattern": r"^(\d+[hms])+$"}
 _CONDITION = {"enum": ["service_healthy", "service_completed_successfully"]}
 _DEVICE = _only(("driver", "capabilities"), driver=_TEXT, device_ids=_WORDS, capabilities=_WORDS)
 _DEVICES = _only(devices={"type": "array", "items": _DEVICE})
+_LIMITS = _only(
+    ("cpus", "memory"), cpus=_TEXT, memory={"type": "string", "pattern": r"^\d+(mb|gb)$"}
+)
 _HEALTH = _only(
     ("test", "interval", "timeout", "retries"),
     test={"type": "array", "items": _TEXT, "prefixItems": [{"const": "CMD"}], "minItems": 2},
@@ -110,14 +113,17 @@ _SERVICE = _only(
     build=_only(("context", "dockerfile"), context=_TEXT, dockerfile=_TEXT),
     entrypoint=_WORDS,
     command=_WORDS,
-    environment=_each(_TEXT),
+    environment=_each({"type": "string"}),
     init={"type": "boolean"},
     restart={"enum": ["unless-stopped"]},
     stop_grace_period=_TIME,
     shm_size={"type": "string", "pattern": r"^\d+(mb|gb)$"},
     ulimits=_each({"type": "integer"}),
     sysctls=_each({"type": "integer"}),
-    cap_add={"type": "array", "items": {"enum": ["IPC_LOCK"]}},
+    cap_drop={"const": ["ALL"]},
+    security_opt={"const": ["no-new-privileges:true"]},
+    read_only={"type": "boolean"},
+    devices={"type": "array", "items": {"const": "/dev/infiniband"}},
     network_mode={"enum": ["none", "bridge"]},
     networks=_each(_only(("ipv4_address",), ipv4_address=_TEXT, interface_name=_TEXT)),
     ports={"type": "array", "items": {"pattern": r"^127\.0\.0\.1:\d+:\d+$"}},
@@ -125,7 +131,7 @@ _SERVICE = _only(
     secrets=_WORDS,
     depends_on=_each(_only(("condition",), condition=_CONDITION)),
     healthcheck=_HEALTH,
-    deploy=_only(resources=_only(reservations=_DEVICES)),
+    deploy=_only(resources=_only(limits=_LIMITS, reservations=_DEVICES)),
 )
 _SUBNETS = {"type": "array", "items": _only(("subnet",), subnet=_TEXT), "minItems": 1}
 SCHEMA = {
@@ -151,13 +157,37 @@ def misshapen(stack: Stack) -> list[str]:
 
 
 def unpinned(stack: Stack) -> list[str]:
-    """Images, of services and of the Dockerfiles, whose tag is no version."""
+    """Images, of services and below the Dockerfiles, whose tag is no version, and images of
+    others without a digest; vLLM's is given one when ours is built, see Dockerfile.gpu."""
+    wrong = []
+    for name, image in _images(stack).items():
+        found = _PINNED.match(image)
+        ours = image.startswith(("pdconn-", "vllm/"))
+        if found is None or not (ours or found["digest"]):
+            wrong.append(f"{name}: {image}")
+    return wrong
+
+
+def _images(stack: Stack) -> dict[str, str]:
     images = {name: one["image"] for name, one in stack.services.items()}
     for service in stack.services.values():
         if "build" in service:
             path = stack.directory / service["build"]["context"] / service["build"]["dockerfile"]
-            images[path.name] = re.findall(r"^FROM (\S+)", path.read_text(), re.M)[0]
-    return [f"{name}: {image}" for name, image in images.items() if not _PINNED.match(image)]
+            text = path.read_text()
+            bases = dict(re.findall(r"^ARG (\w+)=(\S+)", text, re.M))
+            for word in re.findall(r"^FROM (\S+)", text, re.M):
+                images[f"{path.name} {word}"] = bases.get(word.strip("${}"), word)
+    return images
+
+
+def unbounded(stack: Stack) -> list[str]:
+    """Services that go on without limits of processor and memory, or with capabilities."""
+    wrong = []
+    for name, service in stack.running().items():
+        limits = service.get("deploy", {}).get("resources", {}).get("limits")
+        wrong += [f"{name}: no limits"] if limits is None else []
+        wrong += [f"{name}: {key}" for key in ("cap_drop", "security_opt") if key not in service]
+    return wrong
 
 
 def collisions(stack: Stack) -> list[str]:
@@ -267,6 +297,7 @@ def _awaited_ends(service: Service) -> Iterator[str]:
 CHECKS = (
     misshapen,
     unpinned,
+    unbounded,
     collisions,
     bad_addresses,
     bad_volumes,

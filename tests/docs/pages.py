@@ -72,4 +72,5 @@ def every_page() -> list[Path]:
     """README, what lies beside it, and ``docs/``; each file once."""
     beside = [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")]
     inside = [path for path in sorted(DOCS.glob("*.md")) if not path.is_symlink()]
-    return [*beside, ROOT / "docker/README.md", *inside]
+    folders = [ROOT / "docker/README.md", ROOT / "examples/kubernetes/README.md"]
+    return [*beside, *folders, *inside]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from pdconn.cli.main import build_parser, main
 from pdconn.router.config import ProxyConfig
@@ -67,7 +68,10 @@ def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
             assert not others
         else:
             assert ours == "."
-            assert others == [one for one in extras["engine"] if one.startswith("nixl==")]
+            (name,) = others  # the version that was tested, of those that are allowed
+            assert name in (ROOT / "requirements.txt").read_text().splitlines()
+            (allowed,) = [Requirement(one) for one in extras["engine"] if one.startswith("nixl")]
+            assert name.removeprefix("nixl==") in allowed.specifier
     elif first == "curl":
         if "-d" in command.words:
             body = json.loads(command.words[command.words.index("-d") + 1])
@@ -133,7 +137,8 @@ def test_a_transfer_configuration_is_one_that_we_take(command: Command) -> None:
         assert config["kv_load_failure_policy"] == "recompute"
 
 
-FILES = [*every_page(), *sorted((ROOT / "docker").glob("*.y*ml")), *(ROOT / "examples").glob("*")]
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.is_file()]
+FILES = [*every_page(), *sorted((ROOT / "docker").glob("*.y*ml")), *EXAMPLES]
 DECODES = re.compile(r'"kv_role": *"kv_(consumer|both)"')
 RECOMPUTES = re.compile(r'"kv_load_failure_policy": *"recompute"')
 
@@ -152,7 +157,12 @@ def test_every_configuration_of_decode_recomputes_what_fails(path: Path) -> None
 def test_a_configuration_of_decode_with_vllm_s_default_is_found() -> None:
     """Negative control: each page that shows one, without the policy."""
     shown = [path for path in FILES if DECODES.search(path.read_text())]
-    assert {path.name for path in shown} >= {"README.md", "quickstart.md", "compose.gpu.yaml"}
+    assert {path.name for path in shown} >= {
+        "README.md",
+        "quickstart.md",
+        "compose.gpu.yaml",
+        "decode.yaml",
+    }
     assert all(num_that_fail(RECOMPUTES.sub("", path.read_text())) for path in shown)
 
 

@@ -1,0 +1,145 @@
+"""Schemas of the custom resources that the manifests use: the documented fields of each, and
+no others, so that one which is misspelt, or new here, is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _only(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _list(items: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def _resource(api: str, kind: str, spec: Any) -> dict[str, Any]:
+    meta = _only(("name", "namespace"), name=_TEXT, namespace=_TEXT, labels=_TEXTS)
+    return _only(
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion={"const": api},
+        kind={"const": kind},
+        metadata=meta,
+        spec=spec,
+    )
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"type": "object", "additionalProperties": _TEXT}
+_COUNT = {"type": "integer", "minimum": 0}
+_TIME = {"type": "string", "pattern": r"^(\d+(ms|[smhdwy]))+$"}
+_EXPRESSION = _only(
+    ("key", "operator"),
+    key=_TEXT,
+    operator={"enum": ["In", "NotIn", "Exists", "DoesNotExist"]},
+    values=_list(_TEXT),
+)
+_SELECTOR = _only(matchLabels=_TEXTS, matchExpressions=_list(_EXPRESSION))
+
+_RELABELING = _only(
+    sourceLabels=_list(_TEXT),
+    targetLabel=_TEXT,
+    regex=_TEXT,
+    replacement=_TEXT,
+    action={"enum": ["replace", "keep", "drop", "labelmap", "labeldrop", "labelkeep"]},
+)
+_ENDPOINT = _only(
+    ("port",),
+    port=_TEXT,
+    path={"type": "string", "pattern": "^/"},
+    interval=_TIME,
+    scrapeTimeout=_TIME,
+    scheme={"enum": ["http", "https"]},
+    relabelings=_list(_RELABELING),
+    metricRelabelings=_list(_RELABELING),
+)
+POD_MONITOR = _resource(
+    "monitoring.coreos.com/v1",
+    "PodMonitor",
+    _only(
+        ("selector", "podMetricsEndpoints"),
+        selector=_SELECTOR,
+        podMetricsEndpoints=_list(_ENDPOINT),
+        jobLabel=_TEXT,
+        namespaceSelector=_only(matchNames=_list(_TEXT), any={"type": "boolean"}),
+    ),
+)
+
+_RULE = {
+    "alert": _TEXT,
+    "expr": _TEXT,
+    "for": _TIME,
+    "keep_firing_for": _TIME,
+    "labels": _only(("severity",), severity={"enum": ["critical", "warning", "info"]}),
+    "annotations": _only(("summary", "description"), summary=_TEXT, description=_TEXT),
+}
+GROUPS = _list(
+    _only(
+        ("name", "rules"),
+        name=_TEXT,
+        interval=_TIME,
+        rules=_list(_only(("alert", "expr", "labels", "annotations"), **_RULE)),
+    )
+)
+PROMETHEUS_RULE = _resource(
+    "monitoring.coreos.com/v1", "PrometheusRule", _only(("groups",), groups=GROUPS)
+)
+
+_POLICIES = _list(
+    _only(
+        ("type", "value", "periodSeconds"),
+        type={"enum": ["Pods", "Percent"]},
+        value={"type": "integer", "minimum": 1},
+        periodSeconds={"type": "integer", "minimum": 1, "maximum": 1800},
+    )
+)
+_SCALING = _only(
+    stabilizationWindowSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
+    selectPolicy={"enum": ["Max", "Min", "Disabled"]},
+    policies=_POLICIES,
+)
+_TRIGGER = _only(
+    ("type", "metadata"),
+    type={"const": "prometheus"},
+    name=_TEXT,
+    metricType={"enum": ["AverageValue", "Value"]},
+    metadata=_only(
+        ("serverAddress", "query", "threshold"),
+        serverAddress={"type": "string", "pattern": "^https?://"},
+        query=_TEXT,
+        threshold={"type": "string", "pattern": r"^\d+(\.\d+)?$"},
+        activationThreshold={"type": "string", "pattern": r"^\d+(\.\d+)?$"},
+        ignoreNullValues={"enum": ["true", "false"]},
+    ),
+)
+SCALED_OBJECT = _resource(
+    "keda.sh/v1alpha1",
+    "ScaledObject",
+    _only(
+        ("scaleTargetRef", "triggers"),
+        scaleTargetRef=_only(("name",), apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
+        minReplicaCount=_COUNT,
+        maxReplicaCount=_COUNT,
+        pollingInterval=_COUNT,
+        cooldownPeriod=_COUNT,
+        fallback=_only(("failureThreshold", "replicas"), failureThreshold=_COUNT, replicas=_COUNT),
+        advanced=_only(
+            horizontalPodAutoscalerConfig=_only(
+                behavior=_only(scaleUp=_SCALING, scaleDown=_SCALING)
+            )
+        ),
+        triggers=_list(_TRIGGER),
+    ),
+)
+
+SCHEMAS = {
+    "PodMonitor": POD_MONITOR,
+    "PrometheusRule": PROMETHEUS_RULE,
+    "ScaledObject": SCALED_OBJECT,
+}

