@@ -119,25 +119,33 @@ def test_a_second_turn_goes_on_where_decode_ended(engines: tuple[Handover, Event
         assert right(made, prompt, seen)
 
 
-def test_what_a_prefill_engine_knows_another_one_need_not_compute(
-    engines: tuple[Handover, Events],
+@pytest.mark.parametrize("holder", ["prefill", "decode"])
+def test_what_an_engine_holds_another_one_need_not_compute(
+    engines: tuple[Handover, Events], holder: str
 ) -> None:
-    """First tokens of the same prompts, pulled and computed, in turns; the first is a rehearsal."""
+    """First tokens of the same prompts, pulled and computed, in turns; the first is a rehearsal.
+
+    Prefill has computed the prompt's beginning for somebody else; decode has answered a first turn.
+    """
     made, _ = engines
-    holder, decode = made.clients["prefill"], made.clients["decode"]
+    holding, decode = made.clients[holder], made.clients["decode"]
     other = made.clients[name_of_another(made)]
     pulled, computed, held = [], [], 0
     first = FIRST[made.family.name]
     for seed in range(5):
-        shared, tail, fresh = make_prompts([first, 40, first + 40], seed=80 + seed)
-        prompt = shared + tail
-        prefill_only(holder, shared)
+        number = 80 + seed + 5 * (holder == "decode")
+        shared, tail, fresh = make_prompts([first, 40, first + 40], number)
+        if holder == "prefill":
+            prefill_only(holding, shared)
+            prompt = shared + tail
+        else:
+            prompt = next_turn(made, shared, tail, 40)
         began = time.perf_counter()
         if seed == 0:
             source: Any
-            source, held = lend_most(holder, prompt)
+            source, held = lend_most(holding, prompt)
         else:
-            source = lend_prefix(holder, prompt, held)
+            source = lend_prefix(holding, prompt, held)
         ticket = prefill_only(other, prompt, source)
         pulled.append(time.perf_counter() - began)
         seen = decode.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
@@ -146,7 +154,7 @@ def test_what_a_prefill_engine_knows_another_one_need_not_compute(
         prefill_only(other, fresh)
         computed.append(time.perf_counter() - began)
     assert held > first * 0.9
-    print(f"{made.family.name}: {sum(pulled[1:]) / sum(computed[1:]):.3f} of computing")
+    print(f"{made.family.name}, {holder}: {sum(pulled[1:]) / sum(computed[1:]):.3f} of computing")
     assert sum(pulled[1:]) <= 0.4 * sum(computed[1:]), (pulled, computed)
 
 
