@@ -88,6 +88,7 @@ class ProducerScheduler:
         incarnation: this boot's name in tickets.
         sizes: TP and PP size, put in tickets for proxies that look.
         has_states: whether the model keeps recurrent states.
+        has_drafts: whether the engine has a drafter.
         block_tokens: tokens of the engine's largest blocks.
         clock: seconds that never go back.
     """
@@ -100,6 +101,7 @@ class ProducerScheduler:
         sizes: tuple[int, int],
         *,
         has_states: bool = False,
+        has_drafts: bool = False,
         block_tokens: int = 16,
         clock: Callable[[], float] = steady,
     ) -> None:
@@ -109,7 +111,8 @@ class ProducerScheduler:
         self._sizes = sizes
         self._has_states = has_states
         self._shortened: dict[str, str] = {}
-        self.answers = None if settings.lend_back is None else LentAnswers(settings.lend_back)
+        back = settings.lend_back
+        self.answers = None if back is None else LentAnswers(back, has_states, has_drafts)
         self._counts: Counter[str] = Counter()
         self.prefixes = PrefixLends(block_tokens)
         self._said_of_stop: bool | None = None

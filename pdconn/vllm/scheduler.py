@@ -93,6 +93,7 @@ class PdScheduler:
                 incarnation,
                 sizes,
                 has_states=has_states,
+                has_drafts=vllm_config.speculative_config is not None,
                 block_tokens=max(group.kv_cache_spec.block_size for group in groups),
             )
             self._drain_s = drain_s(vllm_config)
@@ -288,6 +289,8 @@ class PdScheduler:
         if answers is None or self._manager is None or not answers.asked(request):
             return None
         num_tokens = num_computed(request)
+        if not num_tokens:
+            return None
         held = self._held(block_ids, num_tokens)
         answer = answer_of(self._manager, self._config, request, held, num_tokens)
         return self._producer.lend_back(request, answer)

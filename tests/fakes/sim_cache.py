@@ -37,6 +37,7 @@ from vllm.v1.request import Request
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.vllm.cache.answers import AnswerWindows
 from pdconn.vllm.cache.lagging import complete_windows
+from pdconn.vllm.prompt import num_computed
 
 HASHING = "sha256_cbor"
 MAX_MODEL_LEN = 1 << 17
@@ -284,9 +285,9 @@ class SimCache:
     def finish(self, request: Request) -> None:
         """Its blocks may go, last ones first."""
         if self.answers is not None:
-            computed = request.num_computed_tokens
-            self.manager.remove_skipped_blocks(request.request_id, computed)
-            self.answers.finished(request, computed)
+            settled = request.num_computed_tokens - request.num_in_flight_tokens
+            self.manager.remove_skipped_blocks(request.request_id, settled)
+            self.answers.finished(request, num_computed(request))
         self.manager.free(request)
 
     def preempt(self, request: Request) -> None:

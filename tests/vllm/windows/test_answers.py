@@ -169,6 +169,28 @@ def test_the_next_turn_finds_the_whole_answer(length: int, block: int) -> None:
     assert hits[1] < 200
 
 
+@pytest.mark.parametrize("in_flight", [0, 4])
+@pytest.mark.parametrize("length", range(240, 258))
+def test_an_answer_may_end_within_accepted_drafts(length: int, in_flight: int) -> None:
+    """vLLM counts the drafts behind its end as computed; the request never got those tokens."""
+    cache = SimCache(CacheShape(GPT_OSS, 100, retention=0), keeps_answers=True)
+    request = cache.request(list(range(length)), max_tokens=50)
+    assert cache.admit(request) == 0
+    request.append_output_token_ids(7)
+    for _ in range(2 if in_flight else 1):
+        cache.begin_step()
+        assert cache.manager.allocate_slots(request, 4, num_lookahead_tokens=3) is not None
+        request.num_computed_tokens += 4
+    request.num_in_flight_tokens = in_flight
+    request.append_output_token_ids(8)  # the first of four; the others are behind the end
+    said = list(request.all_token_ids)
+    cache.finish(request)
+    # Full attention is cached as the step began, with one token less.
+    assert cache.hit(cache.request([*said, 9])) == (len(said) - 1) // 16 * 16
+    cache.end_copies()
+    assert cache.manager.block_pool.get_num_free_blocks() == cache.shape.num_blocks - 1
+
+
 def test_evicted_like_others_and_nothing_is_left_pinned() -> None:
     cache = SimCache(CacheShape(GPT_OSS, 60, retention=0), keeps_answers=True)
     memory = SimMemory(cache)
