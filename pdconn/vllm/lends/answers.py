@@ -65,6 +65,13 @@ class LentAnswers:
     has_drafts: bool = False
     _blocks: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
+    @classmethod
+    def of(
+        cls, settings: LendBack | None, has_states: bool, has_drafts: bool
+    ) -> LentAnswers | None:
+        """None where no answers are to be lent."""
+        return None if settings is None else cls(settings, has_states, has_drafts)
+
     def __len__(self) -> int:
         return len(self._blocks)
 
