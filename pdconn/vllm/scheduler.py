@@ -77,6 +77,8 @@ class PdScheduler:
         self._manager: KVCacheManager | None = None
         self._answers: AnswerWindows | None = None
         self.completes_hits = may_lag(kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._block_tokens = max(group.kv_cache_spec.block_size for group in groups)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
         if settings.store is not None:
@@ -86,7 +88,6 @@ class PdScheduler:
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
-            groups = kv_cache_config.kv_cache_groups
             self._producer = ProducerScheduler(
                 settings,
                 transfer.engine_id,
@@ -94,7 +95,7 @@ class PdScheduler:
                 sizes,
                 has_states=has_states,
                 has_drafts=vllm_config.speculative_config is not None,
-                block_tokens=max(group.kv_cache_spec.block_size for group in groups),
+                block_tokens=self._block_tokens,
             )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
@@ -166,7 +167,8 @@ class PdScheduler:
         See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.  Nothing is
         brought for a request that asks for a prefix: it is held here, or refused.
         """
-        if self._producer is not None and self._producer.prefixes.looked_up(request, num_local):
+        if self._producer is not None and request.request_id in self._producer.prefixes:
+            self._producer.prefixes.looked_up(request, self._held_by_all(request, num_local))
             return 0, False
         found: tuple[int | None, bool] = (0, False)
         if self._consumer is not None:
@@ -175,6 +177,17 @@ class PdScheduler:
             stored = self._store.matched(request, num_local)
             return stored, bool(stored)
         return found
+
+    def _held_by_all(self, request: Request, num_local: int) -> int:
+        """Tokens that every group holds of the request's prompt.
+
+        Beside states vLLM tells what full attention does, and beside windows where a pull is
+        promised: it takes what all groups hold if nothing is brought.
+        """
+        if self._manager is None or not self.completes_hits:
+            return num_local
+        agreed = self._manager.get_computed_blocks(request)[1]
+        return min(num_local, agreed - agreed % self._block_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""

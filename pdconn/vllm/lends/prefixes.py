@@ -65,6 +65,9 @@ class PrefixLends:
     def __len__(self) -> int:
         return len(self._lends)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._lends
+
     def arrived(self, request: Any) -> bool:
         """Whether a request asks for a prefix.  One that asks wrongly is answered as others are."""
         try:
