@@ -246,7 +246,8 @@ class PdScheduler:
             for request_id in report.released:
                 self._quarantine.end(request_id)
             for request_id, blocks in report.partial.items():
-                self._pulled_in_part(request_id, blocks)
+                if not self._consumer.is_over(request_id):
+                    self._pulled_in_part(request_id, blocks)
         for request_id in received:
             self._consumer.reported(request_id)
 
