@@ -246,7 +246,7 @@ async def test_a_ticket_whose_prefill_dies_is_returned_and_another_one_computes(
 @in_loop
 async def test_a_prefill_engine_that_fails_failed_pulls_is_asked_to_compute(status, times_asked):
     """vLLM answers 500 where the holder was lost on the way; other refusals are the client's."""
-    async with pulling() as f:
+    async with pulling(num_prefill=1) as f:
         await held_by_decode(f)
 
         async def script(engine, seen, http):
@@ -265,6 +265,8 @@ async def test_a_prefill_engine_that_fails_failed_pulls_is_asked_to_compute(stat
         assert sources == [True, False][:times_asked]
         await until(lambda: returned(f) == 1)
         assert f.metric("prefix_pulls_total", outcome="failed") == 1
+        await f.complete(prompt=ASKED)
+        assert len(asked_for(f.decode[0])) == (1 if status == 500 else 2)
 
 
 def _reset_the_first_one(f: Fleet) -> Any:
@@ -292,6 +294,21 @@ async def test_a_ticket_that_prefill_may_not_have_used_is_returned(cached, end, 
         await until(lambda: returned(f) == num_returned)
         assert f.metric("prefix_pull_tokens_total") == (0 if end is PullEnd.UNUSED else HELD)
         assert all(f.router.trust.get(engine.url, 1.0) == 1.0 for engine in f.prefill)
+
+
+@pytest.mark.parametrize(("cached", "times_asked"), [(16, 1), (HELD, 2)])
+@in_loop
+async def test_a_holder_whose_ticket_was_of_no_use_is_not_asked_again_for_that_engine(
+    cached, times_asked
+):
+    """Each prompt would wait until prefill gives a holder up that it cannot reach."""
+    async with pulling(num_prefill=1) as f:
+        holder = await held_by_decode(f)
+        for engine in f.prefill:
+            engine.cached_tokens = cached
+        for _ in range(2):
+            await f.ask()
+        assert len(asked_for(holder)) == times_asked
 
 
 @pytest.mark.parametrize("stage", ["holder", "prefill"])
