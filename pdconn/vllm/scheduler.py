@@ -118,7 +118,7 @@ class PdScheduler:
         if self._consumer is not None:
             told = complete_windows(manager, self._consumer.pulled_until)
             self.completes_hits = self.completes_hits or told
-            self._answers = AnswerWindows.of(manager)
+            self._answers = AnswerWindows.of(manager, manager.max_model_len)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""

@@ -66,6 +66,7 @@ class CacheShape:
         hash_block_tokens: vLLM's ``hash_block_size``; None for its default, the groups' GCD.
         retention: vLLM's ``prefix_cache_retention_interval``.
         chunk_tokens: of a prompt that are computed in one step.
+        longest: tokens of a prompt for which there must be room, whatever is kept beside it.
     """
 
     groups: tuple[GroupShape, ...]
@@ -73,6 +74,7 @@ class CacheShape:
     hash_block_tokens: int | None = None
     retention: int | None = None
     chunk_tokens: int = 8192
+    longest: int = 1
 
     @property
     def scheme(self) -> HashScheme:
@@ -188,7 +190,7 @@ class SimCache:
             self.manager, lambda request: self._until.get(request.request_id, 0)
         )
         self._splitting = _splitting(shape, self.manager) if shape.has_states else None
-        self.answers = AnswerWindows.of(self.manager) if keeps_answers else None
+        self.answers = AnswerWindows.of(self.manager, shape.longest) if keeps_answers else None
 
     def request(self, tokens: Sequence[int], max_tokens: int = 1, **extra: Any) -> Request:
         """A request as it reaches the scheduler, with its hashes."""

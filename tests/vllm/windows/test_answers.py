@@ -231,8 +231,28 @@ def test_other_caches_are_left_alone(groups: tuple[GroupShape, ...]) -> None:
     cache = SimCache(CacheShape(groups, 100, retention=0))
     managers = cache.manager.coordinator.single_type_managers
     before = [dict(vars(one)) for one in managers]
-    assert AnswerWindows.of(cache.manager) is None
+    assert AnswerWindows.of(cache.manager, 1) is None
     assert [dict(vars(one)) for one in managers] == before
+
+
+@pytest.mark.parametrize("num_windows", [1, 5])
+def test_the_longest_prompt_is_admitted_in_as_many_blocks_as_vllm_takes_for_it(
+    num_windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one block more, for the null block; what is never admitted holds up all others."""
+    groups = (GroupShape(16), *(GroupShape(16, 128),) * num_windows)
+    enough = 1 + 4096 // 16 + num_windows * (-(-(127 + 512) // 16) + 1)
+    kept = []
+    for num_blocks in range(enough, enough + 2 * num_windows + 1):
+        shape = CacheShape(groups, num_blocks, retention=0, chunk_tokens=512, longest=4096)
+        cache = SimCache(shape, keeps_answers=True)
+        assert cache.admit(cache.request(list(range(4095)))) is not None
+        kept.append(cache.answers is not None)
+    assert kept == [False] * 2 * num_windows + [True]
+    monkeypatch.setattr(answers, "has_room_to_keep", lambda *_: True)
+    shape = CacheShape(groups, enough, retention=0, chunk_tokens=512)
+    cache = SimCache(shape, keeps_answers=True)
+    assert cache.admit(cache.request(list(range(4095)))) is None, "the control"
 
 
 def test_a_failed_request_keeps_nothing() -> None:
