@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
+from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
+from pdconn.router.routing.policy import PrefixAware
+from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.fake_engine import FakeEngine, hang, in_loop, leave, reset, until
 from tests.fakes.routed import ASKED, PROMPT, Fleet, fleet, letters, other_prompt
 
@@ -93,6 +97,20 @@ async def test_prefill_gets_a_ticket_for_what_decode_holds():
         assert f.metric("prefix_pulls_total", outcome="taken") == 1
         assert f.metric("prefix_pull_tokens_total") == HELD
         assert returned(f) == 0
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@in_loop
+async def test_a_request_keeps_its_tokens_only_while_prefill_may_pull_some(alone):
+    """They take many times the bytes of its body, which alone are counted."""
+    async with pulling() as f:
+        await held_by_decode(f)
+        f.router.policy = PrefixAware(alone_below=256 if alone else 0)
+        body = parse_body(Route.COMPLETIONS, json.dumps({"prompt": ASKED}).encode())
+        request = RoutedRequest("r", CIMultiDict(), body)
+        decision = await f.router.decide(request)
+        assert decision.ranking.alone == alone
+        assert (request.tokens is None) == alone
 
 
 @in_loop
