@@ -21,9 +21,11 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.cache import answers
     from pdconn.vllm.cache.answers import AnswerWindows
+    from pdconn.vllm.cache.retention import keep_window_of_last_token
     from pdconn.vllm.lends import lendable as lends_lendable
     from pdconn.vllm.lends.answers import LendableAnswer
     from pdconn.vllm.lends.lendable import answer_of
+    from pdconn.vllm.prompt import num_computed
     from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import Running, SimMemory
 
@@ -136,6 +138,30 @@ def lent_of(memory: SimMemory, one: Running) -> int:
 
 def test_every_token_up_to_a_cut_is_lent() -> None:
     assert sum(lendable(seed) for seed in range(NUM_CONVERSATIONS)) > NUM_CONVERSATIONS
+
+
+@pytest.mark.parametrize("is_chunk", [True, False])
+@pytest.mark.parametrize("num_drafts", [3, 6])
+def test_an_answer_whose_window_has_moved_on_is_not_lent(is_chunk: bool, num_drafts: int) -> None:
+    """Behind drafts that were accepted, but for the end of the answer; groups keep one more."""
+    last = GroupShape(16, 64, is_chunk=True) if is_chunk else GroupShape(16, 15)
+    shape = CacheShape((GroupShape(16), last) if is_chunk else (last,), 100, retention=0)
+    cache = SimCache(shape, keeps_answers=True)
+    manager = cache.manager
+    keep_window_of_last_token(manager)
+    request = cache.request(list(range(58)), max_tokens=50)
+    assert cache.admit(request) == 0
+    request.append_output_token_ids(7)
+    cache.begin_step()
+    assert manager.allocate_slots(request, 1 + num_drafts) is not None
+    settled = 59 + num_drafts
+    manager.remove_skipped_blocks(request.request_id, settled)
+    request.num_computed_tokens = settled
+    request.append_output_token_ids(8)
+    blocks = manager.get_block_ids(request.request_id)
+    answer = answer_of(manager, manager.kv_cache_config, request, blocks, num_computed(request))
+    assert any(map(any, answer.blocks)) == (num_drafts == 3)
+    cache.finish(request)
 
 
 def test_a_careless_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
