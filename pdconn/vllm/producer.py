@@ -244,9 +244,9 @@ class ProducerScheduler:
             return None
         num_blocks = sum(1 for ids in answer.blocks for block in ids if block)
         given_up = self.answers.make_room(name, num_blocks, self._pool.num_gpu_blocks)
-        self._give_up(given_up)
         if name in given_up:
             return None
+        self._give_up(given_up)
         self._counts["answers_lent"] += 1
         self._lend(ticket, answer.blocks, self.answers.settings.seconds)
         return next_turn(ticket.to_params(*self._sizes))
