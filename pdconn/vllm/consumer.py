@@ -265,6 +265,11 @@ class ConsumerScheduler:
         """Blocks of a request whose pull was not reported yet, holes left out."""
         return tuple(block for ids in self._tracked[request_id].blocks for block in ids if block)
 
+    def is_over(self, request_id: str) -> bool:
+        """Whether a request has left the engine, or its pull was reported."""
+        tracked = self._tracked.get(request_id)
+        return tracked is None or tracked.over
+
     def reported(self, request_id: str) -> None:
         """The workers reported the pull, received or failed."""
         tracked = self._tracked.pop(request_id, None)
@@ -278,6 +283,7 @@ class ConsumerScheduler:
             return
         if tracked.pulling:
             # The engine keeps the blocks until the workers report, so stay tracked.
+            tracked.over = True
             self._commands.append(CancelPull(request.request_id))
         else:
             self._give_up(request.request_id, tracked)

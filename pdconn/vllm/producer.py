@@ -1,9 +1,8 @@
 """The scheduler's part of a prefill engine: lends finished prompts, frees them later.
 
-Lent blocks are pinned by a reference of our own in the engine's block pool, and the
-request itself ends at once.  The other way, which vLLM offers too, is to keep
-the finished request; but then the engine steps a thousand times a second for as long
-as anything is lent, and its idle spinning takes the cores that decode needs.
+Lent blocks are pinned by a reference of our own in the engine's block pool, and the request itself
+ends at once.  The other way, which vLLM offers too, is to keep the finished request; but then the
+engine steps a thousand times a second for as long as anything is lent, and takes decode's cores.
 
 References are dropped on the engine's thread only: when a request arrives, when a step is
 scheduled, and before the prefix cache is reset.  An idle engine therefore shows lent
@@ -88,6 +87,7 @@ class ProducerScheduler:
         incarnation: this boot's name in tickets.
         sizes: TP and PP size, put in tickets for proxies that look.
         has_states: whether the model keeps recurrent states.
+        has_drafts: whether the engine has a drafter.
         block_tokens: tokens of the engine's largest blocks.
         clock: seconds that never go back.
     """
@@ -100,6 +100,7 @@ class ProducerScheduler:
         sizes: tuple[int, int],
         *,
         has_states: bool = False,
+        has_drafts: bool = False,
         block_tokens: int = 16,
         clock: Callable[[], float] = steady,
     ) -> None:
@@ -109,7 +110,7 @@ class ProducerScheduler:
         self._sizes = sizes
         self._has_states = has_states
         self._shortened: dict[str, str] = {}
-        self.answers = None if settings.lend_back is None else LentAnswers(settings.lend_back)
+        self.answers = LentAnswers.of(settings.lend_back, has_states, has_drafts)
         self._counts: Counter[str] = Counter()
         self.prefixes = PrefixLends(block_tokens)
         self._said_of_stop: bool | None = None
@@ -243,9 +244,9 @@ class ProducerScheduler:
             return None
         num_blocks = sum(1 for ids in answer.blocks for block in ids if block)
         given_up = self.answers.make_room(name, num_blocks, self._pool.num_gpu_blocks)
-        self._give_up(given_up)
         if name in given_up:
             return None
+        self._give_up(given_up)
         self._counts["answers_lent"] += 1
         self._lend(ticket, answer.blocks, self.answers.settings.seconds)
         return next_turn(ticket.to_params(*self._sizes))
@@ -290,7 +291,10 @@ class ProducerScheduler:
         if self._lender is None:
             return
         self.unpin_freed()
-        if not self._pinned or self._is_in_use():
+        if self._is_in_use():
+            return
+        self.prefixes.let_go(self._pool)
+        if not self._pinned:
             return
         log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self._pinned))
         self._lender.abort_all()
@@ -302,10 +306,12 @@ class ProducerScheduler:
             log.error("pdconn: cache reset: still lent: leases=%d", len(self._pinned))
 
     def _is_in_use(self) -> bool:
-        """Whether blocks are in use that are not lent: then vLLM resets nothing anyway."""
-        ours = {block.block_id for held in self._pinned.values() for block in held}
+        """Whether blocks are in use by others, too: then vLLM resets nothing anyway."""
+        pins = (*self._pinned.values(), *self.prefixes.pinned())
+        ours = Counter(block.block_id for held in pins for block in held)
         used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
-        return bool(used - 1 > len(ours))  # the null block is always in use
+        is_shared = any(self._pool.blocks[block].ref_cnt > count for block, count in ours.items())
+        return bool(is_shared or used - 1 > len(ours))  # the null block is always in use
 
     def drain(self, until: float) -> bool:
         """Whether an engine that was asked to stop must still wait for its leases.
@@ -352,8 +358,7 @@ class ProducerScheduler:
         """What was counted since the last call, by the side channel, too."""
         counts = {} if self._lender is None else self._lender.take_counts()
         if self._counts:
-            counts |= self._counts
-            self._counts = Counter()
+            counts, self._counts = counts | self._counts, Counter()
         return counts
 
     def close(self) -> None:

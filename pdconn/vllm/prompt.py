@@ -93,8 +93,13 @@ def parent_of(request_id: str) -> str | None:
 
 
 def num_computed(request: Any) -> int:
-    """Tokens of the request that were computed; those of steps under way do not count."""
-    return int(request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0))
+    """Tokens of the request that were computed; those of steps under way do not count.
+
+    Where a drafter's tokens are accepted and the answer ends before the last of them, vLLM counts
+    the others as computed, too, although the request never got them.
+    """
+    settled = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+    return max(0, min(int(settled), int(request.num_tokens)))
 
 
 def shorten(request: Any, num_tokens: int) -> None:

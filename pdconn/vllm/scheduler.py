@@ -77,6 +77,8 @@ class PdScheduler:
         self._manager: KVCacheManager | None = None
         self._answers: AnswerWindows | None = None
         self.completes_hits = may_lag(kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._block_tokens = max(group.kv_cache_spec.block_size for group in groups)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
         if settings.store is not None:
@@ -86,14 +88,14 @@ class PdScheduler:
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if transfer.is_kv_producer:
             self._shutdown.watch()
-            groups = kv_cache_config.kv_cache_groups
             self._producer = ProducerScheduler(
                 settings,
                 transfer.engine_id,
                 incarnation,
                 sizes,
                 has_states=has_states,
-                block_tokens=max(group.kv_cache_spec.block_size for group in groups),
+                has_drafts=vllm_config.speculative_config is not None,
+                block_tokens=self._block_tokens,
             )
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
@@ -116,7 +118,7 @@ class PdScheduler:
         if self._consumer is not None:
             told = complete_windows(manager, self._consumer.pulled_until)
             self.completes_hits = self.completes_hits or told
-            self._answers = AnswerWindows.of(manager)
+            self._answers = AnswerWindows.of(manager, manager.max_model_len)
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Where lent and quarantined blocks are pinned."""
@@ -165,7 +167,8 @@ class PdScheduler:
         See :meth:`ConsumerScheduler.matched` and :meth:`StoreScheduler.matched`.  Nothing is
         brought for a request that asks for a prefix: it is held here, or refused.
         """
-        if self._producer is not None and self._producer.prefixes.looked_up(request, num_local):
+        if self._producer is not None and request.request_id in self._producer.prefixes:
+            self._producer.prefixes.looked_up(request, self._held_by_all(request, num_local))
             return 0, False
         found: tuple[int | None, bool] = (0, False)
         if self._consumer is not None:
@@ -174,6 +177,17 @@ class PdScheduler:
             stored = self._store.matched(request, num_local)
             return stored, bool(stored)
         return found
+
+    def _held_by_all(self, request: Request, num_local: int) -> int:
+        """Tokens that every group holds of the request's prompt.
+
+        Beside states vLLM tells what full attention does, and beside windows where a pull is
+        promised: it takes what all groups hold if nothing is brought.
+        """
+        if self._manager is None or not self.completes_hits:
+            return num_local
+        agreed = self._manager.get_computed_blocks(request)[1]
+        return min(num_local, agreed - agreed % self._block_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""
@@ -232,7 +246,8 @@ class PdScheduler:
             for request_id in report.released:
                 self._quarantine.end(request_id)
             for request_id, blocks in report.partial.items():
-                self._pulled_in_part(request_id, blocks)
+                if not self._consumer.is_over(request_id):
+                    self._pulled_in_part(request_id, blocks)
         for request_id in received:
             self._consumer.reported(request_id)
 
@@ -288,6 +303,8 @@ class PdScheduler:
         if answers is None or self._manager is None or not answers.asked(request):
             return None
         num_tokens = num_computed(request)
+        if not num_tokens:
+            return None
         held = self._held(block_ids, num_tokens)
         answer = answer_of(self._manager, self._config, request, held, num_tokens)
         return self._producer.lend_back(request, answer)

@@ -65,11 +65,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "answers_lent": ("pdconn:answers_lent", "Prompts with answers lent for a next turn."),
     "answers_given_up": (
         "pdconn:answers_given_up",
-        "Of these, leases given up for later ones, or for an engine that stops.",
+        "Answers lent whose leases were given up for later ones, or for an engine that stops.",
     ),
     "tickets_gone": (
         "pdconn:tickets_gone",
-        "Tickets whose claim failed before their pull began; the store was asked instead.",
+        "Tickets whose claim failed before their pull began: loaded from the store, or computed.",
     ),
     "pulls_unauthenticated": (
         "pdconn:pulls_unauthenticated",

@@ -24,6 +24,7 @@ class Tracked:
         pull: the id of its own claim.
         awaited: how many ranks must be granted it before it is promised.
         granted: ranks that were granted it, where the engine waits for that.
+        over: the request has left the engine, which keeps its blocks until the pull has ended.
         prefix: tokens that the ticket covers, if it is for a prefix; once checked those that
             the prompt begins with, too.  0 for a whole prompt.
     """
@@ -39,6 +40,7 @@ class Tracked:
     pull: str = ""
     awaited: int = 0
     granted: set[int] = field(default_factory=set)
+    over: bool = False
     prefix: int = 0
 
     def is_open(self, request: Any) -> bool:

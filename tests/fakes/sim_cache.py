@@ -37,6 +37,7 @@ from vllm.v1.request import Request
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.vllm.cache.answers import AnswerWindows
 from pdconn.vllm.cache.lagging import complete_windows
+from pdconn.vllm.prompt import num_computed
 
 HASHING = "sha256_cbor"
 MAX_MODEL_LEN = 1 << 17
@@ -65,6 +66,7 @@ class CacheShape:
         hash_block_tokens: vLLM's ``hash_block_size``; None for its default, the groups' GCD.
         retention: vLLM's ``prefix_cache_retention_interval``.
         chunk_tokens: of a prompt that are computed in one step.
+        longest: tokens of a prompt for which there must be room, whatever is kept beside it.
     """
 
     groups: tuple[GroupShape, ...]
@@ -72,6 +74,7 @@ class CacheShape:
     hash_block_tokens: int | None = None
     retention: int | None = None
     chunk_tokens: int = 8192
+    longest: int = 1
 
     @property
     def scheme(self) -> HashScheme:
@@ -187,7 +190,7 @@ class SimCache:
             self.manager, lambda request: self._until.get(request.request_id, 0)
         )
         self._splitting = _splitting(shape, self.manager) if shape.has_states else None
-        self.answers = AnswerWindows.of(self.manager) if keeps_answers else None
+        self.answers = AnswerWindows.of(self.manager, shape.longest) if keeps_answers else None
 
     def request(self, tokens: Sequence[int], max_tokens: int = 1, **extra: Any) -> Request:
         """A request as it reaches the scheduler, with its hashes."""
@@ -284,9 +287,9 @@ class SimCache:
     def finish(self, request: Request) -> None:
         """Its blocks may go, last ones first."""
         if self.answers is not None:
-            computed = request.num_computed_tokens
-            self.manager.remove_skipped_blocks(request.request_id, computed)
-            self.answers.finished(request, computed)
+            settled = request.num_computed_tokens - request.num_in_flight_tokens
+            self.manager.remove_skipped_blocks(request.request_id, settled)
+            self.answers.finished(request, num_computed(request))
         self.manager.free(request)
 
     def preempt(self, request: Request) -> None:

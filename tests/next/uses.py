@@ -37,16 +37,17 @@ USES: dict[str, str] = {
     "vllm.multimodal.inputs:PlaceholderRange": "offset length",
     "vllm.v1.core.block_pool:BlockPool": "blocks touch free_blocks reset_prefix_cache"
     " num_gpu_blocks get_num_free_blocks enable_kv_cache_events hash_block_size cache_full_blocks",
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id block_hash is_null",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id block_hash is_null ref_cnt",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator kv_cache_config"
-    " get_computed_blocks_for_connector create_kv_cache_blocks prefix_cache_lookup_enabled",
+    " get_computed_blocks_for_connector create_kv_cache_blocks prefix_cache_lookup_enabled"
+    " get_computed_blocks max_model_len block_pool",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids blocks",
     "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator": "attention_groups"
     " full_attention_group_id find_longest_cache_hit_per_group",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "single_type_managers"
     " find_longest_cache_hit",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "kv_cache_spec"
-    " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
+    " block_size get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": "get_num_skipped_tokens"
     " remove_skipped_blocks max_admission_blocks_per_request cache_hit_alignment_tokens"
     " enable_caching req_to_blocks num_cached_block block_pool block_size kv_cache_group_id",

@@ -118,11 +118,14 @@ def test_an_aborted_pull_is_cancelled_and_still_tracked_until_reported() -> None
     side.arrived(asked)
     side.matched(asked, 0)
     side.allocated(asked, BLOCKS, 39)
+    assert not side.is_over("d")
     side.finished(asked)
+    assert side.is_over("d")
     assert side.take_commands()[-1] == CancelPull("d")
     assert len(side) == 1
     side.reported("d")
     assert len(side) == 0
+    assert side.is_over("d")
 
 
 def test_the_engine_is_not_asked_to_pull_twice() -> None:

@@ -79,6 +79,7 @@ def request(name: str, prompt: tuple[int, ...] = (1, 2, 3)) -> Any:
         prompt_token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
         num_computed_tokens=len(prompt),
+        num_tokens=len(prompt),
         mm_features=[],
     )
 

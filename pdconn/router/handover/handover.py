@@ -193,7 +193,7 @@ class Handover:
         except BaseException:
             self.pulls.failed(request, borrowed)
             raise
-        self.pulls.failed(request, borrowed)
+        self.pulls.failed(request, borrowed, candidate.engine if answer.status >= 500 else None)
         return answer
 
     def _prefilled(

@@ -176,11 +176,18 @@ class PrefixPulls:
             )
         return PullEnd.REFUSED
 
-    def failed(self, request: RoutedRequest, borrowed: Borrowed | None) -> None:
-        """Prefill has failed, or refused the request, with the ticket in its hands."""
+    def failed(
+        self, request: RoutedRequest, borrowed: Borrowed | None, engine: str | None = None
+    ) -> None:
+        """Prefill has failed, or refused the request, with the ticket in its hands.
+
+        ``engine``: which, if it may have been the pull that failed.
+        """
         if borrowed is not None:
             self._tickets.give_back(borrowed.asked, borrowed.ticket)
             self._end(request, PullEnd.FAILED)
+            if engine is not None:
+                self._planner.wasted(engine, borrowed.choice, time.monotonic())
 
     def prefilled(self, request: RoutedRequest, borrowed: Borrowed | None, leg: PrefillLeg) -> None:
         """Prefill has answered, and may have reported how many tokens it did not compute.
@@ -197,6 +204,7 @@ class PrefixPulls:
             self._tickets.give_back(borrowed.asked, borrowed.ticket)
         if cached is not None and cached < prefix:
             self._end(request, PullEnd.UNUSED)
+            self._planner.wasted(leg.candidate.engine, borrowed.choice, now)
             return
         self._end(request, PullEnd.TAKEN)
         if leg.learns:

@@ -25,7 +25,8 @@ LOADING = (0.01, 1 / 40_000)
 MOST_HOLDERS = 4
 """Holders that are compared for one prompt: those that hold most."""
 RESTS_S = 60.0
-"""An engine that answered without a ticket is not asked for so long."""
+"""An engine that answered without a ticket is not asked for so long, and one whose ticket was of no
+use not for the same prefill engine."""
 
 NEW = 4
 """An engine that was seen computing less often is new: what is known of it changes much,"""
@@ -54,7 +55,7 @@ class PullPlanner:
 
     chooser: Chooser
     _lent: Counter[str] = field(default_factory=Counter)
-    _rests: dict[str, float] = field(default_factory=dict)
+    _rests: dict[str | tuple[str, str], float] = field(default_factory=dict)
     _early: dict[str, deque[_PullSeen]] = field(default_factory=dict)
 
     @classmethod
@@ -75,7 +76,7 @@ class PullPlanner:
         stored: int = 0,
     ) -> PullChoice:
         """See :meth:`Chooser.choose`; ``holders`` need not know what they lend."""
-        awake = (one for one in holders if self._rests.get(one.engine, 0.0) <= now)
+        awake = (one for one in holders if not self._is_resting(one.engine, engine, now))
         most = sorted(awake, key=lambda one: -one.tokens)[:MOST_HOLDERS]
         asked = [replace(one, num_lent=self._lent[one.engine]) for one in most]
         return self.chooser.choose(engine, num_tokens, held, asked, now, stored=stored)
@@ -96,6 +97,15 @@ class PullPlanner:
         known = self._rests.get(holder, 0.0) > now
         self._rests[holder] = now + RESTS_S
         return not known
+
+    def wasted(self, engine: str, choice: PullChoice, now: float) -> None:
+        """An engine could make nothing of a ticket, perhaps as it does not reach its holder."""
+        if choice.holder is not None:
+            self._rests[choice.holder.engine, engine] = now + RESTS_S
+
+    def _is_resting(self, holder: str, engine: str, now: float) -> bool:
+        keys = (holder, (holder, engine))
+        return any(self._rests.get(key, 0.0) > now for key in keys)
 
     def computed(self, engine: str, tokens: int, seconds: float, now: float) -> None:
         """An engine without other work computed ``tokens`` tokens in ``seconds``."""
@@ -136,5 +146,9 @@ class PullPlanner:
     def keep(self, engines: Iterable[str]) -> None:
         """Drop all other engines."""
         known = set(engines)
-        self._rests = {name: until for name, until in self._rests.items() if name in known}
+        self._rests = {
+            key: until
+            for key, until in self._rests.items()
+            if known.issuperset((key,) if isinstance(key, str) else key)
+        }
         self._early = {name: pulls for name, pulls in self._early.items() if name in known}

@@ -103,6 +103,8 @@ class RequestRouter:
         ranking = self.policy.decide(
             query, computing, [self._candidate(name, lookup, loads) for name in decode]
         )
+        if ranking.alone:
+            request.tokens = None
         decision = Decision(
             request.request_id,
             time.time(),

@@ -19,6 +19,7 @@ Source: ``SingleTypeKVCacheManager.cache_blocks`` in vLLM's ``v1/core``, 0.32 an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,10 @@ from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 
 from pdconn.vllm.blocks.kinds import kinds_of
 from pdconn.vllm.cache.partial import PartialBlocks
-from pdconn.vllm.cache.retention import keep_more_tokens
+from pdconn.vllm.cache.retention import has_room_to_keep, keep_more_tokens
 from registration.references import AttentionKind
+
+log = logging.getLogger("pdconn.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,14 @@ class AnswerWindows:
     _partial: dict[str, PartialBlocks] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, manager: Any) -> AnswerWindows | None:
+    def of(cls, manager: Any, longest: int) -> AnswerWindows | None:
         """For an engine before its first request; None if its cache has nothing to keep.
 
         Beside states, and with drafters that read windows, vLLM looks hits up in other ways.
 
         Args:
             manager: vLLM's ``KVCacheManager``.
+            longest: tokens of the longest prompt, for which there must be room all the same.
         """
         config, coordinator = manager.kv_cache_config, manager.coordinator
         kinds = tuple(kinds_of(config))
@@ -78,6 +82,14 @@ class AnswerWindows:
             return None
         (alignment,) = alignments
         if alignment > 1:
+            if not has_room_to_keep(manager, managers.values(), alignment - 1, longest):
+                log.warning(
+                    "pdconn: windows at the ends of answers are not kept, there is hardly room for "
+                    "one prompt of the longest: max_model_len=%d blocks=%d",
+                    longest,
+                    manager.block_pool.num_gpu_blocks,
+                )
+                return None
             keep_more_tokens(managers.values(), alignment - 1)
         return cls(managers, alignment)
 

@@ -65,8 +65,39 @@ def _delay(manager: Any, num_tokens: int) -> None:
         freeing(request_id, max(0, processed_computed_tokens - num_tokens), num_prompt_tokens)
 
     manager.remove_skipped_blocks = remove_skipped_blocks
-    # The admission cap is the most blocks a request may hold at once: one more now, and another
-    # for each block of further tokens.
     if manager.max_admission_blocks_per_request is not None:
-        further = -(-(num_tokens - 1) // manager.kv_cache_spec.block_size) if num_tokens > 1 else 0
-        manager.max_admission_blocks_per_request += 1 + further
+        manager.max_admission_blocks_per_request += _further_blocks(manager, num_tokens)
+
+
+def _further_blocks(manager: Any, num_tokens: int) -> int:
+    """What the admission cap grows by: the most blocks that a request may hold at once.
+
+    One more now, and another for each block of further tokens.
+    """
+    further = -(-(num_tokens - 1) // manager.kv_cache_spec.block_size) if num_tokens > 1 else 0
+    return 1 + further
+
+
+def has_room_to_keep(
+    kv_cache_manager: Any, managers: Iterable[Any], num_tokens: int, longest: int
+) -> bool:
+    """Whether the longest prompt is admitted with what these groups would keep more of it.
+
+    vLLM takes memory for one such prompt at least, and a request that is never admitted holds up
+    all others behind it.
+
+    Args:
+        kv_cache_manager: vLLM's ``KVCacheManager``.
+        managers: of groups with windows, as for :func:`keep_more_tokens`.
+        num_tokens: as there.
+        longest: tokens of that prompt.
+    """
+    further = {id(manager): _further_blocks(manager, num_tokens) for manager in managers}
+    needed = 0
+    for manager in kv_cache_manager.coordinator.single_type_managers:
+        blocks = -(-longest // manager.block_size)
+        cap = manager.max_admission_blocks_per_request
+        if cap is not None:
+            blocks = min(blocks, cap + further.get(id(manager), 0))
+        needed += blocks
+    return bool(needed < kv_cache_manager.block_pool.num_gpu_blocks)  # one is the null block

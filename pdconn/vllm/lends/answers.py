@@ -52,10 +52,25 @@ class LendableAnswer:
 
 @dataclass(slots=True)
 class LentAnswers:
-    """Answers that are lent, oldest first, within a share of the engine's blocks."""
+    """Answers that are lent, oldest first, within a share of the engine's blocks.
+
+    Attributes:
+        settings: the lease, and the share.
+        has_states: whether the model keeps recurrent states.
+        has_drafts: whether a drafter is used.
+    """
 
     settings: LendBack
+    has_states: bool = False
+    has_drafts: bool = False
     _blocks: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+    @classmethod
+    def of(
+        cls, settings: LendBack | None, has_states: bool, has_drafts: bool
+    ) -> LentAnswers | None:
+        """None where no answers are to be lent."""
+        return None if settings is None else cls(settings, has_states, has_drafts)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -68,7 +83,16 @@ class LentAnswers:
         params = request.kv_transfer_params
         if not params or params.get("do_remote_decode") or request.resumable:
             return False
-        return lends_back(params)
+        return lends_back(params) and not (self.has_states and self._moves_on(request))
+
+    def _moves_on(self, request: Any) -> bool:
+        """Whether the request's state is not that of the tokens that it has computed.
+
+        A step under way, as asynchronous scheduling has one when a token ends an answer, writes
+        the state behind that token in the place of ours.  With a drafter the state behind the
+        accepted tokens is in a block of its own until the next step.
+        """
+        return self.has_drafts or request.num_in_flight_tokens > 0
 
     def make_room(self, request_id: str, num_blocks: int, num_gpu_blocks: int) -> Sequence[str]:
         """The requests whose answers are to be given up for that of another one."""

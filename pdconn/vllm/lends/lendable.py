@@ -23,7 +23,12 @@ def answer_of(
         request: vLLM's ``Request``, which still has its blocks.
         blocks: of the request, as they hold ``num_tokens`` tokens.
         num_tokens: that were computed.
+
+    Returns:
+        Without blocks where a window has moved on, with drafts behind the end of the answer.
     """
+    if not _are_there(manager, config, blocks, num_tokens):
+        return LendableAnswer(num_tokens, ())
     prompt = min(int(request.num_prompt_tokens), num_tokens - 1)
     if set(kinds_of(config)) == {AttentionKind.FULL}:
         size = max(group.kv_cache_spec.block_size for group in config.transfer_groups)
@@ -37,6 +42,16 @@ def answer_of(
         for ids, hit in zip(blocks, of_groups, strict=True)
     )
     return LendableAnswer(num_tokens, filled, (int(cut),))
+
+
+def _are_there(manager: Any, config: KVCacheConfig, blocks: BlockIds, num_tokens: int) -> bool:
+    """Whether every group has what the token behind ``num_tokens`` attends to."""
+    for group, ids in zip(config.transfer_group_ids, blocks, strict=True):
+        of_group = manager.coordinator.single_type_managers[group]
+        first = of_group.get_num_skipped_tokens(num_tokens) // of_group.block_size
+        if not all(ids[first : -(-num_tokens // of_group.block_size)]):
+            return False
+    return True
 
 
 def _cuts(num_tokens: int, prompt: int, size: int) -> tuple[int, ...]:

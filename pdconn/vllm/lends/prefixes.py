@@ -18,6 +18,7 @@ it there.  The ticket's digest is of the prefix, its salt and its adapter; see
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,12 @@ class _Lend:
     blocks: tuple[list[int], ...] = ()
     pins: list[Any] = field(default_factory=list)
 
+    def let_go(self, pool: Any) -> None:
+        """Unpin what was found, which is lent no more."""
+        if self.pins:
+            pool.free_blocks(reversed(self.pins))
+        self.held, self.blocks, self.pins = 0, (), []
+
 
 class PrefixLends:
     """Requests for a prefix, from their arrival to their end.
@@ -57,6 +64,9 @@ class PrefixLends:
 
     def __len__(self) -> int:
         return len(self._lends)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._lends
 
     def arrived(self, request: Any) -> bool:
         """Whether a request asks for a prefix.  One that asks wrongly is answered as others are."""
@@ -118,8 +128,17 @@ class PrefixLends:
     def finished(self, request_id: str, pool: Any) -> None:
         """The request left the engine, and was lent if it was to be."""
         lend = self._lends.pop(request_id, None)
-        if lend is not None and lend.pins:
-            pool.free_blocks(reversed(lend.pins))
+        if lend is not None:
+            lend.let_go(pool)
+
+    def pinned(self) -> Iterator[list[Any]]:
+        """By request the blocks that are pinned for it."""
+        return (lend.pins for lend in self._lends.values())
+
+    def let_go(self, pool: Any) -> None:
+        """The cache is about to be reset: requests that are under way find nothing in it then."""
+        for lend in self._lends.values():
+            lend.let_go(pool)
 
 
 def _asked_of(request: Any) -> int | None:

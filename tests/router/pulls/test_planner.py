@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdconn.router.pulls.choose import Holder, PullChoice
-from pdconn.router.pulls.planner import NEW, PullPlanner
+from pdconn.router.pulls.planner import NEW, RESTS_S, PullPlanner
 
 PAIR = ("holder", "prefill")
 RATE, FIXED_S = 1_000, 0.03
@@ -57,3 +57,19 @@ def test_an_engine_that_is_gone_leaves_nothing() -> None:
     planner.keep(["another"])
     computed(planner, 4000, 1)
     assert pull_s(planner, 2) == before
+
+
+def test_a_pair_that_does_not_work_is_left_alone_for_a_while() -> None:
+    planner, held = PullPlanner.of(1), [Holder("holder", 5000)]
+    planner.wasted("prefill", PullChoice(held[0], 0.0, 0.0, ""), 10.0)
+
+    def holder_for(engine: str, now: float) -> Holder | None:
+        return planner.choose(engine, 5001, 0, held, now).holder
+
+    assert holder_for("prefill", 10.0 + RESTS_S - 1) is None
+    assert holder_for("other", 10.0) is not None
+    assert holder_for("prefill", 10.0 + RESTS_S) is not None
+    planner.keep(["holder", "prefill"])
+    assert holder_for("prefill", 11.0) is None
+    planner.keep(["holder"])
+    assert holder_for("prefill", 11.0) is not None

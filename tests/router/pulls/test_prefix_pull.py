@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.openai.headers import RANK_HEADER, REQUEST_ID_HEADER
+from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
+from pdconn.router.routing.policy import PrefixAware
+from pdconn.router.routing.routed_request import RoutedRequest
 from tests.fakes.fake_engine import FakeEngine, hang, in_loop, leave, reset, until
 from tests.fakes.routed import ASKED, PROMPT, Fleet, fleet, letters, other_prompt
 
@@ -93,6 +97,20 @@ async def test_prefill_gets_a_ticket_for_what_decode_holds():
         assert f.metric("prefix_pulls_total", outcome="taken") == 1
         assert f.metric("prefix_pull_tokens_total") == HELD
         assert returned(f) == 0
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@in_loop
+async def test_a_request_keeps_its_tokens_only_while_prefill_may_pull_some(alone):
+    """They take many times the bytes of its body, which alone are counted."""
+    async with pulling() as f:
+        await held_by_decode(f)
+        f.router.policy = PrefixAware(alone_below=256 if alone else 0)
+        body = parse_body(Route.COMPLETIONS, json.dumps({"prompt": ASKED}).encode())
+        request = RoutedRequest("r", CIMultiDict(), body)
+        decision = await f.router.decide(request)
+        assert decision.ranking.alone == alone
+        assert (request.tokens is None) == alone
 
 
 @in_loop
@@ -246,7 +264,7 @@ async def test_a_ticket_whose_prefill_dies_is_returned_and_another_one_computes(
 @in_loop
 async def test_a_prefill_engine_that_fails_failed_pulls_is_asked_to_compute(status, times_asked):
     """vLLM answers 500 where the holder was lost on the way; other refusals are the client's."""
-    async with pulling() as f:
+    async with pulling(num_prefill=1) as f:
         await held_by_decode(f)
 
         async def script(engine, seen, http):
@@ -265,6 +283,8 @@ async def test_a_prefill_engine_that_fails_failed_pulls_is_asked_to_compute(stat
         assert sources == [True, False][:times_asked]
         await until(lambda: returned(f) == 1)
         assert f.metric("prefix_pulls_total", outcome="failed") == 1
+        await f.complete(prompt=ASKED)
+        assert len(asked_for(f.decode[0])) == (1 if status == 500 else 2)
 
 
 def _reset_the_first_one(f: Fleet) -> Any:
@@ -292,6 +312,21 @@ async def test_a_ticket_that_prefill_may_not_have_used_is_returned(cached, end, 
         await until(lambda: returned(f) == num_returned)
         assert f.metric("prefix_pull_tokens_total") == (0 if end is PullEnd.UNUSED else HELD)
         assert all(f.router.trust.get(engine.url, 1.0) == 1.0 for engine in f.prefill)
+
+
+@pytest.mark.parametrize(("cached", "times_asked"), [(16, 1), (HELD, 2)])
+@in_loop
+async def test_a_holder_whose_ticket_was_of_no_use_is_not_asked_again_for_that_engine(
+    cached, times_asked
+):
+    """Each prompt would wait until prefill gives a holder up that it cannot reach."""
+    async with pulling(num_prefill=1) as f:
+        holder = await held_by_decode(f)
+        for engine in f.prefill:
+            engine.cached_tokens = cached
+        for _ in range(2):
+            await f.ask()
+        assert len(asked_for(holder)) == times_asked
 
 
 @pytest.mark.parametrize("stage", ["holder", "prefill"])

@@ -31,7 +31,9 @@ def request(tokens: list[int], params: dict[str, Any], name: str = "r", **change
         "prompt_token_ids": list(tokens),
         "_all_token_ids": list(tokens),
         "num_prompt_tokens": len(tokens),
+        "num_tokens": len(tokens),
         "num_computed_tokens": len(tokens),
+        "num_in_flight_tokens": 0,
         "kv_transfer_params": params,
         "max_tokens": 9,
         "lora_request": None,
@@ -165,6 +167,28 @@ def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
     lending.prefixes.looked_up(asked, held)
     lending.allocated(asked, lambda num_tokens: ([1, 2, 3],))
     assert pool.pinned() == ([1, 2, 3] if held == HELD else [])
+    lending.finished(asked)
+    assert pool.pinned() == []
+
+
+def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
+    lending: ProducerScheduler,  # noqa: F811
+    pool: Pool,  # noqa: F811
+) -> None:
+    """As with reset_running_requests: its request is preempted, looked up again, and refused."""
+    asked = asking(PROMPT[: HELD + 1], HELD)
+    lending.arrived(asked)
+    lending.prefixes.looked_up(asked, HELD)
+    lending.allocated(asked, lambda num_tokens: ([1, 2, 3],))
+    pool.touch([pool.blocks[3]])
+    assert not pool.reset_prefix_cache(), "the request itself holds blocks"
+    assert pool.pinned() == [1, 2, 3]
+    pool.free_blocks([pool.blocks[3]])
+    assert pool.reset_prefix_cache()
+    assert pool.pinned() == []
+    lending.prefixes.looked_up(asked, 0)
+    lending.allocated(asked, lambda num_tokens: ([4, 5],))
+    assert lending.lend(asked, ([4, 5],)) == {"pdconn": {"lend": HELD, "held": 0}}
     lending.finished(asked)
     assert pool.pinned() == []
 

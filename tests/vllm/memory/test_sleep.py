@@ -63,6 +63,7 @@ class Engines:
             prompt_token_ids=PROMPT,
             num_prompt_tokens=len(PROMPT),
             num_computed_tokens=len(PROMPT),
+            num_tokens=len(PROMPT),
             lora_request=None,
             mm_features=[],
             kv_transfer_params={"do_remote_decode": True},

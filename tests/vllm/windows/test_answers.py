@@ -21,9 +21,11 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.cache import answers
     from pdconn.vllm.cache.answers import AnswerWindows
+    from pdconn.vllm.cache.retention import keep_window_of_last_token
     from pdconn.vllm.lends import lendable as lends_lendable
     from pdconn.vllm.lends.answers import LendableAnswer
     from pdconn.vllm.lends.lendable import answer_of
+    from pdconn.vllm.prompt import num_computed
     from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import Running, SimMemory
 
@@ -138,6 +140,30 @@ def test_every_token_up_to_a_cut_is_lent() -> None:
     assert sum(lendable(seed) for seed in range(NUM_CONVERSATIONS)) > NUM_CONVERSATIONS
 
 
+@pytest.mark.parametrize("is_chunk", [True, False])
+@pytest.mark.parametrize("num_drafts", [3, 6])
+def test_an_answer_whose_window_has_moved_on_is_not_lent(is_chunk: bool, num_drafts: int) -> None:
+    """Behind drafts that were accepted, but for the end of the answer; groups keep one more."""
+    last = GroupShape(16, 64, is_chunk=True) if is_chunk else GroupShape(16, 15)
+    shape = CacheShape((GroupShape(16), last) if is_chunk else (last,), 100, retention=0)
+    cache = SimCache(shape, keeps_answers=True)
+    manager = cache.manager
+    keep_window_of_last_token(manager)
+    request = cache.request(list(range(58)), max_tokens=50)
+    assert cache.admit(request) == 0
+    request.append_output_token_ids(7)
+    cache.begin_step()
+    assert manager.allocate_slots(request, 1 + num_drafts) is not None
+    settled = 59 + num_drafts
+    manager.remove_skipped_blocks(request.request_id, settled)
+    request.num_computed_tokens = settled
+    request.append_output_token_ids(8)
+    blocks = manager.get_block_ids(request.request_id)
+    answer = answer_of(manager, manager.kv_cache_config, request, blocks, num_computed(request))
+    assert any(map(any, answer.blocks)) == (num_drafts == 3)
+    cache.finish(request)
+
+
 def test_a_careless_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: where full attention alone has everything."""
     right = lends_lendable.answer_of
@@ -167,6 +193,28 @@ def test_the_next_turn_finds_the_whole_answer(length: int, block: int) -> None:
         hits.append(cache.hit(cache.request([*said, 7, 8])))
     assert hits[0] == expected
     assert hits[1] < 200
+
+
+@pytest.mark.parametrize("in_flight", [0, 4])
+@pytest.mark.parametrize("length", range(240, 258))
+def test_an_answer_may_end_within_accepted_drafts(length: int, in_flight: int) -> None:
+    """vLLM counts the drafts behind its end as computed; the request never got those tokens."""
+    cache = SimCache(CacheShape(GPT_OSS, 100, retention=0), keeps_answers=True)
+    request = cache.request(list(range(length)), max_tokens=50)
+    assert cache.admit(request) == 0
+    request.append_output_token_ids(7)
+    for _ in range(2 if in_flight else 1):
+        cache.begin_step()
+        assert cache.manager.allocate_slots(request, 4, num_lookahead_tokens=3) is not None
+        request.num_computed_tokens += 4
+    request.num_in_flight_tokens = in_flight
+    request.append_output_token_ids(8)  # the first of four; the others are behind the end
+    said = list(request.all_token_ids)
+    cache.finish(request)
+    # Full attention is cached as the step began, with one token less.
+    assert cache.hit(cache.request([*said, 9])) == (len(said) - 1) // 16 * 16
+    cache.end_copies()
+    assert cache.manager.block_pool.get_num_free_blocks() == cache.shape.num_blocks - 1
 
 
 def test_evicted_like_others_and_nothing_is_left_pinned() -> None:
@@ -209,8 +257,28 @@ def test_other_caches_are_left_alone(groups: tuple[GroupShape, ...]) -> None:
     cache = SimCache(CacheShape(groups, 100, retention=0))
     managers = cache.manager.coordinator.single_type_managers
     before = [dict(vars(one)) for one in managers]
-    assert AnswerWindows.of(cache.manager) is None
+    assert AnswerWindows.of(cache.manager, 1) is None
     assert [dict(vars(one)) for one in managers] == before
+
+
+@pytest.mark.parametrize("num_windows", [1, 5])
+def test_the_longest_prompt_is_admitted_in_as_many_blocks_as_vllm_takes_for_it(
+    num_windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one block more, for the null block; what is never admitted holds up all others."""
+    groups = (GroupShape(16), *(GroupShape(16, 128),) * num_windows)
+    enough = 1 + 4096 // 16 + num_windows * (-(-(127 + 512) // 16) + 1)
+    kept = []
+    for num_blocks in range(enough, enough + 2 * num_windows + 1):
+        shape = CacheShape(groups, num_blocks, retention=0, chunk_tokens=512, longest=4096)
+        cache = SimCache(shape, keeps_answers=True)
+        assert cache.admit(cache.request(list(range(4095)))) is not None
+        kept.append(cache.answers is not None)
+    assert kept == [False] * 2 * num_windows + [True]
+    monkeypatch.setattr(answers, "has_room_to_keep", lambda *_: True)
+    shape = CacheShape(groups, enough, retention=0, chunk_tokens=512)
+    cache = SimCache(shape, keeps_answers=True)
+    assert cache.admit(cache.request(list(range(4095)))) is None, "the control"
 
 
 def test_a_failed_request_keeps_nothing() -> None:

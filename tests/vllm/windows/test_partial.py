@@ -84,20 +84,27 @@ def test_what_ranks_tell_is_joined() -> None:
 
 
 def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None:
-    """Before the engine hears that the request was received: it caches its blocks then."""
-    cache = SimCache(CacheShape((GroupShape(64), GroupShape(64, 200)), 50, retention=None))
+    """Before the engine hears that the request was received: it caches its blocks then.
+
+    One that was aborted meanwhile leaves nothing behind.
+    """
+    shape = CacheShape((GroupShape(64), GroupShape(64, 200)), 50, retention=None)
+    cache = SimCache(shape, keeps_answers=True)
     request = cache.request(list(range(500)))
     cache.manager.allocate_slots(
         request, 0, num_external_computed_tokens=499, delay_cache_blocks=True
     )
     told: dict[str, dict[int, int]] = {}
     scheduler: Any = PdScheduler.__new__(PdScheduler)
-    scheduler._answers = None
+    scheduler._answers = answers = cache.answers
+    assert answers is not None
     scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
-    scheduler._consumer = SimpleNamespace(claimed=lambda _: None, reported=lambda _: None)
+    scheduler._consumer = SimpleNamespace(
+        claimed=lambda _: None, reported=lambda _: None, is_over=lambda name: name == "aborted"
+    )
     scheduler._store = SimpleNamespace(note=lambda _: None, pulled=told.__setitem__)
     scheduler._manager, scheduler._config = cache.manager, cache.shape.config()
-    report = PdWorkerReport(partial={request.request_id: {1: 4}, "gone": {1: 2}})
+    report = PdWorkerReport(partial={request.request_id: {1: 4}, "aborted": {1: 2}})
     scheduler.reported(
         SimpleNamespace(kv_connector_worker_meta=report, finished_recving={request.request_id})
     )
@@ -105,7 +112,7 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
     full, window = cache.manager.get_blocks(request.request_id).blocks
     assert [block.block_hash is not None for block in full] == [True] * 7 + [False]
     assert [block.block_hash is not None for block in window] == [False] * 5 + [True] * 2 + [False]
-    assert told == {request.request_id: {1: 4}, "gone": {1: 2}}
+    assert told == answers._partial == {request.request_id: {1: 4}}
     cache.finish(request)
     managers = cache.manager.coordinator.single_type_managers
     assert not any(manager.num_cached_block for manager in managers), "nothing is left behind"
