@@ -44,6 +44,7 @@ from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.errors import ProtocolError
 from pdconn.protocol.messages import Welcome, decode_from_reader
+from pdconn.sidechannel.advertise import is_wildcard, local_host
 from pdconn.sidechannel.clock import steady
 from pdconn.sidechannel.connection import Connection, SideChannelLost, Unauthenticated
 from pdconn.sidechannel.quiet_log import QuietLog
@@ -66,8 +67,9 @@ class Lender:
 
     Args:
         welcome: our geometry; a Hello must name its incarnation.
-        host: address to listen at, which tickets name too.
+        host: address to listen at; ``0.0.0.0`` and ``::`` are every one.
         port: 0 picks a free one; see :attr:`port`.
+        advertised: the host that tickets name; ``host`` unless given.
         security: how readers must authenticate; not at all by default.
         is_summing: whether checksums of what is lent will be added.
         limits: bounds of connections.
@@ -76,7 +78,8 @@ class Lender:
     Raises:
         SideChannelInUse: the port is taken.
         OSError: the address cannot be listened at.
-        Unprotected: other hosts could reach ``host``, and nothing authenticates them.
+        Unprotected: other hosts could reach ``host``, or are told to, and nothing authenticates
+            them.
     """
 
     def __init__(
@@ -85,17 +88,20 @@ class Lender:
         host: str,
         port: int,
         *,
+        advertised: str | None = None,
         security: Security | None = None,
         is_summing: bool = False,
         limits: ConnectionLimits | None = None,
         clock: Callable[[], float] = steady,
     ) -> None:
         self._security = security or Security()
+        advertised = host if advertised is None else advertised
         self._security.require(host)
+        self._security.require(advertised)
         self._clock = clock
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        self._policy = self._security.for_lender(f"{host}:{self.port}")
+        self._policy = self._security.for_lender(f"{advertised}:{self.port}")
         self._limits = _within_file_limit(limits or ConnectionLimits())
         self._commands: WakeupQueue[EngineCommand] = WakeupQueue()
         self._outbox: Outbox[FreedLease] = Outbox()
@@ -261,7 +267,10 @@ class Lender:
     def _open(self, sock: socket.socket, address: tuple[str, int]) -> None:
         session = Session(f"{address[0]}:{address[1]}")
         limits = self._limits
-        connection = Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, self._policy)
+        policy = self._policy
+        if policy is not None:  # routers write another name of ours into tickets, mostly this one
+            policy = policy.reached_at(f"{local_host(sock)}:{self.port}")
+        connection = Connection(sock, limits.frame_nbytes, limits.unsent_nbytes, policy)
         connection.watch(self._selector, session)
         self._connections[session] = connection
         crowded_out = self._admission.admit(session, address[0], self._clock())
@@ -337,6 +346,8 @@ def _listen(host: str, port: int) -> socket.socket:
     )[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6 and is_wildcard(host):  # IPv4 too, whatever the system's default
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind(address)
         listener.listen(512)

@@ -23,9 +23,11 @@ RFC 5869)::
 
 So no frame of one connection is valid on another (fresh nonces), in the other direction
 (labels), or elsewhere in the stream (sequence numbers).  The *endpoint* is the ``host:port``
-of the lender, as the ticket names it to the reader and as the lender listens: a forged
+that the reader dialled, as the ticket names it, and it must be one of the lender's own: a forged
 ticket that sends a reader to another host cannot have its handshake relayed to the true
-lender.  There is no encryption: bodies travel in the clear unless TLS is below.
+lender.  A lender has several, since routers write another name of its into tickets: the host that
+it advertises, and the address at which the connection came in.  It finds the one that the reader's
+proof was made with.  There is no encryption: bodies travel in the clear unless TLS is below.
 
 Nonces are arguments; no error shows a byte of a secret, key, proof or tag.
 """
@@ -33,6 +35,7 @@ Nonces are arguments; no error shows a byte of a secret, key, proof or tag.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from enum import IntEnum
 
 from pdconn.protocol.errors import ProtocolError
@@ -112,12 +115,11 @@ class _Side:
     first invalid frame ends it: every later call raises.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes, endpoint: str, awaited: _Kind) -> None:
+    def __init__(self, secret: Secret, nonce: bytes, awaited: _Kind) -> None:
         if len(nonce) != NONCE_NBYTES:
             raise AuthError("our nonce", f"{NONCE_NBYTES} bytes", f"{len(nonce)} bytes")
         self._secret = secret
         self._nonce = nonce
-        self._endpoint = endpoint
         self._awaited: _Kind | None = awaited
         self._failed = False
         self._session = b""
@@ -171,10 +173,6 @@ class _Side:
     def _derive(self, label: bytes) -> bytes:
         return hmac.digest(self._session, label, "sha256")
 
-    def _check(self, side: str, proof: bytes) -> None:
-        if not hmac.compare_digest(proof, self._derive(f"{side} proves".encode())):
-            raise AuthError(f"{side}'s proof", "one made with our secret", "one made with another")
-
     def _complete(self, ours: str, theirs: str) -> None:
         self._awaited = None
         self._ours = _Seal(self._session, f"{ours} seals".encode())
@@ -190,7 +188,8 @@ class ReaderAuth(_Side):
     """
 
     def __init__(self, secret: Secret, nonce: bytes, endpoint: str = "") -> None:
-        super().__init__(secret, nonce, endpoint, _Kind.CHALLENGE)
+        super().__init__(secret, nonce, _Kind.CHALLENGE)
+        self._endpoint = endpoint
 
     def start(self) -> list[bytes]:
         """The hello."""
@@ -203,7 +202,8 @@ class ReaderAuth(_Side):
             self._session = self._secret.session(self._nonce, payload, self._endpoint)
             self._awaited = _Kind.LENDER_PROOF
             return [_handshake(_Kind.READER_PROOF, self._derive(b"reader proves"))]
-        self._check("lender", payload)
+        if not hmac.compare_digest(payload, self._derive(b"lender proves")):
+            raise AuthError("lender's proof", "one made with our secret", "one made with another")
         self._complete("reader", "lender")
         return []
 
@@ -213,20 +213,34 @@ class LenderAuth(_Side):
 
     Args:
         nonce: 32 random bytes, new for every connection.
-        endpoint: our ``host:port``, as our tickets name it.
+        endpoints: our ``host:port``, in each way that readers may name it.
     """
 
-    def __init__(self, secret: Secret, nonce: bytes, endpoint: str = "") -> None:
-        super().__init__(secret, nonce, endpoint, _Kind.HELLO)
+    def __init__(self, secret: Secret, nonce: bytes, endpoints: Sequence[str] = ("",)) -> None:
+        super().__init__(secret, nonce, _Kind.HELLO)
+        self._endpoints = tuple(endpoints)
+        self._sessions: list[bytes] = []
 
     def _advance(self, kind: _Kind, payload: bytes) -> list[bytes]:
         if kind is _Kind.HELLO:
-            self._session = self._secret.session(payload, self._nonce, self._endpoint)
+            self._sessions = [
+                self._secret.session(payload, self._nonce, endpoint) for endpoint in self._endpoints
+            ]
             self._awaited = _Kind.READER_PROOF
             return [_handshake(_Kind.CHALLENGE, self._nonce)]
-        self._check("reader", payload)
+        self._session = self._proven_by(payload)
         self._complete("lender", "reader")
         return [_handshake(_Kind.LENDER_PROOF, self._derive(b"lender proves"))]
+
+    def _proven_by(self, proof: bytes) -> bytes:
+        """The session of the endpoint that the reader's proof was made with."""
+        for session in self._sessions:
+            if hmac.compare_digest(proof, hmac.digest(session, b"reader proves", "sha256")):
+                return session
+        places = " or ".join(filter(None, self._endpoints)) or "no place in particular"
+        ours = f"one made with our secret, and for {places}"
+        seen = "one made with another, or by a reader that dialled another host"
+        raise AuthError("reader's proof", ours, seen)
 
 
 def _handshake(kind: _Kind, payload: bytes) -> bytes:

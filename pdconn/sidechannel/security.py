@@ -114,15 +114,16 @@ class Security:
         if not (self.authenticates or self.insecure or is_loopback(host)):
             raise Unprotected(host)
 
-    def for_lender(self, endpoint: str = "") -> LenderAuthPolicy | None:
+    def for_lender(self, *endpoints: str) -> LenderAuthPolicy | None:
         """The policy for connections that we accept; None trusts every reader.
 
-        ``endpoint`` is ``host:port`` as in our tickets; a reader's must be the same.
+        ``endpoints`` are our ``host:port``, as in our tickets; a reader's must be among them, or
+        be the address at which it is accepted.
         """
         if not self.authenticates:
             return None
         context = None if self._contexts is None else self._contexts.lender
-        return LenderAuthPolicy(self.secret, context, endpoint)
+        return LenderAuthPolicy(self.secret, context, endpoints or ("",))
 
     def for_reader(self, host: str, endpoint: str = "") -> ReaderAuthPolicy | None:
         """The policy for a connection to the lender at ``host``; None trusts it.

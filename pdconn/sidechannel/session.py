@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import ssl
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdconn.protocol.auth import (
     MAX_HANDSHAKE_NBYTES,
@@ -46,14 +46,20 @@ class LenderAuthPolicy:
 
     secret: Secret | None
     tls: ssl.SSLContext | None
-    endpoint: str = ""
+    endpoints: tuple[str, ...] = ("",)
+
+    def reached_at(self, endpoint: str) -> LenderAuthPolicy:
+        """For a connection that came in at ``endpoint``, which its reader may have dialled."""
+        if endpoint in self.endpoints:
+            return self
+        return replace(self, endpoints=(*self.endpoints, endpoint))
 
     def open(self) -> tuple[Tls | None, LenderAuth | None]:
         """The layers of a new connection."""
         nonce = secrets.token_bytes(NONCE_NBYTES)
         return (
             None if self.tls is None else Tls(self.tls, is_lender=True, host=None),
-            None if self.secret is None else LenderAuth(self.secret, nonce, self.endpoint),
+            None if self.secret is None else LenderAuth(self.secret, nonce, self.endpoints),
         )
 
 
@@ -172,7 +178,8 @@ class SecureSession:
             return Unauthenticated(f"{how} before it authenticated: does it speak TLS?")
         if self._auth is not None and not self._auth.is_ready:
             if isinstance(self._auth, ReaderAuth) and self._auth.has_proven:
-                return Unauthenticated(f"{how} when it saw our proof: the secrets probably differ")
+                hint = "the secrets probably differ, or it does not know itself by this host"
+                return Unauthenticated(f"{how} when it saw our proof: {hint}")
             tls = "and TLS" if self._tls is not None else "and no TLS"
             hint = f"we use a secret {tls}; does the peer?"
             return Unauthenticated(f"{how} before it authenticated: {hint}")

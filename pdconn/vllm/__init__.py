@@ -1,16 +1,17 @@
-"""The vLLM connector: ``kv_connector_module_path = "pdconn.vllm"``, ``PdConnector``.
+"""The vLLM connector: ``kv_connector_module_path = "pdconn.vllm"``, ``PdconnConnector``.
 
-Importing this package does not import vLLM; asking for ``PdConnector`` does.
+``PdConnector`` is an older name of the same class.  Importing this package does not import vLLM;
+asking for the class does.
 """
 
 from typing import Any
 
-__all__ = ["PdConnector"]
+__all__ = ["PdConnector", "PdconnConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PdConnector":
-        from pdconn.vllm.connector import PdConnector
+    if name in __all__:
+        from pdconn.vllm.connector import PdconnConnector
 
-        return PdConnector
+        return PdconnConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,13 @@ from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
 from pdconn.forecast.memory import LAYOUTS
-from pdconn.lifecycle.lease import MIN_TTL_S
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup_state import Place, parse_places
 from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
+from pdconn.vllm.nixl.keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
+from pdconn.vllm.values import flag, lease, names, options, port, seconds, text
 from transport.choose import WANTED, Wanted
 from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
@@ -33,7 +34,7 @@ OUR_LAYOUT, NO_LAYOUT = "auto", "none"
 """Values of ``layout`` beside names: what pdconn prefers, and what the attention backend does."""
 
 Check = Callable[[Any], Any]
-"""Returns the value to use, or raises ValueError with what it expected."""
+"""See :mod:`pdconn.vllm.values`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Settings:
 
     side_channel_host: str
     side_channel_port: int
+    advertise_host: str | None = None
     kv_lease_duration: float = 30.0
     claim_timeout: float = 10.0
     transport: Wanted = "nixl"
@@ -80,6 +82,8 @@ def read_settings(
     port: int,
     port_offset: int,
     environ: Mapping[str, str] = os.environ,
+    *,
+    role: str = "kv_both",
 ) -> Settings:
     """Check ``kv_connector_extra_config``.
 
@@ -88,28 +92,22 @@ def read_settings(
         host, port: defaults for the side channel, from vLLM's environment.
         port_offset: the data-parallel index, added to the port.
         environ: may hold the secret, or name its file.
+        role: vLLM's ``kv_role``, which NixlConnector's keys are read for.
 
     Raises:
         ConfigError: naming the key, what was expected and what came.
     """
     _refuse_unknown(extra)
+    extra = in_our_keys(extra, role).extra
     values: dict[str, Any] = {"side_channel_host": host, "side_channel_port": port}
     values |= _checked(extra, _CHECKS)
     values["side_channel_port"] += port_offset
-    settings = Settings(
+    return Settings(
         **values,
         debug_faults=_faults(extra),
         security=_security(extra, environ),
         store=_store(extra),
     )
-    if settings.side_channel_host in ("0.0.0.0", "::"):
-        raise ConfigError(
-            "side_channel_host",
-            "an address that decode engines can reach",
-            repr(settings.side_channel_host),
-            "tickets name it",
-        )
-    return settings
 
 
 def read_layout(extra: Mapping[str, Any]) -> str:
@@ -118,18 +116,31 @@ def read_layout(extra: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: it is neither a layout nor one of the two other words.
     """
-    asked: str = _checked(extra, {"layout": _layout}).get("layout", OUR_LAYOUT)
+    ours = in_our_keys(extra).extra
+    asked: str = _checked(ours, {"layout": _layout}).get("layout", OUR_LAYOUT)
     return asked
 
 
 def _refuse_unknown(extra: Mapping[str, Any]) -> None:
-    known = [key.name for key in KEYS]
+    known = [key.name for key in KEYS] + [key.name for key in IN_TREE_KEYS]
     for key in extra:
         if key not in known:
             hint = did_you_mean(key, known)
             if key == "secret":
                 hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
             raise ConfigError("kv_connector_extra_config", "a known key", repr(key), hint)
+
+
+def in_our_keys(extra: Mapping[str, Any], role: str = "kv_both") -> Translated:
+    """``extra`` without NixlConnector's keys, see :mod:`pdconn.vllm.nixl.keys`.
+
+    Raises:
+        ConfigError: naming the key, what was expected and what came.
+    """
+    try:
+        return translate(extra, role)
+    except InTreeKeyError as error:
+        raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
 
 
 def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
@@ -187,42 +198,6 @@ def _layout(value: Any) -> str:
     return str(value)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("text")
-    return value
-
-
-def _port(value: Any) -> int:
-    if type(value) is not int or not 0 < value < 65536:
-        raise ValueError("a port number from 1 to 65535")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
-        raise ValueError("seconds above 0 and below 86400")
-    return float(value)
-
-
-def _lease(value: Any) -> float:
-    if _seconds(value) < MIN_TTL_S:
-        raise ValueError(f"at least {MIN_TTL_S} seconds")
-    return float(value)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-        raise ValueError("a list of backend names")
-    return tuple(value)
-
-
-def _options(value: Any) -> dict[str, dict[str, str]]:
-    if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
-        raise ValueError("options per backend, like {'UCX': {'num_threads': '2'}}")
-    return {name: {k: str(v) for k, v in options.items()} for name, options in value.items()}
-
-
 def _lend_back(value: Any) -> LendBack | None:
     expected = 'true, false, or like {"seconds": 60, "share": 0.2}'
     if isinstance(value, bool):
@@ -233,13 +208,7 @@ def _lend_back(value: Any) -> LendBack | None:
     share = settings.share
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 0.5:
         raise ValueError(f"{expected}, with a share above 0 and at most 0.5 of the blocks")
-    return LendBack(_lease(settings.seconds), float(share))
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")  # noqa: TRY004 - _checked turns it into a ConfigError
-    return value
+    return LendBack(lease(settings.seconds), float(share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,22 +232,29 @@ _SAME = "the same key"
 
 KEYS: tuple[Key, ...] = (
     Key(
-        "side_channel_host", "text", "`VLLM_NIXL_SIDE_CHANNEL_HOST`, then `localhost`", _text,
-        "prefill", "Address that prefill listens at and that tickets name. Decode must be able to "
-        "reach it, so `0.0.0.0` is refused.", "`VLLM_NIXL_SIDE_CHANNEL_HOST`",
+        "side_channel_host", "text", "`VLLM_NIXL_SIDE_CHANNEL_HOST`, then `localhost`", text,
+        "prefill", "Address that prefill listens at; `0.0.0.0` and `::` are every one.",
+        "`VLLM_NIXL_SIDE_CHANNEL_HOST`",
     ),
     Key(
-        "side_channel_port", "port", "`VLLM_NIXL_SIDE_CHANNEL_PORT`, then 5600", _port, "prefill",
+        "advertise_host", "text", "`side_channel_host`; where that is `0.0.0.0` or `::`, `POD_IP` "
+        "or `VLLM_HOST_IP` of the environment, then the address of the machine's name, unless that "
+        "is loopback", text, "prefill",
+        "Host that tickets name. Decode must be able to dial it, certificates must name it, and "
+        "`warm_peers` of decode too.", "`VLLM_NIXL_SIDE_CHANNEL_HOST`",
+    ),
+    Key(
+        "side_channel_port", "port", "`VLLM_NIXL_SIDE_CHANNEL_PORT`, then 5600", port, "prefill",
         "Port of the side channel. The data-parallel index is added to it.",
         "`VLLM_NIXL_SIDE_CHANNEL_PORT`",
     ),
     Key(
-        "kv_lease_duration", "seconds", "30", _lease, "prefill",
+        "kv_lease_duration", "seconds", "30", lease, "prefill",
         "The lease: how long prefill keeps lent blocks without a claim or renewal from decode.",
         _SAME,
     ),
     Key(
-        "claim_timeout", "seconds", "10", _seconds, "decode",
+        "claim_timeout", "seconds", "10", seconds, "decode",
         "How long decode waits for each answer of prefill: greeting, claim, checksums.",
     ),
     Key(
@@ -287,15 +263,15 @@ KEYS: tuple[Key, ...] = (
         "where it loads, else `ucx`. Both sides need the same.",
     ),
     Key(
-        "backends", "list of text", '`["UCX"]`', _names, "both", "NIXL backends.", _SAME,
+        "backends", "list of text", '`["UCX"]`', names, "both", "NIXL backends.", _SAME,
     ),
     Key(
-        "backend_options", "options per backend", "none", _options, "both",
+        "backend_options", "options per backend", "none", options, "both",
         "Parameters of each NIXL backend, as NIXL takes them, for example "
         '`{"UCX": {"engine_config": "TLS=tcp"}}`.',
     ),
     Key(
-        "huge_pages", "true, false", "true", _flag, "both",
+        "huge_pages", "true, false", "true", flag, "both",
         "Ask the kernel for huge pages under KV memory on the host.",
     ),
     Key(
@@ -305,47 +281,47 @@ KEYS: tuple[Key, ...] = (
         "first, and vLLM drops what the backend does not read.", "always `LBHNC`, but for MLA",
     ),
     Key(
-        "enforce_handshake_compat", "true, false", "true", _flag, "both",
+        "enforce_handshake_compat", "true, false", "true", flag, "both",
         "Refuse peers whose model, KV dtype or block content has another name.", _SAME,
     ),
     Key(
-        "description_file", "path", "none", _text, "both",
+        "description_file", "path", "none", text, "both",
         "Where to write what this engine's KV looks like, for `pdconn diff`.",
     ),
     Key(
-        "secret_file", "path", "`PDCONN_SECRET_FILE`, then `PDCONN_SECRET`", _text, "both",
+        "secret_file", "path", "`PDCONN_SECRET_FILE`, then `PDCONN_SECRET`", text, "both",
         "File with the shared secret: 16 bytes or more, not world-readable, writable by "
         "its owner only. A secret or TLS is required unless the side channel is on loopback. "
         "No key takes the secret itself, since configurations are logged.",
     ),
     Key(
-        "tls_cert", "path", "none", _text, "both",
+        "tls_cert", "path", "none", text, "both",
         "PEM file with our certificate, good for server and client. With `tls_key` and `tls_ca` "
         "it turns on TLS 1.3.",
     ),
     Key(
-        "tls_key", "path", "none", _text, "both",
+        "tls_key", "path", "none", text, "both",
         "Key of `tls_cert`, without passphrase, not world-readable, writable by its owner only.",
     ),
     Key(
-        "tls_ca", "path", "none", _text, "both",
+        "tls_ca", "path", "none", text, "both",
         "PEM file with the CA that signs the peers' certificates.",
     ),
     Key(
-        "tls_check_hostname", "true, false", "true", _flag, "decode",
-        "The certificate of prefill must name the host that tickets name.",
+        "tls_check_hostname", "true, false", "true", flag, "decode",
+        "The certificate of prefill must name the host that tickets name (`advertise_host`).",
     ),
     Key(
-        "insecure", "true, false", "false", _flag, "both",
+        "insecure", "true, false", "false", flag, "both",
         "Serve and dial addresses other than loopback without secret and TLS.",
     ),
     Key(
-        "read_timeout", "seconds", "120", _seconds, "decode",
+        "read_timeout", "seconds", "120", seconds, "decode",
         "How long decode waits for its transport to connect, for the reads of a pull, and for its "
         "own checksums.",
     ),
     Key(
-        "drain_timeout", "seconds", "5", _seconds, "decode",
+        "drain_timeout", "seconds", "5", seconds, "decode",
         "How long a failed pull waits for reads still in flight. After that it is reported failed "
         "and its blocks are quarantined until the reads end.",
     ),

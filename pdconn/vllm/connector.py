@@ -1,4 +1,4 @@
-"""``PdConnector``: vLLM's hooks, each handed to the half that answers it.
+"""``PdconnConnector``: vLLM's hooks, each handed to the half that answers it.
 
 vLLM builds the class twice: in the scheduler's process, where :class:`PdScheduler` lends what
 prefill computed and decides what decode pulls, and in every worker's process, where
@@ -31,7 +31,7 @@ from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.plugin import join_vllm_log
 from pdconn.vllm.scheduler import PdScheduler
 from pdconn.vllm.stats import PdPromMetrics, PdStats
-from pdconn.vllm.supported import check_supported, settings_of
+from pdconn.vllm.supported import answer_in_tree_keys, check_supported, settings_of
 from pdconn.vllm.worker import PdWorker
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-class PdConnector(KVConnectorBase_V1, SupportsHMA):
+class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefill-to-decode KV transfer by one-sided reads, for hybrid models."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -68,6 +68,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER:
             self._worker = PdWorker(settings, vllm_config, kv_cache_config)
         else:
+            answer_in_tree_keys(vllm_config)
             self._scheduler = PdScheduler(settings, vllm_config, kv_cache_config)
 
     # Scheduler side
@@ -244,3 +245,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             raise RuntimeError("a scheduler's hook was called in a worker's process")
         return self._scheduler
+
+
+PdConnector = PdconnConnector
+"""The older name, which configurations and subclasses may go on using."""

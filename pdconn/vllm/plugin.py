@@ -1,6 +1,6 @@
 """Our place in vLLM's processes: the plugin entry point, the log, and the signal to stop.
 
-The entry point registers the connector's name, and changes what machines without a GPU need.
+The entry point registers the connector's names, and changes what machines without a GPU need.
 
 vLLM's engine process notes SIGTERM in a handler of its own, finishes its requests for up to
 ``--shutdown-timeout`` seconds, and exits.  Leases are not requests, and no hook tells a connector
@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from pdconn.sidechannel.clock import steady
+from pdconn.vllm.nixl.registry import register_names
 
 CPU_LAYOUTS = ("LBHNC", "BLHNC", "BHLNC")
 """Layouts that vLLM's CPU kernels run with, since they honour strides."""
@@ -46,8 +47,7 @@ def register() -> None:
     """Called once in every vLLM process, before workers name their layouts."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "PdConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("PdConnector", "pdconn.vllm.connector", "PdConnector")
+    register_names(KVConnectorFactory, as_nixl=os.environ.get("PDCONN_AS_NIXL") == "1")
     if os.environ.get("PDCONN_CPU_LAYOUTS") == "1":
         allow_cpu_layouts()
     if os.environ.get("PDCONN_CPU_STATES") == "1":

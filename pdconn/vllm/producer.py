@@ -40,6 +40,7 @@ from pdconn.protocol.ticket import (
     trimmed,
 )
 from pdconn.puller.verification import Verify
+from pdconn.sidechannel.advertise import advertised_host
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.config import Settings
@@ -105,6 +106,7 @@ class ProducerScheduler:
         clock: Callable[[], float] = steady,
     ) -> None:
         self._settings = settings
+        self._host = advertised_host(settings.side_channel_host, settings.advertise_host)
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._sizes = sizes
@@ -150,10 +152,11 @@ class ProducerScheduler:
             welcome,
             host,
             port,
+            advertised=self._host,
             security=self._settings.security,
             is_summing=self._settings.verify is not Verify.OFF,
         )
-        log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), host, port)
+        log.info("pdconn: lending %d rank(s) at %s:%d", len(welcome.ranks), self._host, port)
 
     def _end_boot(self) -> None:
         """Stop lending what a boot before has lent; a cache reset has taken back all of it."""
@@ -392,7 +395,7 @@ class ProducerScheduler:
             self._engine_id,
             self._incarnation,
             request.request_id,
-            self._settings.side_channel_host,
+            self._host,
             self._settings.side_channel_port,
             *prefix,
             blocks,

@@ -53,7 +53,7 @@ _PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPP
 
 
 class PdScheduler:
-    """What :class:`~pdconn.vllm.connector.PdConnector` does in the scheduler's process.
+    """What :class:`~pdconn.vllm.connector.PdconnConnector` does in the scheduler's process.
 
     Attributes:
         completes_hits: whether a pull completes a local hit of which some groups have less

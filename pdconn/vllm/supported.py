@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from vllm import envs
 
-from pdconn.vllm.config import ConfigError, Settings, read_settings
+from pdconn.vllm.config import ConfigError, Settings, in_our_keys, read_settings
 from pdconn.vllm.memory.sleep import check_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+log = logging.getLogger(__name__)
 
 _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")
 
@@ -26,7 +29,15 @@ def settings_of(config: VllmConfig) -> Settings:
         envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
         envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         config.parallel_config.data_parallel_index,
+        role=config.kv_transfer_config.kv_role,
     )
+
+
+def answer_in_tree_keys(config: VllmConfig) -> None:
+    """Log what becomes of NixlConnector's keys, a line each."""
+    transfer = config.kv_transfer_config
+    for note in in_our_keys(transfer.kv_connector_extra_config, transfer.kv_role).notes:
+        log.info("pdconn: %s", note)
 
 
 def check_supported(config: VllmConfig) -> None:

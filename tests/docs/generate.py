@@ -73,6 +73,17 @@ def settings() -> str:
     return _table(("key", "takes", "default", "read by", "meaning", "in NixlConnector"), rows)
 
 
+def in_tree_keys() -> str:
+    """Every key of NixlConnector that is none of ours, and what becomes of it."""
+    from pdconn.vllm.nixl.keys import IN_TREE_KEYS
+
+    rows = (
+        (f"`{key.name}`", key.takes, f"`{key.ours}`" if key.ours else "not needed", key.meaning)
+        for key in IN_TREE_KEYS
+    )
+    return _table(("key of NixlConnector", "takes", "with pdconn", "meaning"), rows)
+
+
 def store_settings() -> str:
     """Every key of ``store`` in ``kv_connector_extra_config``."""
     return _table(("key", "takes", "default", "meaning"), store_settings_table.rows())
@@ -260,6 +271,7 @@ def _cell(word: str) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "handover": handover,
     "settings": settings,
+    "in-tree-keys": in_tree_keys,
     "store-settings": store_settings,
     "command-line": command_line,
     "example-plan": partial(

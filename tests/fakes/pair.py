@@ -108,6 +108,8 @@ class Pair:
     through: Callable[[str, int], tuple[str, int]] | None = None
     resolve: Resolve = resolve
     network: InProcessNetwork = field(default_factory=InProcessNetwork)
+    bound: str = "127.0.0.1"
+    advertised: str | None = None
 
     def __post_init__(self) -> None:
         self.theirs = Cache(self.layout, filled=True, groups=self.their_groups)
@@ -148,8 +150,9 @@ class Pair:
         summing = self.their_verify is not Verify.OFF
         return Lender(
             self.welcome(),
-            "127.0.0.1",
+            self.bound,
             port,
+            advertised=self.advertised,
             security=self.security,
             is_summing=summing,
             limits=self.limits,
@@ -182,8 +185,8 @@ class Pair:
 
     def ticket(self, request: str, blocks: tuple[BlockList, ...]) -> Ticket:
         return Ticket(
-            "prefill", self.incarnation, request, "127.0.0.1", self.lender.port,
-            12, "prompt", blocks,
+            "prefill", self.incarnation, request, self.advertised or self.bound,
+            self.lender.port, 12, "prompt", blocks,
         )  # fmt: skip
 
     def claim(self, request: str, ticket: Ticket) -> None:

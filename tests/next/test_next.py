@@ -191,7 +191,7 @@ def test_a_vllm_with_another_parameter_is_reported(tmp_path: Path) -> None:
     assert compare.overrides(now, now).problems == ()
     assert compare.names(now, now).problems == ()
     assert (
-        "PdConnector.on_new_request: vLLM passes priority, ours does not take it"
+        "PdconnConnector.on_new_request: vLLM passes priority, ours does not take it"
         in compare.overrides(now, then).problems
     )
     (gone,) = compare.names(now, then).problems

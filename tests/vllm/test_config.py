@@ -56,7 +56,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest() -> None:
         ({"warm_peers": ["p1:5600"] * 257}, "warm_peers: expected a list of at most 256"),
         ({"warm_peers": ["p1:5600", "p2"]}, 'warm_peers: expected "host:port".* as entry 1, got'),
         ({"warm_peers": ["p1:5600", "p1:5600"]}, "every place once, and entry 1 repeats p1:5600"),
-        ({"side_channel_host": "0.0.0.0"}, "side_channel_host: expected an address"),
+        ({"advertise_host": ["10.0.0.1"]}, "advertise_host: expected text"),
     ],
 )
 def test_a_wrong_value_names_key_expected_and_seen(extra: dict[str, Any], text: str) -> None:

@@ -1,0 +1,29 @@
+"""The names under which vLLM's registry knows our connector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES = ("PdconnConnector", "PdConnector")
+"""Ours.  The second is the older one; another project has a connector of that name, too."""
+
+REPLACED = ("NixlConnector", "NixlPullConnector")
+"""vLLM's two names for the connector that does what ours does; the one that pushes is kept."""
+
+_MODULE, _CLASS = "pdconn.vllm.connector", "PdconnConnector"
+
+
+def register_names(factory: Any, *, as_nixl: bool) -> None:
+    """Register our names, and with ``as_nixl`` the in-tree connector's as well.
+
+    May be called again; what another plugin has registered under our names is left alone.
+
+    Args:
+        factory: vLLM's ``KVConnectorFactory``.
+    """
+    for name in NAMES:
+        if name not in factory._registry:
+            factory.register_connector(name, _MODULE, _CLASS)
+    for name in REPLACED if as_nixl else ():
+        factory._registry.pop(name, None)
+        factory.register_connector(name, _MODULE, _CLASS)

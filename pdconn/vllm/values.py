@@ -1,0 +1,63 @@
+"""Checks of single settings: each returns the value, or raises ValueError with what it expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdconn.lifecycle.lease import MIN_TTL_S
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("text")
+    return value
+
+
+def port(value: Any) -> int:
+    if type(value) is not int or not 0 < value < 65536:
+        raise ValueError("a port number from 1 to 65535")
+    return value
+
+
+def number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("a number")  # noqa: TRY004 - it becomes a FieldError
+    return value
+
+
+def seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
+        raise ValueError("seconds above 0 and below 86400")
+    return float(value)
+
+
+def lease(value: Any) -> float:
+    if seconds(value) < MIN_TTL_S:
+        raise ValueError(f"at least {MIN_TTL_S} seconds")
+    return float(value)
+
+
+def names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError("a list of backend names")
+    return tuple(value)
+
+
+def options(value: Any) -> dict[str, dict[str, str]]:
+    if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
+        raise ValueError("options per backend, like {'UCX': {'num_threads': '2'}}")
+    return {name: {k: str(v) for k, v in given.items()} for name, given in value.items()}
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")  # noqa: TRY004 - it becomes a FieldError
+    return value
+
+
+def truth(value: Any) -> bool:
+    """As NixlConnector's manifests write it, in which it may be text."""
+    written = str(value).lower()
+    if written not in ("true", "false"):
+        raise ValueError("true or false")
+    return written == "true"

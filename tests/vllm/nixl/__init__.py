@@ -1,0 +1,1 @@
+"""pdconn in the place of vLLM's in-tree NixlConnector."""
