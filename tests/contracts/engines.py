@@ -47,11 +47,13 @@ from pdconn.lab.ports import free_ports
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket, Command, FailPull
+from pdconn.sidechannel.security import Security
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
 from tests.vllm.test_producer import Pool
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HOST = "127.0.0.1"
 BLOCK_TOKENS, NUM_BLOCKS = 16, 16
 LENT = ([3, 4, 5], [0, 0, 7])
 PULLED = ([1, 2, 6], [0, 0, 8])
@@ -206,11 +208,11 @@ class Engine:
 
 
 @contextmanager
-def engines(lender_host: str = "127.0.0.1") -> Iterator[tuple[Engine, Engine]]:
+def engines(**extra: Any) -> Iterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine; prefill lends at a port of its own."""
     [port] = free_ports(1)
-    prefill = Engine("kv_producer", side_channel_host=lender_host, side_channel_port=port)
-    decode = Engine("kv_consumer")
+    prefill = Engine("kv_producer", side_channel_host=HOST, side_channel_port=port, **extra)
+    decode = Engine("kv_consumer", **extra)
     try:
         yield prefill, decode
     finally:
@@ -218,9 +220,9 @@ def engines(lender_host: str = "127.0.0.1") -> Iterator[tuple[Engine, Engine]]:
         prefill.close()
 
 
-def claim(ticket: Ticket) -> None:
+def claim(ticket: Ticket, security: Security | None = None) -> None:
     """Claim a ticket where it says, as a decode rank does; a refusal fails."""
-    with RawReader(ticket.port, wants=ticket.incarnation) as reader:
+    with RawReader(ticket.port, security, ticket.incarnation, ticket.host) as reader:
         assert reader.welcome.engine_id == ticket.engine_id
         granted = reader.claim(ticket.request_id, ticket.digest(), "pull")
         assert granted.ttl_ms > 0

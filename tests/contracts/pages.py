@@ -43,11 +43,11 @@ def manifests(page: str) -> list[dict[str, Any]]:
 
 
 def given_configs(page: str) -> list[dict[str, Any]]:
-    """Every ``--kv-transfer-config`` of a page, in YAML, shell, JSON and Python alike."""
+    """Every ``--kv-transfer-config`` of a page, in YAML, shell and JSON alike."""
     found: list[dict[str, Any]] = []
     for manifest in manifests(page):
         found += _within(manifest)
-    for language in ("sh", "json", "python"):
+    for language in ("sh", "json"):
         for text in fences(page, language):
             found += list(_objects(text))
     return found
@@ -74,4 +74,5 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     for found in re.finditer(r"\{\s*\"kv_connector\"", text):
         if found.start() >= end:
             made, end = decoder.raw_decode(text, found.start())
-            yield made
+            if "kv_role" in made:  # else a label of that name
+                yield made
