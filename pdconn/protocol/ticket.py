@@ -323,7 +323,7 @@ def _number(params: Mapping[str, Any], field: str, low: int, high: int) -> int:
     key = field.rpartition(".")[2]
     number = whole(params.get(key))
     if number is None:
-        raise TicketError(field, expected, params[key] if key in params else "nothing")
+        raise TicketError(field, expected, params.get(key, "nothing"))
     _check_range(field, number, low, high)
     return number
 

@@ -1,12 +1,13 @@
 """What routers send, as ``routers/*.json`` records it from their sources.
 
-A record says what a router makes of a client's body for prefill, and of prefill's answer for decode::
+A record says what a router makes of a client's body for prefill, and of prefill's answer for
+decode::
 
     prefill.kv_transfer_params       what prefill gets there; null: nothing
     prefill.set, .set_if_present     fields that the router writes
     prefill.at_most_if_present       numbers that it lowers
     prefill.remove                   fields that it leaves out
-    decode.takes                     path in decode's body -> path in prefill's answer ("" is all of it)
+    decode.takes                     path in decode's body -> path in the answer ("" is all of it)
     decode.sets                      path in decode's body -> value, after that
     decode.numbers                   "kept", or "doubles": read as IEEE doubles and written again
 

@@ -1,4 +1,4 @@
-"""Recorded requests over real HTTP: a router made of nothing but its record, between two engines."""
+"""Recorded requests over real HTTP: a router that is nothing but its record."""
 
 from __future__ import annotations
 

@@ -136,9 +136,7 @@ def test_what_a_router_breaks_by_itself_vllm_refuses(
             pair[0].prefill(COMPLETIONS, body)
 
 
-@pytest.mark.parametrize(
-    "mode", [mode for mode in HANDED_OVER if not mode.refused], ids=str
-)
+@pytest.mark.parametrize("mode", [mode for mode in HANDED_OVER if not mode.refused], ids=str)
 def test_the_other_routers_take_a_least_number_of_tokens(
     pair: tuple[Engine, Engine], mode: Mode
 ) -> None:
@@ -160,6 +158,30 @@ def test_a_ticket_survives_a_router_that_keeps_it_in_doubles(
     found = pair[1].decode(COMPLETIONS, body)
     assert found.ticket.digest() == parse_ticket(answer["kv_transfer_params"]).digest()
     claim(found.ticket)
+
+
+def test_with_prefills_tokens_a_chat_is_pulled_even_where_decode_would_render_it_otherwise(
+    pair: tuple[Engine, Engine],
+) -> None:
+    [mode] = [
+        one for one in HANDED_OVER if "kv_transfer_params.prompt_token_ids" in one.decode["takes"]
+    ]
+    body, answer = hand_over(pair, mode, CHAT)
+    body["messages"] = [{"role": "user", "content": "as another template would have it"}]
+    found = pair[1].decode(CHAT, body)
+    assert found.tokens == answer["prompt_token_ids"]
+    assert [type(one) for one in found.commands][-1] is ReadBlocks
+    claim(found.ticket)
+
+
+def test_without_them_such_a_chat_fails_by_the_digest_of_the_prompt(
+    pair: tuple[Engine, Engine],
+) -> None:
+    """Control."""
+    mode = HANDED_OVER[0]
+    body, _ = hand_over(pair, mode, CHAT)
+    body["messages"] = [{"role": "user", "content": "Is this the prompt that prefill computes?"}]
+    assert pair[1].decode(CHAT, body).failure.startswith("pdconn.prompt: expected ")
 
 
 @pytest.mark.parametrize("name", ROUTERS)

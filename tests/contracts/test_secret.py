@@ -22,7 +22,7 @@ from tests.contracts.recorded import MODES, Mode
 from tests.contracts.test_routers import CLIENTS
 
 OVERWRITING = [one for one in MODES if "$prefill_host" in one.decode["sets"].values()]
-SECRET = "0123456789abcdef0123456789abcdef"  # noqa: S105 - of this test
+SECRET = "0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
