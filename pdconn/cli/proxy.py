@@ -255,6 +255,12 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         "where that is faster; every engine needs kv_role kv_both (never)",
     )
     parser.add_argument(
+        "--reuse-tokens",
+        action="store_true",
+        help="decode takes the token ids of a chat that prefill has computed, and neither renders "
+        "nor tokenizes it again; other requests are handed over as ever",
+    )
+    parser.add_argument(
         "--hash-algorithm",
         choices=tuple(ALGORITHMS),
         help="the engines' --prefix-caching-hash-algo (detected)",
@@ -318,6 +324,7 @@ def _config(args: argparse.Namespace) -> ProxyConfig:
         policy=args.policy,
         alone_below=args.alone_below,
         pull_above=args.pull_above,
+        reuse_tokens=args.reuse_tokens,
         hash_algorithm=args.hash_algorithm,
         hash_block_tokens=args.hash_block_tokens,
         hash_seed=args.hash_seed,

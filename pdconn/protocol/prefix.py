@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdconn.protocol.errors import TicketError
-from pdconn.protocol.ticket import Ticket, parse_ticket
+from pdconn.protocol.ticket import Ticket, parse_ticket, whole
 
 
 def lend_of(params: object, num_prompt_tokens: int) -> int | None:
@@ -24,9 +24,10 @@ def lend_of(params: object, num_prompt_tokens: int) -> int | None:
     ours = _ours(params)
     if "lend" not in ours:
         return None
-    found, expected = ours["lend"], num_prompt_tokens - 1
-    if type(found) is not int or found != expected or found < 1:
-        raise TicketError("pdconn.lend", f"{expected}, all tokens of the prompt but one", found)
+    found, expected = whole(ours["lend"]), num_prompt_tokens - 1
+    if found is None or found != expected or found < 1:
+        expectation = f"{expected}, all tokens of the prompt but one"
+        raise TicketError("pdconn.lend", expectation, ours["lend"])
     return found
 
 

@@ -33,6 +33,7 @@ class ProxyConfig:
     ``fleet`` too.  Port 0 takes any free port.
 
     ``pull_above`` is the fewest tokens that prefill pulls from another engine; None: it never does.
+    ``reuse_tokens``: decode gets the token ids of a chat that prefill has computed.
     ``without_prefill`` is a word of ``WITHOUT_PREFILL``.  ``drain_delay_s`` passes between the
     end of readiness and the end of listening; ``drain_timeout_s`` begins after it.
 
@@ -46,6 +47,7 @@ class ProxyConfig:
     policy: str = PrefixAware.name
     alone_below: int = 256
     pull_above: int | None = None
+    reuse_tokens: bool = False
     hash_algorithm: str | None = None
     hash_block_tokens: int | None = None
     hash_seed: str | None = None

@@ -200,7 +200,7 @@ async def _services(
         pulls=None if config.pull_above is None else planner,
     )
     metrics.watch(caches, feeds.statuses, policy.name)
-    handover = Handover(engines, client, router, health, metrics, left, pulls)
+    handover = Handover(engines, client, router, health, metrics, left, pulls, config.reuse_tokens)
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 

@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from pdconn.vllm.config import ConfigError
 from pdconn.vllm.memory.layout import wanted_layout
 from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
@@ -85,8 +86,17 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker is registered."""
+        """Every worker is registered.
+
+        Raises:
+            ConfigError: another connector's metadata: of several that have some, MultiConnector
+                passes on the first one's only.
+        """
         handshakes = {key: meta for key, meta in metadata.items() if isinstance(meta, PdHandshake)}
+        if not handshakes:
+            seen = ", ".join(sorted({type(meta).__name__ for meta in metadata.values()}))
+            hint = "MultiConnector serves one connector that hands over, the first in its list"
+            raise ConfigError("handshake metadata", "ours", seen or "none", hint)
         self._of_scheduler().registered(handshakes)
 
     def on_new_request(self, request: Request) -> None:

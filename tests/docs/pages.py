@@ -69,8 +69,8 @@ def spans(text: str) -> list[str]:
 
 
 def every_page() -> list[Path]:
-    """README, what lies beside it, and ``docs/``; each file once."""
+    """README, what lies beside it, and ``docs/`` with its folders; each file once."""
     beside = [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")]
-    inside = [path for path in sorted(DOCS.glob("*.md")) if not path.is_symlink()]
+    inside = [path for path in sorted(DOCS.rglob("*.md")) if not path.is_symlink()]
     folders = [ROOT / "docker/README.md", ROOT / "examples/kubernetes/README.md"]
     return [*beside, *folders, *inside]

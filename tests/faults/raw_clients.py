@@ -35,11 +35,20 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 
 
 class RawReader:
-    """A decode rank that follows the protocol, one message at a time."""
+    """A decode rank that follows the protocol, one message at a time.
 
-    def __init__(self, port: int, security: Security | None = None, wants: str = "boot-1") -> None:
-        sock = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-        policy = (security or Security()).for_reader("127.0.0.1", f"127.0.0.1:{port}")
+    ``host`` is the lender's, as a ticket names it.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        security: Security | None = None,
+        wants: str = "boot-1",
+        host: str = "127.0.0.1",
+    ) -> None:
+        sock = socket.create_connection((host, port), PATIENCE_S)
+        policy = (security or Security()).for_reader(host, f"{host}:{port}")
         self._connection = Connection(sock, 1 << 24, policy=policy)
         self._received: list[FromLender] = []
         try:

@@ -39,6 +39,7 @@ from pdconn.protocol.ticket import (
     TICKET_VERSION,
     BlockList,
     Ticket,
+    TicketCut,
     block_digest,
     max_blocks_for,
     parse_ticket,
@@ -206,6 +207,37 @@ def test_a_ticket_survives_the_proxy() -> None:
     params = ticket().to_params(tp_size=2, pp_size=1)
     carried = msgspec.json.decode(msgspec.json.encode({**params, "proxy_says": "hi"}))
     assert parse_ticket(carried) == ticket()
+
+
+def test_a_ticket_survives_a_proxy_that_knows_doubles_only() -> None:
+    made = replace(ticket(), num_tokens=50, cuts=(TicketCut(16, "a"), TicketCut(32, "b")))
+    params = made.to_params(tp_size=2, pp_size=1)
+    carried = msgspec.json.decode(msgspec.json.encode(_as_doubles(params)))
+    assert type(carried["pdconn"]["version"]) is float
+    assert parse_ticket(carried) == made
+    assert parse_ticket(carried).digest() == made.digest()
+
+
+def _as_doubles(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_doubles(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_as_doubles(one) for one in value]
+    return float(value) if type(value) is int else value
+
+
+@pytest.mark.parametrize("wrong", [5600.5, float("inf"), float("-inf"), -1.0, 1e300, 2.0**53])
+def test_a_double_that_is_no_such_number_is_refused_like_any_other(wrong: float) -> None:
+    """Negative control."""
+    for changed, field in (
+        (_with(remote_port=wrong), "remote_port"),
+        (_with(remote_block_ids=[[1], [wrong]]), "remote_block_ids[1][0]"),
+        (_ours(first_blocks=[0, wrong]), "pdconn.first_blocks[1]"),
+        (_ours(cuts=[[wrong, "a"]]), "pdconn.cuts[0]"),
+    ):
+        with pytest.raises(TicketError) as caught:
+            parse_ticket(changed)
+        assert caught.value.field == field
 
 
 def _without(key: str) -> dict[str, Any]:

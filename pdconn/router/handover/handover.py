@@ -29,9 +29,15 @@ from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.openai.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
+from pdconn.router.openai.bodies import (
+    decode_body,
+    find_cached_tokens,
+    find_ticket,
+    prefill_body,
+    with_tokens,
+)
 from pdconn.router.openai.headers import RANK_HEADER
-from pdconn.router.openai.requests import Direct
+from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Role
 from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
@@ -49,7 +55,11 @@ class _Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Takes requests through prefill and decode."""
+    """Takes requests through prefill and decode.
+
+    Attributes:
+        reuses_tokens: decode gets the token ids of a chat that prefill has computed.
+    """
 
     engines: EngineRegistry
     client: EngineClient
@@ -58,6 +68,7 @@ class Handover:
     metrics: RouterMetrics
     abandoned: AbandonedRequests
     pulls: PrefixPulls
+    reuses_tokens: bool = False
     _warned: set[str] = field(default_factory=set)
 
     async def answer(self, request: RoutedRequest) -> EngineAnswer:
@@ -182,7 +193,8 @@ class Handover:
         self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None
     ) -> _Prefilled | EngineAnswer:
         try:
-            body = prefill_body(request.body, None if borrowed is None else borrowed.ticket)
+            source = None if borrowed is None else borrowed.ticket
+            body = prefill_body(request.body, source, returns_tokens=self.reuses_tokens)
             headers = _headers(request, candidate)
             headers["Accept-Encoding"] = "identity"  # the router reads this answer
             path = request.body.route.path
@@ -211,6 +223,8 @@ class Handover:
             self._warn_no_ticket(engine)
         else:
             request.ticket_s = took_s
+            if self.reuses_tokens and request.body.route is Route.CHAT:
+                request.ticket = with_tokens(request.ticket, answer.whole)
 
     async def _decode(
         self, request: RoutedRequest, candidates: Iterable[Candidate]

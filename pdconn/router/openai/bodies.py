@@ -14,7 +14,9 @@ and where an engine holds the first n tokens of the prompt, which prefill pulls 
               "kv_transfer_params": {"do_remote_decode": true, "pdconn": {"lend": n}, ...}}
     prefill  as above, and in "kv_transfer_params" "pdconn": {"from": the holder's ticket}
 
-Tickets are the connector's: the router passes them on unread.
+Tickets are the connector's: the router passes them on unread.  With ``--reuse-tokens`` it asks
+prefill for a chat's token ids (``return_token_ids``), and puts them beside the ticket: vLLM takes
+``prompt_token_ids`` out of the parameters, and renders and tokenizes the chat no second time.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ _LEND: Mapping[str, object] = {
     "remote_port": None,
 }
 
+_TOKENS_FIELD = "prompt_token_ids"
+
 _SHAPES_HASHES = ("model", "cache_salt")
 """Fields beside the prompt that an engine's block hashes depend on."""
 
@@ -58,12 +62,17 @@ _SHAPES_HASHES = ("model", "cache_salt")
 RETURN_MODEL = "pdconn-returns-a-ticket"
 
 
-def prefill_body(body: ParsedBody, source: Raw | None = None) -> bytes:
+def prefill_body(
+    body: ParsedBody, source: Raw | None = None, *, returns_tokens: bool = False
+) -> bytes:
     """The same prompt, one token of answer, and a request to lend the blocks.
 
-    ``source`` is a ticket for the prompt's prefix.
+    ``source`` is a ticket for the prompt's prefix.  ``returns_tokens``: a chat's answer is to hold
+    the token ids of its prompt.
     """
     fields = _prefill_fields(body)
+    if returns_tokens and body.route is Route.CHAT:
+        fields["return_token_ids"] = True
     if source is not None:
         fields[TICKET_FIELD] = {**_LEND, "pdconn": {"from": source}}
     return msgspec.json.encode(fields)
@@ -116,6 +125,7 @@ def return_body(body: ParsedBody, ticket: Raw) -> bytes:
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: Raw = Raw(b"null")
+    prompt_token_ids: Raw = Raw(b"null")
 
 
 class _PrefixTicket(msgspec.Struct):
@@ -145,6 +155,19 @@ def find_ticket(answer: bytes) -> Raw | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return None if is_empty(found) or kind_of(found) != "an object" else found
+
+
+def with_tokens(ticket: Raw, answer: bytes) -> Raw:
+    """The ticket with the token ids of the prompt beside it, if prefill's answer has them.
+
+    >>> bytes(with_tokens(Raw(b'{"x": 1}'), b'{"prompt_token_ids": [5, 6]}'))
+    b'{"x":1,"prompt_token_ids":[5, 6]}'
+    """
+    found = msgspec.json.decode(answer, type=_PrefillAnswer).prompt_token_ids
+    if kind_of(found) != "a list":
+        return ticket
+    fields = msgspec.json.decode(ticket, type=dict[str, Raw])
+    return Raw(msgspec.json.encode({**fields, _TOKENS_FIELD: found}))
 
 
 def find_prefix_ticket(answer: bytes) -> Raw | None:

@@ -239,3 +239,24 @@ async def test_a_slow_reader_slows_the_engine_and_fills_no_memory():
         assert sent < 4000 * 16384
         await leave(writer)
         await until(lambda: d.decode[0].aborted)
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+@in_loop
+async def test_decode_gets_prefills_tokens_of_a_chat_if_they_are_to_be_reused(reuses):
+    async def answers(engine, seen, http):
+        asked = seen.body.get("return_token_ids")
+        assert asked is (True if reuses and seen.path.startswith("/v1/chat") else None)
+        tokens = "[5, 6]" if asked else "null"
+        text = f'{{"kv_transfer_params": {engine.leases.grant()}, "prompt_token_ids": {tokens}}}'
+        return web.Response(text=text, content_type="application/json")
+
+    async with deployment(reuse_tokens=reuses) as d:
+        d.prefill[0].script = answers
+        await d.complete("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
+        await d.complete("/v1/completions", prompt="x")
+        chat, completion = (seen.params for seen in d.decode[0].seen)
+        assert chat.get("prompt_token_ids") == ([5, 6] if reuses else None)
+        assert (chat["lease"], completion["lease"]) == ("lease-1", "lease-2")
+        assert "prompt_token_ids" not in completion
+        assert not d.leases.held

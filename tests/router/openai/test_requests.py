@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec import Raw
 
 from pdconn.router.errors import BadBody
 from pdconn.router.openai.bodies import (
@@ -11,6 +12,7 @@ from pdconn.router.openai.bodies import (
     find_ticket,
     prefill_body,
     return_body,
+    with_tokens,
 )
 from pdconn.router.openai.requests import Direct, Route, parse_body
 
@@ -249,3 +251,22 @@ def test_an_empty_ticket_from_the_client_is_replaced_not_doubled():
     body = decode_body(completion(kv_transfer_params={}), ticket)
     assert body.count(b"kv_transfer_params") == 1
     assert json.loads(body)["kv_transfer_params"] == {"x": 1}
+
+
+def test_prefill_is_asked_for_the_tokens_of_chats_only_and_only_if_they_are_wanted() -> None:
+    wanted = [prefill_body(one, returns_tokens=True) for one in (chat(), completion())]
+    assert [json.loads(body).get("return_token_ids") for body in wanted] == [True, None]
+    assert "return_token_ids" not in json.loads(prefill_body(chat(return_token_ids=True)))
+
+
+def test_tokens_stand_beside_a_ticket_whose_other_fields_stay_as_prefill_wrote_them() -> None:
+    ticket = Raw(b'{"x": [1, 2.50], "new": {"y": null}}')
+    made = bytes(with_tokens(ticket, b'{"prompt_token_ids": [5, 6], "usage": 1}'))
+    assert json.loads(made) == {"x": [1, 2.5], "new": {"y": None}, "prompt_token_ids": [5, 6]}
+    assert b"[1, 2.50]" in made
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"prompt_token_ids": null}'])
+def test_without_tokens_the_ticket_stays_as_it_is(answer: bytes) -> None:
+    ticket = Raw(b'{"x":  1}')
+    assert with_tokens(ticket, answer) is ticket

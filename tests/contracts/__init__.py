@@ -1,0 +1,1 @@
+"""Other people's routers, as their sources say what they send, in front of our code."""
