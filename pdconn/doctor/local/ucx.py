@@ -95,15 +95,24 @@ def seen_ucx(facts: UcxFacts) -> list[str]:
 def judge_ucx(facts: UcxFacts, devices: Devices, transport: str = "nixl") -> Iterator[Finding]:
     """What keeps UCX from starting, from the network, or from the fastest card."""
     yield from _several(facts, transport)
-    yield from _net_devices(facts.settings.get("UCX_NET_DEVICES"), devices)
+    absent = [*_net_devices(facts.settings.get("UCX_NET_DEVICES"), devices)]
+    yield from absent
     answer = facts.answer
-    if answer is None:
+    if answer is None or absent:  # UCX does not start with a device that is not there
         return
     if answer.error is not None:
+        message = f"{answer.error}{_with(facts.settings)}"
         remedy = "run python -c 'import nixl._api' in this environment, and install what it lacks"
-        yield fault("ucx.start", "NIXL", answer.error, remedy)
+        if facts.settings:
+            remedy = f"unset or correct {', '.join(sorted(facts.settings))}"
+        yield fault("ucx.start", "NIXL", message, remedy)
         return
     yield from _reach(answer.transports, facts.settings, devices)
+
+
+def _with(settings: Mapping[str, str]) -> str:
+    listed = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
+    return f"; with {listed}" if listed else ""
 
 
 def _several(facts: UcxFacts, transport: str) -> Iterator[Finding]:
@@ -133,7 +142,7 @@ def _net_devices(given: str | None, devices: Devices) -> Iterator[Finding]:
         if word.strip() in devices.names or word.strip() == "all":
             continue
         known = ", ".join(sorted(devices.names - {"lo"})) or "none"
-        message = f"UCX_NET_DEVICES: expected devices of this host ({known}), got {word!r}"
+        message = f"expected devices of this host ({known}), got {word!r}"
         remedy = "set it to one of these, or unset it: UCX then chooses"
         yield fault("ucx.net-devices", "UCX_NET_DEVICES", message, remedy)
 
