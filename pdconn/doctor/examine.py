@@ -75,13 +75,14 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
         BadSetting: the fleet file is wrong.
     """
     checks: list[Checked] = []
+    members = asyncio.run(_members(questions.sources))  # first: a bad file ends the command
     settings, refused = None, None
     if questions.config is not None:
         settings, refused = given.settings_of_given(questions.config, questions.environ)
     if questions.local:
         checks += _local(questions, settings, refused, say)
     if questions.sources or questions.prefill_channels or questions.decode_channels:
-        checks += asyncio.run(_fleet(questions, settings, say))
+        checks += asyncio.run(_fleet(questions, members, settings, say))
     if questions.probe is not None:
         say("reading from the other host")
         facts = read_probe(*questions.probe, say)
@@ -172,8 +173,9 @@ def _side_channel(questions: Questions, settings: Settings | None) -> Iterator[C
 # --- the fleet ----------------------------------------------------------------------------
 
 
-async def _fleet(questions: Questions, settings: Settings | None, say: Say) -> list[Checked]:
-    members = await _members(questions.sources)
+async def _fleet(
+    questions: Questions, members: Sequence[Member], settings: Settings | None, say: Say
+) -> list[Checked]:
     made: list[Checked] = []
     async with engines.client_session(questions.timeout_s, questions.api_key) as session:
         found: Sequence[engines.EngineFacts] = ()

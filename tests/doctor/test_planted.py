@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pdconn.cli.main import main
+from pdconn.doctor.local.ucx import UcxAnswer, ask_ucx
 from pdconn.lab.ports import free_ports
 from tests.doctor.healthy import SHARED, Healthy, healthy, ids, lending
 from tests.fakes.credentials import OTHER, SECRET, Authority
@@ -57,8 +58,16 @@ class Host:
         return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.fixture(scope="module")
+def answer() -> UcxAnswer:
+    """What NIXL's UCX says here."""
+    return ask_ucx({})
+
+
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
+def host(tmp_path: Path, answer: UcxAnswer, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """NIXL is asked once for all tests: starting it takes seconds."""
+    monkeypatch.setattr("pdconn.doctor.examine.ucx.ask_ucx", lambda options: answer)
     return Host(tmp_path)
 
 
@@ -177,15 +186,26 @@ def test_a_taken_port_is_found_and_an_engine_at_it_is_not_a_fault(
         assert ids(host.ask(capsys)[1]) == ids(before)
 
 
-def test_a_network_device_that_is_not_here_is_found(
-    host: Host, capsys: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("UCX_NET_DEVICES", "mlx5_77:1", "ucx.net-devices"),
+        ("UCX_TLS", "nonsense", "ucx.start"),
+        ("UCX_NET_DEVICES", "lo", "ucx.one-host"),
+    ],
+)
+def test_a_wrong_variable_of_ucx_is_found_by_starting_it(
+    variable: str, value: str, found: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    _, before = host.ask(capsys)
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_77:1")
-    code, document = host.ask(capsys)
-    assert [one for one in ids(document) if one not in ids(before)] == ["ucx.net-devices"]
-    assert code == 1
+    for name in ("UCX_NET_DEVICES", "UCX_TLS"):
+        monkeypatch.delenv(name, raising=False)
+    main(["doctor", "--json"])
+    before = json.loads(capsys.readouterr().out)
+    monkeypatch.setenv(variable, value)
+    code = main(["doctor", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert [one for one in ids(document) if one not in ids(before)] == [found]
+    assert code == (0 if found == "ucx.one-host" else 1)
 
 
 # --- a pair -------------------------------------------------------------------------------

@@ -202,9 +202,8 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
     async with session.post(f"{url}/v1/completions", json=body) as response:
         raw = await response.read()
     if response.status != _OK:
-        raise GoldenRefused(
-            f"{url} answered {response.status}: {one_line(raw.decode(errors='replace'), 120)}"
-        )
+        told = one_line(raw.decode(errors="replace"), 120)
+        raise GoldenRefused(f"{url} answered {response.status}: {told}", response.status)
     try:
         return answer_of(json.loads(raw))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -277,7 +276,12 @@ def _tokens(subject: str, one: GoldenFacts) -> Iterator[Finding]:
 
 
 def _pulled(subject: str, one: GoldenFacts) -> Iterator[Finding]:
-    if one.pulled or (one.pulled is None and not one.failed):
+    if one.pulled:
+        return
+    if one.pulled is None and not one.failed:
+        message = "decode counts no pulls, so it may have computed the prompt itself"
+        remedy = "run pdconn on decode, and do not switch its metrics off (--disable-log-stats)"
+        yield warning("golden.uncounted", subject, message, remedy)
         return
     why = "its pull failed" if one.failed else "it pulled nothing"
     message = f"decode answered, but {why}: it computed the prompt itself"

