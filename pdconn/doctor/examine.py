@@ -67,6 +67,11 @@ class Questions:
     root: Path = Path("/")
     asks_nixl: bool = True
 
+    @property
+    def engine_environ(self) -> Mapping[str, str]:
+        """The variables of an engine here: ours, under those of its command line."""
+        return {**self.environ, **(self.config.environ if self.config is not None else {})}
+
 
 def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
     """Run every check.
@@ -125,8 +130,9 @@ def _ucx(
     answer = None
     if questions.asks_nixl and transport != "ucx" and find_spec("nixl") is not None:
         say("starting NIXL in a process of its own")
-        answer = ucx.ask_ucx({} if settings is None else settings.backend_options)
-    facts = ucx.read_ucx(questions.environ, answer)
+        options = {} if settings is None else settings.backend_options
+        answer = ucx.ask_ucx(options, questions.engine_environ)
+    facts = ucx.read_ucx(questions.engine_environ, answer)
     return checked("ucx", ucx.judge_ucx(facts, host, transport), *ucx.seen_ucx(facts))
 
 
@@ -146,28 +152,30 @@ def _config(questions: Questions, refused: ConfigError | None) -> Checked:
 
 def _side_channel(questions: Questions, settings: Settings | None) -> Iterator[Checked]:
     config = questions.config
-    environ = questions.environ if config is None else {**questions.environ, **config.environ}
     extra = {} if config is None else config.extra
     files = {
         key: extra.get(key) or questions.tls.get(key) for key in ("tls_cert", "tls_key", "tls_ca")
     }
     secret = extra.get("secret_file") or questions.secret_file
-    facts = credentials.read_credentials(secret, files, environ)
-    role = None if config is None else (config.transfer or {}).get("kv_role")
-    lends = role in ("kv_producer", "kv_both")
-    host = settings.side_channel_host if settings is not None and lends else None
+    facts = credentials.read_credentials(secret, files, questions.engine_environ)
+    lends = config is not None and config.lends
+    listens_at = settings.side_channel_host if settings is not None and lends else None
+    named = given.named_host(settings) if settings is not None and lends else None
+    if settings is not None and not settings.security.check_hostname:
+        named = None
     now = time.time()
-    checks_host = settings is not None and settings.security.check_hostname
-    yield checked(
-        "credentials",
-        credentials.judge_credentials(facts, host if checks_host else None, now),
-        credentials.seen_credentials(facts, now),
-    )
-    if settings is None or host is None:
+    judged = credentials.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
+    yield checked("credentials", judged, credentials.seen_credentials(facts, now))
+    if settings is None or config is None or listens_at is None:
         yield Checked("port", skipped="no --config of an engine that lends")
         return
-    port = ports.read_port(host, settings.side_channel_port, settings.security)
-    yield checked("port", ports.judge_port(port), str(port))
+    first = settings.side_channel_port
+    tried = [
+        ports.read_port(listens_at, port, settings.security)
+        for port in range(first, min(first + config.num_ports, 1 << 16))
+    ]
+    found = [finding for one in tried for finding in ports.judge_port(one)]
+    yield checked("port", found, *map(str, tried))
 
 
 # --- the fleet ----------------------------------------------------------------------------

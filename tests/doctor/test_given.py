@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from pdconn.doctor.errors import BadQuestion
-from pdconn.doctor.local.given import judge_given, read_given, settings_of_given
+from pdconn.doctor.local.given import (
+    judge_given,
+    named_host,
+    read_given,
+    settings_of_given,
+)
+from pdconn.vllm.config import Settings
 
+KEY = "kv_connector_extra_config"
 EXTRA = {"kv_lease_duration": 60}
 TRANSFER: dict[str, Any] = {
     "kv_connector": "PdConnector",
@@ -38,7 +45,10 @@ def forms(folder: Path, transfer: dict[str, Any], **options: Any) -> list[str]:
     page.write_text("\n".join([*lines, *(f"{k}: {json.dumps(v)}" for k, v in options.items())]))
     flags = " ".join(f"--{name}" for name in options)
     line = f"HF_HOME=/x vllm serve m --port 8100 {flags} --kv-transfer-config='{text}'"
-    return [str(whole), str(page), line, *([] if options else [text, str(bare)])]
+    dotted = " ".join(f"--kv-transfer-config.{k} '{v}'" for k, v in transfer.items() if k != KEY)
+    dotted += f" --kv-transfer-config.{KEY}.kv_lease_duration 60"
+    lines = line, f"vllm serve m {dotted} {flags}"
+    return [str(whole), str(page), *lines, *([] if options else [text, str(bare)])]
 
 
 def test_every_form_is_read_alike(tmp_path: Path) -> None:
@@ -107,6 +117,23 @@ def test_variables_of_the_line_go_before_those_of_the_shell() -> None:
     assert "config.VLLM_NIXL_SIDE_CHANNEL_PORT" in found(
         json.dumps(TRANSFER), {"VLLM_NIXL_SIDE_CHANNEL_PORT": "x"}
     )
+
+
+def test_every_data_parallel_rank_here_has_a_port() -> None:
+    transfer = json.dumps(TRANSFER)
+    for options, expected in (
+        ("", 1),
+        ("--data-parallel-size 4", 4),
+        ("--data-parallel-size 8 --data-parallel-size-local=2", 2),
+    ):
+        line = f"vllm serve m --kv-transfer-config '{transfer}' {options}"
+        assert read_given(line).num_ports == expected
+        assert read_given(line).lends
+
+
+def test_the_host_that_tickets_name_is_not_the_wildcard() -> None:
+    for host, expected in (("10.0.0.1", "10.0.0.1"), ("p0", "p0"), ("0.0.0.0", None)):
+        assert named_host(Settings(host, 5600)) == expected
 
 
 def test_an_engine_without_connector_is_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import threading
@@ -61,13 +62,13 @@ class Host:
 @pytest.fixture(scope="module")
 def answer() -> UcxAnswer:
     """What NIXL's UCX says here."""
-    return ask_ucx({})
+    return ask_ucx({}, os.environ)
 
 
 @pytest.fixture
 def host(tmp_path: Path, answer: UcxAnswer, monkeypatch: pytest.MonkeyPatch) -> Host:
     """NIXL is asked once for all tests: starting it takes seconds."""
-    monkeypatch.setattr("pdconn.doctor.examine.ucx.ask_ucx", lambda options: answer)
+    monkeypatch.setattr("pdconn.doctor.examine.ucx.ask_ucx", lambda options, environ: answer)
     return Host(tmp_path)
 
 

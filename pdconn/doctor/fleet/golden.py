@@ -258,9 +258,8 @@ def _tokens(subject: str, one: GoldenFacts) -> Iterator[Finding]:
     at = one.position
     if at is None:
         return
-    ours, theirs = (
-        tokens[at] if at < len(tokens) else "nothing" for tokens in (one.expected, one.seen)
-    )
+    ours = one.expected[at] if at < len(one.expected) else "nothing"
+    theirs = one.seen[at] if at < len(one.seen) else "nothing"
     message = f"token {at}: expected {ours!r} as prefill alone, got {theirs!r}"
     gap = one.gaps[at] if at < len(one.gaps) else None
     if gap is not None and gap < NEAR_TIE_NATS:

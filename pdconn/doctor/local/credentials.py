@@ -129,12 +129,17 @@ def seen_credentials(facts: CredentialFacts, now: float) -> str:
 
 
 def judge_credentials(
-    facts: CredentialFacts, host: str | None = None, now: float | None = None
+    facts: CredentialFacts,
+    *,
+    listens_at: str | None = None,
+    named: str | None = None,
+    now: float | None = None,
 ) -> Iterator[Finding]:
     """What an engine, or its peers, would refuse.
 
     Args:
-        host: the host that tickets name, if this engine lends; None: not known.
+        listens_at: where this engine's side channel listens; None: it has none.
+        named: the host that tickets name and peers check; None: not known, or not checked.
         now: seconds since the epoch.
     """
     for error in facts.errors:
@@ -149,13 +154,15 @@ def judge_credentials(
         message = f"{facts.cert}: ends in {days:.1f} days"
         remedy = "renew it and restart the engine: files are read at its start"
         yield warning("credentials.tls-ends", "tls_cert", message, remedy)
-    if facts.names and host and not _names(facts.names, host):
-        message = f"{facts.cert}: expected {host}, which tickets name, got {', '.join(facts.names)}"
+    if facts.names and named and not _names(facts.names, named):
+        message = (
+            f"{facts.cert}: expected {named}, which tickets name, got {', '.join(facts.names)}"
+        )
         remedy = "issue it for that host, or set tls_check_hostname to false on decode"
         yield fault("credentials.tls-host", "tls_cert", message, remedy)
     protected = facts.has_secret or facts.has_tls or facts.errors
-    if host is not None and not is_loopback(host) and not protected:
-        message = f"the side channel at {host} has neither secret nor TLS"
+    if listens_at is not None and not is_loopback(listens_at) and not protected:
+        message = f"the side channel at {listens_at} has neither secret nor TLS"
         remedy = "set secret_file (docs/security.md has three lines), or insecure where all is ours"
         yield fault("credentials.none", "side channel", message, remedy)
 

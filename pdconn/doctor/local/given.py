@@ -22,12 +22,15 @@ from pdconn.doctor.findings import Finding, fault, of_error, warning
 from pdconn.vllm.config import ConfigError, Settings, read_settings
 
 _OPTION = "--config"
+_DOTTED = "kv_transfer_config."
+_WILDCARDS = ("0.0.0.0", "::")
 _TRANSFER = "kv_transfer_config"
 _EXTRA = "kv_connector_extra_config"
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _PACKAGE = "pdconn.vllm"
 _NAMES = ("PdConnector", "PdconnConnector")
 _MULTI = "MultiConnector"
+_MOST_RANKS = 64
 DEFAULT_PORT = 5600
 DEFAULT_HOST = "localhost"
 
@@ -57,6 +60,20 @@ class GivenConfig:
             if isinstance(child, Mapping) and _is_ours(child):
                 return child
         return None
+
+    @property
+    def lends(self) -> bool:
+        """Whether its role has a side channel."""
+        return (self.transfer or {}).get("kv_role") in ("kv_producer", "kv_both")
+
+    @property
+    def num_ports(self) -> int:
+        """Ports of side channels on this host: one for each data-parallel rank here."""
+        for name in ("data_parallel_size_local", "data_parallel_size"):
+            size = str(self.options.get(name, ""))
+            if size.isdecimal() and 0 < int(size) <= _MOST_RANKS:
+                return int(size)
+        return 1
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -118,11 +135,29 @@ def _of_command(line: str) -> GivenConfig:
             value, equals = words.pop(0), "="
         options[name.replace("-", "_")] = value if equals else True
     transfer = options.pop(_TRANSFER, None)
-    if transfer is not None:
+    dotted = [name for name in options if name.startswith(_DOTTED)]
+    if transfer is None and dotted:
+        transfer = _nested({name: options.pop(name) for name in dotted})
+    elif transfer is not None:
         transfer = _parsed(str(transfer), "--kv-transfer-config")
         if not isinstance(transfer, Mapping):
             raise BadQuestion("--kv-transfer-config", "an object", type(transfer).__name__)
     return GivenConfig(transfer, options, environ)
+
+
+def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``--kv-transfer-config.kv_role kv_both`` and the like, as vLLM joins them."""
+    made: dict[str, Any] = {}
+    for name, value in options.items():
+        *above, last = name.removeprefix(_DOTTED).split(".")
+        inner = made
+        for key in above:
+            inner = inner.setdefault(key, {})
+        try:
+            inner[last] = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            inner[last] = value
+    return made
 
 
 def _parsed(content: str, where: str) -> Any:
@@ -158,6 +193,12 @@ def settings_of_given(
         return read_settings(given.extra, host, int(port), 0, merged), None
     except ConfigError as error:
         return None, error
+
+
+def named_host(settings: Settings) -> str | None:
+    """The host in our tickets; None where it is found only as the engine starts."""
+    host = getattr(settings, "advertise_host", None) or settings.side_channel_host
+    return None if host in _WILDCARDS else str(host)
 
 
 def judge_given(given: GivenConfig, refused: ConfigError | None) -> Iterator[Finding]:
@@ -204,8 +245,8 @@ def _hybrid(given: GivenConfig) -> Iterator[Finding]:
         yield fault(
             "config.hybrid-off",
             "--disable-hybrid-kv-cache-manager",
-            "the hybrid KV cache manager is off: window layers keep and hand over all tokens, and "
-            "models with states do not start",
+            "the hybrid KV cache manager is off: layers with windows keep the KV of all tokens, and "
+            "hand it over",
             "take the option out: pdconn supports the hybrid manager",
         )
 

@@ -179,17 +179,20 @@ def _reach(
 
 
 def ask_ucx(
-    options: Mapping[str, Mapping[str, str]], timeout_s: float = ASK_TIMEOUT_S
+    options: Mapping[str, Mapping[str, str]],
+    environ: Mapping[str, str],
+    timeout_s: float = ASK_TIMEOUT_S,
 ) -> UcxAnswer:
     """Start NIXL in a child process, as an engine of this environment would.
 
     Args:
         options: ``backend_options`` of the engine.
+        environ: its environment variables.
     """
     command = [sys.executable, "-m", "pdconn.doctor.local.ucx", json.dumps(options)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         return UcxAnswer(error=f"NIXL did not start within {timeout_s:g} s")
