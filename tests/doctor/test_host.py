@@ -162,6 +162,8 @@ RDMA = Devices(rdma=(RdmaPort("mlx5_0", 1, True, 400.0, 0),))
     [
         (GOOD, RDMA, []),
         (replace(GOOD, memlock=8 << 20), RDMA, ["limits.memlock"]),
+        (replace(GOOD, memlock=99 * GIB, memory=99 * GIB), RDMA, []),
+        (replace(GOOD, memlock=99 * GIB, memory=100 * GIB), RDMA, ["limits.memlock"]),
         (replace(GOOD, memlock=8 << 20), Devices(), []),  # TCP and CMA pin nothing
         (replace(GOOD, open_files=1024), Devices(), ["limits.open-files"]),
         (replace(GOOD, huge_pages="never"), Devices(), ["limits.huge-pages"]),
@@ -187,9 +189,11 @@ def test_limits_are_read_from_files(tmp_path: Path) -> None:
     written(tmp_path / "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]")
     written(tmp_path / "proc/sys/kernel/yama/ptrace_scope", "3")
     written(tmp_path / "proc/self/status", "CapPrm:\t0\nCapEff:\t0000000000080000")
+    written(tmp_path / "proc/meminfo", "MemTotal:  1024 kB\nMemFree: 1 kB")
     (tmp_path / "dev/shm").mkdir(parents=True)
     found = read_limits(tmp_path)
     assert (found.huge_pages, found.ptrace_scope, found.may_trace) == ("never", 3, True)
+    assert found.memory == 1 << 20
     assert found.shm is not None
     assert found.shm[0] >= found.shm[1] > 0
     bare = read_limits(tmp_path / "none")

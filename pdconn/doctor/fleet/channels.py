@@ -23,7 +23,7 @@ from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.session import Unauthenticated
-from registration import RegistrationError
+from registration import AttentionKind, RegistrationError
 
 _AT_ONCE = 16
 _RUNS_OF_A_BLOCK = 4
@@ -40,11 +40,6 @@ class ChannelFacts:
     described: Described | None = None
     error: str | None = None
     is_refused: bool = False
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it came from a description file."""
-        return self.described is not None and not self.where.rpartition(":")[2].isdecimal()
 
 
 def check_channel(option: str, word: str) -> str:
@@ -170,7 +165,7 @@ def _pair(lender: ChannelFacts, reader: ChannelFacts) -> PairFacts:
             runs += len(template.nbytes)
             nbytes += template.sub_block_nbytes
             largest = max(largest, template.sub_block_nbytes)
-            if rank.references.groups[template.our_group].window is None:
+            if rank.references.groups[template.our_group].kind is AttentionKind.FULL:
                 of_token += template.sub_block_nbytes / template.sub_block_tokens
         busiest = max(busiest, of_token)
     return PairFacts(lender.where, reader.where, (), nbytes // max(1, runs), largest, busiest)

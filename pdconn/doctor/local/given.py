@@ -245,7 +245,7 @@ def _hybrid(given: GivenConfig) -> Iterator[Finding]:
         yield fault(
             "config.hybrid-off",
             "--disable-hybrid-kv-cache-manager",
-            "the hybrid KV cache manager is off: layers with windows keep the KV of all tokens, and "
+            "the hybrid KV cache manager is off: layers with windows keep the KV of all tokens and "
             "hand it over",
             "take the option out: pdconn supports the hybrid manager",
         )

@@ -26,6 +26,7 @@ class HostLimits:
     """What the kernel allows; None for what it does not say.
 
     Attributes:
+        memory: bytes of this host; 0 if it is not known.
         memlock: bytes that a process may pin; None without a limit.
         open_files: descriptors of a process; None without a limit.
         huge_pages, shmem_huge_pages: the chosen words of ``transparent_hugepage``.
@@ -41,6 +42,7 @@ class HostLimits:
     shm: tuple[int, int] | None
     ptrace_scope: int | None
     may_trace: bool
+    memory: int = 0
 
 
 def read_limits(root: Path = Path("/")) -> HostLimits:
@@ -55,6 +57,7 @@ def read_limits(root: Path = Path("/")) -> HostLimits:
         _space(root / "dev/shm"),
         int(scope) if scope is not None and scope.isdecimal() else None,
         _may_trace(root / "proc/self/status"),
+        _memory(root / "proc/meminfo"),
     )
 
 
@@ -98,6 +101,8 @@ def judge_limits(
 
 def _memlock(limits: HostLimits, devices: Devices) -> Iterator[Finding]:
     if limits.memlock is None or not devices.active_rdma:
+        return
+    if 0 < limits.memory <= limits.memlock:
         return
     yield fault(
         "limits.memlock",
@@ -145,6 +150,11 @@ def _space(path: Path) -> tuple[int, int] | None:
 def _may_trace(status: Path) -> bool:
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(status) or "", re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> _CAP_SYS_PTRACE & 1)
+
+
+def _memory(meminfo: Path) -> int:
+    found = re.search(r"^MemTotal:\s*(\d+) kB$", _read(meminfo) or "", re.MULTILINE)
+    return 0 if found is None else int(found[1]) << 10
 
 
 def sized(nbytes: int) -> str:
