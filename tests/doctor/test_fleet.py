@@ -260,6 +260,17 @@ async def test_a_decode_engine_that_counts_no_pulls_cannot_be_told(
 
 
 @in_loop
+async def test_a_prompt_may_take_longer_than_a_page(tmp_path: Path, capsys: Any) -> None:
+    async with healthy(tmp_path) as pair:
+        pair.decode.admission_s = 2.5  # the pages' time-out is 2 s
+        code, document = await pair.ask(capsys)
+        assert (code, ids(document)) == (0, [])
+        pair.decode.admission_s, pair.decode.metrics_pause_s = 0.0, 2.5
+        code, document = await pair.ask(capsys)
+        assert (code, ids(document)) == (1, ["engine.unreachable"])  # the control
+
+
+@in_loop
 async def test_an_engine_without_tokenizer_is_sent_ids(tmp_path: Path, capsys: Any) -> None:
     async with healthy(tmp_path) as pair:
         pair.prefill.takes_text = pair.decode.takes_text = False

@@ -38,6 +38,8 @@ _NUM_IDS = 400
 _LEAST_VOCAB = 500
 _SPARE_TOKENS = NUM_TOKENS + 48
 _BAD_REQUEST = 400
+_ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0)
+"""Of a prompt, which may wait behind others; the pages of an engine have ``--timeout``."""
 _METRIC_WAIT_S = 5.0
 _METRIC_STEP_S = 0.25
 _OK = 200
@@ -199,7 +201,9 @@ async def _alone(
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> GoldenAnswer:
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+    async with session.post(
+        f"{url}/v1/completions", json=body, timeout=_ANSWER_TIMEOUT
+    ) as response:
         raw = await response.read()
     if response.status != _OK:
         told = one_line(raw.decode(errors="replace"), 120)
