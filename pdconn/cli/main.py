@@ -59,6 +59,9 @@ COMMANDS: tuple[Command, ...] = (
         "run engines and proxy here, and check every answer",
         needs_reader=True,
     ),
+    Command(
+        "doctor", "pdconn.cli.doctor.command", "find what is wrong with a host, a pair or a fleet"
+    ),
     Command("diff", "pdconn.cli.diff", "check whether two engines can exchange KV"),
     Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
     Command("score", "pdconn.cli.score", "explain how the router scores a request's prefix"),
@@ -76,6 +79,7 @@ _EXAMPLES = """\
 examples:
   pdconn demo
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200
+  pdconn doctor --config prefill.json
   pdconn plan --model gemma-3-27b --prefill tp=4 --decode tp=2
   pdconn score snapshot.json
   pdconn store ls /mnt/kv

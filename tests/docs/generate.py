@@ -46,7 +46,7 @@ PACKAGES = (
     "pdconn/vllm", "pdconn/lender", "pdconn/puller", "pdconn/sidechannel", "pdconn/lifecycle",
     "pdconn/planning", "pdconn/protocol", "pdconn/integrity", "registration", "transport",
     "pdconn/store", "pdconn/router", "pdconn/faults", "pdconn/forecast", "pdconn/cli",
-    "pdconn/bench", "pdconn/lab",
+    "pdconn/doctor", "pdconn/bench", "pdconn/lab",
 )  # fmt: skip
 
 

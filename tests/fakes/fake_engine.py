@@ -102,6 +102,7 @@ class FakeEngine:
         self.script: Script | None = None
         self.health_status = 200
         self.num_probes = 0
+        self.version: str | None = None  # what /version says, if it answers
         self.metrics_page: str | bytes = ""
         self.metrics_status = 200
         self.metrics_pause_s = 0.0
@@ -132,6 +133,7 @@ class FakeEngine:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/{kind:(chat/)?completions}", self._generate)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
@@ -151,6 +153,11 @@ class FakeEngine:
     async def _health(self, http: web.Request) -> web.Response:
         self.num_probes += 1
         return web.Response(status=self.health_status)
+
+    async def _version(self, http: web.Request) -> web.Response:
+        if self.version is None:
+            return error(404, "Not Found")
+        return web.json_response({"version": self.version})
 
     async def _metrics(self, http: web.Request) -> web.Response:
         self.num_polls += 1

@@ -1,0 +1,1 @@
+"""``pdconn doctor``."""

@@ -1,0 +1,238 @@
+"""``pdconn doctor``: its options, and what it examines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from pdconn.cli.doctor.text import diagnosis_text
+from pdconn.doctor.errors import BadQuestion
+from pdconn.doctor.examine import Questions, examine
+from pdconn.doctor.fleet.channels import check_channel
+from pdconn.doctor.local.given import read_given
+from pdconn.doctor.probe import serve_probe
+from pdconn.forecast.errors import ShapeError
+from pdconn.forecast.link import parse_link
+from pdconn.puller.warmup_state import Place
+from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.sources import FleetSource, WatchedFile, parse_source
+from pdconn.router.routing.policy import Role
+
+_EPILOG = """\
+Checks this host, and with --prefill and --decode (or --fleet) running engines. Each
+finding is a line that says what was expected and seen, and a line with the remedy:
+fault (something does not work), warning (slow, or may fail later), note.
+
+this host: versions beside each other; memlock, open files, huge pages, /dev/shm and
+ptrace scope; network cards and GPUs with a ready UCX_NET_DEVICES and UCX_TLS line; the
+UCX libraries, and what NIXL's UCX may connect by (started in a process of its own)
+with --config also: its keys as the engine reads them, HMA, kv_load_failure_policy,
+secret and TLS files, the side channel's address and port, the store's folder
+
+--config takes the JSON of --kv-transfer-config, a file with it, vLLM's --config file
+(YAML or JSON), or a whole line 'vllm serve ...'.
+
+running engines: /health, /version, /v1/models and max_model_len, clocks, pulls and
+leases of /metrics, ports and hashes of KV events. Engines are written as for pdconn
+proxy: URL[,events=tcp://{host}:5557,replay=tcp://{host}:5657,ranks=N].
+  --prefill-channel, --decode-channel  side channels (HOST:PORT) or description files:
+      each answers, and every decode engine can pull from every prefill engine
+  --golden  a prompt through each pair, compared with prefill alone: right tokens, a
+      real pull, and the address in the ticket answers this host. Costs an answer of
+      16 tokens per engine and pair; run it from decode's network
+
+two hosts:
+  --serve HOST:PORT on one and --probe HOST:PORT on the other read real bytes over
+  NIXL: a pull of 2048 tokens of an 8B model beside one READ of as many bytes. Any host
+  that reaches the port of --serve can make it allocate up to 2 GiB until it is stopped
+
+examples:
+  pdconn doctor
+  pdconn doctor --config prefill.json
+  pdconn doctor --config "vllm serve MODEL --kv-transfer-config '{...}'"
+  pdconn doctor --prefill http://p0:8000 --decode http://d0:8000 --golden
+  pdconn doctor --no-local --fleet fleet.toml --prefill-channel p0:5600 \\
+      --decode-channel d0.json --secret-file /run/secrets/pdconn --link 100Gb/s
+  pdconn doctor --serve 10.0.0.1:7788         pdconn doctor --probe 10.0.0.1:7788
+
+exit codes:
+  0    healthy: no fault (there may be warnings and notes)
+  1    at least one fault
+  2    bad command line, fleet file or configuration file
+  130  interrupted by Ctrl-C; --serve ends with 0
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pdconn doctor``."""
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("--config", metavar="JSON|FILE|LINE", help="configuration of an engine that runs here")
+    add("--no-local", dest="local", action="store_false", help="check running engines alone")
+    add("--json", action="store_true", help="print the diagnosis as JSON")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long to wait for each engine (%(default)g)",
+    )
+    _configure_fleet(parser)
+    guards = parser.add_argument_group("side channels with a secret or TLS")
+    guards.add_argument("--secret-file", metavar="FILE", help="file with the shared secret")
+    guards.add_argument("--tls-cert", metavar="PEM", help="certificate of this client")
+    guards.add_argument("--tls-key", metavar="PEM", help="key of that certificate")
+    guards.add_argument("--tls-ca", metavar="PEM", help="CA that signs the engines' certificates")
+    guards.add_argument(
+        "--no-tls-check-hostname",
+        dest="tls_check_hostname",
+        action="store_false",
+        help="accept a certificate of that CA for another host name",
+    )
+    hosts = parser.add_argument_group("bandwidth between two hosts")
+    either = hosts.add_mutually_exclusive_group()
+    either.add_argument("--serve", metavar="HOST:PORT", help="lend to probes until interrupted")
+    either.add_argument("--probe", metavar="HOST:PORT", help="read from a host that serves")
+    hosts.add_argument(
+        "--link",
+        metavar="SPEED",
+        help="what the link should reach, like 100Gb/s: judges --probe, and whether a pull of "
+        "max_model_len tokens fits lease and read_timeout",
+    )
+
+
+def _configure_fleet(parser: argparse.ArgumentParser) -> None:
+    fleet = parser.add_argument_group("running engines")
+    many = {"nargs": "+", "action": "extend", "default": []}
+    fleet.add_argument("--prefill", metavar="URL", help="engines that compute prompts", **many)  # type: ignore[arg-type]
+    fleet.add_argument("--decode", metavar="URL", help="engines that generate answers", **many)  # type: ignore[arg-type]
+    fleet.add_argument("--fleet", metavar="FILE", help="TOML file of engines, as for pdconn proxy")
+    for role in ("prefill", "decode"):
+        fleet.add_argument(
+            f"--{role}-channel",
+            metavar="HOST:PORT|FILE",
+            help=f"side channels or description files of {role} engines",
+            **many,  # type: ignore[arg-type]
+        )
+    fleet.add_argument(
+        "--golden", action="store_true", help="send a prompt through each pair and compare tokens"
+    )
+    fleet.add_argument(
+        "--api-key-file", metavar="FILE", help="file with the key that the engines ask clients for"
+    )
+    fleet.add_argument("--hash-seed", metavar="SEED", help="the engines' PYTHONHASHSEED (unset)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine and print; the exit code is the verdict."""
+    progress = _DoctorProgress(shown=sys.stderr.isatty() and not args.json)
+    try:
+        if args.serve is not None:
+            return _serve(_place("--serve", args.serve))
+        diagnosis = examine(_questions(args), progress.show)
+    except (BadQuestion, BadSetting, ShapeError) as error:
+        progress.clear()
+        print(f"pdconn doctor: {error}", file=sys.stderr)
+        return 2
+    finally:
+        progress.clear()
+    if args.json:
+        print(json.dumps(diagnosis.to_json(), indent=1))
+    else:
+        print(diagnosis_text(diagnosis))
+    return 0 if diagnosis.is_healthy else 1
+
+
+def _serve(place: Place) -> int:
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve_probe(place.host, place.port, lambda text: print(text, flush=True))
+    except OSError as error:
+        raise BadQuestion("--serve", "an address to listen at", f"{place}: {error}") from error
+    return 0
+
+
+def _questions(args: argparse.Namespace) -> Questions:
+    sources: list[FleetSource] = []
+    for option, role, words in (
+        ("--prefill", Role.PREFILL, args.prefill),
+        ("--decode", Role.DECODE, args.decode),
+    ):
+        sources += (parse_source(option, word, {role}) for word in words)
+    if args.fleet is not None:
+        sources.append(WatchedFile(args.fleet))
+    channels = {
+        option: tuple(check_channel(option, word) for word in words)
+        for option, words in (
+            ("--prefill-channel", args.prefill_channel),
+            ("--decode-channel", args.decode_channel),
+        )
+    }
+    place = None if args.probe is None else _place("--probe", args.probe)
+    if args.golden and not sources:
+        raise BadQuestion("--golden", "--prefill and --decode, or --fleet, beside it", "neither")
+    if not (args.local or sources or any(channels.values()) or place):
+        raise BadQuestion("--no-local", "engines, side channels or --probe beside it", "none")
+    return Questions(
+        local=args.local,
+        config=None if args.config is None else read_given(args.config),
+        sources=tuple(sources),
+        prefill_channels=channels["--prefill-channel"],
+        decode_channels=channels["--decode-channel"],
+        secret_file=args.secret_file,
+        tls={"tls_cert": args.tls_cert, "tls_key": args.tls_key, "tls_ca": args.tls_ca},
+        tls_check_hostname=args.tls_check_hostname,
+        api_key=None if args.api_key_file is None else _key(args.api_key_file),
+        asks_golden=args.golden,
+        hash_seed=args.hash_seed,
+        link=None if args.link is None else parse_link(args.link),
+        probe=None if place is None else (place.host, place.port),
+        timeout_s=args.timeout,
+        environ=dict(os.environ),
+    )
+
+
+def _place(option: str, text: str) -> Place:
+    try:
+        return Place.parse(text)
+    except ValueError as error:
+        raise BadQuestion(option, error, text) from None
+
+
+def _key(path: str) -> str:
+    try:
+        words = Path(path).read_text().split()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadQuestion("--api-key-file", "a file to read", f"{path}: {why}") from None
+    if not words:
+        raise BadQuestion("--api-key-file", "a key", f"nothing in {path}")
+    return words[0]
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 86400:
+        raise argparse.ArgumentTypeError(f"expected above 0 and below 86400, got {text}")
+    return seconds
+
+
+class _DoctorProgress:
+    """One line of a terminal, rewritten in place; nothing without a terminal."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown and os.environ.get("TERM") != "dumb"
+
+    def show(self, text: str) -> None:
+        """Show the current step."""
+        if self._shown:
+            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Erase the line."""
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

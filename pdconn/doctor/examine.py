@@ -1,0 +1,291 @@
+"""Runs the checks that were asked for, one after another, and collects what they say.
+
+Each step gathers facts and has them judged.  ``say`` is told which one runs, since some take
+seconds: NIXL starts in a child process, unreachable hosts time out, prompts are computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import aiohttp
+
+from pdconn.doctor.findings import Checked, Diagnosis, checked, fault
+from pdconn.doctor.fleet import channels, engines, events, golden, traffic
+from pdconn.doctor.local import credentials, devices, given, limits, ports, store, ucx, versions
+from pdconn.doctor.probe import judge_probe, read_probe, seen_probe
+from pdconn.forecast.link import Link
+from pdconn.router.errors import BadSetting
+from pdconn.router.fleet.member import Member, merged
+from pdconn.router.fleet.sources import FleetSource
+from pdconn.sidechannel.security import Security, SecurityError
+from pdconn.vllm.config import ConfigError, Settings
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is to be examined.
+
+    Attributes:
+        local: check this host.
+        config: of an engine that is to run here.
+        sources: of the fleet; empty: no fleet is checked.
+        prefill_channels, decode_channels: ``host:port`` or description files.
+        secret_file, tls: our credentials for side channels, as the engines have them.
+        api_key: for the engines' HTTP.
+        asks_golden: send a golden prompt through the pairs.
+        hash_seed: the engines' PYTHONHASHSEED.
+        link: nominal bandwidth; None: unknown.
+        probe: where ``pdconn doctor --serve`` runs.
+        environ, root: variables and file system of this host.
+    """
+
+    local: bool = True
+    config: given.GivenConfig | None = None
+    sources: tuple[FleetSource, ...] = ()
+    prefill_channels: tuple[str, ...] = ()
+    decode_channels: tuple[str, ...] = ()
+    secret_file: str | None = None
+    tls: Mapping[str, str | None] = field(default_factory=dict)
+    tls_check_hostname: bool = True
+    api_key: str | None = None
+    asks_golden: bool = False
+    hash_seed: str | None = None
+    link: Link | None = None
+    probe: tuple[str, int] | None = None
+    timeout_s: float = 5.0
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    root: Path = Path("/")
+    asks_nixl: bool = True
+
+    @property
+    def engine_environ(self) -> Mapping[str, str]:
+        """The variables of an engine here: ours, under those of its command line."""
+        return {**self.environ, **(self.config.environ if self.config is not None else {})}
+
+
+def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
+    """Run every check.
+
+    Raises:
+        BadSetting: the fleet file is wrong.
+    """
+    checks: list[Checked] = []
+    members = asyncio.run(_members(questions.sources))  # first: a bad file ends the command
+    settings, refused = None, None
+    if questions.config is not None:
+        settings, refused = given.settings_of_given(questions.config, questions.environ)
+    if questions.local:
+        checks += _local(questions, settings, refused, say)
+    if questions.sources or questions.prefill_channels or questions.decode_channels:
+        checks += asyncio.run(_fleet(questions, members, settings, say))
+    if questions.probe is not None:
+        say("reading from the other host")
+        facts = read_probe(*questions.probe, say)
+        checks.append(checked("probe", judge_probe(facts, questions.link), seen_probe(facts)))
+    return Diagnosis(checks)
+
+
+# --- this host ----------------------------------------------------------------------------
+
+
+def _local(
+    questions: Questions, settings: Settings | None, refused: ConfigError | None, say: Say
+) -> Iterator[Checked]:
+    transport = "nixl" if settings is None else settings.transport
+    found = versions.read_versions()
+    judged = versions.judge_versions(found, transport)
+    yield checked("versions", judged, versions.seen_versions(found))
+    host = devices.read_devices(questions.root)
+    wants = settings is None or settings.huge_pages
+    limited = limits.read_limits(questions.root)
+    yield checked(
+        "limits", limits.judge_limits(limited, host, wants_huge_pages=wants),
+        limits.seen_limits(limited),
+    )  # fmt: skip
+    yield checked("devices", (), devices.seen_devices(host), *devices.ucx_lines(host))
+    yield _ucx(questions, settings, host, say)
+    yield _config(questions, refused)
+    yield from _side_channel(questions, settings)
+    if settings is not None and settings.store is not None:
+        say("trying the store's folder")
+        kept = store.read_store(settings.store)
+        judged = store.judge_store(kept, settings.store)
+        yield checked("store", judged, store.seen_store(kept, settings.store))
+
+
+def _ucx(
+    questions: Questions, settings: Settings | None, host: devices.Devices, say: Say
+) -> Checked:
+    transport = "nixl" if settings is None else settings.transport
+    answer = None
+    if questions.asks_nixl and transport != "ucx" and find_spec("nixl") is not None:
+        say("starting NIXL in a process of its own")
+        options = {} if settings is None else settings.backend_options
+        answer = ucx.ask_ucx(options, questions.engine_environ)
+    facts = ucx.read_ucx(questions.engine_environ, answer)
+    return checked("ucx", ucx.judge_ucx(facts, host, transport), *ucx.seen_ucx(facts))
+
+
+def _config(questions: Questions, refused: ConfigError | None) -> Checked:
+    if questions.config is None:
+        return Checked("config", skipped="no --config given")
+    ours = questions.config.ours or {}
+    role = (questions.config.transfer or {}).get("kv_role")
+    keys = ", ".join(map(str, questions.config.extra)) or "no key"
+    seen = f"{ours.get('kv_connector')}, {role}, {keys}"
+    # Those of files are told by the check of credentials, with their own remedies.
+    is_file = isinstance(refused and refused.__cause__, SecurityError)
+    return checked(
+        "config", given.judge_given(questions.config, None if is_file else refused), seen
+    )
+
+
+def _side_channel(questions: Questions, settings: Settings | None) -> Iterator[Checked]:
+    config = questions.config
+    extra = {} if config is None else config.extra
+    files = {
+        key: extra.get(key) or questions.tls.get(key) for key in ("tls_cert", "tls_key", "tls_ca")
+    }
+    secret = extra.get("secret_file") or questions.secret_file
+    facts = credentials.read_credentials(secret, files, questions.engine_environ)
+    lends = config is not None and config.lends
+    listens_at = settings.side_channel_host if settings is not None and lends else None
+    named = given.named_host(settings) if settings is not None and lends else None
+    if settings is not None and not settings.security.check_hostname:
+        named = None
+    now = time.time()
+    judged = credentials.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
+    yield checked("credentials", judged, credentials.seen_credentials(facts, now))
+    if settings is None or config is None or listens_at is None:
+        yield Checked("port", skipped="no --config of an engine that lends")
+        return
+    first = settings.side_channel_port
+    tried = [
+        ports.read_port(listens_at, port, settings.security)
+        for port in range(first, min(first + config.num_ports, 1 << 16))
+    ]
+    found = [finding for one in tried for finding in ports.judge_port(one)]
+    yield checked("port", found, *map(str, tried))
+
+
+# --- the fleet ----------------------------------------------------------------------------
+
+
+async def _fleet(
+    questions: Questions, members: Sequence[Member], settings: Settings | None, say: Say
+) -> list[Checked]:
+    made: list[Checked] = []
+    async with engines.client_session(questions.timeout_s, questions.api_key) as session:
+        found: Sequence[engines.EngineFacts] = ()
+        if members:
+            say(f"asking {len(members)} engines")
+            found = await engines.read_engines(members, session)
+            judged = [*engines.judge_engines(found), *engines.judge_agreement(found)]
+            made.append(checked("engines", judged, *engines.seen_engines(found)))
+            lines = [
+                traffic.seen_traffic(one.url, traffic.traffic_of(one.metrics))
+                for one in found
+                if one.error is None
+            ]
+            made.append(checked("traffic", traffic.judge_traffic(found), *lines))
+            made.append(await _events(members, questions, say))
+        advertised: tuple[str, ...] = ()
+        if questions.asks_golden:
+            check, advertised = await _golden(found, session, say)
+            made.append(check)
+    lengths = [m.max_model_len for one in found for m in one.models if m.max_model_len is not None]
+    return made + _channels(questions, settings, advertised, max(lengths, default=None), say)
+
+
+async def _members(sources: Sequence[FleetSource]) -> tuple[Member, ...]:
+    found: list[Member] = []
+    for source in sources:
+        try:
+            members = await source.members()
+        finally:
+            await source.close()
+        if not members:
+            raise BadSetting("fleet", "an engine behind each name", "a name without addresses")
+        found += members
+    return merged(found)
+
+
+async def _events(members: Sequence[Member], questions: Questions, say: Say) -> Checked:
+    if not any(member.events for member in members):
+        return Checked("events", skipped="no engine is given with events=")
+    say("asking for KV events")
+    facts = await events.read_events(members, questions.hash_seed, questions.timeout_s)
+    return checked("events", events.judge_events(facts), *events.seen_events(facts))
+
+
+async def _golden(
+    found: Sequence[engines.EngineFacts], session: aiohttp.ClientSession, say: Say
+) -> tuple[Checked, tuple[str, ...]]:
+    pairs = golden.golden_pairs(found)
+    if not pairs:
+        return Checked("golden", skipped="no pair of prefill and decode answers"), ()
+    facts = []
+    for number, (prefill, decode) in enumerate(pairs, 1):
+        say(f"golden prompt {number} of {len(pairs)}")
+        nonce = f"Golden {secrets.token_hex(6)}"
+        facts.append(await golden.read_golden(prefill, decode, session, nonce))
+    named = tuple(dict.fromkeys(one.advertised for one in facts if one.advertised))
+    return checked("golden", golden.judge_golden(facts), *map(golden.seen_golden, facts)), named
+
+
+def _channels(
+    questions: Questions,
+    settings: Settings | None,
+    advertised: Sequence[str],
+    max_tokens: int | None,
+    say: Say,
+) -> list[Checked]:
+    """Every side channel that is known, and each pair of them."""
+    told = tuple(dict.fromkeys((*questions.prefill_channels, *advertised)))
+    words = tuple(dict.fromkeys((*told, *questions.decode_channels)))
+    if not words:
+        why = "give --prefill-channel and --decode-channel, or --golden, whose tickets name them"
+        return [Checked("channels", skipped=why)]
+    try:
+        security = Security.load(
+            secret_file=questions.secret_file,
+            tls_cert=questions.tls.get("tls_cert"),
+            tls_key=questions.tls.get("tls_key"),
+            tls_ca=questions.tls.get("tls_ca"),
+            tls_check_hostname=questions.tls_check_hostname,
+            environ=questions.environ,
+        )
+    except SecurityError as error:
+        found = fault("channel.our-credentials", error.field, error, "correct our own options")
+        return [checked("channels", [found])]
+    say(f"asking {len(words)} side channels")
+    facts = channels.read_channels(words, security, questions.timeout_s)
+    by_ticket = {word: facts[word] for word in advertised}
+    by_option = {word: each for word, each in facts.items() if word not in by_ticket}
+    judged = [
+        *channels.judge_channels(by_option),
+        *channels.judge_channels(by_ticket, "channel.advertised"),
+    ]
+    pairs = channels.compare_pairs(
+        [facts[word] for word in told], [facts[word] for word in questions.decode_channels]
+    )
+    made = [checked("channels", judged, *channels.seen_channels(facts))]
+    if not pairs:
+        return [*made, Checked("pairs", skipped="no described prefill and decode to compare")]
+    judged = [*channels.judge_pairs(pairs)]
+    if questions.link is not None and max_tokens is not None:
+        lease = 30.0 if settings is None else settings.kv_lease_duration
+        timeout = 120.0 if settings is None else settings.read_timeout
+        times = channels.PullTimes(max_tokens, questions.link.bytes_per_s, lease, timeout)
+        judged += channels.judge_times(pairs, times)
+    return [*made, checked("pairs", judged, *map(channels.seen_pair, pairs))]

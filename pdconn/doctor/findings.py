@@ -1,0 +1,136 @@
+"""What checks say: findings with a remedy, and what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from transport.errors import FieldError
+
+
+class Severity(StrEnum):
+    """How bad a finding is; only faults make a report unhealthy."""
+
+    FAULT = "fault"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to change.
+
+    Attributes:
+        id: stable, ``subject.problem``, for scripts.
+        severity: fault: something does not work; warning: it is slow, or may fail later; note:
+            it may be meant so.
+        subject: the file, setting, engine or pair that it is about.
+        message: one sentence with what was expected and seen.
+        remedy: one sentence that says what to do.
+    """
+
+    id: str
+    severity: Severity
+    subject: str
+    message: str
+    remedy: str
+
+    def __post_init__(self) -> None:
+        for text in (self.id, self.subject, self.message, self.remedy):
+            if not text or "\n" in text:
+                raise ValueError(f"a finding is made of single lines, got {text!r}")
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """``text`` of another program as one line of printable characters."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)).split()
+    line = " ".join(words)
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def fault(name: str, subject: str, message: object, remedy: str) -> Finding:
+    """A finding of something that does not work."""
+    return Finding(name, Severity.FAULT, one_line(subject), one_line(message), remedy)
+
+
+def warning(name: str, subject: str, message: object, remedy: str) -> Finding:
+    """A finding of something slow or fragile."""
+    return Finding(name, Severity.WARNING, one_line(subject), one_line(message), remedy)
+
+
+def note(name: str, subject: str, message: object, remedy: str) -> Finding:
+    """A finding of something that may be meant so."""
+    return Finding(name, Severity.NOTE, one_line(subject), one_line(message), remedy)
+
+
+def of_error(name: str, error: FieldError, remedy: str) -> Finding:
+    """A fault for a value that one of our own checks refuses."""
+    tail = f"; {error.hint}" if error.hint else ""
+    shown = type(error).show(error.seen)
+    return fault(name, error.field, f"expected {error.expected}, got {shown}{tail}", remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One check that ran, or why it did not.
+
+    Attributes:
+        name: of the check.
+        seen: the facts it looked at, a line each.
+        findings: empty where all is well.
+        skipped: why it did not run; None where it did.
+    """
+
+    name: str
+    seen: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    skipped: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """``ok``, ``skipped``, or the worst severity of its findings."""
+        if self.skipped is not None:
+            return "skipped"
+        found = {finding.severity for finding in self.findings}
+        return next((each.value for each in Severity if each in found), "ok")
+
+
+def checked(name: str, findings: Iterable[Finding], *seen: str) -> Checked:
+    """A check that ran."""
+    return Checked(name, tuple(map(one_line, seen)), tuple(findings))
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Every check, in the order in which they ran."""
+
+    checks: Sequence[Checked]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Of all checks, worst first."""
+        order = list(Severity)
+        found = [finding for check in self.checks for finding in check.findings]
+        return sorted(found, key=lambda finding: order.index(finding.severity))
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is no fault."""
+        return all(finding.severity is not Severity.FAULT for finding in self.findings)
+
+    def to_json(self) -> dict[str, object]:
+        """As ``pdconn doctor --json`` prints it."""
+        return {
+            "healthy": self.is_healthy,
+            "findings": [asdict(finding) for finding in self.findings],
+            "checks": [
+                {
+                    "name": check.name,
+                    "outcome": check.outcome,
+                    "seen": list(check.seen),
+                    "skipped": check.skipped,
+                }
+                for check in self.checks
+            ],
+        }

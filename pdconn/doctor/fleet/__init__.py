@@ -1,0 +1,1 @@
+"""Checks of running engines, over HTTP and side channels."""

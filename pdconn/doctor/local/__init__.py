@@ -1,0 +1,1 @@
+"""Checks of the host that the command runs on."""

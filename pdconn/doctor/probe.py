@@ -1,0 +1,104 @@
+"""Bandwidth between two hosts: a pull as pdconn makes it, beside a single READ of as many bytes.
+
+One host lends (``pdconn doctor --serve``), the other reads real bytes over NIXL and compares
+them (``pdconn doctor --probe``).  Both are ``pdconn bench transfer``'s parts, for one workload.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pdconn.bench.errors import BenchError
+from pdconn.bench.transfer.lender import ListeningLender, listen
+from pdconn.bench.transfer.methods import Method
+from pdconn.bench.transfer.paths import PATHS
+from pdconn.bench.transfer.rig import OpenCase
+from pdconn.bench.transfer.rounds import take_rounds
+from pdconn.bench.transfer.workload import Workload
+from pdconn.doctor.findings import Finding, fault, warning
+from pdconn.doctor.local.limits import sized
+from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.link import Link
+from pdconn.forecast.shapes import built_in
+from transport import TransportError
+
+MODEL = "llama-3.1-8b"
+PROMPT_TOKENS = 2048
+ROUNDS = 3
+MAX_NBYTES = 2 << 30
+"""That a lender of the doctor allocates."""
+_SLOW_SHARE = 0.5
+"""A pull slower than this part of a READ, or a READ than this part of its link, is a finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFacts:
+    """Medians in bytes per second; ``error`` where nothing was measured."""
+
+    where: str
+    nbytes: int = 0
+    pull_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+    error: str | None = None
+
+
+def serve_probe(host: str, port: int, say: Callable[[str], None]) -> None:
+    """Lend to probes until interrupted.
+
+    Raises:
+        OSError: the port cannot be bound.
+    """
+    listen(host, port, MAX_NBYTES, say)
+
+
+def read_probe(
+    host: str, port: int, say: Callable[[str], None], prompt_tokens: int = PROMPT_TOKENS
+) -> ProbeFacts:
+    """Measure; ``say`` is told each step."""
+    where = f"{host}:{port}"
+    shape = EngineShape(built_in(MODEL)).in_best_layout()
+    try:
+        workload = Workload(shape, shape, prompt_tokens)
+        with (
+            ListeningLender(host, port) as lender,
+            OpenCase(workload, PATHS["auto"], lender.control) as case,
+        ):
+            results = take_rounds(case, ROUNDS, random.Random(0), say)
+    except (BenchError, TransportError, OSError) as error:
+        return ProbeFacts(where, error=str(error))
+    by_method = {result.method: result for result in results}
+    pull, read = by_method[Method.PDCONN], by_method[Method.RAW]
+    return ProbeFacts(where, pull.nbytes, pull.bytes_per_s, read.bytes_per_s)
+
+
+def seen_probe(facts: ProbeFacts) -> str:
+    """A line of it."""
+    if facts.error is not None:
+        return f"{facts.where}: not measured"
+    pull, read = facts.pull_bytes_per_s / 1e9, facts.read_bytes_per_s / 1e9
+    return (
+        f"{facts.where}: a pull of {sized(facts.nbytes)} at {pull:.2f} GB/s, one READ of as many "
+        f"bytes at {read:.2f} GB/s; all bytes were right"
+    )
+
+
+def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding]:
+    """Whether the path is as fast as the link, and a pull as fast as the path."""
+    if facts.error is not None:
+        remedy = f"run pdconn doctor --serve {facts.where} there, with the same UCX_… variables"
+        yield fault("probe.failed", facts.where, facts.error, remedy)
+        return
+    if facts.pull_bytes_per_s < _SLOW_SHARE * facts.read_bytes_per_s:
+        share = facts.pull_bytes_per_s / facts.read_bytes_per_s
+        message = f"a pull reaches {share:.2f} of a single READ"
+        remedy = "pdconn bench transfer shows which layouts and block sizes cost that"
+        yield warning("probe.pull", facts.where, message, remedy)
+    if link is not None and facts.read_bytes_per_s < _SLOW_SHARE * link.bytes_per_s:
+        message = (
+            f"one READ reaches {facts.read_bytes_per_s / 1e9:.2f} GB/s of the link's "
+            f"{link.bytes_per_s / 1e9:.2f}"
+        )
+        remedy = "is UCX on the right card? see UCX_NET_DEVICES and UCX_TLS in docs/network.md"
+        yield warning("probe.link", facts.where, message, remedy)
