@@ -28,7 +28,7 @@ async def main(seconds: float) -> None:
             for name, width, height, dark, top in (
                 ("router-light", 1400, 1130, False, None),
                 ("router-dark", 1400, 700, True, "waterfall-title"),
-                ("router-phone", 400, 1400, False, None),
+                ("router-phone", 400, 1000, False, None),
             ):
                 await page.show(width, height, dark=dark)
                 await page.open(url)
