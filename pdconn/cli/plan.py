@@ -86,18 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"of keys and values: auto (the model's), {', '.join(KV_DTYPES)} (default: "
         "%(default)s)",
     )
-    presets = ", ".join(preset.name for preset in PRESETS)
-    parser.add_argument(
-        "--link",
-        default="400Gb/s",
-        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
-    )
-    parser.add_argument(
-        "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
-    )
+    _configure_links(parser)
     parser.add_argument(
         "--ids", choices=IDS, default="random",
         help="order of a request's block ids (default: %(default)s)",
@@ -118,6 +107,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         help="KV cache group of decode that --svg draws (default: %(default)s)",
+    )
+
+
+def _configure_links(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(preset.name for preset in PRESETS)
+    parser.add_argument(
+        "--link",
+        default="400Gb/s",
+        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
+    )
+    parser.add_argument(
+        "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
     )
 
 

@@ -100,10 +100,11 @@ class RouterApp:
         return app
 
     def _ended(self, request: RoutedRequest) -> None:
-        """Keep the final outcome for the admin pages."""
+        """Keep the final outcome for the admin pages, and count it."""
+        outcome = request.outcome()
         if request.decision is not None:
-            self._handover.router.decisions.end(request.decision, request.outcome())
-        self._metrics.times.ended(request.body.route, request.outcome())
+            self._handover.router.decisions.end(request.decision, outcome)
+        self._metrics.times.ended(request.body.route, outcome)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no generating request is left."""

@@ -268,7 +268,9 @@ def _labels(row: _Row, above: bool, read: Container[int]) -> Iterator[str]:
             f'<path class="bracket" d="M{left + 1:.2f},{edge + drop:g} V{edge:g} '
             f'H{right - 1:.2f} V{edge + drop:g}"/>'
         )
-        words = _layer(cell) if layers_outside else (f"head {cell.head}", f"h{cell.head}")
+        words: tuple[str, ...] = (
+            _layer(cell) if layers_outside else (f"head {cell.head}", f"h{cell.head}")
+        )
         label = _fitting(right - left, words)
         middle = (left + right) / 2
         yield _Text(label, "mid").at(middle, edge + (line / 2 + 4 if above else line - 3))

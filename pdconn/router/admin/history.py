@@ -46,7 +46,7 @@ class EngineSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RouterSample:
     """One moment.
 
     Attributes:
@@ -87,12 +87,12 @@ class History:
         self._times = times
         self._clock = clock
         self._interval_s = interval_s
-        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[RouterSample] = deque(maxlen=MOST_SAMPLES)
         self._moments: deque[Moment] = deque(maxlen=_SHARE_OVER)
         self._taken = 0
         self.boot = clock()
 
-    def take(self) -> Sample:
+    def take(self) -> RouterSample:
         """Take one sample and keep it."""
         moments = self._moments
         moments.append(self._times.take())
@@ -100,7 +100,7 @@ class History:
         over_s = len(latest) * self._interval_s
         served = sum(one.served for one in moments)
         times_s = sorted(second for one in moments for second in one.first_tokens_s)
-        sample = Sample(
+        sample = RouterSample(
             self._taken,
             self._clock(),
             sum(one.ended for one in latest) / over_s,
