@@ -305,7 +305,7 @@ def _notes(
     plural = "" if runs == 1 else "s"
     notes = [
         f"{runs:,} run{plural} move{'s' * (runs == 1)} {nbytes:,} bytes of "
-        f"{first.sub_block_tokens} tokens: {nbytes / runs / 1024:,.1f} KiB a run on average"
+        f"{first.sub_block_tokens} tokens: {_size(nbytes / runs)} a run on average"
     ]
     if first.our_block_tokens != first.their_block_tokens:
         notes.append(
@@ -328,6 +328,15 @@ def _notes(
     if shares:
         notes.append(f"drawn are {', '.join(shares)}")
     return notes
+
+
+def _size(nbytes: float) -> str:
+    """Bytes, in KiB where there are that many.
+
+    >>> _size(256), _size(8192)
+    ('256 bytes', '8.0 KiB')
+    """
+    return f"{nbytes:,.0f} bytes" if nbytes < 1024 else f"{nbytes / 1024:,.1f} KiB"
 
 
 def _wrapped(words: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 Runs the proxy over fake engines under fake clients for so long (100 by default), and writes
 ``docs/images/router-*.png``.  The engines' times are invented; the page and the proxy are real.
+With ``--url URL`` it takes one picture of a router that is running: ``router-engines.png``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,19 @@ async def main(seconds: float) -> None:
             await sending
 
 
+async def main_of(url: str) -> None:
+    """Write a picture of a router that is running."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with browser(Path(folder)) as page:
+            await page.show(1400, 1130)
+            await page.open(url)
+            await page.until("document.querySelectorAll('#decisions tr').length > 5")
+            await page.until("document.querySelectorAll('.plot path').length > 4")
+            await asyncio.sleep(2.5)
+            _write("router-engines", await page.picture(whole=False))
+            assert page.complaints == [], page.complaints
+
+
 def _write(name: str, png: bytes) -> None:
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / f"{name}.png").write_bytes(png)
@@ -52,4 +66,7 @@ def _write(name: str, png: bytes) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(float(sys.argv[1]) if len(sys.argv) > 1 else 100.0))
+    if sys.argv[1:2] == ["--url"]:
+        asyncio.run(main_of(sys.argv[2]))
+    else:
+        asyncio.run(main(float(sys.argv[1]) if len(sys.argv) > 1 else 100.0))
