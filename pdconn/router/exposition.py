@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
 from pdconn import __version__
@@ -43,8 +43,9 @@ BUILD_INFO = RouterMetric(
 def add_process(registry: CollectorRegistry) -> None:
     """Show what serves, and what it takes of the machine."""
     ProcessCollector(registry=registry)
-    info = Info(BUILD_INFO.name.removesuffix("_info"), BUILD_INFO.help, registry=registry)
-    info.info({"version": __version__, "python": platform.python_version()})
+    row = BUILD_INFO
+    build = Gauge(row.name, row.help, row.labels, registry=registry)
+    build.labels(version=__version__, python=platform.python_version()).set(1)
 
 
 @dataclass(frozen=True, slots=True)
