@@ -87,7 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     parser.add_argument(
-        "--keep", action="store_true", help="leave engines and proxy running until Ctrl-C"
+        "--keep",
+        action="store_true",
+        help="leave engines and proxy running until Ctrl-C or SIGTERM",
     )
     parser.add_argument(
         "--break-it",
