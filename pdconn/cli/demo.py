@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
+import threading
 import time
 from pathlib import Path
 
 from pdconn.cli.options import BadArgument, check_file, check_picture, tokens
 from pdconn.forecast.memory import LAYOUTS
-from pdconn.lab.demo import MORE, DemoPlan, DemoRow, check_dependencies, draw, run_demo
+from pdconn.lab.demo import (
+    MORE,
+    DemoAddresses,
+    DemoPlan,
+    DemoRow,
+    check_dependencies,
+    draw,
+    run_demo,
+)
 from pdconn.lab.errors import LabError
 from pdconn.lab.model import TINY, write_model
 from pdconn.lab.table import table
@@ -24,8 +34,12 @@ tokens must be equal, and log-probabilities within --tolerance.
 Without --model it writes a tiny hybrid model (full attention and sliding windows)
 with random weights. --model takes any model that vLLM serves.
 
+The proxy's live page shows requests, engines and every decision while the demo runs;
+with --keep it all goes on running after the check, until Ctrl-C.
+
 examples:
   pdconn demo
+  pdconn demo --keep
   pdconn demo --layout BLHNC --json demo.json
   pdconn demo --gpu --model google/gemma-3-1b-it --tolerance 0.05
 
@@ -34,7 +48,7 @@ exit codes:
   1    an answer differs, a process could not be started (the end of its log is shown), or
        standard output was closed before the verdict
   2    bad options
-  130  interrupted by Ctrl-C
+  130  interrupted by Ctrl-C, but with --keep after the check: as the check ended
 """
 
 
@@ -73,6 +87,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave engines and proxy running until Ctrl-C or SIGTERM",
+    )
+    parser.add_argument(
         "--break-it",
         action="store_true",
         help="flip one byte of every pull: the check must fail",
@@ -92,13 +111,39 @@ def run(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
+    codes = []
+
+    def ended(rows: list[DemoRow], served: DemoAddresses) -> None:
+        codes.append(_report(args, rows))
+        print(_addresses(served, keeps=args.keep), flush=True)
+        if args.keep:
+            wait_for_ctrl_c()
+
     try:
         check_dependencies()
         args.directory.mkdir(parents=True, exist_ok=True)
-        rows = run_demo(_plan(args), say)
+        run_demo(_plan(args), say, ended)
     except (LabError, OSError) as error:
         print(f"pdconn demo: {error}", file=sys.stderr)
         return 1
+    return codes[0]
+
+
+def wait_for_ctrl_c() -> None:
+    """Return when the user has seen enough."""
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
+
+
+def _addresses(served: DemoAddresses, *, keeps: bool) -> str:
+    """The last line: where the live page is, or was."""
+    if not keeps:
+        return f"live page: was {served.admin_url}/ (--keep leaves it running)"
+    return f"live page: {served.admin_url}/ (API: {served.url}/v1; Ctrl-C stops everything)"
+
+
+def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:
+    """Print and write what was seen; returns the exit code."""
     print(render(rows))
     picture = args.picture or args.directory / "demo.png"
     _draw(rows, picture)

@@ -9,29 +9,24 @@ from pathlib import Path
 from textwrap import fill
 
 from pdconn.cli.options import BadArgument, check_file, tokens
+from pdconn.cli.store.planned import configure_store, forecast_stored
 from pdconn.forecast.advice import Advice, advise
+from pdconn.forecast.drawing.picture import draw
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError, UnreadableConfig
 from pdconn.forecast.forecast import Cost, Forecast, forecast
 from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.hf.families import FAMILIES
-from pdconn.forecast.link import PRESETS, Link, parse_link
-from pdconn.forecast.model import ModelShape
-from pdconn.forecast.picture import draw
+from pdconn.forecast.link import PRESETS, ROUND_TRIPS, Link, parse_link
+from pdconn.forecast.model import KV_DTYPES, ModelShape, in_kv_dtype
 from pdconn.forecast.report import to_json
 from pdconn.forecast.shapes import SHAPES, built_in
-from pdconn.forecast.store.cost import (
-    STAGING,
-    StoreForecast,
-    forecast_store,
-    store_document,
-)
+from pdconn.forecast.store.cost import store_document
 from pdconn.forecast.store.text import render_store
 from pdconn.forecast.tables import IDS
 from pdconn.lab.table import table
 from pdconn.planning.errors import PlanningError
 from pdconn.store.errors import StoreError
-from pdconn.store.settings import WINDOW_EVERY, size_of
 from registration.references import AttentionKind
 
 _EPILOG = """\
@@ -44,9 +39,14 @@ makes them the same. A layout is a memory order, outermost first, of L(ayers),
 B(locks), H(eads), N (tokens of a block) and C(ontent). Some attention backends read
 few layouts: name one with backend=FLEX_ATTENTION.
 
+The last table has the same pull over every link that --link knows by name. A link
+marked "assumed" was not measured: its line says what is assumed of it. A request is a
+pull like this one; so many a second is what the slowest rank's link carries.
+
 examples:
   pdconn plan --model gemma-3-27b
   pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=BHLNC --prompt 32768
+  pdconn plan --model gpt-oss-120b --dtype fp8 --link rdma-200
   pdconn plan --model ./my-model --hit 4096 --link shm --json plan.json --svg plan.svg
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
   pdconn plan --list
@@ -80,23 +80,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hit", type=tokens, default=0, help="tokens that decode has cached (default: %(default)s)"
     )
-    presets = ", ".join(preset.name for preset in PRESETS)
     parser.add_argument(
-        "--link",
-        default="400Gb/s",
-        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
+        "--dtype",
+        default="auto",
+        help=f"of keys and values: auto (the model's), {', '.join(KV_DTYPES)} (default: "
+        "%(default)s)",
     )
-    parser.add_argument(
-        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
-    )
-    parser.add_argument(
-        "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
-    )
+    _configure_links(parser)
     parser.add_argument(
         "--ids", choices=IDS, default="random",
         help="order of a request's block ids (default: %(default)s)",
     )  # fmt: skip
-    _configure_store(parser.add_argument_group("a store"))
+    configure_store(parser.add_argument_group("a store"))
     parser.add_argument(
         "--json",
         nargs="?",
@@ -115,35 +110,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _configure_store(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--store",
-        action="store_true",
-        help="what the prompt takes in a store, and the time to load it into --decode",
+def _configure_links(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(preset.name for preset in PRESETS)
+    parser.add_argument(
+        "--link",
+        default="400Gb/s",
+        help=f"of each rank: {presets}, or a speed like 50GB/s (default: %(default)s)",
     )
-    group.add_argument(
-        "--store-rate",
-        default="3GB/s",
-        metavar="SPEED",
-        help="of the store, for all ranks together (default: %(default)s)",
+    parser.add_argument(
+        "--prefill-link", metavar="LINK", help="of each prefill rank (default: as --link)"
     )
-    group.add_argument(
-        "--store-window-every",
-        default="auto",
-        metavar="EVERY",
-        help="as window_every of a store: auto, all, last or tokens (default: %(default)s)",
-    )
-    group.add_argument(
-        "--store-staging",
-        default=f"{STAGING >> 30}GiB",
-        metavar="SIZE",
-        help="as staging of a store: host memory of each rank (default: %(default)s)",
-    )
-    group.add_argument(
-        "--prefill-rate",
-        type=float,
-        metavar="TOKENS/S",
-        help="tokens per second that prefill computes, for the break-even of --store",
+    parser.add_argument(
+        "--descriptor-us", type=float, help="microseconds for each descriptor (default: the link's)"
     )
 
 
@@ -156,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         check_file("--svg", args.svg)
         check_file("--json", args.json)
         made = _forecast(args)
-        stored = _stored(args, made.decode)
+        stored = forecast_stored(args, made.decode)
         advice = advise(made)
         svg = draw(made.prefill, made.decode, args.group) if args.svg else ""
         found = to_json(made, advice)
@@ -205,7 +183,7 @@ def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
     if ranks > 1:
         one_rank = [f"rank {made.busiest_rank}", *[""] * 6, *_amounts(made.busiest), ""]
         rows.append(one_rank)
-    parts = [_header(made), table(headings, rows), _verdict(made)]
+    parts = [_header(made), table(headings, rows), _verdict(made), _menu(made)]
     parts += [f"warning ({one.code}): {one.text}" for one in advice]
     return "\n\n".join(parts)
 
@@ -217,13 +195,49 @@ def _header(made: Forecast) -> str:
         f"decode recomputes the last\n"
         f"prefill  {made.prefill}\n"
         f"decode   {made.decode}\n"
+        f"{_kv(made.decode.model)}\n"
         f"{_links(made)}"
     )
+
+
+def _kv(model: ModelShape) -> str:
+    """Bytes of the whole model's cache."""
+    nbytes, size = model.token_bytes, model.item_nbytes
+    parts = [f"{nbytes.full + nbytes.windows:,.10g} bytes a token"]
+    if nbytes.windows and nbytes.full:
+        shares = f"{nbytes.full:,.10g} in full attention, {nbytes.windows:,.10g} in windows"
+        parts[0] += f" ({shares})"
+    if nbytes.states:
+        parts.append(f"{nbytes.states:,} bytes of states a request")
+    numbers = "rows of the model's own format" if size is None else f"{8 * size} bits a number"
+    return f"KV       {'; '.join([*parts, f'{model.kv_dtype}: {numbers}'])}"
+
+
+def _menu(made: Forecast) -> str:
+    """The same pull over every link that has a name."""
+    headings = [
+        "link", "GB/s\na rank", "us\na run", "round trip\nus", "ms", "requests\na second", "set by",
+    ]  # fmt: skip
+    rows = []
+    for link in PRESETS:
+        over = made.over(link)
+        rows.append([
+            link.name,
+            f"{link.bytes_per_s / 1e9:,.4g}",
+            f"{link.descriptor_s * 1e6:g}",
+            f"{link.round_trip_s * 1e6:g}" if link.round_trip_s else "-",
+            f"{1e3 * over.seconds:,.2f}",
+            f"{over.requests_per_s:,.1f}",
+            f"{over.slowest.side} rank {over.slowest.rank}",
+        ])  # fmt: skip
+    return table(headings, rows)
 
 
 def _links(made: Forecast) -> str:
     link, theirs = made.link, made.prefill_link
     run = f"{link.descriptor_s * 1e6:g} us a run"
+    if made.latency_s:
+        run += f", {made.latency_s * 1e6:g} us for {ROUND_TRIPS} round trips"
     if theirs == link:
         return (
             f"link     {link.name}: {link.bytes_per_s / 1e9:g} GB/s a rank, {run} ({link.source})"
@@ -241,7 +255,8 @@ def _verdict(made: Forecast) -> str:
     of_states = f"; {state / 1e6:,.3f} MB are states, for a prompt of any length" if state else ""
     slowest = made.slowest
     by = f"{slowest.side} rank {slowest.rank}"
-    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by {by}{saved}{of_states}"
+    rate = f"; {made.requests_per_s:,.1f} such requests a second"
+    return f"predicted: {1e3 * made.seconds:,.2f} ms, set by {by}{rate}{saved}{of_states}"
 
 
 def _amounts(cost: Cost) -> list[str]:
@@ -267,7 +282,7 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 
 def _forecast(args: argparse.Namespace) -> Forecast:
-    model = _model(args.model)
+    model = in_kv_dtype(_model(args.model), args.dtype)
     return forecast(
         _engine("--prefill", args.prefill, model),
         _engine("--decode", args.decode, model),
@@ -276,36 +291,6 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         parse_link(args.link, args.descriptor_us),
         prefill_link=_prefill_link(args.prefill_link),
         ids=args.ids,
-    )
-
-
-def _stored(args: argparse.Namespace, engine: EngineShape) -> StoreForecast | None:
-    if not args.store:
-        return None
-    try:
-        rate = parse_link(args.store_rate).bytes_per_s
-    except ShapeError as error:
-        raise BadArgument("--store-rate", "a speed like 3GB/s", args.store_rate) from error
-    try:
-        staging = size_of(args.store_staging)
-    except ValueError as error:
-        raise BadArgument("--store-staging", str(error), args.store_staging) from error
-    every = args.store_window_every
-    if every not in WINDOW_EVERY:
-        try:
-            every = tokens(every)
-        except argparse.ArgumentTypeError:
-            every = 0
-        if not every:
-            known = f"{', '.join(WINDOW_EVERY)} or a number of tokens"
-            raise BadArgument("--store-window-every", known, args.store_window_every)
-    return forecast_store(
-        engine,
-        args.prompt,
-        rate,
-        prefill_rate=args.prefill_rate,
-        window_every=every,
-        staging=staging,
     )
 
 

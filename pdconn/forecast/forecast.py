@@ -7,6 +7,7 @@ estimate, that of the slowest rank of either side::
     decode rank    bytes it reads / bytes per second of its link
                    + its descriptors x seconds per descriptor
     prefill rank   bytes that all decode ranks read from it / bytes per second of its link
+    either way     + the round trips of a pull, on the link where they take longer
 
 Decode pulls all but the last token of the prompt, which it recomputes to have something
 to sample from.  Recurrent states move once, whatever the length of the prompt and of the hit.
@@ -142,7 +143,21 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Predicted time of the pull."""
-        return self.slowest.seconds
+        return self.latency_s + self.slowest.seconds
+
+    @property
+    def latency_s(self) -> float:
+        """The part of it that no byte takes."""
+        return max(self.link.latency_s, self.prefill_link.latency_s)
+
+    @property
+    def requests_per_s(self) -> float:
+        """Such pulls that the slowest rank carries out, one behind the other without a pause."""
+        return 1 / self.slowest.seconds  # a token is pulled at least
+
+    def over(self, link: Link) -> Forecast:
+        """The same pull over another link of all ranks."""
+        return replace(self, link=link, prefill_link=link)
 
     @property
     def slowest(self) -> SlowestRank:
@@ -155,7 +170,7 @@ class Forecast:
         )
 
     def seconds_of(self, group: GroupForecast) -> float:
-        """The part of ``seconds`` that the slowest rank needs for one group."""
+        """The part of ``slowest`` that is one group's."""
         slowest = self.slowest
         if slowest.side == "decode":
             return group.busiest.seconds(self.link)

@@ -1,9 +1,13 @@
-"""The bandwidth of a link, and the cost of each descriptor of a read.
+"""The bandwidth of a link, the cost of each descriptor of a read, and the round trips of a pull.
 
 A rank that reads needs bytes / bandwidth + descriptors x seconds each, a rank that is read
-bytes / bandwidth of its own link.  The presets are medians
-of NIXL 1.5.1 reads between two processes of one machine, host memory, two cores.  For other
-speeds the nominal bandwidth is used, and the cost per descriptor is an assumption.
+bytes / bandwidth of its own link.  A pull waits for three round trips besides: it claims what is
+lent, reads, and asks whether it was lent to the end.
+
+``MEASURED`` are medians of NIXL 1.5.1 reads between two processes of one machine, host memory, two
+cores, and their descriptors' cost holds their round trips.  ``ASSUMED`` are what networks promise,
+and each says what it assumes.  For other speeds the nominal bandwidth is used, and the cost per
+descriptor is an assumption.
 """
 
 from __future__ import annotations
@@ -14,16 +18,19 @@ from dataclasses import dataclass, replace
 
 from pdconn.forecast.errors import ShapeError
 
+ROUND_TRIPS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """The link of one rank.
 
     ``source`` says where the numbers come from.  ``reader_copies``: the reader's core copies
-    the bytes, so that a rank that is read sets no limit.
+    the bytes, so that a rank that is read sets no limit.  ``round_trip_s``: of a small message and
+    its answer; 0 where it is not known.
 
     Raises:
-        ShapeError: the speed is below 1 byte per second, or the cost is negative.
+        ShapeError: the speed is below 1 byte per second, or a cost is negative.
     """
 
     name: str
@@ -31,6 +38,7 @@ class Link:
     descriptor_s: float
     source: str
     reader_copies: bool = False
+    round_trip_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s >= 1):
@@ -39,6 +47,13 @@ class Link:
             raise ShapeError(
                 "descriptor-us", "0 to below 1000000 microseconds", f"{self.descriptor_s * 1e6:g}"
             )
+        if not (math.isfinite(self.round_trip_s) and 0 <= self.round_trip_s < 1):
+            raise ShapeError("round trip", "0 to below 1 second", self.round_trip_s)
+
+    @property
+    def latency_s(self) -> float:
+        """What a pull waits for, however short it is."""
+        return ROUND_TRIPS * self.round_trip_s
 
     def seconds(self, nbytes: int, descriptors: int) -> float:
         """Time to read ``nbytes`` bytes in ``descriptors`` pieces."""
@@ -50,12 +65,60 @@ class Link:
 
 
 _ASSUMED_DESCRIPTOR_S = 0.2e-6
+_MEASURED_TCP_DESCRIPTOR_S = 7e-6
+_MEASURED_TCP_BYTES_PER_S = 6.5e9
+_OF_LINE_RATE = 0.92
 
-PRESETS: tuple[Link, ...] = (
+MEASURED: tuple[Link, ...] = (
     Link("shm", 7.5e9, 2.2e-6, "measured: CMA between two processes, 4 KiB pages", True),
     Link("shm-huge", 18e9, 2.2e-6, "measured: CMA between two processes, huge pages", True),
-    Link("tcp", 6.5e9, 7e-6, "measured: UCX tcp on loopback, 256 KiB segments"),
+    Link(
+        "tcp",
+        _MEASURED_TCP_BYTES_PER_S,
+        _MEASURED_TCP_DESCRIPTOR_S,
+        "measured: UCX tcp on loopback, 256 KiB segments",
+    ),
 )
+
+
+def _rdma(gbit: int) -> Link:
+    """InfiniBand or RoCE, a card for each rank."""
+    return Link(
+        f"rdma-{gbit}",
+        _OF_LINE_RATE * gbit * 1e9 / 8,
+        _ASSUMED_DESCRIPTOR_S,
+        f"assumed: {_OF_LINE_RATE:.0%} of {gbit} Gbit/s",
+        round_trip_s=5e-6,
+    )
+
+
+def _tcp(gbit: int) -> Link:
+    """Ethernet without RDMA: at most what one core moved on loopback."""
+    line = _OF_LINE_RATE * gbit * 1e9 / 8
+    is_core = line > _MEASURED_TCP_BYTES_PER_S
+    limit = "what one core moves" if is_core else f"{_OF_LINE_RATE:.0%} of {gbit} Gbit/s"
+    return Link(
+        f"tcp-{gbit}",
+        min(line, _MEASURED_TCP_BYTES_PER_S),
+        _MEASURED_TCP_DESCRIPTOR_S,
+        f"assumed: {limit}; a descriptor as measured on loopback",
+        round_trip_s=50e-6,
+    )
+
+
+ASSUMED: tuple[Link, ...] = (
+    Link(
+        "nvlink",
+        0.8 * 450e9,
+        2e-6,
+        "assumed: 80% of an H100's 450 GB/s one way, a copy for each run",
+        round_trip_s=20e-6,
+    ),
+    *(_rdma(gbit) for gbit in (400, 200, 100)),
+    *(_tcp(gbit) for gbit in (100, 25, 10)),
+)
+
+PRESETS = (*MEASURED, *ASSUMED)
 
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])([bB])/s")
 _SCALE = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

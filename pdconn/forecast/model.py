@@ -10,15 +10,18 @@ compressed history and a compressor's state, with different ``part``::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
+from msgspec import structs
 
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.states import LayerState
 from registration.references import AttentionKind
+from transport.errors import did_you_mean
 
 MAX_LAYERS = 4096
 
@@ -108,9 +111,30 @@ class StateSort(msgspec.Struct, frozen=True, tag=True):
 Sort = LayerSort | StateSort
 
 
+KV_DTYPES: Mapping[str, int] = MappingProxyType(
+    {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+)
+"""Bytes of a number in the KV cache, by the names of vLLM's ``--kv-cache-dtype``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """What a token takes in the KV cache of the whole model, each head once.
+
+    ``windows`` only while it is in a window; ``states`` once for a request of any length.
+    """
+
+    full: float
+    windows: float
+    states: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model's name and its sorts of layers.
+
+    ``item_nbytes`` are those of a number in the KV cache, None where rows are packed in a format of
+    the model's own; ``kv_dtype`` is what was asked for, ``auto`` the model's own.
 
     Raises:
         ShapeError: no sorts, or a layer whose part is in two of them.
@@ -118,6 +142,8 @@ class ModelShape:
 
     name: str
     sorts: tuple[Sort, ...]
+    item_nbytes: int | None = 2
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.sorts:
@@ -138,9 +164,49 @@ class ModelShape:
         return tuple(sort for sort in self.sorts if isinstance(sort, LayerSort))
 
     @property
+    def token_bytes(self) -> TokenBytes:
+        """What a token takes, on all ranks together and without replicas."""
+        full = windows = 0.0
+        for sort in self.attention:
+            nbytes = len(sort.layers) * sort.heads * sort.row_nbytes / sort.row_tokens
+            if sort.kind.is_windowed:
+                windows += nbytes
+            else:
+                full += nbytes
+        states = sum(len(sort.layers) * sort.state.nbytes(1) for sort in self.states)
+        return TokenBytes(full, windows, states)
+
+    @property
     def states(self) -> tuple[StateSort, ...]:
         """The sorts that keep states."""
         return tuple(sort for sort in self.sorts if isinstance(sort, StateSort))
+
+
+def in_kv_dtype(model: ModelShape, dtype: str) -> ModelShape:
+    """The same model with keys and values of another type; states keep their own.
+
+    Raises:
+        ShapeError: no such type, or rows of a format that has no other.
+
+    >>> from pdconn.forecast.shapes import built_in
+    >>> in_kv_dtype(built_in("llama-3.1-8b"), "fp8").token_bytes.full
+    65536.0
+    """
+    if dtype == "auto":
+        return model
+    if dtype not in KV_DTYPES:
+        hint = did_you_mean(dtype, KV_DTYPES, cutoff=0.5)
+        raise ShapeError("dtype", f"auto, {', '.join(KV_DTYPES)}", dtype, hint)
+    before, after = model.item_nbytes, KV_DTYPES[dtype]
+    if before is None:
+        raise ShapeError("dtype", f"auto for {model.name}, whose rows have one format", dtype)
+    sorts = tuple(
+        structs.replace(sort, row_nbytes=sort.row_nbytes // before * after)
+        if isinstance(sort, LayerSort)
+        else sort
+        for sort in model.sorts
+    )
+    return replace(model, sorts=sorts, item_nbytes=after, kv_dtype=dtype)
 
 
 def sorts_of(

@@ -8,13 +8,15 @@ from typing import Any
 from pdconn.forecast.advice import Advice
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.forecast import Cost, Forecast, GroupForecast
-from pdconn.forecast.link import Link
+from pdconn.forecast.link import PRESETS, Link
+from pdconn.forecast.model import ModelShape
 
 
 def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
     """A document for ``json.dumps``; ``total`` is the sum of ``groups`` and of ``ranks``."""
     return {
         "model": made.decode.model.name,
+        "kv": _kv(made.decode.model),
         "prompt_tokens": made.prompt_tokens,
         "hit_tokens": made.hit_tokens,
         "pulled_until": made.prompt_tokens - 1,
@@ -29,6 +31,9 @@ def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
         "total": {**_amounts(made.total), "clipping": made.total.clipping},
         "busiest": {"rank": made.busiest_rank, **_cost(made.busiest, made.link)},
         "seconds": made.seconds,
+        "latency_s": made.latency_s,
+        "requests_per_s": made.requests_per_s,
+        "links": [_over(made.over(link)) for link in PRESETS],
         "slowest": {"side": made.slowest.side, "rank": made.slowest.rank},
         "warnings": [{"code": one.code, "text": one.text} for one in advice],
     }
@@ -48,7 +53,30 @@ def _link(link: Link) -> dict[str, Any]:
         "name": link.name,
         "bytes_per_s": link.bytes_per_s,
         "descriptor_s": link.descriptor_s,
+        "round_trip_s": link.round_trip_s,
         "source": link.source,
+    }
+
+
+def _kv(model: ModelShape) -> dict[str, Any]:
+    """Bytes of the whole model; of a token, but ``state_bytes`` of a request."""
+    nbytes = model.token_bytes
+    return {
+        "dtype": model.kv_dtype,
+        "bytes_per_token": nbytes.full + nbytes.windows,
+        "full_attention_bytes_per_token": nbytes.full,
+        "window_bytes_per_token": nbytes.windows,
+        "state_bytes": nbytes.states,
+    }
+
+
+def _over(made: Forecast) -> dict[str, Any]:
+    """The same pull over one link of the menu, on both sides."""
+    return {
+        **_link(made.link),
+        "seconds": made.seconds,
+        "requests_per_s": made.requests_per_s,
+        "slowest": {"side": made.slowest.side, "rank": made.slowest.rank},
     }
 
 

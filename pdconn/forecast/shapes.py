@@ -71,6 +71,7 @@ def _deepseek_v4(name: str) -> ModelShape:
             _state(c4, 8, 4, 2048, block_tokens=4, part="indexer_state"),
             _state(c128, 128, 128, 4096, block_tokens=8, part="state"),
         ),
+        item_nbytes=None,
     )
 
 

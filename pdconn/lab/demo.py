@@ -31,6 +31,18 @@ MORE = 120
 
 Say = Callable[[str], None]
 
+
+@dataclass(frozen=True)
+class DemoAddresses:
+    """Where the demo's proxy answers, while it runs."""
+
+    url: str
+    admin_url: str
+
+
+Ended = Callable[[list["DemoRow"], DemoAddresses], None]
+"""Is told what was seen while everything still runs, and all stops when it returns."""
+
 _COUNTED = {
     "full_bytes": "pdconn:full_attention_bytes_total",
     "window_bytes": "pdconn:window_bytes_total",
@@ -102,8 +114,8 @@ class DemoRow:
         return {**asdict(self), "gb_per_s": self.gb_per_s}
 
 
-def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
-    """Start the engines and the proxy, send every prompt, stop them.
+def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:
+    """Start the engines and the proxy, send every prompt, tell ``ended``, stop them.
 
     Raises:
         LabError: a process could not be started, or died; nothing is left running.
@@ -115,7 +127,7 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
         _engines(plan, say) as (prefill, decode, alone),
         running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
     ):
-        say(f"proxy ready at {url}, its admin pages at {admin_url(url)}")
+        say(f"proxy ready at {url}, its live page at {admin_url(url)}/")
         through, reference = Client(url), Client(alone.url)
         say("warming up: an engine's first request is its slowest")
         for client in (through, reference):
@@ -131,8 +143,8 @@ def run_demo(plan: DemoPlan, say: Say) -> list[DemoRow]:
                 _row(label, len(prompt), before, after, None if mismatch is None else str(mismatch))
             )
             say(f"{label}: {'agrees' if mismatch is None else mismatch}")
+        ended(rows, DemoAddresses(url, admin_url(url)))
         say("stopping")
-    return rows
 
 
 def check_dependencies() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection
 
 from aiohttp import HttpVersion11, web
@@ -32,6 +33,7 @@ from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
+from pdconn.router.routing.timeline import Timeline
 from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
@@ -98,9 +100,11 @@ class RouterApp:
         return app
 
     def _ended(self, request: RoutedRequest) -> None:
-        """Keep the final outcome for the admin pages."""
+        """Keep the final outcome for the admin pages, and count it."""
+        outcome = request.outcome()
         if request.decision is not None:
-            self._handover.router.decisions.end(request.decision, request.outcome())
+            self._handover.router.decisions.end(request.decision, outcome)
+        self._metrics.times.ended(request.body.route, outcome)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` until no generating request is left."""
@@ -147,6 +151,8 @@ class RouterApp:
         self, route: Route, http: web.Request
     ) -> tuple[web.StreamResponse, RequestEnd]:
         answer, request_id = await self._answer(route, http)
+        if answer.headers.get("Content-Type", "").startswith("text/event-stream"):
+            self._metrics.times.first_token(route, time.perf_counter() - current().began_s)
         response, end = await relay(http, answer, request_id, name_engine=self._config.show_engines)
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
@@ -160,7 +166,9 @@ class RouterApp:
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read(http, held), self._xargs)
-            request = current().routed = RoutedRequest(request_id, headers, body, held)
+            request = current().routed = RoutedRequest(
+                request_id, headers, body, held, timeline=Timeline(current().began_s)
+            )
             held.when_free = request.drop_body
             del body
             return await self._handover.answer(request), request_id

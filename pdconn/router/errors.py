@@ -62,6 +62,13 @@ class BadBody(FieldRefusal):
     kind = "BadRequestError"
 
 
+class BadQuery(FieldRefusal):
+    """The query of an admin page makes no sense."""
+
+    status = 400
+    kind = "BadRequestError"
+
+
 class BodyTooLarge(FieldRefusal):
     """The client's body is longer than ``--max-body-mib``."""
 

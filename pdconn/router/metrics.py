@@ -9,16 +9,16 @@ Metrics of pods are read when the page is requested, so there is nothing to keep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdconn.router.admission.connections import Dropped
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.collector import PodCollector, Statuses
+from pdconn.router.exposition import BUILD_INFO, RouterMetric, add_process, render
 from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.latency import LATENCY_METRICS, RequestTimes
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Role
@@ -26,17 +26,6 @@ from pdconn.router.routing.routed_request import Decision, RequestEnd
 
 _ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterMetric:
-    """A row of ``METRICS``; ``buckets`` are a histogram's."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    help: str
-    buckets: tuple[float, ...] = ()
 
 
 METRICS = (
@@ -230,8 +219,10 @@ METRICS = (
         ("pod",),
         "Engine restarts noticed in the pod's KV events",
     ),
+    *LATENCY_METRICS,
+    BUILD_INFO,
 )
-"""Every metric of the router, as ``GET /metrics`` names it."""
+"""Every metric of the router, as ``GET /metrics`` names it; the process's come on top."""
 
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
 
@@ -250,6 +241,8 @@ class RouterMetrics:
 
     def __init__(self, engines: EngineRegistry) -> None:
         self.registry = CollectorRegistry()
+        self.times = RequestTimes(self.registry)
+        add_process(self.registry)
         self._engines = engines
         self._shown: set[tuple[str, str]] = set()
         self._requests = self._counter("requests_total")
@@ -384,7 +377,7 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """The page that Prometheus reads."""
-        return generate_latest(self.registry)
+        return render(self.registry)
 
 
 def _decision(alone: bool) -> str:

@@ -58,10 +58,10 @@ _DEMO = """
 import sys
 from pdconn.cli import demo
 from pdconn.cli.main import main
-from pdconn.lab.demo import DemoRow
+from pdconn.lab.demo import DemoRow, DemoAddresses
 
 row = DemoRow("p", 9, 1, 1, 1, 1, 1, 0.1, 0.1, 0.1, None)
-demo.run_demo = lambda plan, say: [row]
+demo.run_demo = lambda plan, say, ended: ended([row], DemoAddresses("http://h:1", "http://h:2"))
 demo._draw = lambda rows, path: None
 sys.exit(main(["demo", "--model", "m", "--directory", sys.argv[1]]))
 """
@@ -74,7 +74,9 @@ def test_a_demo_whose_verdict_is_not_read_fails_in_one_line(tmp_path):
     assert code == 1
     assert err == "pdconn demo: standard output was closed before the result was written\n"
     control = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert control.stdout.endswith("1 answers: all agree with one engine alone\n")
+    verdict, page = control.stdout.splitlines()[-2:]
+    assert verdict == "1 answers: all agree with one engine alone"
+    assert page == "live page: was http://h:2/ (--keep leaves it running)"
 
 
 def test_only_demo_and_bench_need_a_reader():

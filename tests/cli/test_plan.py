@@ -12,7 +12,7 @@ from pdconn.cli import plan
 from pdconn.cli.main import main
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.forecast import forecast
-from pdconn.forecast.link import parse_link
+from pdconn.forecast.link import PRESETS, parse_link
 from pdconn.forecast.shapes import SHAPES, built_in
 from pdconn.planning.errors import Incompatible
 from pdconn.protocol.compat import Difference
@@ -141,6 +141,63 @@ def test_each_side_has_a_link_of_its_own(capsys):
     assert "busy-source" not in out
 
 
+@pytest.mark.parametrize(
+    ("dtype", "item"), [("auto", 2), ("bfloat16", 2), ("fp8", 1), ("fp8_e5m2", 1)]
+)
+def test_the_header_says_what_a_token_takes_in_each_type(capsys, dtype, item):
+    """gpt-oss-20b: 24 layers, every other one a window, of 8 heads of 64, keys and values."""
+    words = ["--model", "gpt-oss-20b", "--dtype", dtype]
+    each = 12 * 8 * 2 * 64 * item
+    out = printed(capsys, *words)
+    said = f"{2 * each:,} bytes a token ({each:,} in full attention, {each:,} in windows)"
+    assert f"KV       {said}; {dtype}: {8 * item} bits a number" in out
+    found = json.loads(printed(capsys, *words, "--json"))
+    assert found["kv"] == {
+        "dtype": dtype, "bytes_per_token": 2 * each, "full_attention_bytes_per_token": each,
+        "window_bytes_per_token": each, "state_bytes": 0,
+    }  # fmt: skip
+
+
+def test_a_narrower_type_moves_fewer_bytes_but_states_keep_theirs(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]))
+    totals = {}
+    for dtype in ("auto", "fp8"):
+        words = ["--model", str(config), "--dtype", dtype, "--prompt", "8704", "--json"]
+        totals[dtype] = json.loads(printed(capsys, *words))
+    before, after = (totals[dtype]["total"] for dtype in ("auto", "fp8"))
+    assert after["state_bytes"] == before["state_bytes"] == totals["fp8"]["kv"]["state_bytes"]
+    ratio = (before["bytes"] - before["state_bytes"]) / (after["bytes"] - after["state_bytes"])
+    assert 1.8 < ratio < 2.2, "blocks differ, as a page has to hold a state"
+    assert totals["auto"]["kv"]["bytes_per_token"] == 2 * totals["fp8"]["kv"]["bytes_per_token"]
+
+
+def test_the_menu_has_a_row_for_every_link_and_each_is_a_plan_of_its_own(capsys):
+    words = ["--model", "gpt-oss-20b", "--decode", "tp=4"]
+    out = printed(capsys, *words)
+    menu = json.loads(printed(capsys, *words, "--json"))["links"]
+    assert [one["name"] for one in menu] == [link.name for link in PRESETS]
+    for one in menu:
+        alone = json.loads(printed(capsys, *words, "--link", one["name"], "--json"))
+        same = ("seconds", "requests_per_s", "slowest")
+        assert [one[field] for field in same] == [alone[field] for field in same]
+        (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == [one["name"]]]
+        assert row[4:6] == [f"{1e3 * one['seconds']:,.2f}", f"{one['requests_per_s']:,.1f}"]
+
+
+def test_round_trips_make_a_pull_longer_and_do_not_make_it_rarer(capsys):
+    found = {
+        name: json.loads(printed(capsys, "--model", "qwen3-8b", "--link", name, "--json"))
+        for name in ("tcp-10", "1.15GB/s")
+    }
+    named, speed = found["tcp-10"], found["1.15GB/s"]
+    assert named["latency_s"] == pytest.approx(3 * 50e-6)
+    assert speed["latency_s"] == 0
+    assert named["seconds"] == pytest.approx(named["latency_s"] + 1 / named["requests_per_s"])
+    words = ["--model", "qwen3-8b", "--link", "tcp-10"]
+    assert "150 us for 3 round trips (assumed: 92% of 10 Gbit/s" in printed(capsys, *words)
+
+
 def test_warnings_are_no_failure(capsys):
     out = printed(
         capsys, "--model", "llama-3.1-8b", "--prefill", "tp=2,layout=BLNHC", "--decode", "tp=4",
@@ -160,6 +217,8 @@ def test_warnings_are_no_failure(capsys):
         (["--model", "qwen3-8b", "--prompt", "1"], "prompt: expected 2 to"),
         (["--model", "qwen3-8b", "--hit", "8192"], "hit: expected 0 to 8190"),
         (["--model", "qwen3-8b", "--link", "fast"], "link: expected shm"),
+        (["--model", "qwen3-8b", "--dtype", "fp9"], "dtype: expected auto, bfloat16"),
+        (["--model", "deepseek-v4", "--dtype", "fp8"], "dtype: expected auto for deepseek-v4"),
         (["--model", "qwen3-8b", "--prefill-link", "fast"], "prefill-link: expected shm"),
         (["--model", "qwen3-8b", "--descriptor-us", "nan"], "descriptor-us: expected"),
         (["--model", "qwen3-8b", "--svg", "/nowhere/plan.svg"], "/nowhere/plan.svg"),

@@ -270,6 +270,21 @@ def test_presets_are_what_was_measured(name, gb_per_s, us):
     assert "measured" in link.source
 
 
+@pytest.mark.parametrize("link", PRESETS, ids=lambda link: link.name)
+def test_a_preset_says_whether_it_was_measured_and_is_no_faster_than_its_name(link):
+    assert link.source.startswith(("measured: ", "assumed: "))
+    assert link.source.startswith("assumed") == bool(link.round_trip_s)
+    gbit = link.name.partition("-")[2]
+    if gbit.isdigit():
+        assert link.bytes_per_s <= 0.95 * int(gbit) * 1e9 / 8
+
+
+@pytest.mark.parametrize("seconds", [-1e-6, float("nan"), float("inf"), 1.0])
+def test_a_round_trip_takes_something_finite(seconds):
+    with pytest.raises(ShapeError, match="round trip"):
+        Link("x", 1e9, 0.0, "given", round_trip_s=seconds)
+
+
 def test_a_given_cost_of_descriptors_replaces_the_links():
     for name in ("tcp", "400Gb/s"):
         link = parse_link(name, 3.5)

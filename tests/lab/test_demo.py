@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +73,42 @@ def test_a_missing_dependency_is_named_before_anything_starts(
     monkeypatch.setitem(sys.modules, "nixl", None)  # as if it were not installed
     assert main(["demo", "--model", "m", "--directory", str(tmp_path)]) == 1
     assert "nixl is not installed; 'make venv' installs" in capsys.readouterr().err
+
+
+_KEPT = """
+import sys
+from pdconn.cli import demo
+from pdconn.cli.main import main
+from pdconn.lab.demo import DemoRow, DemoAddresses
+
+def run(plan, say, ended):
+    wrong = "token differs" if sys.argv[2] == "wrong" else None
+    row = DemoRow("p", 9, 1, 1, 1, 1, 1, 0.1, 0.1, 0.1, wrong)
+    ended([row], DemoAddresses("http://h:1", "http://h:2"))
+    say("stopping")
+
+demo.check_dependencies = lambda: None
+demo.run_demo = run
+demo._draw = lambda rows, path: None
+sys.exit(main(["demo", "--keep", "--model", "m", "--directory", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(("answers", "code"), [("right", 0), ("wrong", 1)])
+def test_a_kept_demo_says_where_the_page_is_and_stops_at_ctrl_c_with_its_verdict(
+    tmp_path: Path, answers: str, code: int
+) -> None:
+    command = [sys.executable, "-c", _KEPT, str(tmp_path), answers]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as kept:
+        assert kept.stdout is not None
+        lines = iter(kept.stdout.readline, "")
+        last = next(line for line in lines if line.startswith("live page"))
+        assert last == "live page: http://h:2/ (API: http://h:1/v1; Ctrl-C stops everything)\n"
+        with pytest.raises(subprocess.TimeoutExpired):  # it goes on running
+            kept.wait(0.5)
+        kept.send_signal(signal.SIGINT)
+        _, err = kept.communicate(timeout=30)
+    assert kept.returncode == code
+    assert err.endswith("stopping\n")

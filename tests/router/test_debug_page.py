@@ -445,12 +445,17 @@ async def flaky(num_failures: int) -> AsyncIterator[str]:
         none = {"engines": [], "pods": [], "decisions": []}
         return web.json_response({"policy": "p", "hashes": 0, "remembered": 0, **none})
 
+    async def history(http: web.Request) -> web.Response:
+        none = {"engines": [], "pods": [], "samples": []}
+        return web.json_response({"boot": 0, "interval_s": 2, "most": 300, **none})
+
     async def page(http: web.Request) -> web.FileResponse:
         return web.FileResponse(pages_module._PAGE)
 
     app = web.Application()
     app.router.add_get("/", page)
     app.router.add_get("/debug/state", state)
+    app.router.add_get("/debug/history", history)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:

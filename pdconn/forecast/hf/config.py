@@ -83,7 +83,7 @@ def model_shape(config: Mapping[str, Any], name: str | None = None) -> ModelShap
         sorts = _hybrid_sorts(keys, family)
     else:
         sorts = _attention_sorts(keys, layers, family in _GEMMA_4)
-    return ModelShape(name or family or "model", sorts)
+    return ModelShape(name or family or "model", sorts, item_nbytes(keys))
 
 
 def _hybrid_sorts(keys: Keys, family: str) -> tuple[Sort, ...]:

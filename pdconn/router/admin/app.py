@@ -15,14 +15,22 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pdconn.router.admin.debug_page import DebugPage
+from pdconn.router.admin.history import History
 from pdconn.router.admin.probes import Probes
+from pdconn.router.errors import BadQuery
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.refusals import refusing
+from transport.errors import shown
 
-_SERVED = ("/", "/debug/state", "/debug/route/ID", "/metrics", "/health", "/livez", "/readyz")
+_SERVED = (
+    "/", "/debug/state", "/debug/history", "/debug/route/ID", "/metrics", "/health", "/livez",
+    "/readyz",
+)  # fmt: skip
 _PAGE = Path(__file__).with_name("page.html")
 #: Answers contain what clients sent: browsers must not guess another content type.
 _NOSNIFF = {"X-Content-Type-Options": "nosniff"}
+
+_MOST_DIGITS = 15
 
 
 class AdminApp:
@@ -30,6 +38,7 @@ class AdminApp:
 
     def __init__(self, debug_page: DebugPage, metrics: RouterMetrics, probes: Probes) -> None:
         self._debug_page = debug_page
+        self._history = History(debug_page.router, metrics.times)
         self._metrics = metrics
         self._probes = probes
         self._page_body = _PAGE.read_bytes()
@@ -41,9 +50,11 @@ class AdminApp:
         app = web.Application(middlewares=[*middlewares, refusals])
         app.router.add_get("/", self._page)
         app.router.add_get("/debug/state", self._state)
+        app.router.add_get("/debug/history", self._samples)
         app.router.add_get("/debug/route/{request_id:.+}", self._route)
         app.router.add_get("/metrics", self._report_metrics)
         self._probes.add_to(app, name_engines=True)
+        app.cleanup_ctx.append(self._history.running)
         return app
 
     async def _page(self, http: web.Request) -> web.StreamResponse:
@@ -53,6 +64,12 @@ class AdminApp:
     async def _state(self, http: web.Request) -> web.StreamResponse:
         del http
         return _json(self._debug_page.state())
+
+    async def _samples(self, http: web.Request) -> web.StreamResponse:
+        since = http.query.get("since", "0")
+        if not (since.isascii() and since.isdigit() and len(since) <= _MOST_DIGITS):
+            raise BadQuery("since", "the number of a sample", shown(since))
+        return _json(self._history.since(int(since)))
 
     async def _route(self, http: web.Request) -> web.StreamResponse:
         request_id = http.match_info["request_id"]

@@ -24,6 +24,7 @@ from pdconn.router.prefix.snapshot import Explained, explained, take_snapshot
 from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
 from pdconn.router.routing.policy import Role, ScoredCandidate
 from pdconn.router.routing.routed_request import Decision, Logged
+from pdconn.router.routing.timeline import Step
 
 SHOWN = 50
 """Decisions on the page."""
@@ -217,6 +218,17 @@ def _brief(logged: Logged) -> dict[str, object]:
         "pull": _pull(logged),
         "ticket_ms": _in_ms(outcome.ticket_s),
         "first_byte_ms": _in_ms(outcome.first_byte_s),
+        "steps": [_step(one) for one in outcome.steps],
+    }
+
+
+def _step(step: Step) -> dict[str, object]:
+    """One bar of the waterfall; without ``end_ms`` while it is under way."""
+    return {
+        "step": step.kind.value,
+        "start_ms": _in_ms(step.start_s),
+        "end_ms": _in_ms(step.end_s),
+        "failed": step.failed,
     }
 
 

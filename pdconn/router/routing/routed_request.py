@@ -31,6 +31,7 @@ from pdconn.router.fleet.client import Delivery
 from pdconn.router.openai.requests import ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
 from pdconn.router.routing.policy import Ranking
+from pdconn.router.routing.timeline import Answered, Step, StepKind, Timeline
 
 MOST_DECISIONS = 512
 MOST_HASHES = 1_000_000
@@ -75,6 +76,7 @@ class RoutedRequest:
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
         ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
         decision: the last one, for the log of decisions.
+        timeline: when it went from one step to the next.
     """
 
     request_id: str
@@ -97,6 +99,7 @@ class RoutedRequest:
     end: RequestEnd | None = None
     total_s: float | None = None
     decision: Decision | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
     def drop_body(self) -> None:
         """Its answer has begun, or it failed: an answer may take minutes, and needs no body."""
@@ -108,6 +111,7 @@ class RoutedRequest:
         self.stage = stage
         self.delivery = Delivery()
         self.asked_at_s = time.perf_counter()
+        self.timeline.asked.append((StepKind(stage.value), self.asked_at_s))
 
     def waited_s(self) -> float:
         """Seconds since the engine was asked."""
@@ -116,9 +120,12 @@ class RoutedRequest:
     def finish(self, end: RequestEnd, status: int | None, total_s: float) -> None:
         """The client has its answer, or will not get one."""
         self.end, self.status, self.total_s = end, status, total_s
+        self.timeline.ended_s = self.timeline.began_s + total_s
 
     def outcome(self) -> Outcome:
         """How the request ended, as far as it has."""
+        borrowed_s = None if self.pull is None else self.pull.took_s
+        answered = Answered(self.prefill is not None, borrowed_s, self.first_byte_s)
         return Outcome(
             self.status,
             self.prefill,
@@ -129,6 +136,7 @@ class RoutedRequest:
             self.end,
             self.total_s,
             self.pull,
+            self.timeline.steps(answered),
         )
 
 
@@ -189,6 +197,7 @@ class Outcome:
         end: how it ended; None while it is under way.
         total_s: from the request's arrival until its end.
         pull: what prefill pulled from another engine, or tried to.
+        steps: what it waited for, one after another.
     """
 
     status: int | None = None
@@ -200,6 +209,7 @@ class Outcome:
     end: RequestEnd | None = None
     total_s: float | None = None
     pull: PrefixPull | None = None
+    steps: tuple[Step, ...] = ()
 
 
 PENDING = Outcome()

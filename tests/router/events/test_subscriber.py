@@ -99,6 +99,7 @@ class Publisher:
             sock.bind(f"tcp://127.0.0.1:{port}")
         self.memory: deque[tuple[int, bytes]] = deque(maxlen=memory)
         self.seq = 0
+        self.clock: Callable[[], float] = lambda: float(self.seq)
         self.answers = True
         self.asked: list[int] = []
         self.subscribed = asyncio.Event()
@@ -132,7 +133,7 @@ class Publisher:
         await self.publish({"type": "BlockRemoved", "block_hashes": blocks}, **how)
 
     async def publish(self, event: Any, *, lost: bool = False, payload: bytes = b"") -> None:
-        payload = payload or encode([float(self.seq), [event], 0])
+        payload = payload or encode([self.clock(), [event], 0])
         self.memory.append((self.seq, payload))
         if not lost:
             await self.wire(b"", self.seq.to_bytes(8, "big"), payload)

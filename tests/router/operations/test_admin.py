@@ -18,7 +18,7 @@ from pdconn.router.server import running_proxy
 from tests.fakes.fake_engine import deployment, in_loop, until
 from tests.fakes.routed import ASKED, PROMPT, SCHEME, Fleet, fleet
 
-PAGES = ["/", "/debug/state", "/debug/route/some-id", "/metrics"]
+PAGES = ["/", "/debug/state", "/debug/history", "/debug/route/some-id", "/metrics"]
 URLS = (["http://p:1"], ["http://d:1"])
 
 
@@ -38,7 +38,8 @@ async def test_operators_reach_them_and_generate_nothing_there():
     async with deployment() as d:
         done = await d.complete()
         request_id = done.headers["X-Request-Id"]
-        for path in ("/", "/debug/state", f"/debug/route/{request_id}", "/metrics", "/health"):
+        pages = [path.replace("some-id", request_id) for path in PAGES]
+        for path in (*pages, "/health"):
             assert (await d.send(d.proxy.admin_url + path, method="GET")).status == 200
         refused = await d.send(d.proxy.admin_url + "/v1/completions", b"{}")
         assert refused.status == 404

@@ -1,0 +1,190 @@
+"""The last ten minutes, for the charts of the admin page: a ring of samples, one every two seconds.
+
+The router keeps them, not the page, so that a reload loses nothing and every viewer sees the same.
+Rates and shares are of the last moments, so that a chart of few requests is no row of needles::
+
+    requests a second     the last 10 s
+    shares, times         the last 30 s
+
+Bounded: ``MOST_SAMPLES`` samples, each of ``MOST_NAMES`` engines and as many pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+from aiohttp import web
+
+from pdconn.router.latency import Moment, RequestTimes
+from pdconn.router.routing.decide import LOAD_FOR_S, RequestRouter
+
+INTERVAL_S = 2.0
+MOST_SAMPLES = 300
+MOST_NAMES = 128
+_RATE_OVER = 5
+_SHARE_OVER = 15
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """What one engine had to do; None where it does not say.
+
+    ``inflight`` are requests that this router has sent to it.
+    """
+
+    kv_usage: float | None
+    running: int | None
+    waiting: int | None
+    inflight: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSample:
+    """One moment.
+
+    Attributes:
+        seq: samples before this one.
+        at: seconds since the epoch.
+        requests_per_s, failed_per_s: that ended.
+        handed_over: share of the answered requests for which decode had a ticket; None without any.
+        ttft_p50_ms, ttft_p95_ms: from arrival to the first token; None without any.
+        engines: by name.
+        pods: blocks in the prefix cache of each.
+    """
+
+    seq: int
+    at: float
+    requests_per_s: float
+    failed_per_s: float
+    handed_over: float | None
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    engines: dict[str, EngineSample]
+    pods: dict[str, int]
+
+
+class History:
+    """The samples of one router.
+
+    ``boot`` tells a page that it looks at another router than before, whose samples begin anew.
+    """
+
+    def __init__(
+        self,
+        router: RequestRouter,
+        times: RequestTimes,
+        clock: Callable[[], float] = time.time,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._router = router
+        self._times = times
+        self._clock = clock
+        self._interval_s = interval_s
+        self._samples: deque[RouterSample] = deque(maxlen=MOST_SAMPLES)
+        self._moments: deque[Moment] = deque(maxlen=_SHARE_OVER)
+        self._taken = 0
+        self.boot = clock()
+
+    def take(self) -> RouterSample:
+        """Take one sample and keep it."""
+        moments = self._moments
+        moments.append(self._times.take())
+        latest = list(islice(reversed(moments), _RATE_OVER))
+        over_s = len(latest) * self._interval_s
+        served = sum(one.served for one in moments)
+        times_s = sorted(second for one in moments for second in one.first_tokens_s)
+        sample = RouterSample(
+            self._taken,
+            self._clock(),
+            sum(one.ended for one in latest) / over_s,
+            sum(one.failed for one in latest) / over_s,
+            sum(one.handed_over for one in moments) / served if served else None,
+            _quantile_ms(times_s, 0.5),
+            _quantile_ms(times_s, 0.95),
+            self._engines(),
+            self._pods(),
+        )
+        self._taken += 1
+        self._samples.append(sample)
+        return sample
+
+    def since(self, seq: int) -> bytes:
+        """The samples from number ``seq`` on, as JSON; engines and pods are columns."""
+        shown = [one for one in self._samples if one.seq >= seq]
+        engines = _names(one.engines for one in shown)
+        pods = _names(one.pods for one in shown)
+        rows = [
+            {
+                **{name: getattr(one, name) for name in _PLAIN},
+                "engines": [one.engines.get(name) for name in engines],
+                "pods": [one.pods.get(name) for name in pods],
+            }
+            for one in shown
+        ]
+        head = {"boot": self.boot, "interval_s": self._interval_s, "most": MOST_SAMPLES}
+        return msgspec.json.encode({**head, "engines": engines, "pods": pods, "samples": rows})
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    async def running(self, app: web.Application) -> AsyncIterator[None]:
+        """Take samples while the admin pages are served: a context of ``app.cleanup_ctx``."""
+        del app
+        task = asyncio.create_task(self._run(), name="samples of the admin page")
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _run(self) -> None:
+        while True:
+            self.take()
+            await asyncio.sleep(self._interval_s)
+
+    def _engines(self) -> dict[str, EngineSample]:
+        router = self._router
+        loads = router.loads.fresh(LOAD_FOR_S)
+        made = {}
+        for name in islice(router.engines.names, MOST_NAMES):
+            load, inflight = loads.get(name), router.inflight.at(name)[0]
+            if load is None:
+                made[name] = EngineSample(None, None, None, inflight)
+            else:
+                made[name] = EngineSample(load.kv_usage, load.running, load.waiting, inflight)
+        return made
+
+    def _pods(self) -> dict[str, int]:
+        caches = self._router.caches
+        pods = caches.index.pods
+        return {
+            name: 0 if (pod := pods.get(name)) is None else pod.num_blocks
+            for name in islice(caches.feeds, MOST_NAMES)
+        }
+
+
+_PLAIN = (
+    "seq", "at", "requests_per_s", "failed_per_s", "handed_over", "ttft_p50_ms", "ttft_p95_ms",
+)  # fmt: skip
+
+
+def _names(columns: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in columns for name in names))
+
+
+def _quantile_ms(ascending: Sequence[float], share: float) -> float | None:
+    """The smallest time that at least ``share`` of them do not exceed.
+
+    >>> _quantile_ms([0.1, 0.2, 0.3, 0.4], 0.5)
+    200.0
+    """
+    if not ascending:
+        return None
+    rank = max(1, -(-len(ascending) * share // 1))
+    return round(1000 * ascending[int(rank) - 1], 3)

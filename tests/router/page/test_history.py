@@ -1,0 +1,221 @@
+"""The samples that the page draws, the times that Prometheus gets, and the steps of a request."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter
+
+from pdconn.router.admin.history import MOST_NAMES, MOST_SAMPLES, History, _quantile_ms
+from pdconn.router.exposition import render
+from pdconn.router.fleet.metrics import Load
+from pdconn.router.latency import MOST_KEPT, RequestTimes
+from pdconn.router.openai.requests import Route
+from pdconn.router.routing.routed_request import Outcome, RequestEnd
+from pdconn.router.routing.timeline import Answered, StepKind, Timeline
+from tests.fakes.fake_engine import deployment, in_loop, reset, until
+
+PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
+OK = Outcome(end=RequestEnd.OK, total_s=0.25, decode="d", ticket_s=0.1)
+ALONE = Outcome(end=RequestEnd.OK, total_s=0.25, decode="d")
+BROKEN = Outcome(end=RequestEnd.BROKEN_STREAM, total_s=0.25, decode="d", ticket_s=0.1)
+LEFT = Outcome(end=RequestEnd.CLIENT_LEFT, total_s=0.25)
+
+
+def history(names: list[str], load: Load | None = None) -> tuple[History, RequestTimes, Any]:
+    """Samples of engines that do not exist, at times 0, 1, 2 and so on."""
+    loads = dict.fromkeys(names, load) if load else {}
+    router: Any = SimpleNamespace(
+        engines=SimpleNamespace(names=names),
+        loads=SimpleNamespace(fresh=lambda max_age_s: loads),
+        inflight=SimpleNamespace(at=lambda name: (1, 0)),
+        caches=SimpleNamespace(feeds=dict.fromkeys(names), index=SimpleNamespace(pods={})),
+    )
+    times = RequestTimes(CollectorRegistry())
+    clock = iter(range(10**9))
+    return History(router, times, lambda: float(next(clock)), interval_s=2.0), times, router
+
+
+# Samples
+
+
+def test_rates_are_of_the_last_ten_seconds_and_shares_of_the_last_thirty():
+    made, times, _ = history(["p"])
+    for outcome in (OK, OK, OK, ALONE, BROKEN, LEFT):
+        times.ended(Route.COMPLETIONS, outcome)
+    first = made.take()
+    # six in one interval of two seconds; of the five that decode answered, four with a ticket
+    assert (first.requests_per_s, first.failed_per_s, first.handed_over) == (3.0, 0.5, 4 / 5)
+    later = [made.take() for _ in range(15)]
+    assert [one.requests_per_s for one in later[:5]] == [1.5, 1.0, 0.75, 0.6, 0.0]
+    assert [one.handed_over for one in later] == [4 / 5] * 14 + [None]
+
+
+def test_a_quiet_router_has_no_share_and_no_time_rather_than_zero():
+    made, _, _ = history(["p"])
+    sample = made.take()
+    assert (sample.handed_over, sample.ttft_p50_ms, sample.ttft_p95_ms) == (None, None, None)
+    assert sample.engines["p"].kv_usage is None, "its load is not known"
+
+
+@given(st.lists(st.floats(0.001, 100), min_size=1), st.sampled_from([0.5, 0.95]))
+def test_a_quantile_is_a_time_that_was_seen_and_exceeds_its_share(seconds, share):
+    found = _quantile_ms(sorted(seconds), share)
+    assert any(found == round(1000 * one, 3) for one in seconds)
+    not_above = sum(round(1000 * one, 3) <= found for one in seconds)
+    below = sum(round(1000 * one, 3) < found for one in seconds)
+    assert not_above >= share * len(seconds)
+    assert below < share * len(seconds) or below < 1
+
+
+def test_samples_names_and_times_are_bounded():
+    names = [f"http://e:{number}" for number in range(MOST_NAMES + 50)]
+    made, times, _ = history(names, Load(kv_usage=0.5, running=1, waiting=2))
+    for _ in range(MOST_KEPT + 10):
+        times.first_token(Route.COMPLETIONS, 0.1)
+    assert len(times._moment.first_tokens_s) == MOST_KEPT
+    for _ in range(MOST_SAMPLES + 20):
+        sample = made.take()
+    assert len(made) == MOST_SAMPLES
+    assert len(sample.engines) == len(sample.pods) == MOST_NAMES
+
+
+def test_a_page_that_asks_for_what_is_new_gets_each_sample_once():
+    made, _, router = history(["a", "b"], Load(kv_usage=0.5, running=1, waiting=2))
+    made.take()
+    first = json.loads(made.since(0))
+    router.engines.names = ["b", "c"]  # the fleet changes
+    made.take(), made.take()
+    second = json.loads(made.since(first["samples"][-1]["seq"] + 1))
+    assert [one["seq"] for one in first["samples"]] == [0]
+    assert [one["seq"] for one in second["samples"]] == [1, 2]
+    whole = json.loads(made.since(0))
+    assert whole["engines"] == ["a", "b", "c"]
+    known = [[column is not None for column in one["engines"]] for one in whole["samples"]]
+    assert known == [[True, True, False], [False, True, True], [False, True, True]]
+    assert first["boot"] == second["boot"]
+    assert json.loads(made.since(3))["samples"] == []
+
+
+@in_loop
+async def test_the_router_samples_itself_and_refuses_a_number_that_is_none():
+    async with deployment() as d:
+        assert (await d.complete(stream=True)).status == 200
+        text = (await d.send("/debug/history", method="GET")).body
+        assert json.loads(text)["samples"][0]["seq"] == 0
+        assert set(json.loads(text)["engines"]) == {d.prefill[0].url, d.decode[0].url}
+        for wrong in ("-1", "1e3", "x", "٣", "9" * 16):
+            reply = await d.send(f"/debug/history?since={wrong}", method="GET")
+            assert (reply.status, reply.error["param"]) == (400, "since"), wrong
+
+
+# Times
+
+
+@in_loop
+async def test_times_count_streamed_answers_and_requests_that_ended_well():
+    async with deployment() as d:
+        assert (await d.complete(stream=True)).status == 200
+        assert (await d.complete()).status == 200
+        assert (await d.complete(model="another")).status == 404
+        path = {"route": "/v1/completions"}
+        await until(lambda: d.metric("request_seconds_count", **path) == 2)
+        assert d.metric("time_to_first_token_seconds_count", **path) == 1
+        first_token_s = d.metric("time_to_first_token_seconds_sum", **path)
+        assert 0 < first_token_s <= d.metric("request_seconds_sum", **path)
+        other = {"route": "/v1/chat/completions"}
+        assert d.metric("request_seconds_count", **other) == 0
+
+
+def test_no_series_tells_when_a_counter_was_made():
+    registry = CollectorRegistry()
+    Counter("pdconn_router_x_total", "X", registry=registry).inc()
+    assert b"_created" not in render(registry)
+    assert b"pdconn_router_x_total 1.0" in render(registry)
+    assert any(  # the control: prometheus_client has it
+        sample.name.endswith("_created") for one in registry.collect() for sample in one.samples
+    )
+
+
+# Steps
+
+
+def steps(timeline: Timeline, **answered: Any) -> list[tuple[str, float, float | None, bool]]:
+    found = timeline.steps(Answered(**answered))
+    return [(one.kind.value, one.start_s, one.end_s, one.failed) for one in found]
+
+
+def test_steps_follow_each_other_from_arrival_to_the_last_byte():
+    timeline = Timeline(10.0, 11.0, [(PREFILL, 12.0), (DECODE, 16.0)], 20.0)
+    assert steps(timeline, prefilled=True, borrowed_s=1.5, first_byte_s=1.0) == [
+        ("receive", 0.0, 1.0, False),
+        ("route", 1.0, 2.0, False),
+        ("borrow", 2.0, 3.5, False),
+        ("prefill", 3.5, 6.0, False),
+        ("decode", 6.0, 7.0, False),
+        ("stream", 7.0, 10.0, False),
+    ]
+
+
+def test_an_engine_that_did_not_answer_has_a_failed_step():
+    timeline = Timeline(
+        0.0, 0.0, [(PREFILL, 1.0), (PREFILL, 2.0), (DECODE, 3.0), (DECODE, 4.0)], 9.0
+    )
+    failed = [failed for _, _, _, failed in steps(timeline, prefilled=True, first_byte_s=1.0)]
+    assert failed == [False, False, True, False, True, False, False]
+    nobody = steps(Timeline(0.0, 0.0, [(PREFILL, 1.0)], 2.0))
+    assert nobody[-1] == ("prefill", 1.0, 2.0, True)
+
+
+def test_what_is_under_way_has_no_end_and_has_not_failed():
+    assert steps(Timeline(0.0, 1.0))[-1] == ("route", 1.0, None, False)
+    assert steps(Timeline(0.0, 1.0, [(PREFILL, 2.0)]))[-1] == ("prefill", 2.0, None, False)
+    streaming = Timeline(0.0, 1.0, [(PREFILL, 2.0), (DECODE, 3.0)])
+    assert steps(streaming, prefilled=True, first_byte_s=0.5)[-1] == ("stream", 3.5, None, False)
+
+
+@given(
+    st.lists(st.floats(1, 9), min_size=1, max_size=4),
+    st.lists(st.floats(1, 9), min_size=1, max_size=4),
+    st.none() | st.floats(0, 20),
+    st.floats(0, 1),
+)
+def test_steps_leave_no_gap_whatever_is_tried_again(prefills, decodes, borrowed_s, first_byte_s):
+    moments = list(accumulate([3.0, *prefills, *decodes]))
+    kinds = [PREFILL] * len(prefills) + [DECODE] * len(decodes)
+    timeline = Timeline(1.0, 2.0, list(zip(kinds, moments[:-1], strict=True)), moments[-1])
+    found = timeline.steps(Answered(True, borrowed_s, first_byte_s))
+    assert all(one.end_s == following.start_s for one, following in pairwise(found))
+    assert (found[0].start_s, found[-1].end_s) == (0.0, moments[-1] - 1.0)
+    assert sum(one.failed for one in found) == len(prefills) + len(decodes) - 2
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@in_loop
+async def test_the_page_gets_the_steps_of_a_request_that_add_up_to_its_time(dies):
+    async with deployment(num_decode=2) as d:
+        if dies:
+            d.decode[0].script = reset
+        for _ in range(2):  # round robin: one of them meets the engine that dies
+            assert (await d.complete()).status == 200
+        newest = [one for one in await _decisions(d) if one["total_ms"] is not None]
+        assert len(newest) == 2
+        for one in newest:
+            names = [step["step"] for step in one["steps"] if not step["failed"]]
+            assert names == ["receive", "route", "prefill", "decode", "stream"]
+            assert one["steps"][-1]["end_ms"] == pytest.approx(one["total_ms"], abs=0.002)
+            edges = [(a["end_ms"], b["start_ms"]) for a, b in pairwise(one["steps"])]
+            assert all(end == pytest.approx(start, abs=0.002) for end, start in edges)
+        failed = [step for one in newest for step in one["steps"] if step["failed"]]
+        assert [step["step"] for step in failed] == (["decode"] if dies else [])
+
+
+async def _decisions(d: Any) -> list[dict[str, Any]]:
+    await until(lambda: not len(d.proxy.router.inflight))
+    return json.loads((await d.send("/debug/state", method="GET")).body)["decisions"]
