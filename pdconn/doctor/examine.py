@@ -26,7 +26,8 @@ from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, merged
 from pdconn.router.fleet.sources import FleetSource
 from pdconn.sidechannel.security import Security, SecurityError
-from pdconn.vllm.config import ConfigError, Settings
+from pdconn.vllm.config import Settings
+from transport.errors import FieldError
 
 Say = Callable[[str], None]
 
@@ -99,7 +100,7 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
 
 
 def _local(
-    questions: Questions, settings: Settings | None, refused: ConfigError | None, say: Say
+    questions: Questions, settings: Settings | None, refused: FieldError | None, say: Say
 ) -> Iterator[Checked]:
     transport = "nixl" if settings is None else settings.transport
     found = versions.read_versions()
@@ -136,7 +137,7 @@ def _ucx(
     return checked("ucx", ucx.judge_ucx(facts, host, transport), *ucx.seen_ucx(facts))
 
 
-def _config(questions: Questions, refused: ConfigError | None) -> Checked:
+def _config(questions: Questions, refused: FieldError | None) -> Checked:
     if questions.config is None:
         return Checked("config", skipped="no --config given")
     ours = questions.config.ours or {}
@@ -160,9 +161,9 @@ def _side_channel(questions: Questions, settings: Settings | None) -> Iterator[C
     facts = credentials.read_credentials(secret, files, questions.engine_environ)
     lends = config is not None and config.lends
     listens_at = settings.side_channel_host if settings is not None and lends else None
-    named = given.named_host(settings) if settings is not None and lends else None
-    if settings is not None and not settings.security.check_hostname:
-        named = None
+    named = None
+    if settings is not None and lends and settings.security.check_hostname:
+        named = given.named_host(settings, questions.engine_environ)
     now = time.time()
     judged = credentials.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
     yield checked("credentials", judged, credentials.seen_credentials(facts, now))

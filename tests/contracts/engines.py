@@ -162,6 +162,7 @@ class Engine:
             prompt_token_ids=list(tokens),
             num_prompt_tokens=len(tokens),
             num_computed_tokens=len(tokens),
+            num_tokens=len(tokens) + 1,
             kv_transfer_params=(extra_args or {}).get("kv_transfer_params"),
             lora_request=None,
             mm_features=[],

@@ -1,8 +1,8 @@
 """Routers that write a host of their own into the ticket, where engines share a secret.
 
 Both sides prove that they know the secret *and* which host and port they mean, so that a forged
-ticket cannot have a handshake relayed.  The host that a router writes has to be spelled as
-prefill spells its own.
+ticket cannot have a handshake relayed.  The host that a router writes has to be the one that
+prefill advertises, or the address at which the connection comes in.
 """
 
 from __future__ import annotations

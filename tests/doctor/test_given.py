@@ -131,9 +131,27 @@ def test_every_data_parallel_rank_here_has_a_port() -> None:
         assert read_given(line).lends
 
 
-def test_the_host_that_tickets_name_is_not_the_wildcard() -> None:
-    for host, expected in (("10.0.0.1", "10.0.0.1"), ("p0", "p0"), ("0.0.0.0", None)):
-        assert named_host(Settings(host, 5600)) == expected
+def test_the_host_that_tickets_name_is_found_as_the_engine_finds_it() -> None:
+    pod = {"POD_IP": "10.0.0.7"}
+    for host, expected in (("10.0.0.1", "10.0.0.1"), ("p0", "p0"), ("0.0.0.0", "10.0.0.7")):
+        assert named_host(Settings(host, 5600), pod) == expected
+
+
+def test_an_engine_that_no_ticket_could_name_is_found() -> None:
+    """``POD_IP`` is an IPv6 address, and the engine listens at IPv4 alone; then at both."""
+    for host, expected in (("0.0.0.0", ["config.pod-ip"]), ("::", [])):
+        extra = {**EXTRA, "side_channel_host": host}
+        text = json.dumps({**TRANSFER, KEY: extra})
+        assert found(text, {"POD_IP": "fd00::7"}) == expected
+
+
+def test_the_name_of_nixl_connector_is_ours_where_it_is_replaced() -> None:
+    transfer = {key: TRANSFER[key] for key in ("kv_role", KEY)} | {"kv_connector": "NixlConnector"}
+    line = f"vllm serve m --kv-transfer-config '{json.dumps(transfer)}'"
+    assert "config.connector" in found(line)
+    assert "config.connector" not in found(f"PDCONN_AS_NIXL=1 {line}")
+    by_module = {**transfer, "kv_connector_module_path": "pdconn.vllm.nixl"}
+    assert "config.connector" not in found(json.dumps(by_module))
 
 
 def test_an_engine_without_connector_is_found() -> None:

@@ -10,25 +10,27 @@ Three forms are understood::
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.findings import Finding, fault, of_error, warning
+from pdconn.sidechannel.advertise import NoAdvertisedHost, advertised_host
 from pdconn.vllm.config import ConfigError, Settings, read_settings
+from pdconn.vllm.nixl.registry import NAMES, REPLACED
+from transport.errors import FieldError
 
 _OPTION = "--config"
 _DOTTED = "kv_transfer_config."
-_WILDCARDS = ("0.0.0.0", "::")
 _TRANSFER = "kv_transfer_config"
 _EXTRA = "kv_connector_extra_config"
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _PACKAGE = "pdconn.vllm"
-_NAMES = ("PdConnector", "PdconnConnector")
 _MULTI = "MultiConnector"
 _MOST_RANKS = 64
 DEFAULT_PORT = 5600
@@ -43,11 +45,13 @@ class GivenConfig:
         transfer: the value of ``--kv-transfer-config``; None where there is none.
         options: all other options, by name with underscores.
         environ: environment variables that the command line sets.
+        as_nixl: NixlConnector's name stands for ours (``PDCONN_AS_NIXL=1``).
     """
 
     transfer: Mapping[str, Any] | None
     options: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    as_nixl: bool = False
 
     @property
     def ours(self) -> Mapping[str, Any] | None:
@@ -57,9 +61,15 @@ class GivenConfig:
         extra = self.transfer.get(_EXTRA)
         children = extra.get("connectors") if isinstance(extra, Mapping) else None
         for child in children if isinstance(children, list) else []:
-            if isinstance(child, Mapping) and _is_ours(child):
+            if isinstance(child, Mapping) and self.names_ours(child):
                 return child
         return None
+
+    def names_ours(self, entry: Mapping[str, Any]) -> bool:
+        """Whether vLLM makes our connector of an entry."""
+        path = str(entry.get("kv_connector_module_path", ""))
+        names = (*NAMES, *(REPLACED if self.as_nixl else ()))
+        return path.startswith(_PACKAGE) or (entry.get("kv_connector") in names and not path)
 
     @property
     def lends(self) -> bool:
@@ -82,12 +92,18 @@ class GivenConfig:
         return extra if isinstance(extra, Mapping) else {}
 
 
-def read_given(text: str) -> GivenConfig:
-    """Understand one of the three forms.
+def read_given(text: str, environ: Mapping[str, str] = os.environ) -> GivenConfig:
+    """Understand one of the three forms; ``environ`` is this process's environment.
 
     Raises:
         BadQuestion: it is none of them, or the file cannot be read.
     """
+    given = _read(text)
+    as_nixl = {**environ, **given.environ}.get("PDCONN_AS_NIXL") == "1"
+    return replace(given, as_nixl=as_nixl)
+
+
+def _read(text: str) -> GivenConfig:
     stripped = text.strip()
     if stripped.startswith("{"):
         return _of_mapping(_parsed(stripped, stripped))
@@ -182,26 +198,33 @@ def _shown(where: str) -> str:
 
 def settings_of_given(
     given: GivenConfig, environ: Mapping[str, str]
-) -> tuple[Settings | None, ConfigError | None]:
+) -> tuple[Settings | None, FieldError | None]:
     """Our settings as the engine would read them, or why it would refuse to start."""
     merged = {**environ, **given.environ}
     host = merged.get("VLLM_NIXL_SIDE_CHANNEL_HOST", DEFAULT_HOST)
     port = merged.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(DEFAULT_PORT))
     if not port.isdecimal():
         return None, ConfigError("VLLM_NIXL_SIDE_CHANNEL_PORT", "a port number", port)
+    role = str((given.transfer or {}).get("kv_role"))
     try:
-        return read_settings(given.extra, host, int(port), 0, merged), None
-    except ConfigError as error:
+        settings = read_settings(given.extra, host, int(port), 0, merged, role=role)
+        if given.lends:
+            named_host(settings, merged)
+    except (ConfigError, NoAdvertisedHost) as error:
         return None, error
+    return settings, None
 
 
-def named_host(settings: Settings) -> str | None:
-    """The host in our tickets; None where it is found only as the engine starts."""
-    host = getattr(settings, "advertise_host", None) or settings.side_channel_host
-    return None if host in _WILDCARDS else str(host)
+def named_host(settings: Settings, environ: Mapping[str, str]) -> str:
+    """The host in the tickets of an engine that lends.
+
+    Raises:
+        NoAdvertisedHost: the engine would not start.
+    """
+    return advertised_host(settings.side_channel_host, settings.advertise_host, environ)
 
 
-def judge_given(given: GivenConfig, refused: ConfigError | None) -> Iterator[Finding]:
+def judge_given(given: GivenConfig, refused: FieldError | None) -> Iterator[Finding]:
     """What keeps the engine from starting, from handing over, or from falling back.
 
     Args:
@@ -213,7 +236,7 @@ def judge_given(given: GivenConfig, refused: ConfigError | None) -> Iterator[Fin
         text = "expected a KV connector, got none: the engine computes every prompt itself"
         yield fault("config.no-connector", _TRANSFER, text, remedy)
         return
-    yield from _connector(given.transfer, given.ours)
+    yield from _connector(given)
     role = given.transfer.get("kv_role")
     if role not in _ROLES:
         message = f"expected one of {', '.join(_ROLES)}, got {role!r}"
@@ -225,18 +248,13 @@ def judge_given(given: GivenConfig, refused: ConfigError | None) -> Iterator[Fin
         yield of_error(f"config.{_slug(refused.field)}", refused, remedy)
 
 
-def _connector(transfer: Mapping[str, Any], ours: Mapping[str, Any] | None) -> Iterator[Finding]:
-    if ours is not None and _is_ours(ours):
+def _connector(given: GivenConfig) -> Iterator[Finding]:
+    if given.ours is not None and given.names_ours(given.ours):
         return
     remedy = 'set "kv_connector": "PdConnector", "kv_connector_module_path": "pdconn.vllm"'
-    seen = transfer.get("kv_connector")
+    seen = (given.transfer or {}).get("kv_connector")
     message = f"expected pdconn's connector, got {seen!r}"
     yield fault("config.connector", "kv_connector", message, remedy)
-
-
-def _is_ours(entry: Mapping[str, Any]) -> bool:
-    path = str(entry.get("kv_connector_module_path", ""))
-    return path.startswith(_PACKAGE) or (entry.get("kv_connector") in _NAMES and not path)
 
 
 def _hybrid(given: GivenConfig) -> Iterator[Finding]:
