@@ -67,18 +67,6 @@ _LOOK_S = 0.02
 """A draining engine looks that often whether its leases have ended, instead of spinning."""
 
 
-def drop_wrong_params(request: Any) -> None:
-    """Serve a request whose ``kv_transfer_params`` are no dict as if it had none.
-
-    Clients write them; vLLM looks into them after us, and we do at the request's end.
-    """
-    params = request.kv_transfer_params
-    if params is not None and not isinstance(params, dict):
-        error = TicketError("kv_transfer_params", "an object", params)
-        log.warning("pdconn: ignored: %s request=%s", error, shown(request.request_id))
-        request.kv_transfer_params = None
-
-
 class ProducerScheduler:
     """Leases of one prefill engine.
 

@@ -8,11 +8,17 @@ rather than answered with another prompt's KV.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
+from pdconn.protocol.errors import TicketError
+from transport.errors import shown
+
+log = logging.getLogger(__name__)
 
 _HEX = 32
 _TOKENS = msgspec.msgpack.Encoder(enc_hook=int)
@@ -115,3 +121,15 @@ def shorten(request: Any, num_tokens: int) -> None:
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
+
+
+def drop_wrong_params(request: Any) -> None:
+    """Serve a request whose ``kv_transfer_params`` are no dict as if it had none.
+
+    Clients write them; vLLM looks into them after us, and we do at the request's end.
+    """
+    params = request.kv_transfer_params
+    if params is not None and not isinstance(params, dict):
+        error = TicketError("kv_transfer_params", "an object", params)
+        log.warning("pdconn: ignored: %s request=%s", error, shown(request.request_id))
+        request.kv_transfer_params = None

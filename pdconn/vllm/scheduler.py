@@ -35,8 +35,8 @@ from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.lendable import answer_of
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
-from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
-from pdconn.vllm.prompt import num_computed
+from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.prompt import drop_wrong_params, num_computed
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.engine import EngineStore

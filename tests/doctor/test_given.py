@@ -139,7 +139,7 @@ def test_the_host_that_tickets_name_is_found_as_the_engine_finds_it() -> None:
 
 def test_an_engine_that_no_ticket_could_name_is_found() -> None:
     """``POD_IP`` is an IPv6 address, and the engine listens at IPv4 alone; then at both."""
-    for host, expected in (("0.0.0.0", ["config.pod-ip"]), ("::", [])):
+    for host, expected in (("0.0.0.0", ["config.POD_IP"]), ("::", [])):
         extra = {**EXTRA, "side_channel_host": host}
         text = json.dumps({**TRANSFER, KEY: extra})
         assert found(text, {"POD_IP": "fd00::7"}) == expected

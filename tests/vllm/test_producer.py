@@ -33,8 +33,8 @@ from pdconn.protocol.messages import (
 from pdconn.protocol.ticket import parse_ticket
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.config import read_settings
-from pdconn.vllm.producer import ProducerScheduler, drop_wrong_params
-from pdconn.vllm.prompt import prompt_digest
+from pdconn.vllm.producer import ProducerScheduler
+from pdconn.vllm.prompt import drop_wrong_params, prompt_digest
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
 
