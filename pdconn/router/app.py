@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
@@ -26,9 +27,11 @@ from pdconn.router.fleet.client import (
     OutOfResources,
 )
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import StreamEnd, relay
-from pdconn.router.openai.headers import REQUEST_ID_HEADER, from_client
-from pdconn.router.openai.requests import Route, parse_body
+from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
+from pdconn.router.openai.passed import PASSED, PassedRoute, check_form
+from pdconn.router.openai.requests import Route, checked_fields, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
@@ -37,13 +40,17 @@ from pdconn.sidechannel.quiet_log import QuietLog
 log = logging.getLogger(__name__)
 
 _SERVED = (
-    "/v1/completions",
-    "/v1/chat/completions",
+    *(route.path for route in Route),
     "/v1/models",
     "/health",
     "/livez",
     "/readyz",
+    "/ready",
+    *(route.path.replace(":[A-Za-z0-9_-]+", "") for route in PASSED),
 )
+
+_Answered = tuple[EngineAnswer, str]
+"""An engine's answer, and the request's id."""
 
 _ENDS = {
     StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
@@ -63,6 +70,7 @@ class RouterApp:
         keys: ApiKeys | None,
     ) -> None:
         self._handover = handover
+        self._passes = PassThrough(handover)
         self._probes = probes
         self._bodies = bodies
         self._xargs: Collection[str] = config.xargs
@@ -92,7 +100,11 @@ class RouterApp:
         ]
         app = web.Application(middlewares=middlewares)
         for route in Route:
-            app.router.add_post(route.path, self._generating(route), expect_handler=_continue)
+            handler = self._counting(route.path, partial(self._answer, route))
+            app.router.add_post(route.path, handler, expect_handler=_continue)
+        for passed in PASSED:
+            handler = self._counting(passed.path, partial(self._pass, passed))
+            app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
         app.router.add_get("/v1/models", self._models, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
@@ -103,33 +115,37 @@ class RouterApp:
             self._handover.router.decisions.end(request.decision, request.outcome())
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` until no generating request is left."""
+        """Wait up to ``timeout_s`` until no request is left that an engine answers."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
-    def _generating(self, route: Route) -> Handler:
+    def _counting(
+        self, path: str, answer: Callable[[web.Request], Awaitable[_Answered]]
+    ) -> Handler:
+        """A handler that relays what ``answer`` gets; counted in flight, and by its end."""
+
         async def handle(http: web.Request) -> web.StreamResponse:
             end = RequestEnd.REFUSED
             self._count_inflight(1)
             try:
                 with self._bodies.budget.request():
-                    response, end = await self._generate(route, http)
+                    response, end = await self._relay(http, *await answer(http))
             except Busy as refusal:
                 end = RequestEnd.BUSY
-                self._busy_log.warning("pdconn: %s path=%s", refusal, route.path)
+                self._busy_log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except NoEngineLeft as refusal:
                 end = RequestEnd.NO_ENGINE
-                log.warning("pdconn: %s path=%s", refusal, route.path)
+                log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except asyncio.CancelledError:
                 end = RequestEnd.CUT_OFF if self._draining else RequestEnd.CLIENT_LEFT
                 raise
             finally:
                 self._count_inflight(-1)
-                self._metrics.request_ended(route, end)
+                self._metrics.request_ended(path, end)
                 current().end = end
             return response
 
@@ -143,10 +159,9 @@ class RouterApp:
         else:
             self._idle.clear()
 
-    async def _generate(
-        self, route: Route, http: web.Request
+    async def _relay(
+        self, http: web.Request, answer: EngineAnswer, request_id: str
     ) -> tuple[web.StreamResponse, RequestEnd]:
-        answer, request_id = await self._answer(route, http)
         response, end = await relay(http, answer, request_id, name_engine=self._config.show_engines)
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
@@ -155,8 +170,8 @@ class RouterApp:
         ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
         return response, _ENDS.get(end, ok)
 
-    async def _answer(self, route: Route, http: web.Request) -> tuple[EngineAnswer, str]:
-        """An engine's answer, and the request's id; the body is held no longer than that."""
+    async def _answer(self, route: Route, http: web.Request) -> _Answered:
+        """Of a generating route; the body is held until the answer begins."""
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read(http, held), self._xargs)
@@ -164,6 +179,26 @@ class RouterApp:
             held.when_free = request.drop_body
             del body
             return await self._handover.answer(request), request_id
+
+    async def _pass(self, route: PassedRoute, http: web.Request) -> _Answered:
+        """Of a route that one engine serves; the body is held until the answer begins."""
+        request_id, headers = self._identify(http)
+        path = http.rel_url.raw_path_qs
+        if route.method == "GET":
+            headers.popall("Content-Type", None)
+            return await self._passes.answer(
+                Passing(request_id, headers, path, route.asks, None)
+            ), request_id
+        with HeldBody(self._bodies.budget) as held:
+            raw = await self._bodies.read(http, held)
+            if route.is_form:
+                headers["Content-Type"] = http.headers.get("Content-Type", "")
+                check_form(headers["Content-Type"], raw)
+            elif raw:
+                checked_fields(raw, self._xargs)
+            passing = Passing(request_id, headers, path, route.asks, raw)
+            del raw
+            return await self._passes.answer(passing), request_id
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         request_id, headers = self._identify(http)
@@ -190,6 +225,7 @@ class RouterApp:
         request_id = current().request_id = headers[REQUEST_ID_HEADER]
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
+            headers.popall(KEY_HEADER, None)
         return request_id, headers
 
 

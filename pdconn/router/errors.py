@@ -35,8 +35,8 @@ class Refusal(Exception):
         del name_engines
         return {}
 
-    def body(self, *, name_engines: bool) -> bytes:
-        """The answer's JSON."""
+    def body(self, *, name_engines: bool, anthropic: bool = False) -> bytes:
+        """The answer's JSON; ``anthropic``: with the field that Anthropic's clients know it by."""
         error = {
             "message": self.message(name_engines=name_engines),
             "type": self.kind,
@@ -44,7 +44,8 @@ class Refusal(Exception):
             "code": self.status,
             **self.details(name_engines=name_engines),
         }
-        return msgspec.json.encode({"error": error})
+        kind = {"type": "error"} if anthropic else {}
+        return msgspec.json.encode({**kind, "error": error})
 
 
 class FieldRefusal(FieldError, Refusal):

@@ -334,9 +334,9 @@ class RouterMetrics:
 
     # Requests
 
-    def request_ended(self, route: Route, end: RequestEnd) -> None:
-        """Count a client's request."""
-        self._requests.labels(route.path, end.value).inc()
+    def request_ended(self, route: str, end: RequestEnd) -> None:
+        """Count a client's request; ``route`` is a path that the router serves."""
+        self._requests.labels(route, end.value).inc()
 
     def connection_dropped(self, reason: Dropped) -> None:
         """Count a client's connection that the router closed early."""

@@ -15,11 +15,11 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pdconn.router.admin.debug_page import DebugPage
-from pdconn.router.admin.probes import Probes
+from pdconn.router.admin.probes import PROBES, Probes
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.refusals import refusing
 
-_SERVED = ("/", "/debug/state", "/debug/route/ID", "/metrics", "/health", "/livez", "/readyz")
+_SERVED = ("/", "/debug/state", "/debug/route/ID", "/metrics", *PROBES)
 _PAGE = Path(__file__).with_name("page.html")
 #: Answers contain what clients sent: browsers must not guess another content type.
 _NOSNIFF = {"X-Content-Type-Options": "nosniff"}

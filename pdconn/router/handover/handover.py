@@ -38,6 +38,8 @@ from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
 
 log = logging.getLogger(__name__)
 
+_NOT_FOUND = 404
+
 
 @dataclass(frozen=True, slots=True)
 class _Prefilled:
@@ -105,8 +107,11 @@ class Handover:
             refusal = await self._prefill_if_any(request, decision)
             if refusal is not None:
                 return refusal
+        candidates = self._candidates(Role.DECODE, decision)
+        if request.body.direct is Direct.STORED_RESPONSE:
+            return await self._decode_where_kept(request, candidates)
         try:
-            return await self._decode(request, self._candidates(Role.DECODE, decision))
+            return await self._decode(request, candidates)
         except (Refusal, Abandoned):
             self.abandoned.give_back(request)
             raise
@@ -127,6 +132,33 @@ class Handover:
             return None
         self.metrics.served_direct(reason)
         return answer
+
+    async def _decode_where_kept(
+        self, request: RoutedRequest, candidates: Iterable[Candidate]
+    ) -> EngineAnswer:
+        """The answer of the engine that keeps a response; 404 of another where none does.
+
+        The router keeps nothing of responses, so that several routers need share nothing.
+        """
+        unknown: EngineAnswer | None = None
+        try:
+            for candidate in candidates:
+                try:
+                    answer = await self._decode(request, (candidate,))
+                except NoEngineLeft:
+                    continue
+                if answer.status != _NOT_FOUND:
+                    return answer
+                if unknown is not None:
+                    unknown.close()
+                unknown = answer
+            if unknown is not None:
+                answer, unknown = unknown, None
+                return answer
+        finally:
+            if unknown is not None:
+                unknown.close()
+        raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
 
     async def _prefill_if_any(
         self, request: RoutedRequest, decision: Decision

@@ -69,6 +69,7 @@ class RequestRouter:
         decodes_alone: decode computes prompts itself while no prefill engine answers; False:
             such requests are refused.
         pulls: plans what prefill pulls from other engines; None: prefill computes what it lacks.
+        turn: of equally busy engines in ``by_load``.
     """
 
     engines: EngineRegistry
@@ -84,6 +85,7 @@ class RequestRouter:
     usage: KvUsage = field(default_factory=KvUsage)
     decodes_alone: bool = True
     pulls: PullPlanner | None = None
+    turn: int = -1
 
     async def decide(self, request: RoutedRequest) -> Decision:
         """The engines to try for a request.
@@ -116,6 +118,21 @@ class RequestRouter:
         self.decisions.add(decision)
         self.metrics.decided(decision)
         return decision
+
+    def by_load(self, engines: Iterable[str]) -> list[str]:
+        """Engines with the fewest requests first, for what is not routed by its prompt.
+
+        Those that are equally busy take turns.
+        """
+        names, loads = list(engines), self.loads.fresh(LOAD_FOR_S)
+        if names:
+            self.turn = (self.turn + 1) % len(names)
+            names = names[self.turn :] + names[: self.turn]
+        return sorted(names, key=lambda name: self._num_requests(name, loads))
+
+    def _num_requests(self, engine: str, loads: Mapping[str, Load]) -> int:
+        load = loads.get(engine) or Load()
+        return max((load.running or 0) + (load.waiting or 0), self.inflight.at(engine)[0])
 
     def no_choice(self, request: RoutedRequest, why: str) -> Decision:
         """The record of a request for which there is nothing to decide."""

@@ -1,9 +1,10 @@
 """The tokens of a request's prompt, from which its block hashes are computed.
 
-A prompt of token ids holds them.  Text and chats are tokenized by an engine
-(``POST /tokenize``), since only it knows its model's tokenizer and chat template.  These are
-routed without a prefix lookup: images and the like (only the engine knows where their tokens
-go), several prompts in one body, and what an engine refuses to tokenize.
+A prompt of token ids holds them.  Text and chats are tokenized by an engine (``/tokenize``, or
+``/render`` beneath ``/v1/responses`` and ``/v1/messages``), since only it knows its model's
+tokenizer and chat template.  These are routed without a prefix lookup: images and the like (only
+the engine knows where their tokens go), several prompts in one body, and what an engine refuses to
+tokenize.
 
 Two more inputs of block hashes: the request's ``cache_salt``, and the adapter that its
 ``model`` names, by the path under which ``GET /v1/models`` lists it.
@@ -47,6 +48,9 @@ CHAT_NBYTES_A_TOKEN = 32
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+_RENDERED = (Route.RESPONSES, Route.MESSAGES)
+"""Routes whose prompts an engine tells of at ``/render`` beneath the route's own path."""
+
 _SHAPES_PROMPT = {
     Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
     Route.CHAT: (
@@ -73,6 +77,11 @@ class Tokenised:
 
 class _Answer(msgspec.Struct):
     tokens: list[int]
+
+
+class _RenderAnswer(msgspec.Struct):
+    token_ids: list[int]
+    features: Raw = Raw(b"null")
 
 
 class _Part(msgspec.Struct):
@@ -121,6 +130,8 @@ class Tokeniser:
             raise CannotTokenise(f"the request has no {body.route.prompt}")
         if body.direct is Direct.SEVERAL_PROMPTS:
             raise CannotTokenise("the request has several prompts")
+        if body.direct is Direct.STORED_RESPONSE:
+            raise CannotTokenise("an engine keeps a part of it")
         headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
@@ -171,11 +182,13 @@ class Tokeniser:
     async def _tokens_of(
         self, body: ParsedBody, headers: CIMultiDict[str], bound: _LengthBound
     ) -> list[int]:
-        if body.route is Route.CHAT:
-            messages = body.fields["messages"]
+        if body.route is not Route.COMPLETIONS:
+            messages = body.fields[body.route.prompt]
             most_nbytes = bound.chat_nbytes(self._max_nbytes)
             if len(memoryview(messages)) > most_nbytes:
-                raise CannotTokenise(f"its messages are more than {most_nbytes} bytes")
+                raise CannotTokenise(f"its {body.route.prompt} is more than {most_nbytes} bytes")
+            if body.route in _RENDERED:
+                return await self._rendered(body, headers)
             _refuse_media(messages)
         fields = {
             name: body.fields[name] for name in _SHAPES_PROMPT[body.route] if name in body.fields
@@ -185,6 +198,21 @@ class Tokeniser:
             return msgspec.json.decode(raw, type=_Answer).tokens
         except _UNREADABLE as error:
             raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
+
+    async def _rendered(self, body: ParsedBody, headers: CIMultiDict[str]) -> list[int]:
+        """The tokens of a prompt that ``/tokenize`` does not take."""
+        if _MAY_HOLD_AN_IMAGE.search(memoryview(body.fields[body.route.prompt])):
+            raise CannotTokenise("it may contain an image")  # which the engine would load
+        fields = {**body.fields, "mm_payload": "none"}
+        path = f"{body.route.path}/render"
+        raw = await self._ask_any(path, headers, msgspec.json.encode(fields))
+        try:
+            answer = msgspec.json.decode(raw, type=_RenderAnswer)
+        except _UNREADABLE as error:
+            raise CannotTokenise(f"{path} answered without tokens: {error}") from error
+        if kind_of(answer.features) != "null":
+            raise CannotTokenise("it contains more than text")
+        return answer.token_ids
 
     def _extras(self, body: ParsedBody) -> Extras:
         salt, model = _text(body.fields.get("cache_salt")), _text(body.fields.get("model"))
@@ -222,6 +250,7 @@ class Tokeniser:
         return bytes(raw)
 
 
+_MAY_HOLD_AN_IMAGE = re.compile(rb'"(input_)?(image|file|document|audio)')
 _BEGINS_WITH_AN_ID = re.compile(rb"\[\s*+(\[\s*+)?-?[0-9]")
 
 

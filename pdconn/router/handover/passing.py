@@ -1,0 +1,104 @@
+"""Requests that one engine serves as they are, without prefill and decode (``openai.passed``).
+
+They hold no ticket and may be sent twice, so another engine is tried after any failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multidict import CIMultiDict
+
+from pdconn.router.errors import EngineFailure, NoEngineLeft
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, OutOfResources
+from pdconn.router.handover.handover import Handover
+from pdconn.router.openai.passed import Asks
+from pdconn.router.routing.policy import Role
+
+_NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A request to pass on.
+
+    Attributes:
+        request_id, headers: as engines get them.
+        path: with its query, as the client sent it.
+        asks: the engines that it may go to.
+        body: None of a GET.
+    """
+
+    request_id: str
+    headers: CIMultiDict[str]
+    path: str
+    asks: Asks
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class PassThrough:
+    """Sends requests to one engine, the least busy one that may serve them."""
+
+    handover: Handover
+
+    async def answer(self, passing: Passing) -> EngineAnswer:
+        """An engine's answer; closing it ends the request there.
+
+        Raises:
+            NoEngineLeft: no engine answers.
+            OutOfResources: the router cannot open a connection.
+        """
+        failures: list[EngineFailure] = []
+        unknown: EngineAnswer | None = None
+        try:
+            for engine in self.handover.router.by_load(self._engines(passing.asks)):
+                try:
+                    answer = await self._ask(engine, passing)
+                except (ConnectFailed, ConnectionLost) as error:
+                    failures.append(self._failed(engine, passing, error))
+                    continue
+                if passing.asks is not Asks.HOLDER or answer.status != _NOT_FOUND:
+                    return answer
+                if unknown is not None:
+                    unknown.close()
+                unknown = answer  # perhaps another engine keeps it
+            if unknown is not None:
+                answer, unknown = unknown, None
+                return answer
+        finally:
+            if unknown is not None:
+                unknown.close()
+        known = self.handover.engines.failures(Role.DECODE, failures)
+        raise NoEngineLeft(Role.DECODE.value, known)
+
+    def _failed(
+        self, engine: str, passing: Passing, error: ConnectFailed | ConnectionLost
+    ) -> EngineFailure:
+        if isinstance(error, OutOfResources):
+            raise error  # our own fault, and another engine would not help
+        for role in self.handover.engines.roles(engine)[:1]:
+            self.handover.metrics.retried(role, engine)
+        self.handover.health.report_down(engine, str(error), passing.request_id)
+        return EngineFailure(engine, str(error))
+
+    def _engines(self, asks: Asks) -> tuple[str, ...]:
+        decode = self.handover.engines.live(Role.DECODE)
+        prefill = self.handover.engines.live(Role.PREFILL)
+        if asks is Asks.ANY:
+            return tuple(dict.fromkeys((*decode, *prefill)))
+        return decode if asks is Asks.HOLDER else decode or prefill
+
+    async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
+        client = self.handover.client
+        finish = self.handover.router.inflight.start(engine, 0)
+        try:
+            if passing.body is None:
+                answer = await client.get(engine, passing.path, passing.headers)
+            else:
+                answer = await client.post(engine, passing.path, passing.body, passing.headers)
+        except BaseException:
+            finish()
+            raise
+        answer.when_closed(finish)
+        return answer
