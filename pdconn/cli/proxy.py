@@ -12,7 +12,7 @@ from pdconn.cli.logs import FORMATS, fail, log_to_stderr
 from pdconn.cli.serving import Events, serve
 from pdconn.router.admission.budget import MAX_NBYTES, MAX_REQUESTS
 from pdconn.router.admission.listener import STALL_S
-from pdconn.router.config import ADMIN_ABOVE, WITHOUT_PREFILL, ProxyConfig
+from pdconn.router.config import ADMIN_ABOVE, ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EnginesMissing
 from pdconn.router.openai.requests import XARGS
 from pdconn.router.prefix.hashing import ALGORITHMS
@@ -54,14 +54,18 @@ fleets that change:
 
 Decode serves these requests alone and computes the prompt itself; /metrics counts
 them by reason: several prompts in one body, n > 1, beam search, echo,
-prompt_logprobs, prompt_embeds, truncate_prompt_tokens, a prefix that decode holds,
-and every request while no prefill engine answers (--without-prefill refuse: 503).
+prompt_logprobs, prompt_embeds, truncate_prompt_tokens, a stored or background
+response, tools that the engine calls itself, a prefix that decode holds, and every
+request while no prefill engine answers, or lends nothing (--require-prefill: 503).
 
 routes for clients:
-  POST /v1/completions, /v1/chat/completions     GET /v1/models
+  POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages
+  GET  /v1/models
+  POST /tokenize, /v1/embeddings, /score, /rerank, /pooling, /v1/audio/..., ...
+                               one engine serves these; docs/router.md lists all
   GET  /health                 503 if no request can be served, 200 if some can: "ok",
                                or "degraded" without prefill
-  GET  /readyz                 the same, and 503 once SIGTERM has come
+  GET  /readyz, /ready         the same, and 503 once SIGTERM has come
   GET  /livez                  200 while the process runs
 
 admin pages, on --admin-host and --admin-port, without key or TLS:
@@ -104,10 +108,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", help="engines that generate answers", **urls)  # type: ignore[arg-type]
     parser.add_argument("--fleet", metavar="FILE", help="TOML file of engines, polled for changes")
     parser.add_argument(
-        "--without-prefill",
-        default=WITHOUT_PREFILL[0],
-        choices=WITHOUT_PREFILL,
-        help="without prefill engines: decode computes prompts itself, or 503 (%(default)s)",
+        "--require-prefill",
+        action="store_true",
+        help="answer 503 where decode would have to compute a prompt that could have been handed "
+        "over: no prefill engine answers, it lends nothing, or a ticket is spent",
     )
     _configure_policy(parser)
     _configure_listeners(parser)
@@ -334,7 +338,7 @@ def _config(args: argparse.Namespace) -> ProxyConfig:
         drain_delay_s=args.drain_delay,
         drain_timeout_s=args.drain_timeout,
         wait_s=args.wait,
-        without_prefill=args.without_prefill,
+        require_prefill=args.require_prefill,
         admin_host=args.admin_host,
         admin_port=args.admin_port,
         api_key_file=args.api_key_file,

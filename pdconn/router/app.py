@@ -19,7 +19,7 @@ from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import Busy, EngineFailure, NoEngineLeft
+from pdconn.router.errors import Busy, EngineFailure, HandoverRequired, NoEngineLeft
 from pdconn.router.fleet.client import (
     ConnectFailed,
     ConnectionLost,
@@ -138,6 +138,10 @@ class RouterApp:
                 raise
             except NoEngineLeft as refusal:
                 end = RequestEnd.NO_ENGINE
+                log.warning("pdconn: %s path=%s", refusal, path)
+                raise
+            except HandoverRequired as refusal:
+                end = RequestEnd.NO_HANDOVER
                 log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except asyncio.CancelledError:

@@ -17,8 +17,6 @@ from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
 
-WITHOUT_PREFILL = ("decode", "refuse")
-"""What becomes of a request when no prefill engine answers."""
 ADMIN_ABOVE = 1000
 """The admin pages' port, if it is not given, lies so far above ``port``."""
 LAST_PORT = 65535
@@ -33,8 +31,9 @@ class ProxyConfig:
     ``fleet`` too.  Port 0 takes any free port.
 
     ``pull_above`` is the fewest tokens that prefill pulls from another engine; None: it never does.
-    ``without_prefill`` is a word of ``WITHOUT_PREFILL``.  ``drain_delay_s`` passes between the
-    end of readiness and the end of listening; ``drain_timeout_s`` begins after it.
+    ``require_prefill`` refuses what decode would have to compute though it could be handed over.
+    ``drain_delay_s`` passes between the end of readiness and the end of listening;
+    ``drain_timeout_s`` begins after it.
 
     Raises:
         BadSetting: a value makes no sense; ``field`` is its command-line option.
@@ -62,7 +61,7 @@ class ProxyConfig:
     drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
     wait_s: float | None = None
-    without_prefill: str = "decode"
+    require_prefill: bool = False
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     api_key_file: str | None = None
@@ -87,9 +86,6 @@ class ProxyConfig:
             if not (math.isfinite(weight) and weight >= 0):
                 raise BadSetting("--weight", f"{medium}=NUMBER, at least 0", weight)
         self._check_listeners()
-        if self.without_prefill not in WITHOUT_PREFILL:
-            expected = f"one of {', '.join(WITHOUT_PREFILL)}"
-            raise BadSetting("--without-prefill", expected, self.without_prefill)
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
         self._check_admission()
@@ -202,8 +198,8 @@ class ProxyConfig:
 
     @property
     def decodes_alone(self) -> bool:
-        """Whether decode computes prompts itself while no prefill engine answers."""
-        return self.without_prefill == "decode"
+        """Whether decode computes prompts itself that could not be handed over."""
+        return not self.require_prefill
 
     def make_tls(self) -> ServerTls | None:
         """The certificate for clients; None where they connect in the clear.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 import msgspec
@@ -155,6 +156,17 @@ class NoEngineLeft(Refusal):
             return {"role": self.role}
         engines = [{"engine": one.engine, "why": one.why} for one in self.failures]
         return {"role": self.role, "engines": engines}
+
+
+class HandoverRequired(Refusal):
+    """``--require-prefill``, and the request has no ticket though it could have one."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+    def __init__(self, why: Enum) -> None:
+        super().__init__(f"prefill is required, and the request was not handed over: {why.value}")
 
 
 class BadSetting(FieldError, ValueError):

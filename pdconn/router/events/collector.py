@@ -13,7 +13,7 @@ from pdconn.router.events.subscriber import Status
 from pdconn.router.events.tracker import State
 
 if TYPE_CHECKING:
-    from pdconn.router.metrics import RouterMetric
+    from pdconn.router.metric_table import RouterMetric
 
 Statuses = Callable[[], Mapping[str, Status]]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
-from pdconn.router.errors import EngineFailure, NoEngineLeft, Refusal
+from pdconn.router.errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
 from pdconn.router.fleet.client import (
     ConnectFailed,
     ConnectionLost,
@@ -69,6 +69,7 @@ class Handover:
 
         Raises:
             NoEngineLeft: no engine of some role answers.
+            HandoverRequired: it has no ticket, and decode may not compute its prompt.
             OutOfResources: the router cannot open a connection.
             BadBody: the prompt is longer than the model's length.
         """
@@ -92,21 +93,26 @@ class Handover:
             finally:
                 self.router.decisions.end(decision, request.outcome())
             if answer is not None:
+                if request.decode is not None:  # else it is prefill's refusal
+                    self.metrics.decode_answered(request.direct)
                 return answer
 
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """An answer as decided; None if another decision is needed."""
         ranking = decision.ranking
-        if request.body.direct is not None:
-            self.metrics.served_direct(request.body.direct)
+        request.direct = request.body.direct
+        if request.direct is not None:
+            pass
         elif ranking.alone and ranking.decode:
             no_prefill = self.router.decodes_alone and not ranking.prefill
-            reason = Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD
-            return await self._decode_alone(request, ranking.decode[0].candidate, reason)
+            request.direct = Direct.NO_PREFILL if no_prefill else Direct.PREFIX_HELD
+            return await self._decode_alone(request, ranking.decode[0].candidate)
         else:
             refusal = await self._prefill_if_any(request, decision)
             if refusal is not None:
                 return refusal
+            if request.direct is not None:
+                self._check_may_compute(request.direct)
         candidates = self._candidates(Role.DECODE, decision)
         if request.body.direct is Direct.STORED_RESPONSE:
             return await self._decode_where_kept(request, candidates)
@@ -116,8 +122,13 @@ class Handover:
             self.abandoned.give_back(request)
             raise
 
+    def _check_may_compute(self, why: Direct) -> None:
+        """Refuse a request that decode would compute though it could have been handed over."""
+        if not self.router.decodes_alone:
+            raise HandoverRequired(why)
+
     async def _decode_alone(
-        self, request: RoutedRequest, candidate: Candidate, reason: Direct
+        self, request: RoutedRequest, candidate: Candidate
     ) -> EngineAnswer | None:
         """The answer of a decode engine that computes what it lacks of the prompt.
 
@@ -125,13 +136,11 @@ class Handover:
         another decision is needed.
         """
         try:
-            answer = await self._decode(request, (candidate,))
+            return await self._decode(request, (candidate,))
         except NoEngineLeft:
             if not self.engines.live(Role.DECODE):
                 raise
             return None
-        self.metrics.served_direct(reason)
-        return answer
 
     async def _decode_where_kept(
         self, request: RoutedRequest, candidates: Iterable[Candidate]
@@ -169,7 +178,7 @@ class Handover:
         except NoEngineLeft:
             if not self.router.decodes_alone:
                 raise
-        self.metrics.served_direct(Direct.NO_PREFILL)
+        request.direct = Direct.NO_PREFILL
         return None
 
     async def _prefill(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
@@ -240,6 +249,7 @@ class Handover:
         if request.cached_tokens is not None and answer.borrowed is None:
             self.router.prefill_reported(decision, engine, request.cached_tokens)
         if request.ticket is None:
+            request.direct = Direct.NO_TICKET
             self._warn_no_ticket(engine)
         else:
             request.ticket_s = took_s
@@ -257,7 +267,8 @@ class Handover:
                 failures.append(self._note_failure(Role.DECODE, engine, request, error))
                 if request.ticket is not None and isinstance(error, ConnectionLost):
                     request.ticket = request.ticket_s = None
-                    self.metrics.served_direct(Direct.TICKET_SPENT)
+                    request.direct = Direct.TICKET_SPENT
+                    self._check_may_compute(request.direct)
                 continue
             request.decode = engine
             request.first_byte_s = request.waited_s()
@@ -310,7 +321,6 @@ class Handover:
         return EngineFailure(engine, str(error))
 
     def _warn_no_ticket(self, engine: str) -> None:
-        self.metrics.served_direct(Direct.NO_TICKET)
         self._warned.intersection_update(self.engines.names)
         if engine not in self._warned:
             self._warned.add(engine)

@@ -28,7 +28,7 @@ from multidict import CIMultiDict
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.fleet.client import Delivery
-from pdconn.router.openai.requests import ParsedBody
+from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
 from pdconn.router.routing.policy import Ranking
 
@@ -44,6 +44,7 @@ class RequestEnd(Enum):
     ENGINE_ERROR = "engine_error"
     BUSY = "busy"
     NO_ENGINE = "no_engine"
+    NO_HANDOVER = "no_handover"
     CLIENT_LEFT = "client_left"
     BROKEN_STREAM = "broken_stream"
     CUT_OFF = "cut_off"
@@ -71,6 +72,7 @@ class RoutedRequest:
         tokens: of its prompt, while prefill may pull some of them from another engine.
         pull: what prefill pulled from another engine, or tried to.
         ticket: from prefill, while it may still be used.
+        direct: why decode gets no ticket; None while it is to get one.
         prefill, decode: the engines that answered, so far.
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
         ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
@@ -88,6 +90,7 @@ class RoutedRequest:
     tokens: Sequence[int] | None = None
     pull: PrefixPull | None = None
     ticket: Raw | None = None
+    direct: Direct | None = None
     prefill: str | None = None
     decode: str | None = None
     cached_tokens: int | None = None

@@ -73,7 +73,7 @@ async def test_a_prefill_engine_that_dies_with_a_request_is_replaced():
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @in_loop
 async def test_without_an_engine_of_a_role_the_client_learns_which_and_why(role):
-    async with deployment(num_prefill=2, num_decode=2, without_prefill="refuse") as d:
+    async with deployment(num_prefill=2, num_decode=2, require_prefill=True) as d:
         for engine in getattr(d, role):
             await engine.stop()
         for _ in range(2):  # tried without success, then known to be down
@@ -192,7 +192,7 @@ async def test_a_stream_that_ends_does_look_whole():
 
 @in_loop
 async def test_health_asks_every_engine_and_needs_one_of_each_role():
-    async with deployment(num_prefill=2, without_prefill="refuse") as d:
+    async with deployment(num_prefill=2, require_prefill=True) as d:
         await d.prefill[0].stop()
         reply = await d.send("/health", method="GET")
         page = json.loads(reply.body)
