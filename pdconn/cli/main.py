@@ -60,7 +60,9 @@ COMMANDS: tuple[Command, ...] = (
         needs_reader=True,
     ),
     Command("diff", "pdconn.cli.diff", "check whether two engines can exchange KV"),
-    Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
+    Command(
+        "proxy", "pdconn.cli.proxy.command", "serve an OpenAI API over prefill and decode engines"
+    ),
     Command("score", "pdconn.cli.score", "explain how the router scores a request's prefix"),
     Command(
         "bench",

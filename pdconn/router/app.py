@@ -12,6 +12,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
+from pdconn.router.access.cors import allowing
 from pdconn.router.access.keys import ApiKeys, requiring
 from pdconn.router.access.log import current, logging_access
 from pdconn.router.admin.probes import Probes
@@ -19,7 +20,13 @@ from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import Busy, EngineFailure, HandoverRequired, NoEngineLeft
+from pdconn.router.errors import (
+    Busy,
+    EngineFailure,
+    HandoverRequired,
+    NoEngineLeft,
+    RequestTimedOut,
+)
 from pdconn.router.fleet.client import (
     ConnectFailed,
     ConnectionLost,
@@ -55,6 +62,7 @@ _Answered = tuple[EngineAnswer, str]
 _ENDS = {
     StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
     StreamEnd.CLIENT_LEFT: RequestEnd.CLIENT_LEFT,
+    StreamEnd.TIMED_OUT: RequestEnd.TIMED_OUT,
 }
 
 
@@ -78,7 +86,7 @@ class RouterApp:
         self._config = config
         self._keys = keys
         self._engines = handover.engines
-        self._health = handover.health
+        self._health = handover.tries.health
         self._metrics = handover.metrics
         self._num_inflight = 0
         self._idle = asyncio.Event()
@@ -98,7 +106,10 @@ class RouterApp:
             refusing(_SERVED, name_engines=self._config.show_engines),
             *([] if self._keys is None else [requiring(self._keys)]),
         ]
-        app = web.Application(middlewares=middlewares)
+        app = web.Application()
+        if self._config.cors_origins:
+            middlewares.insert(2, allowing(app, self._config.cors_origins))
+        app.middlewares.extend(middlewares)
         for route in Route:
             handler = self._counting(route.path, partial(self._answer, route))
             app.router.add_post(route.path, handler, expect_handler=_continue)
@@ -130,8 +141,7 @@ class RouterApp:
             end = RequestEnd.REFUSED
             self._count_inflight(1)
             try:
-                with self._bodies.budget.request():
-                    response, end = await self._relay(http, *await answer(http))
+                response, end = await self._admitted(http, answer)
             except Busy as refusal:
                 end = RequestEnd.BUSY
                 self._busy_log.warning("pdconn: %s path=%s", refusal, path)
@@ -140,8 +150,9 @@ class RouterApp:
                 end = RequestEnd.NO_ENGINE
                 log.warning("pdconn: %s path=%s", refusal, path)
                 raise
-            except HandoverRequired as refusal:
-                end = RequestEnd.NO_HANDOVER
+            except (HandoverRequired, RequestTimedOut) as refusal:
+                late = isinstance(refusal, RequestTimedOut)
+                end = RequestEnd.TIMED_OUT if late else RequestEnd.NO_HANDOVER
                 log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except asyncio.CancelledError:
@@ -163,10 +174,38 @@ class RouterApp:
         else:
             self._idle.clear()
 
-    async def _relay(
-        self, http: web.Request, answer: EngineAnswer, request_id: str
+    async def _admitted(
+        self, http: web.Request, answer: Callable[[web.Request], Awaitable[_Answered]]
     ) -> tuple[web.StreamResponse, RequestEnd]:
-        response, end = await relay(http, answer, request_id, name_engine=self._config.show_engines)
+        """The answer, in a place in flight, and in time."""
+        limit_s, queue = self._config.request_timeout_s, self._bodies.queue
+        deadline_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        in_time = asyncio.timeout_at(deadline_s)
+        try:
+            async with in_time:
+                await queue.enter()
+                try:
+                    answered = await answer(http)
+                except BaseException:
+                    queue.leave()
+                    raise
+        except TimeoutError as error:
+            if limit_s is None or not in_time.expired():
+                raise
+            raise RequestTimedOut(limit_s) from error
+        try:
+            return await self._relay(http, answered, deadline_s)
+        finally:
+            queue.leave()
+
+    async def _relay(
+        self, http: web.Request, answered: _Answered, deadline_s: float | None
+    ) -> tuple[web.StreamResponse, RequestEnd]:
+        answer, request_id = answered
+        name_engine = self._config.show_engines
+        response, end = await relay(
+            http, answer, request_id, name_engine=name_engine, deadline_s=deadline_s
+        )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
             self._health.report_down(answer.engine, why, request_id)

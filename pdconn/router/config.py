@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from pdconn.router.access.cors import check_origin
 from pdconn.router.access.tls import ServerTls
-from pdconn.router.admission import budget, listener
+from pdconn.router.admission import budget, listener, queue
 from pdconn.router.errors import BadSetting
+from pdconn.router.fleet import health, loads
 from pdconn.router.fleet.member import engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+from pdconn.router.routing import tokenize
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
 
 ADMIN_ABOVE = 1000
@@ -32,8 +35,9 @@ class ProxyConfig:
 
     ``pull_above`` is the fewest tokens that prefill pulls from another engine; None: it never does.
     ``require_prefill`` refuses what decode would have to compute though it could be handed over.
-    ``drain_delay_s`` passes between the end of readiness and the end of listening;
-    ``drain_timeout_s`` begins after it.
+    ``retries`` is how many other engines are asked after a failure; None: all.  A time-out of None
+    does not end.  ``drain_delay_s`` passes between the end of readiness and the end of listening,
+    and ``drain_timeout_s`` begins after it.
 
     Raises:
         BadSetting: a value makes no sense; ``field`` is its command-line option.
@@ -54,10 +58,18 @@ class ProxyConfig:
     port: int = 8000
     max_body_mib: float = 64.0
     max_bodies_mib: float = budget.MAX_NBYTES / (1 << 20)
-    max_requests: int = budget.MAX_REQUESTS
+    max_requests: int = queue.MAX_REQUESTS
+    max_queue: int = 0
+    queue_timeout_s: float = queue.WAIT_S
     stall_timeout_s: float = listener.STALL_S
     allow_xargs: tuple[str, ...] = ()
+    retries: int | None = None
     connect_timeout_s: float = 5.0
+    prefill_timeout_s: float | None = None
+    request_timeout_s: float | None = None
+    tokenize_timeout_s: float = tokenize.TIMEOUT_S
+    health_timeout_s: float = health.PROBE_TIMEOUT_S
+    lease_s: float = loads.LEASE_S
     drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
     wait_s: float | None = None
@@ -69,6 +81,7 @@ class ProxyConfig:
     tls_cert: str | None = None
     tls_key: str | None = None
     show_engines: bool = False
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, words in (("--prefill", self.prefill), ("--decode", self.decode)):
@@ -89,15 +102,29 @@ class ProxyConfig:
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
         self._check_admission()
+        self._check_times()
+        for origin in self.cors_origins:
+            check_origin(origin)
+
+    def _check_times(self) -> None:
         for option, value, least in (
             ("--stall-timeout", self.stall_timeout_s, 0.001),
             ("--connect-timeout", self.connect_timeout_s, 0.001),
+            ("--prefill-timeout", self.prefill_timeout_s, 0.001),
+            ("--request-timeout", self.request_timeout_s, 0.001),
+            ("--queue-timeout", self.queue_timeout_s, 0.001),
+            ("--tokenize-timeout", self.tokenize_timeout_s, 0.001),
+            ("--health-timeout", self.health_timeout_s, 0.001),
+            ("--lease", self.lease_s, 0.001),
             ("--drain-delay", self.drain_delay_s, 0.0),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
-            ("--wait", self.wait_s or 0.0, 0.0),
+            ("--wait", self.wait_s, 0.0),
         ):
-            if not (math.isfinite(value) and value >= least):
+            if value is not None and not (math.isfinite(value) and value >= least):
                 raise BadSetting(option, f"seconds, at least {least:g}", value)
+        for option, number in (("--retries", self.retries), ("--max-queue", self.max_queue)):
+            if number is not None and number < 0:
+                raise BadSetting(option, "a number, at least 0", number)
 
     def _check_listeners(self) -> None:
         if not 0 <= self.port <= LAST_PORT:
@@ -195,6 +222,11 @@ class ProxyConfig:
         except BadScheme as error:
             option = f"--hash-{error.field.replace('_', '-')}"
             raise BadSetting(option, error.expected, error.seen) from error
+
+    @property
+    def most_tries(self) -> int | None:
+        """Engines of one role that a request may be sent to; None: all."""
+        return None if self.retries is None else self.retries + 1
 
     @property
     def decodes_alone(self) -> bool:

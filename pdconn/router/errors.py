@@ -158,6 +158,20 @@ class NoEngineLeft(Refusal):
         return {"role": self.role, "engines": engines}
 
 
+class PrefillTooLate(NoEngineLeft):
+    """The last prefill engine that was asked has not answered in time."""
+
+
+class RequestTimedOut(Refusal):
+    """``--request-timeout`` is over, and no answer has begun."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"no answer within {limit_s:g} s")
+
+
 class HandoverRequired(Refusal):
     """``--require-prefill``, and the request has no ticket though it could have one."""
 

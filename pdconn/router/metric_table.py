@@ -34,7 +34,20 @@ METRICS = (
         "pdconn_router_inflight_requests",
         "gauge",
         (),
-        "Client requests that have not finished",
+        "Client requests that have not finished, those that wait for a place among them",
+    ),
+    RouterMetric(
+        "pdconn_router_queued_requests",
+        "gauge",
+        (),
+        "Client requests that wait for a place (--max-queue)",
+    ),
+    RouterMetric(
+        "pdconn_router_queue_seconds",
+        "histogram",
+        (),
+        "Time that requests waited for a place, of those that found none free",
+        _ENGINE_SECONDS,
     ),
     RouterMetric(
         "pdconn_router_connections",

@@ -50,6 +50,8 @@ class RouterMetrics:
         self._up = self._gauge("engine_up")
         self._draining = self._gauge("engine_draining")
         self.inflight = self._gauge("inflight_requests")
+        self.queued = self._gauge("queued_requests")
+        self.queue_seconds = self._histogram("queue_seconds")
         self.connections = self._gauge("connections")
         self.body_bytes = self._gauge("body_bytes")
         self._dropped = self._counter("connections_dropped_total")

@@ -27,11 +27,13 @@ from pdconn.router.admin.app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
-from pdconn.router.admission.budget import RequestBudget
+from pdconn.router.admission.budget import BodyBudget
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
 from pdconn.router.admission.log import ServerLog
+from pdconn.router.admission.queue import AdmissionQueue
 from pdconn.router.app import RouterApp
+from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
 from pdconn.router.events.caches import PrefixCaches
@@ -40,7 +42,7 @@ from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
 from pdconn.router.fleet import registry, sources
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
-from pdconn.router.fleet.loads import LoadPoller
+from pdconn.router.fleet.loads import KvUsage, LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.handover import abandoned, ticket_return
@@ -48,6 +50,7 @@ from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
+from pdconn.router.handover.tries import EngineTries
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.requests import REPORT_MODE
 from pdconn.router.pulls.planner import PullPlanner
@@ -97,20 +100,18 @@ class Limits:
         fleet_interval_s: between two polls of the fleet's sources.
         first_backoff_s: until the first probe of an engine that went down.
         patience_s: for the requests of clients that left.
-        ticket_return_s, most_ticket_returns: for the tickets that are returned.
+        most_ticket_returns: at a time.
         last_returns_s: for both once all clients are gone, whatever ``--drain-timeout`` is: a
             prefill that was cut off needs ``patience_s`` before its ticket can be returned.
-        tokenize_s, most_tokens, most_token_nbytes: for prompts that are tokenized.
+        most_tokens, most_token_nbytes: of prompts that are tokenized.
     """
 
     ready_pause_s: float = 0.5
     fleet_interval_s: float = sources.INTERVAL_S
     first_backoff_s: float = registry.FIRST_BACKOFF_S
     patience_s: float = abandoned.PATIENCE_S
-    ticket_return_s: float = ticket_return.GIVE_UP_S
     most_ticket_returns: int = ticket_return.MOST_RETURNS
     last_returns_s: float = 3.0
-    tokenize_s: float = tokenize.TIMEOUT_S
     most_tokens: int = tokenize.MOST_TOKENS
     most_token_nbytes: int = tokenize.MAX_NBYTES
 
@@ -135,8 +136,8 @@ async def running_proxy(
     ...     print(proxy.url)
     """
     with ExitStack() as stack:
-        sock = stack.enter_context(_bind(config.host, config.port))
-        admin = stack.enter_context(_bind_admin(config))
+        sock = stack.enter_context(bind(config.host, config.port))
+        admin = stack.enter_context(bind_admin(config))
         async with (
             _services(config, policy or config.make_policy(), limits) as services,
             _serving_admin(services.admin, admin, config),
@@ -146,8 +147,8 @@ async def running_proxy(
             async with _listening(services.app, sock, config, services.tls):
                 yield Running(
                     config,
-                    _url_of("http" if services.tls is None else "https", config.host, sock),
-                    _url_of("http", config.admin_host, admin),
+                    url_of("http" if services.tls is None else "https", config.host, sock),
+                    url_of("http", config.admin_host, admin),
                     services.metrics,
                     services.router,
                     services.reloader.reload,
@@ -180,27 +181,30 @@ async def _services(
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
-    health = Health(engines, client, metrics, decodes_alone=config.decodes_alone)
-    tickets = _tickets(engines, client, metrics, limits)
+    health = Health(
+        engines,
+        client,
+        metrics,
+        decodes_alone=config.decodes_alone,
+        timeout_s=config.health_timeout_s,
+    )
+    tickets = TicketReturner(
+        engines,
+        client,
+        metrics,
+        give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
+        most_returns=limits.most_ticket_returns,
+    )
     left = AbandonedRequests(tickets, limits.patience_s)
     planner = PullPlanner.of(config.pull_above or 1)
     pulls = PrefixPulls(planner, client, health, metrics, tickets)
-    caches = _caches(config)
-    feeds = EventFeeds(caches)
-    loads = LoadPoller(engines, client)
-    tokeniser = _tokeniser(engines, client, limits)
-    router = RequestRouter(
-        engines,
-        policy,
-        caches,
-        tokeniser,
-        loads,
-        metrics,
-        decodes_alone=config.decodes_alone,
-        pulls=None if config.pull_above is None else planner,
+    router = _router(config, policy, engines, client, metrics, planner, limits)
+    feeds = EventFeeds(router.caches)
+    metrics.watch(router.caches, feeds.statuses, policy.name)
+    tries = EngineTries(engines, health, metrics, config.most_tries)
+    handover = Handover(
+        engines, client, router, metrics, left, pulls, tries, config.prefill_timeout_s
     )
-    metrics.watch(caches, feeds.statuses, policy.name)
-    handover = Handover(engines, client, router, health, metrics, left, pulls)
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -208,13 +212,13 @@ async def _services(
         changes = engines.update(members)
         if changes:
             log.info("pdconn: fleet changed %s", changes)
-        for follower in (health, metrics, loads, router):
+        for follower in (health, metrics, router.loads, router):
             follower.fleet_changed()
         feeds.fleet_changed(members)
 
     try:
         watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
-        async with watch, loads:
+        async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
             app = RouterApp(handover, probes, bodies, config, keys)
             reloader = Reloader(config.fleet, watch, keys, tls)
@@ -227,15 +231,25 @@ async def _services(
         await client.close()
 
 
-def _tickets(
-    engines: EngineRegistry, client: EngineClient, metrics: RouterMetrics, limits: Limits
-) -> TicketReturner:
-    return TicketReturner(
+def _router(
+    config: ProxyConfig,
+    policy: Policy,
+    engines: EngineRegistry,
+    client: EngineClient,
+    metrics: RouterMetrics,
+    planner: PullPlanner,
+    limits: Limits,
+) -> RequestRouter:
+    return RequestRouter(
         engines,
-        client,
+        policy,
+        _caches(config),
+        _tokeniser(engines, client, config, limits),
+        LoadPoller(engines, client),
         metrics,
-        give_up_s=limits.ticket_return_s,
-        most_returns=limits.most_ticket_returns,
+        decodes_alone=config.decodes_alone,
+        usage=KvUsage(config.lease_s),
+        pulls=None if config.pull_above is None else planner,
     )
 
 
@@ -249,11 +263,13 @@ def _caches(config: ProxyConfig) -> PrefixCaches:
     )
 
 
-def _tokeniser(engines: EngineRegistry, client: EngineClient, limits: Limits) -> Tokeniser:
+def _tokeniser(
+    engines: EngineRegistry, client: EngineClient, config: ProxyConfig, limits: Limits
+) -> Tokeniser:
     return Tokeniser(
         engines,
         client,
-        timeout_s=limits.tokenize_s,
+        timeout_s=config.tokenize_timeout_s,
         most_tokens=limits.most_tokens,
         max_nbytes=limits.most_token_nbytes,
     )
@@ -271,7 +287,7 @@ async def _serving_admin(
         try:
             await AdmittingSite(runner, sock, admission, backlog=_BACKLOG).start()
         except OSError as error:
-            raise _cannot_listen_admin(config, error) from error
+            raise cannot_listen_admin(config, error) from error
         yield
     finally:
         await runner.cleanup()
@@ -287,10 +303,17 @@ def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -
     limits = limits_of_process(config.stall_timeout_s, num_reserved)
     log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
     admission = ClientAdmission(limits, metrics.connection_dropped)
-    budget = RequestBudget(config.max_bodies_nbytes, config.max_requests)
+    budget = BodyBudget(config.max_bodies_nbytes)
+    queue = AdmissionQueue(
+        config.max_requests,
+        config.max_queue,
+        config.queue_timeout_s,
+        metrics.queue_seconds.observe,
+    )
+    metrics.queued.set_function(lambda: len(queue))
     metrics.connections.set_function(lambda: len(admission))
     metrics.body_bytes.set_function(lambda: budget.nbytes)
-    return BodyReader(admission, budget, config.max_body_nbytes)
+    return BodyReader(admission, budget, queue, config.max_body_nbytes)
 
 
 @asynccontextmanager
@@ -324,40 +347,6 @@ async def _listening(
     finally:
         await runner.cleanup()
         await router_app.drain(_CUT_OFF_S)  # requests that were cut off are counted
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise CannotListen(host, port, error.strerror or str(error)) from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise CannotListen(host, port, error.strerror or str(error)) from error
-    return sock
-
-
-def _bind_admin(config: ProxyConfig) -> socket.socket:
-    try:
-        return _bind(config.admin_host, config.effective_admin_port)
-    except CannotListen as error:
-        raise _cannot_listen_admin(config, error.__cause__ or error) from error
-
-
-def _cannot_listen_admin(config: ProxyConfig, error: BaseException) -> CannotListen:
-    why = f"{getattr(error, 'strerror', None) or error} (for the admin pages; see --admin-port)"
-    return CannotListen(config.admin_host, config.effective_admin_port, why)
-
-
-def _url_of(scheme: str, host: str, sock: socket.socket) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
 async def _wait_for_engines(

@@ -10,24 +10,31 @@ computes the prompt itself.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
-from pdconn.router.errors import EngineFailure, HandoverRequired, NoEngineLeft, Refusal
+from pdconn.router.errors import (
+    EngineFailure,
+    HandoverRequired,
+    NoEngineLeft,
+    PrefillTooLate,
+    Refusal,
+)
 from pdconn.router.fleet.client import (
     ConnectFailed,
     ConnectionLost,
     EngineAnswer,
     EngineClient,
-    OutOfResources,
+    EngineTimedOut,
 )
-from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
+from pdconn.router.handover.tries import EngineTries
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import decode_body, find_cached_tokens, find_ticket, prefill_body
 from pdconn.router.openai.headers import RANK_HEADER
@@ -56,10 +63,11 @@ class Handover:
     engines: EngineRegistry
     client: EngineClient
     router: RequestRouter
-    health: Health
     metrics: RouterMetrics
     abandoned: AbandonedRequests
     pulls: PrefixPulls
+    tries: EngineTries
+    prefill_timeout_s: float | None = None
     _warned: set[str] = field(default_factory=set)
 
     async def answer(self, request: RoutedRequest) -> EngineAnswer:
@@ -81,7 +89,7 @@ class Handover:
             raise
 
     async def _run(self, request: RoutedRequest) -> EngineAnswer:
-        while True:
+        for _ in self.tries.bounded(itertools.count()):
             if not self.engines.live(Role.DECODE):  # else prefill would lend blocks for nothing
                 request.decision = self.router.no_choice(request, "no decode engine is up")
                 raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
@@ -96,6 +104,7 @@ class Handover:
                 if request.decode is not None:  # else it is prefill's refusal
                     self.metrics.decode_answered(request.direct)
                 return answer
+        raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
 
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """An answer as decided; None if another decision is needed."""
@@ -111,9 +120,8 @@ class Handover:
             refusal = await self._prefill_if_any(request, decision)
             if refusal is not None:
                 return refusal
-            if request.direct is not None:
-                self._check_may_compute(request.direct)
-        candidates = self._candidates(Role.DECODE, decision)
+            self._check_may_compute(request)
+        candidates = self.tries.candidates(Role.DECODE, decision)
         if request.body.direct is Direct.STORED_RESPONSE:
             return await self._decode_where_kept(request, candidates)
         try:
@@ -122,10 +130,10 @@ class Handover:
             self.abandoned.give_back(request)
             raise
 
-    def _check_may_compute(self, why: Direct) -> None:
+    def _check_may_compute(self, request: RoutedRequest) -> None:
         """Refuse a request that decode would compute though it could have been handed over."""
-        if not self.router.decodes_alone:
-            raise HandoverRequired(why)
+        if request.direct is not None and not self.router.decodes_alone:
+            raise HandoverRequired(request.direct)
 
     async def _decode_alone(
         self, request: RoutedRequest, candidate: Candidate
@@ -175,25 +183,28 @@ class Handover:
         """``_prefill``, without which decode computes the prompt itself, if it may."""
         try:
             return await self._prefill(request, decision)
-        except NoEngineLeft:
+        except NoEngineLeft as error:
             if not self.router.decodes_alone:
                 raise
-        request.direct = Direct.NO_PREFILL
+            late = isinstance(error, PrefillTooLate)
+        request.direct = Direct.NO_PREFILL_IN_TIME if late else Direct.NO_PREFILL
         return None
 
     async def _prefill(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """Get the request its ticket; what this returns is prefill's refusal."""
         failures: list[EngineFailure] = []
-        for candidate in self._candidates(Role.PREFILL, decision):
+        late = False
+        for candidate in self.tries.candidates(Role.PREFILL, decision):
             engine = candidate.engine
             _enter(request, Stage.PREFILL)
             is_idle = self.router.inflight.at(engine)[0] == 0
             uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
             finish = self.router.inflight.start(engine, uncached, candidate.rank)
             try:
-                answer = await self._ask_prefill(request, candidate)
+                answer = await self._ask_in_time(request, candidate)
             except (ConnectFailed, ConnectionLost) as error:
-                failures.append(self._note_failure(Role.PREFILL, engine, request, error))
+                late = isinstance(error, EngineTimedOut)
+                failures.append(self.tries.failed(Role.PREFILL, engine, request.request_id, error))
                 continue
             finally:
                 finish()
@@ -205,7 +216,26 @@ class Handover:
             leg = PrefillLeg(candidate, decision.num_tokens, request.waited_s(), learns)
             self.pulls.prefilled(request, answer.borrowed, leg)
             return None
-        raise NoEngineLeft(Role.PREFILL.value, self.engines.failures(Role.PREFILL, failures))
+        known = self.engines.failures(Role.PREFILL, failures)
+        raise (PrefillTooLate if late else NoEngineLeft)(Role.PREFILL.value, known)
+
+    async def _ask_in_time(
+        self, request: RoutedRequest, candidate: Candidate
+    ) -> _Prefilled | EngineAnswer:
+        """What prefill says.
+
+        Raises:
+            EngineTimedOut: nothing within ``prefill_timeout_s``.  The connection is closed, which
+                aborts the request there; what it has lent in this moment its lease frees.
+        """
+        limit_s = self.prefill_timeout_s
+        if limit_s is None:
+            return await self._ask_prefill(request, candidate)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._ask_prefill(request, candidate)
+        except TimeoutError as error:
+            raise EngineTimedOut(f"no ticket within {limit_s:g} s") from error
 
     async def _ask_prefill(
         self, request: RoutedRequest, candidate: Candidate
@@ -264,11 +294,11 @@ class Handover:
             try:
                 answer = await self._ask_decode(request, candidate)
             except (ConnectFailed, ConnectionLost) as error:
-                failures.append(self._note_failure(Role.DECODE, engine, request, error))
+                failures.append(self.tries.failed(Role.DECODE, engine, request.request_id, error))
                 if request.ticket is not None and isinstance(error, ConnectionLost):
                     request.ticket = request.ticket_s = None
                     request.direct = Direct.TICKET_SPENT
-                    self._check_may_compute(request.direct)
+                    self._check_may_compute(request)
                 continue
             request.decode = engine
             request.first_byte_s = request.waited_s()
@@ -297,28 +327,6 @@ class Handover:
             answer.close()
             raise
         return answer
-
-    def _candidates(self, role: Role, decision: Decision) -> Iterator[Candidate]:
-        """The ranked engines that are still live, then those that came up since."""
-        live = self.engines.live(role)
-        ranking = decision.ranking
-        ordered = ranking.prefill if role is Role.PREFILL else ranking.decode
-        for one in ordered:
-            if one.candidate.engine in live:
-                yield one.candidate
-        ranked = {one.candidate.engine for one in ordered}
-        for engine in live:
-            if engine not in ranked:
-                yield Candidate(engine)
-
-    def _note_failure(
-        self, role: Role, engine: str, request: RoutedRequest, error: ConnectFailed | ConnectionLost
-    ) -> EngineFailure:
-        if isinstance(error, OutOfResources):
-            raise error  # our own fault, and another engine would not help
-        self.metrics.retried(role, engine)
-        self.health.report_down(engine, str(error), request.request_id)
-        return EngineFailure(engine, str(error))
 
     def _warn_no_ticket(self, engine: str) -> None:
         self._warned.intersection_update(self.engines.names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multidict import CIMultiDict
 
 from pdconn.router.errors import EngineFailure, NoEngineLeft
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, OutOfResources
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
 from pdconn.router.routing.policy import Role
@@ -52,11 +52,17 @@ class PassThrough:
         failures: list[EngineFailure] = []
         unknown: EngineAnswer | None = None
         try:
-            for engine in self.handover.router.by_load(self._engines(passing.asks)):
+            engines = self.handover.router.by_load(self._engines(passing.asks))
+            # A response is where it is, however many engines there are.
+            all_of_them = passing.asks is Asks.HOLDER
+            for engine in engines if all_of_them else self.handover.tries.bounded(engines):
                 try:
                     answer = await self._ask(engine, passing)
                 except (ConnectFailed, ConnectionLost) as error:
-                    failures.append(self._failed(engine, passing, error))
+                    [role, *_] = self.handover.engines.roles(engine) or (Role.DECODE,)
+                    failures.append(
+                        self.handover.tries.failed(role, engine, passing.request_id, error)
+                    )
                     continue
                 if passing.asks is not Asks.HOLDER or answer.status != _NOT_FOUND:
                     return answer
@@ -71,16 +77,6 @@ class PassThrough:
                 unknown.close()
         known = self.handover.engines.failures(Role.DECODE, failures)
         raise NoEngineLeft(Role.DECODE.value, known)
-
-    def _failed(
-        self, engine: str, passing: Passing, error: ConnectFailed | ConnectionLost
-    ) -> EngineFailure:
-        if isinstance(error, OutOfResources):
-            raise error  # our own fault, and another engine would not help
-        for role in self.handover.engines.roles(engine)[:1]:
-            self.handover.metrics.retried(role, engine)
-        self.handover.health.report_down(engine, str(error), passing.request_id)
-        return EngineFailure(engine, str(error))
 
     def _engines(self, asks: Asks) -> tuple[str, ...]:
         decode = self.handover.engines.live(Role.DECODE)

@@ -20,7 +20,7 @@ from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
-#: A third of vLLM's default lease; after that the lease frees the blocks soon enough.
+#: A third of vLLM's default lease; the router's is a third of ``--lease``.
 GIVE_UP_S = 10.0
 
 #: Until a decode engine is up again, when none is.

@@ -70,6 +70,8 @@ class Direct(Enum):
     PREFIX_HELD = "prefix_held"
     #: No prefill engine answers, so decode computes the prompt itself.
     NO_PREFILL = "no_prefill"
+    #: No prefill engine answered within ``--prefill-timeout``.
+    NO_PREFILL_IN_TIME = "no_prefill_in_time"
     #: A decode engine failed while it had the ticket, which may be used up.
     TICKET_SPENT = "ticket_spent"
 

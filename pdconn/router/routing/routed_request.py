@@ -48,6 +48,7 @@ class RequestEnd(Enum):
     CLIENT_LEFT = "client_left"
     BROKEN_STREAM = "broken_stream"
     CUT_OFF = "cut_off"
+    TIMED_OUT = "timed_out"
 
 
 class Stage(Enum):

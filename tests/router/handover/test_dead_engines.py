@@ -124,7 +124,7 @@ async def test_the_ticket_of_a_request_that_decode_could_not_take_is_given_back_
 
 @in_loop
 async def test_a_ticket_that_is_not_taken_back_is_counted_and_left_to_its_lease(caplog):
-    async with deployment(limits=Limits(first_backoff_s=0.05, ticket_return_s=0.2)) as d:
+    async with deployment(lease_s=0.6) as d:
         await d.decode[0].stop()
         assert (await d.complete()).status == 503
         await until(lambda: d.metric("unused_tickets_total", outcome="no_engine") == 1)

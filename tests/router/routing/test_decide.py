@@ -181,7 +181,7 @@ async def test_salt_and_adapter_lead_to_other_caches():
 
 @in_loop
 async def test_a_list_of_adapters_that_is_refused_is_asked_for_again():
-    async with fleet(num_prefill=1, limits=Limits(tokenize_s=1.5)) as f:
+    async with fleet(num_prefill=1, tokenize_timeout_s=1.5) as f:
         await f.pod(f.prefill[0]).store([1] * 16)
         lora = Extras(lora=("ada", "/a"))
         await f.pod(f.prefill[0]).store(PROMPT, lora, lora_name="ada", lora_id=1)
