@@ -22,26 +22,23 @@ from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import (
     Busy,
-    EngineFailure,
     HandoverRequired,
     NoEngineLeft,
     RequestTimedOut,
 )
 from pdconn.router.fleet.client import (
-    ConnectFailed,
-    ConnectionLost,
     EngineAnswer,
-    OutOfResources,
 )
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.listing import ListedModels
 from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import StreamEnd, relay
 from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
-from pdconn.router.openai.passed import PASSED, PassedRoute, check_form
+from pdconn.router.openai.passed import PASSED, Asks, PassedRoute, check_form, model_of_form
 from pdconn.router.openai.requests import Route, checked_fields, parse_body
 from pdconn.router.refusals import refusing
-from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
+from pdconn.router.routing.tokenize import asking, text
 from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
@@ -79,6 +76,7 @@ class RouterApp:
     ) -> None:
         self._handover = handover
         self._passes = PassThrough(handover)
+        self._listed = ListedModels(handover)
         self._probes = probes
         self._bodies = bodies
         self._xargs: Collection[str] = config.xargs
@@ -237,30 +235,26 @@ class RouterApp:
             if route.is_form:
                 headers["Content-Type"] = http.headers.get("Content-Type", "")
                 check_form(headers["Content-Type"], raw)
-            elif raw:
-                checked_fields(raw, self._xargs)
-            passing = Passing(request_id, headers, path, route.asks, raw)
-            del raw
+                model = partial(model_of_form, raw)
+            else:
+                fields = checked_fields(raw, self._xargs) if raw else {}
+                model = partial(text, fields.get("model"))
+            serving = None
+            if route.asks is not Asks.HOLDER:
+                models = self._handover.router.tokeniser.models
+                serving = await models.serving(model, asking(headers))
+            passing = Passing(request_id, headers, path, route.asks, raw, serving)
+            del raw, model
             return await self._passes.answer(passing), request_id
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         request_id, headers = self._identify(http)
-        failures: list[EngineFailure] = []
-        for engine in self._engines.live(Role.DECODE):
-            try:
-                answer = await self._handover.client.get(engine, "/v1/models", headers)
-            except OutOfResources:
-                raise  # our own fault, and no engine's
-            except (ConnectFailed, ConnectionLost) as error:
-                self._metrics.retried(Role.DECODE, engine)
-                self._health.report_down(engine, str(error), request_id)
-                failures.append(EngineFailure(engine, str(error)))
-                continue
-            response, _ = await relay(
-                http, answer, request_id, name_engine=self._config.show_engines
-            )
+        found = await self._listed.answer(headers, request_id)
+        if isinstance(found, EngineAnswer):
+            name_engine = self._config.show_engines
+            response, _ = await relay(http, found, request_id, name_engine=name_engine)
             return response
-        raise NoEngineLeft(Role.DECODE.value, self._engines.failures(Role.DECODE, failures))
+        return web.json_response(body=found)
 
     def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
         """The request's id, the client's if it sent one, and the headers for engines."""

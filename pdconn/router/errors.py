@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
-from transport.errors import FieldError
+from transport.errors import FieldError, shown
 
 
 class Refusal(Exception):
@@ -102,6 +102,17 @@ class NotFound(FieldRefusal):
 
     status = 404
     kind = "NotFoundError"
+
+
+class UnknownModel(Refusal):
+    """No engine serves this model."""
+
+    status = 404
+    kind = "NotFoundError"
+    param = "model"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model {shown(model)} does not exist.")
 
 
 class NoPrompt(FieldRefusal):

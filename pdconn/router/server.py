@@ -198,7 +198,15 @@ async def _services(
     left = AbandonedRequests(tickets, limits.patience_s)
     planner = PullPlanner.of(config.pull_above or 1)
     pulls = PrefixPulls(planner, client, health, metrics, tickets)
-    router = _router(config, policy, engines, client, metrics, planner, limits)
+    router = _router(
+        config,
+        policy,
+        engines=engines,
+        client=client,
+        metrics=metrics,
+        planner=planner,
+        limits=limits,
+    )
     feeds = EventFeeds(router.caches)
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
@@ -226,6 +234,7 @@ async def _services(
     finally:
         await pulls.close(limits.patience_s)
         await left.close(limits.last_returns_s)
+        await router.tokeniser.models.close()
         await feeds.close()
         await health.close()
         await client.close()
@@ -234,6 +243,7 @@ async def _services(
 def _router(
     config: ProxyConfig,
     policy: Policy,
+    *,
     engines: EngineRegistry,
     client: EngineClient,
     metrics: RouterMetrics,

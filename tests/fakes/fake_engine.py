@@ -104,6 +104,7 @@ class FakeEngine:
         self.script: Script | None = None
         self.health_status = 200
         self.num_probes = 0
+        self.num_listed = 0
         self.metrics_page: str | bytes = ""
         self.metrics_status = 200
         self.metrics_pause_s = 0.0
@@ -166,6 +167,7 @@ class FakeEngine:
         return web.Response(status=self.metrics_status, body=body, content_type="text/plain")
 
     async def _models(self, http: web.Request) -> web.Response:
+        self.num_listed += 1
         body = b'{"data": [ {"id" : "m"} ]}'
         if self.models is not None:
             body = json.dumps({"data": self.models}).encode()
@@ -332,6 +334,10 @@ class Deployment:
 
     def outcome(self, outcome: str, path: str = "/v1/completions") -> float:
         return self.metric("requests_total", route=path, outcome=outcome)
+
+    def num_listed(self) -> int:
+        """How often engines were asked for their models."""
+        return sum(engine.num_listed for engine in (*self.prefill, *self.decode))
 
     async def complete(self, path: str = "/v1/completions", **body: Any) -> Reply:
         """Ask the proxy, and read its answer."""

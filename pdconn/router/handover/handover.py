@@ -79,7 +79,8 @@ class Handover:
             NoEngineLeft: no engine of some role answers.
             HandoverRequired: it has no ticket, and decode may not compute its prompt.
             OutOfResources: the router cannot open a connection.
-            BadBody: the prompt is longer than the model's length.
+            UnknownModel: no engine serves its model.
+            BadBody: the prompt is longer than the model's length, or it names none of the models.
         """
         task = asyncio.create_task(self._run(request))
         try:
@@ -89,8 +90,10 @@ class Handover:
             raise
 
     async def _run(self, request: RoutedRequest) -> EngineAnswer:
+        request.serving = await self.router.tokeniser.serving(request)
         for _ in self.tries.bounded(itertools.count()):
-            if not self.engines.live(Role.DECODE):  # else prefill would lend blocks for nothing
+            if not self.engines.live(Role.DECODE, request.serving):
+                # Prefill would lend blocks for nothing.
                 request.decision = self.router.no_choice(request, "no decode engine is up")
                 raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
             request.decision = decision = await self.router.decide(request)
@@ -121,7 +124,7 @@ class Handover:
             if refusal is not None:
                 return refusal
             self._check_may_compute(request)
-        candidates = self.tries.candidates(Role.DECODE, decision)
+        candidates = self.tries.candidates(Role.DECODE, decision, request.serving)
         if request.body.direct is Direct.STORED_RESPONSE:
             return await self._decode_where_kept(request, candidates)
         try:
@@ -146,7 +149,7 @@ class Handover:
         try:
             return await self._decode(request, (candidate,))
         except NoEngineLeft:
-            if not self.engines.live(Role.DECODE):
+            if not self.engines.live(Role.DECODE, request.serving):
                 raise
             return None
 
@@ -194,7 +197,7 @@ class Handover:
         """Get the request its ticket; what this returns is prefill's refusal."""
         failures: list[EngineFailure] = []
         late = False
-        for candidate in self.tries.candidates(Role.PREFILL, decision):
+        for candidate in self.tries.candidates(Role.PREFILL, decision, request.serving):
             engine = candidate.engine
             _enter(request, Stage.PREFILL)
             is_idle = self.router.inflight.at(engine)[0] == 0

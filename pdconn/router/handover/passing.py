@@ -27,6 +27,7 @@ class Passing:
         path: with its query, as the client sent it.
         asks: the engines that it may go to.
         body: None of a GET.
+        serving: the engines that serve its model; None: all do.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Passing:
     path: str
     asks: Asks
     body: bytes | None
+    serving: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class PassThrough:
         failures: list[EngineFailure] = []
         unknown: EngineAnswer | None = None
         try:
-            engines = self.handover.router.by_load(self._engines(passing.asks))
+            engines = self.handover.router.by_load(self._engines(passing))
             # A response is where it is, however many engines there are.
             all_of_them = passing.asks is Asks.HOLDER
             for engine in engines if all_of_them else self.handover.tries.bounded(engines):
@@ -78,12 +80,12 @@ class PassThrough:
         known = self.handover.engines.failures(Role.DECODE, failures)
         raise NoEngineLeft(Role.DECODE.value, known)
 
-    def _engines(self, asks: Asks) -> tuple[str, ...]:
-        decode = self.handover.engines.live(Role.DECODE)
-        prefill = self.handover.engines.live(Role.PREFILL)
-        if asks is Asks.ANY:
+    def _engines(self, passing: Passing) -> tuple[str, ...]:
+        decode = self.handover.engines.live(Role.DECODE, passing.serving)
+        prefill = self.handover.engines.live(Role.PREFILL, passing.serving)
+        if passing.asks is Asks.ANY:
             return tuple(dict.fromkeys((*decode, *prefill)))
-        return decode if asks is Asks.HOLDER else decode or prefill
+        return decode if passing.asks is Asks.HOLDER else decode or prefill
 
     async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
         client = self.handover.client

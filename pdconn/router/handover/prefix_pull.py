@@ -231,4 +231,5 @@ def _asked(request: RoutedRequest, holder: Holder) -> RoutedRequest:
     headers["Accept-Encoding"] = "identity"  # the router reads this answer
     if holder.rank is not None:
         headers[RANK_HEADER] = str(holder.rank)
-    return RoutedRequest(name, headers, without_prompt(request.body))
+    body = without_prompt(request.body)
+    return RoutedRequest(name, headers, body, serving=request.serving)

@@ -36,12 +36,19 @@ class EngineTries:
         """As many as may be tried."""
         return islice(tries, self.most)
 
-    def candidates(self, role: Role, decision: Decision) -> Iterator[Candidate]:
-        """The ranked engines that are still live, then those that came up since."""
-        return self.bounded(self._all(role, decision))
+    def candidates(
+        self, role: Role, decision: Decision, serving: frozenset[str] | None
+    ) -> Iterator[Candidate]:
+        """The ranked engines that are still live, then those that came up since.
 
-    def _all(self, role: Role, decision: Decision) -> Iterator[Candidate]:
-        live = self.engines.live(role)
+        ``serving``: of these; None: of all.
+        """
+        return self.bounded(self._all(role, decision, serving))
+
+    def _all(
+        self, role: Role, decision: Decision, serving: frozenset[str] | None
+    ) -> Iterator[Candidate]:
+        live = self.engines.live(role, serving)
         ranking = decision.ranking
         ordered = ranking.prefill if role is Role.PREFILL else ranking.decode
         for one in ordered:

@@ -95,7 +95,8 @@ class RequestRouter:
         """
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
-        prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
+        prefill = self.engines.live(Role.PREFILL, request.serving)
+        decode = self.engines.live(Role.DECODE, request.serving)
         query = _query(request, tokenised, bool(prefill) or not self.decodes_alone)
         loads = self.loads.fresh(LOAD_FOR_S)
         computing = [self._candidate(name, lookup, loads) for name in prefill]
@@ -163,6 +164,7 @@ class RequestRouter:
     def fleet_changed(self) -> None:
         """Drop engines that left the fleet."""
         now = time.time()
+        self.tokeniser.models.fleet_changed()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
         self.usage.keep(self.engines.names)
         if self.pulls is not None:

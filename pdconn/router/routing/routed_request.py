@@ -70,6 +70,7 @@ class RoutedRequest:
         asked_at_s: when the engine was asked, by ``time.perf_counter``.
         delivery: whether that engine can have seen the request.
         client_left: no other engine is asked.
+        serving: the engines that serve its model; None: all do.
         tokens: of its prompt, while prefill may pull some of them from another engine.
         pull: what prefill pulled from another engine, or tried to.
         ticket: from prefill, while it may still be used.
@@ -88,6 +89,7 @@ class RoutedRequest:
     asked_at_s: float = field(default_factory=time.perf_counter)
     delivery: Delivery = field(default_factory=Delivery)
     client_left: bool = False
+    serving: frozenset[str] | None = None
     tokens: Sequence[int] | None = None
     pull: PrefixPull | None = None
     ticket: Raw | None = None
