@@ -14,7 +14,7 @@ from multidict import CIMultiDict
 
 from pdconn.router.access.cors import allowing
 from pdconn.router.access.keys import ApiKeys, requiring
-from pdconn.router.access.log import current, logging_access
+from pdconn.router.access.log import Served, current, logging_access
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
@@ -39,6 +39,7 @@ from pdconn.router.openai.requests import Route, checked_fields, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
 from pdconn.router.routing.tokenize import asking, text
+from pdconn.router.tracing.spans import Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,10 @@ class RouterApp:
         bodies: BodyReader,
         config: ProxyConfig,
         keys: ApiKeys | None,
+        *,
+        tracing: Tracing,
     ) -> None:
+        self._tracing = tracing
         self._handover = handover
         self._passes = PassThrough(handover)
         self._listed = ListedModels(handover)
@@ -136,10 +140,15 @@ class RouterApp:
         """A handler that relays what ``answer`` gets; counted in flight, and by its end."""
 
         async def handle(http: web.Request) -> web.StreamResponse:
-            end = RequestEnd.REFUSED
+            end, status = RequestEnd.REFUSED, None
+            served = current()
+            served.span = self._tracing.begin(
+                f"{http.method} {path}", http.headers, method=http.method, route=path
+            )
             self._count_inflight(1)
             try:
                 response, end = await self._admitted(http, answer)
+                status = response.status
             except Busy as refusal:
                 end = RequestEnd.BUSY
                 self._busy_log.warning("pdconn: %s path=%s", refusal, path)
@@ -159,7 +168,8 @@ class RouterApp:
             finally:
                 self._count_inflight(-1)
                 self._metrics.request_ended(path, end)
-                current().end = end
+                served.end = end
+                _end_span(served, status)
             return response
 
         return handle
@@ -216,7 +226,8 @@ class RouterApp:
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read(http, held), self._xargs)
-            request = current().routed = RoutedRequest(request_id, headers, body, held)
+            span = current().span
+            request = current().routed = RoutedRequest(request_id, headers, body, held, span)
             held.when_free = request.drop_body
             del body
             return await self._handover.answer(request), request_id
@@ -228,7 +239,7 @@ class RouterApp:
         if route.method == "GET":
             headers.popall("Content-Type", None)
             return await self._passes.answer(
-                Passing(request_id, headers, path, route.asks, None)
+                Passing(request_id, headers, path, route.asks, None, span=current().span)
             ), request_id
         with HeldBody(self._bodies.budget) as held:
             raw = await self._bodies.read(http, held)
@@ -243,7 +254,8 @@ class RouterApp:
             if route.asks is not Asks.HOLDER:
                 models = self._handover.router.tokeniser.models
                 serving = await models.serving(model, asking(headers))
-            passing = Passing(request_id, headers, path, route.asks, raw, serving)
+            span = current().span
+            passing = Passing(request_id, headers, path, route.asks, raw, serving, span)
             del raw, model
             return await self._passes.answer(passing), request_id
 
@@ -264,6 +276,19 @@ class RouterApp:
             headers.popall("Authorization", None)
             headers.popall(KEY_HEADER, None)
         return request_id, headers
+
+
+def _end_span(served: Served, status: int | None) -> None:
+    """End a request's span, with how the request ended."""
+    end, span = served.end, served.span
+    span.note(
+        request_id=served.request_id,
+        outcome=None if end is None else end.value,
+        status=status,
+    )
+    if end not in (RequestEnd.OK, RequestEnd.CLIENT_LEFT, RequestEnd.REFUSED):
+        span.fail("" if end is None else end.value)
+    span.end()
 
 
 async def _continue(http: web.Request) -> None:

@@ -19,6 +19,7 @@ from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 from pdconn.router.routing import tokenize
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
+from pdconn.router.tracing.spans import Tracing
 
 ADMIN_ABOVE = 1000
 """The admin pages' port, if it is not given, lies so far above ``port``."""
@@ -82,6 +83,7 @@ class ProxyConfig:
     tls_key: str | None = None
     show_engines: bool = False
     cors_origins: tuple[str, ...] = ()
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for option, words in (("--prefill", self.prefill), ("--decode", self.decode)):
@@ -102,6 +104,10 @@ class ProxyConfig:
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
         self._check_admission()
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            expected = "a URL such as http://collector:4318/v1/traces"
+            raise BadSetting("--otlp-traces-endpoint", expected, endpoint)
         self._check_times()
         for origin in self.cors_origins:
             check_origin(origin)
@@ -242,6 +248,22 @@ class ProxyConfig:
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_cert, self.tls_key)
+
+    def make_tracing(self) -> Tracing:
+        """Where the traces of requests go; nowhere without an endpoint.
+
+        Raises:
+            BadSetting: OpenTelemetry is not installed.
+        """
+        if self.otlp_traces_endpoint is None:
+            return Tracing()
+        try:
+            from pdconn.router.tracing.otel import OtelTracing
+
+            return OtelTracing(self.otlp_traces_endpoint)
+        except ImportError as error:
+            expected = "OpenTelemetry beside it: pip install 'pdconn[otel]'"
+            raise BadSetting("--otlp-traces-endpoint", expected, str(error)) from error
 
     def make_policy(self) -> Policy:
         """A new policy."""

@@ -177,7 +177,7 @@ async def _services(
     config: ProxyConfig, policy: Policy, limits: Limits
 ) -> AsyncIterator[_Services]:
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
-    tls = config.make_tls()
+    tls, tracing = config.make_tls(), config.make_tracing()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
@@ -188,16 +188,7 @@ async def _services(
         decodes_alone=config.decodes_alone,
         timeout_s=config.health_timeout_s,
     )
-    tickets = TicketReturner(
-        engines,
-        client,
-        metrics,
-        give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
-        most_returns=limits.most_ticket_returns,
-    )
-    left = AbandonedRequests(tickets, limits.patience_s)
     planner = PullPlanner.of(config.pull_above or 1)
-    pulls = PrefixPulls(planner, client, health, metrics, tickets)
     router = _router(
         config,
         policy,
@@ -210,9 +201,7 @@ async def _services(
     feeds = EventFeeds(router.caches)
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
-    handover = Handover(
-        engines, client, router, metrics, left, pulls, tries, config.prefill_timeout_s
-    )
+    handover = _handover(config, client, router, tries, planner, limits=limits)
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -228,16 +217,45 @@ async def _services(
         watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
-            app = RouterApp(handover, probes, bodies, config, keys)
+            app = RouterApp(handover, probes, bodies, config, keys, tracing=tracing)
             reloader = Reloader(config.fleet, watch, keys, tls)
             yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
     finally:
-        await pulls.close(limits.patience_s)
-        await left.close(limits.last_returns_s)
+        await handover.pulls.close(limits.patience_s)
+        await handover.abandoned.close(limits.last_returns_s)
         await router.tokeniser.models.close()
         await feeds.close()
         await health.close()
         await client.close()
+        await asyncio.to_thread(tracing.close)
+
+
+def _handover(
+    config: ProxyConfig,
+    client: EngineClient,
+    router: RequestRouter,
+    tries: EngineTries,
+    planner: PullPlanner,
+    *,
+    limits: Limits,
+) -> Handover:
+    tickets = TicketReturner(
+        tries.engines,
+        client,
+        tries.metrics,
+        give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
+        most_returns=limits.most_ticket_returns,
+    )
+    return Handover(
+        tries.engines,
+        client,
+        router,
+        tries.metrics,
+        AbandonedRequests(tickets, limits.patience_s),
+        PrefixPulls(planner, client, tries.health, tries.metrics, tickets),
+        tries,
+        config.prefill_timeout_s,
+    )
 
 
 def _router(

@@ -40,6 +40,7 @@ _SAME = (
     *("host", "port", "admin_host", "admin_port", "tls_cert", "tls_key"),
     *("api_key_file", "forward_authorization", "show_engines"),
     *("max_body_mib", "max_bodies_mib", "max_requests", "max_queue", "retries"),
+    "otlp_traces_endpoint",
 )
 """Options that settings have the names of."""
 _SECONDS = (

@@ -42,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="answer longer request bodies with 413 (%(default)g)",
     )
     _configure_admission(parser)
+    _configure_traces(parser)
     _configure_output(parser)
 
 
@@ -89,6 +90,15 @@ def _configure_output(parser: argparse.ArgumentParser) -> None:
         default="info",
         choices=("debug", "info", "warning", "error"),
         help="level of the log on stderr (%(default)s)",
+    )
+
+
+def _configure_traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="export a trace of every request there, such as http://collector:4318/v1/traces; "
+        "needs pdconn[otel] (no traces)",
     )
 
 

@@ -42,6 +42,7 @@ from pdconn.router.openai.requests import Direct
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Candidate, Role
 from pdconn.router.routing.routed_request import Decision, RoutedRequest, Stage
+from pdconn.router.tracing.spans import Span
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Handover:
                 # Prefill would lend blocks for nothing.
                 request.decision = self.router.no_choice(request, "no decode engine is up")
                 raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
-            request.decision = decision = await self.router.decide(request)
+            decision = await self._decide(request)
             try:
                 answer = await self._serve(request, decision)
                 if answer is not None and request.end is None:
@@ -108,6 +109,18 @@ class Handover:
                     self.metrics.decode_answered(request.direct)
                 return answer
         raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))
+
+    async def _decide(self, request: RoutedRequest) -> Decision:
+        with request.span.child("route") as span:
+            request.decision = decision = await self.router.decide(request)
+            ranking = decision.ranking
+            span.note(
+                policy=decision.policy,
+                prompt_tokens=decision.num_tokens,
+                alone=ranking.alone,
+                without_lookup=decision.unknown,
+            )
+        return decision
 
     async def _serve(self, request: RoutedRequest, decision: Decision) -> EngineAnswer | None:
         """An answer as decided; None if another decision is needed."""
@@ -204,7 +217,8 @@ class Handover:
             uncached = max(0, decision.num_tokens - candidate.held_or_pulled)
             finish = self.router.inflight.start(engine, uncached, candidate.rank)
             try:
-                answer = await self._ask_in_time(request, candidate)
+                with request.span.child("prefill", engine=engine, uncached=uncached) as span:
+                    answer = await self._ask_in_time(request, candidate, span)
             except (ConnectFailed, ConnectionLost) as error:
                 late = isinstance(error, EngineTimedOut)
                 failures.append(self.tries.failed(Role.PREFILL, engine, request.request_id, error))
@@ -223,7 +237,7 @@ class Handover:
         raise (PrefillTooLate if late else NoEngineLeft)(Role.PREFILL.value, known)
 
     async def _ask_in_time(
-        self, request: RoutedRequest, candidate: Candidate
+        self, request: RoutedRequest, candidate: Candidate, span: Span
     ) -> _Prefilled | EngineAnswer:
         """What prefill says.
 
@@ -233,34 +247,36 @@ class Handover:
         """
         limit_s = self.prefill_timeout_s
         if limit_s is None:
-            return await self._ask_prefill(request, candidate)
+            return await self._ask_prefill(request, candidate, span)
         try:
             async with asyncio.timeout(limit_s):
-                return await self._ask_prefill(request, candidate)
+                return await self._ask_prefill(request, candidate, span)
         except TimeoutError as error:
             raise EngineTimedOut(f"no ticket within {limit_s:g} s") from error
 
     async def _ask_prefill(
-        self, request: RoutedRequest, candidate: Candidate
+        self, request: RoutedRequest, candidate: Candidate, span: Span
     ) -> _Prefilled | EngineAnswer:
         """What prefill says, with what another engine lends it of the prompt; or its refusal."""
-        borrowed = await self.pulls.borrow(request, candidate)
-        answer = await self._post_prefill(request, candidate, borrowed)
+        borrowed = await self.pulls.borrow(request, candidate, span)
+        answer = await self._post_prefill(request, candidate, borrowed, span)
         if borrowed is not None and isinstance(answer, EngineAnswer) and answer.status >= 500:
             # Its engine fails requests whose pull fails: the prompt can still be computed.
             answer.close()
-            answer = await self._post_prefill(request, candidate, None)
+            answer = await self._post_prefill(request, candidate, None, span)
         return answer
 
     async def _post_prefill(
-        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None
+        self, request: RoutedRequest, candidate: Candidate, borrowed: Borrowed | None, span: Span
     ) -> _Prefilled | EngineAnswer:
         try:
             body = prefill_body(request.body, None if borrowed is None else borrowed.ticket)
             headers = _headers(request, candidate)
             headers["Accept-Encoding"] = "identity"  # the router reads this answer
+            span.inject(headers)
             path = request.body.route.path
             answer = await self.client.post(candidate.engine, path, body, headers)
+            span.note(status=answer.status)
             if answer.status == 200:
                 async with answer:
                     return _Prefilled(await answer.rest(), borrowed)
@@ -314,21 +330,33 @@ class Handover:
         raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE, failures))
 
     async def _ask_decode(self, request: RoutedRequest, candidate: Candidate) -> EngineAnswer:
+        engine = candidate.engine
+        span = request.span.child("decode", engine=engine, handed_over=request.ticket is not None)
         headers = _headers(request, candidate)
+        span.inject(headers)
         body = decode_body(request.body, request.ticket)
-        finish = self.router.inflight.start(candidate.engine, 0, candidate.rank)
+        finish = self.router.inflight.start(engine, 0, candidate.rank)
+
+        def closed() -> None:
+            finish()
+            span.end()
+
         try:
             path = request.body.route.path
-            answer = await self.client.post(candidate.engine, path, body, headers, request.delivery)
-        except BaseException:
-            finish()
+            answer = await self.client.post(engine, path, body, headers, request.delivery)
+        except BaseException as error:
+            span.fail(f"{type(error).__name__}: {error}")
+            closed()
             raise
-        answer.when_closed(finish)
+        answer.when_closed(closed)
+        span.note(status=answer.status)
         try:
             await answer.await_first()
-        except BaseException:
+        except BaseException as error:
+            span.fail(f"{type(error).__name__}: {error}")
             answer.close()
             raise
+        span.note(first_byte_seconds=request.waited_s())
         return answer
 
     def _warn_no_ticket(self, engine: str) -> None:

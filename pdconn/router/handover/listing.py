@@ -24,11 +24,11 @@ MAX_NBYTES = 8 << 20
 """Bound of one engine's list."""
 
 
-class _Named(msgspec.Struct):
+class _ModelName(msgspec.Struct):
     id: str
 
 
-class _List(msgspec.Struct):
+class _ModelList(msgspec.Struct):
     data: list[Raw]
 
 
@@ -106,7 +106,7 @@ async def _whole(answer: EngineAnswer) -> bytes:
 def _cards(raw: bytes) -> list[_Card]:
     """Models by name, as the engine wrote them; none where it wrote something else."""
     try:
-        cards = msgspec.json.decode(raw, type=_List).data
-        return [(msgspec.json.decode(card, type=_Named).id, card) for card in cards]
+        cards = msgspec.json.decode(raw, type=_ModelList).data
+        return [(msgspec.json.decode(card, type=_ModelName).id, card) for card in cards]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []

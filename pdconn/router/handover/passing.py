@@ -14,6 +14,7 @@ from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnsw
 from pdconn.router.handover.handover import Handover
 from pdconn.router.openai.passed import Asks
 from pdconn.router.routing.policy import Role
+from pdconn.router.tracing.spans import NOT_TRACED, Span
 
 _NOT_FOUND = 404
 
@@ -28,6 +29,7 @@ class Passing:
         asks: the engines that it may go to.
         body: None of a GET.
         serving: the engines that serve its model; None: all do.
+        span: of the whole request.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class Passing:
     asks: Asks
     body: bytes | None
     serving: frozenset[str] | None = None
+    span: Span = NOT_TRACED
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +93,23 @@ class PassThrough:
     async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
         client = self.handover.client
         finish = self.handover.router.inflight.start(engine, 0)
+        span = passing.span.child("pass", engine=engine)
+        headers = passing.headers
+        span.inject(headers)
+
+        def closed() -> None:
+            finish()
+            span.end()
+
         try:
             if passing.body is None:
-                answer = await client.get(engine, passing.path, passing.headers)
+                answer = await client.get(engine, passing.path, headers)
             else:
-                answer = await client.post(engine, passing.path, passing.body, passing.headers)
-        except BaseException:
-            finish()
+                answer = await client.post(engine, passing.path, passing.body, headers)
+        except BaseException as error:
+            span.fail(f"{type(error).__name__}: {error}")
+            closed()
             raise
-        answer.when_closed(finish)
+        answer.when_closed(closed)
+        span.note(status=answer.status)
         return answer

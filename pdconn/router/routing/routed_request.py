@@ -31,6 +31,7 @@ from pdconn.router.fleet.client import Delivery
 from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
 from pdconn.router.routing.policy import Ranking
+from pdconn.router.tracing.spans import NOT_TRACED, Span
 
 MOST_DECISIONS = 512
 MOST_HASHES = 1_000_000
@@ -66,6 +67,7 @@ class RoutedRequest:
         request_id, headers: as engines get them.
         body: what the client sent.
         held: its bytes, as they are counted.
+        span: of the whole request.
         stage: the kind of engine that is being asked.
         asked_at_s: when the engine was asked, by ``time.perf_counter``.
         delivery: whether that engine can have seen the request.
@@ -85,6 +87,7 @@ class RoutedRequest:
     headers: CIMultiDict[str]
     body: ParsedBody
     held: HeldBody = field(default_factory=HeldBody)
+    span: Span = NOT_TRACED
     stage: Stage = Stage.PREFILL
     asked_at_s: float = field(default_factory=time.perf_counter)
     delivery: Delivery = field(default_factory=Delivery)
