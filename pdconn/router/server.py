@@ -33,32 +33,23 @@ from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits
 from pdconn.router.admission.log import ServerLog
 from pdconn.router.admission.queue import AdmissionQueue
 from pdconn.router.app import RouterApp
+from pdconn.router.assembly import make_handover, make_router
 from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
-from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
-from pdconn.router.fleet import registry, sources
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
-from pdconn.router.fleet.loads import KvUsage, LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
-from pdconn.router.handover import abandoned, ticket_return
-from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.prefix_pull import PrefixPulls
-from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
+from pdconn.router.limits import LIMITS, Limits
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.openai.requests import REPORT_MODE
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
-from pdconn.router.routing import tokenize
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy, Role
-from pdconn.router.routing.tokenize import Tokeniser
 
 log = logging.getLogger(__name__)
 
@@ -89,34 +80,6 @@ class Running:
     metrics: RouterMetrics
     router: RequestRouter
     reload: Callable[[], Awaitable[tuple[BadSetting, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Time-outs and bounds that no option sets; each is explained where its default is.
-
-    Attributes:
-        ready_pause_s: between two probes of the wait at the start.
-        fleet_interval_s: between two polls of the fleet's sources.
-        first_backoff_s: until the first probe of an engine that went down.
-        patience_s: for the requests of clients that left.
-        most_ticket_returns: at a time.
-        last_returns_s: for both once all clients are gone, whatever ``--drain-timeout`` is: a
-            prefill that was cut off needs ``patience_s`` before its ticket can be returned.
-        most_tokens, most_token_nbytes: of prompts that are tokenized.
-    """
-
-    ready_pause_s: float = 0.5
-    fleet_interval_s: float = sources.INTERVAL_S
-    first_backoff_s: float = registry.FIRST_BACKOFF_S
-    patience_s: float = abandoned.PATIENCE_S
-    most_ticket_returns: int = ticket_return.MOST_RETURNS
-    last_returns_s: float = 3.0
-    most_tokens: int = tokenize.MOST_TOKENS
-    most_token_nbytes: int = tokenize.MAX_NBYTES
-
-
-LIMITS = Limits()
 
 
 @asynccontextmanager
@@ -189,7 +152,7 @@ async def _services(
         timeout_s=config.health_timeout_s,
     )
     planner = PullPlanner.of(config.pull_above or 1)
-    router = _router(
+    router = make_router(
         config,
         policy,
         engines=engines,
@@ -201,7 +164,7 @@ async def _services(
     feeds = EventFeeds(router.caches)
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
-    handover = _handover(config, client, router, tries, planner, limits=limits)
+    handover = make_handover(config, client, router, tries, planner, limits=limits)
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -228,79 +191,6 @@ async def _services(
         await health.close()
         await client.close()
         await asyncio.to_thread(tracing.close)
-
-
-def _handover(
-    config: ProxyConfig,
-    client: EngineClient,
-    router: RequestRouter,
-    tries: EngineTries,
-    planner: PullPlanner,
-    *,
-    limits: Limits,
-) -> Handover:
-    tickets = TicketReturner(
-        tries.engines,
-        client,
-        tries.metrics,
-        give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
-        most_returns=limits.most_ticket_returns,
-    )
-    return Handover(
-        tries.engines,
-        client,
-        router,
-        tries.metrics,
-        AbandonedRequests(tickets, limits.patience_s),
-        PrefixPulls(planner, client, tries.health, tries.metrics, tickets),
-        tries,
-        config.prefill_timeout_s,
-    )
-
-
-def _router(
-    config: ProxyConfig,
-    policy: Policy,
-    *,
-    engines: EngineRegistry,
-    client: EngineClient,
-    metrics: RouterMetrics,
-    planner: PullPlanner,
-    limits: Limits,
-) -> RequestRouter:
-    return RequestRouter(
-        engines,
-        policy,
-        _caches(config),
-        _tokeniser(engines, client, config, limits),
-        LoadPoller(engines, client),
-        metrics,
-        decodes_alone=config.decodes_alone,
-        usage=KvUsage(config.lease_s),
-        pulls=None if config.pull_above is None else planner,
-    )
-
-
-def _caches(config: ProxyConfig) -> PrefixCaches:
-    return PrefixCaches(
-        scheme=config.scheme(),
-        seed=config.hash_seed,
-        weights=config.weights,
-        eagle_groups=frozenset(config.eagle_groups),
-        counts_copies=REPORT_MODE not in config.allow_xargs,
-    )
-
-
-def _tokeniser(
-    engines: EngineRegistry, client: EngineClient, config: ProxyConfig, limits: Limits
-) -> Tokeniser:
-    return Tokeniser(
-        engines,
-        client,
-        timeout_s=config.tokenize_timeout_s,
-        most_tokens=limits.most_tokens,
-        max_nbytes=limits.most_token_nbytes,
-    )
 
 
 @asynccontextmanager

@@ -24,11 +24,11 @@ MAX_NBYTES = 8 << 20
 """Bound of one engine's list."""
 
 
-class _ModelName(msgspec.Struct):
+class _ListedCard(msgspec.Struct):
     id: str
 
 
-class _ModelList(msgspec.Struct):
+class _ListedCards(msgspec.Struct):
     data: list[Raw]
 
 
@@ -106,7 +106,7 @@ async def _whole(answer: EngineAnswer) -> bytes:
 def _cards(raw: bytes) -> list[_Card]:
     """Models by name, as the engine wrote them; none where it wrote something else."""
     try:
-        cards = msgspec.json.decode(raw, type=_ModelList).data
-        return [(msgspec.json.decode(card, type=_ModelName).id, card) for card in cards]
+        cards = msgspec.json.decode(raw, type=_ListedCards).data
+        return [(msgspec.json.decode(card, type=_ListedCard).id, card) for card in cards]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
