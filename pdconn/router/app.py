@@ -275,6 +275,8 @@ class RouterApp:
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
             headers.popall(KEY_HEADER, None)
+        elif KEY_HEADER in headers and "Authorization" not in headers:
+            headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # all that vLLM looks at
         return request_id, headers
 
 

@@ -9,6 +9,7 @@ reads too, and which is ``http/protobuf`` here unless it says ``grpc``.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 
 from multidict import CIMultiDict
@@ -22,6 +23,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pdconn.router.tracing.spans import Span, Tracing, Value
 
 SERVICE = "pdconn-router"
+CLOSE_S = 2.0
+"""For the last spans, when the router ends."""
 _GRPC = "grpc"
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 _W3C = TraceContextTextMapPropagator()
@@ -73,7 +76,10 @@ class OtelTracing(Tracing):
 
     def __init__(self, endpoint: str, service: str = SERVICE) -> None:
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": service}
-        self._provider = TracerProvider(resource=Resource.create(named))
+        self._provider = TracerProvider(
+            resource=Resource.create(named),
+            shutdown_on_exit=False,  # else the process waits a second time
+        )
         self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
         self._tracer = self._provider.get_tracer("pdconn.router")
 
@@ -83,7 +89,11 @@ class OtelTracing(Tracing):
         return OtelSpan(self._tracer, span)
 
     def close(self) -> None:
-        self._provider.shutdown()
+        # A receiver that does not answer is tried for ten seconds and more; the last spans are not
+        # worth that to a router that ends.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
 
 def _exporter(endpoint: str) -> SpanExporter:

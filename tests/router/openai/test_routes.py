@@ -180,3 +180,24 @@ async def test_anthropics_clients_may_send_their_key_where_they_do(tmp_path) -> 
             async with d.client.post(d.url(MESSAGES), json=body, headers=headers) as reply:
                 assert reply.status == status
         assert "x-api-key" not in d.decode[0].seen[0].headers, "it is the router's"
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+@in_loop
+async def test_engines_with_a_key_of_their_own_get_it_where_vllm_looks_for_it(
+    tmp_path, with_keys: bool
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    settings = {"api_key_file": str(keys), "forward_authorization": True} if with_keys else {}
+    async with deployment(**settings) as d:
+        body, headers = {"model": "m", "messages": []}, {"x-api-key": "secret"}
+        async with d.client.post(d.url(MESSAGES), json=body, headers=headers) as reply:
+            assert reply.status == 200
+        for engine in (d.prefill[0], d.decode[0]):
+            assert engine.seen[0].headers["Authorization"] == "Bearer secret"
+        headers["Authorization"] = "Bearer secret"
+        async with d.client.post(d.url(MESSAGES), json=body, headers=headers) as reply:
+            assert reply.status == 200
+        assert d.decode[0].seen[1].headers.getall("Authorization") == ["Bearer secret"]

@@ -6,7 +6,9 @@ Engines are fake; each exports a span of its own below what ``traceparent`` name
 from __future__ import annotations
 
 import re
+import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -272,6 +274,22 @@ async def test_a_receiver_that_is_down_costs_requests_nothing(
     async with deployment(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as d:
         for _ in range(3):
             assert (await d.complete()).body == ANSWER
+
+
+def test_a_receiver_that_never_answers_does_not_keep_a_router_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "60")
+    monkeypatch.setattr("pdconn.router.tracing.otel.CLOSE_S", 0.1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        tracing = OtelTracing(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+        with tracing.begin("a span", {}):
+            pass
+        began = time.monotonic()
+        tracing.close()
+        assert time.monotonic() - began < 30, "half of what the exporter would wait"
 
 
 def test_without_opentelemetry_the_option_says_what_to_install(
