@@ -63,7 +63,9 @@ COMMANDS: tuple[Command, ...] = (
         "doctor", "pdconn.cli.doctor.command", "find what is wrong with a host, a pair or a fleet"
     ),
     Command("diff", "pdconn.cli.diff", "check whether two engines can exchange KV"),
-    Command("proxy", "pdconn.cli.proxy", "serve an OpenAI API over prefill and decode engines"),
+    Command(
+        "proxy", "pdconn.cli.proxy.command", "serve an OpenAI API over prefill and decode engines"
+    ),
     Command("score", "pdconn.cli.score", "explain how the router scores a request's prefix"),
     Command(
         "bench",

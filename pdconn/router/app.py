@@ -6,50 +6,63 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
+from pdconn.router.access.cors import allowing
 from pdconn.router.access.keys import ApiKeys, requiring
-from pdconn.router.access.log import current, logging_access
+from pdconn.router.access.log import Served, current, logging_access
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import Busy, EngineFailure, NoEngineLeft
+from pdconn.router.errors import (
+    Busy,
+    HandoverRequired,
+    NoEngineLeft,
+    RequestTimedOut,
+)
 from pdconn.router.fleet.client import (
-    ConnectFailed,
-    ConnectionLost,
     EngineAnswer,
-    OutOfResources,
 )
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.listing import ListedModels
+from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import StreamEnd, relay
-from pdconn.router.openai.headers import REQUEST_ID_HEADER, from_client
-from pdconn.router.openai.requests import Route, parse_body
+from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
+from pdconn.router.openai.passed import PASSED, Asks, PassedRoute, check_form, model_of_form
+from pdconn.router.openai.requests import Route, checked_fields, parse_body
 from pdconn.router.refusals import refusing
-from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
 from pdconn.router.routing.timeline import Timeline
+from pdconn.router.routing.tokenize import asking, text
+from pdconn.router.tracing.spans import Tracing
 from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
 
 _SERVED = (
-    "/v1/completions",
-    "/v1/chat/completions",
+    *(route.path for route in Route),
     "/v1/models",
     "/health",
     "/livez",
     "/readyz",
+    "/ready",
+    *(route.path.replace(":[A-Za-z0-9_-]+", "") for route in PASSED),
 )
+
+_Answered = tuple[EngineAnswer, str]
+"""An engine's answer, and the request's id."""
 
 _ENDS = {
     StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
     StreamEnd.CLIENT_LEFT: RequestEnd.CLIENT_LEFT,
+    StreamEnd.TIMED_OUT: RequestEnd.TIMED_OUT,
 }
 
 
@@ -63,8 +76,13 @@ class RouterApp:
         bodies: BodyReader,
         config: ProxyConfig,
         keys: ApiKeys | None,
+        *,
+        tracing: Tracing,
     ) -> None:
+        self._tracing = tracing
         self._handover = handover
+        self._passes = PassThrough(handover)
+        self._listed = ListedModels(handover)
         self._probes = probes
         self._bodies = bodies
         self._xargs: Collection[str] = config.xargs
@@ -72,7 +90,7 @@ class RouterApp:
         self._config = config
         self._keys = keys
         self._engines = handover.engines
-        self._health = handover.health
+        self._health = handover.tries.health
         self._metrics = handover.metrics
         self._num_inflight = 0
         self._idle = asyncio.Event()
@@ -92,9 +110,16 @@ class RouterApp:
             refusing(_SERVED, name_engines=self._config.show_engines),
             *([] if self._keys is None else [requiring(self._keys)]),
         ]
-        app = web.Application(middlewares=middlewares)
+        app = web.Application()
+        if self._config.cors_origins:
+            middlewares.insert(2, allowing(app, self._config.cors_origins))
+        app.middlewares.extend(middlewares)
         for route in Route:
-            app.router.add_post(route.path, self._generating(route), expect_handler=_continue)
+            handler = self._counting(route.path, partial(self._answer, route))
+            app.router.add_post(route.path, handler, expect_handler=_continue)
+        for passed in PASSED:
+            handler = self._counting(passed.path, partial(self._pass, passed))
+            app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
         app.router.add_get("/v1/models", self._models, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
@@ -107,34 +132,48 @@ class RouterApp:
         self._metrics.times.ended(request.body.route, outcome)
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` until no generating request is left."""
+        """Wait up to ``timeout_s`` until no request is left that an engine answers."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
-    def _generating(self, route: Route) -> Handler:
+    def _counting(
+        self, path: str, answer: Callable[[web.Request], Awaitable[_Answered]]
+    ) -> Handler:
+        """A handler that relays what ``answer`` gets; counted in flight, and by its end."""
+
         async def handle(http: web.Request) -> web.StreamResponse:
-            end = RequestEnd.REFUSED
+            end, status = RequestEnd.REFUSED, None
+            served = current()
+            served.span = self._tracing.begin(
+                f"{http.method} {path}", http.headers, method=http.method, route=path
+            )
             self._count_inflight(1)
             try:
-                with self._bodies.budget.request():
-                    response, end = await self._generate(route, http)
+                response, end = await self._admitted(http, answer)
+                status = response.status
             except Busy as refusal:
                 end = RequestEnd.BUSY
-                self._busy_log.warning("pdconn: %s path=%s", refusal, route.path)
+                self._busy_log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except NoEngineLeft as refusal:
                 end = RequestEnd.NO_ENGINE
-                log.warning("pdconn: %s path=%s", refusal, route.path)
+                log.warning("pdconn: %s path=%s", refusal, path)
+                raise
+            except (HandoverRequired, RequestTimedOut) as refusal:
+                late = isinstance(refusal, RequestTimedOut)
+                end = RequestEnd.TIMED_OUT if late else RequestEnd.NO_HANDOVER
+                log.warning("pdconn: %s path=%s", refusal, path)
                 raise
             except asyncio.CancelledError:
                 end = RequestEnd.CUT_OFF if self._draining else RequestEnd.CLIENT_LEFT
                 raise
             finally:
                 self._count_inflight(-1)
-                self._metrics.request_ended(route, end)
-                current().end = end
+                self._metrics.request_ended(path, end)
+                served.end = end
+                _end_span(served, status)
             return response
 
         return handle
@@ -147,13 +186,42 @@ class RouterApp:
         else:
             self._idle.clear()
 
-    async def _generate(
-        self, route: Route, http: web.Request
+    async def _admitted(
+        self, http: web.Request, answer: Callable[[web.Request], Awaitable[_Answered]]
     ) -> tuple[web.StreamResponse, RequestEnd]:
-        answer, request_id = await self._answer(route, http)
-        if answer.headers.get("Content-Type", "").startswith("text/event-stream"):
-            self._metrics.times.first_token(route, time.perf_counter() - current().began_s)
-        response, end = await relay(http, answer, request_id, name_engine=self._config.show_engines)
+        """The answer, in a place in flight, and in time."""
+        limit_s, queue = self._config.request_timeout_s, self._bodies.queue
+        deadline_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        in_time = asyncio.timeout_at(deadline_s)
+        try:
+            async with in_time:
+                await queue.enter()
+                try:
+                    answered = await answer(http)
+                except BaseException:
+                    queue.leave()
+                    raise
+        except TimeoutError as error:
+            if limit_s is None or not in_time.expired():
+                raise
+            raise RequestTimedOut(limit_s) from error
+        try:
+            return await self._relay(http, answered, deadline_s)
+        finally:
+            queue.leave()
+
+    async def _relay(
+        self, http: web.Request, answered: _Answered, deadline_s: float | None
+    ) -> tuple[web.StreamResponse, RequestEnd]:
+        answer, request_id = answered
+        name_engine, served = self._config.show_engines, current()
+        is_stream = answer.headers.get("Content-Type", "").startswith("text/event-stream")
+        if is_stream and served.routed is not None:
+            waited_s = time.perf_counter() - served.began_s
+            self._metrics.times.first_token(served.routed.body.route, waited_s)
+        response, end = await relay(
+            http, answer, request_id, name_engine=name_engine, deadline_s=deadline_s
+        )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
             self._health.report_down(answer.engine, why, request_id)
@@ -161,36 +229,54 @@ class RouterApp:
         ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
         return response, _ENDS.get(end, ok)
 
-    async def _answer(self, route: Route, http: web.Request) -> tuple[EngineAnswer, str]:
-        """An engine's answer, and the request's id; the body is held no longer than that."""
+    async def _answer(self, route: Route, http: web.Request) -> _Answered:
+        """Of a generating route; the body is held until the answer begins."""
         request_id, headers = self._identify(http)
         with HeldBody(self._bodies.budget) as held:
             body = parse_body(route, await self._bodies.read(http, held), self._xargs)
+            span = current().span
             request = current().routed = RoutedRequest(
-                request_id, headers, body, held, timeline=Timeline(current().began_s)
+                request_id, headers, body, held, span, timeline=Timeline(current().began_s)
             )
             held.when_free = request.drop_body
             del body
             return await self._handover.answer(request), request_id
 
+    async def _pass(self, route: PassedRoute, http: web.Request) -> _Answered:
+        """Of a route that one engine serves; the body is held until the answer begins."""
+        request_id, headers = self._identify(http)
+        path = http.rel_url.raw_path_qs
+        if route.method == "GET":
+            headers.popall("Content-Type", None)
+            return await self._passes.answer(
+                Passing(request_id, headers, path, route.asks, None, span=current().span)
+            ), request_id
+        with HeldBody(self._bodies.budget) as held:
+            raw = await self._bodies.read(http, held)
+            if route.is_form:
+                headers["Content-Type"] = http.headers.get("Content-Type", "")
+                check_form(headers["Content-Type"], raw)
+                model = partial(model_of_form, raw)
+            else:
+                fields = checked_fields(raw, self._xargs) if raw else {}
+                model = partial(text, fields.get("model"))
+            serving = None
+            if route.asks is not Asks.HOLDER:
+                models = self._handover.router.tokeniser.models
+                serving = await models.serving(model, asking(headers))
+            span = current().span
+            passing = Passing(request_id, headers, path, route.asks, raw, serving, span)
+            del raw, model
+            return await self._passes.answer(passing), request_id
+
     async def _models(self, http: web.Request) -> web.StreamResponse:
         request_id, headers = self._identify(http)
-        failures: list[EngineFailure] = []
-        for engine in self._engines.live(Role.DECODE):
-            try:
-                answer = await self._handover.client.get(engine, "/v1/models", headers)
-            except OutOfResources:
-                raise  # our own fault, and no engine's
-            except (ConnectFailed, ConnectionLost) as error:
-                self._metrics.retried(Role.DECODE, engine)
-                self._health.report_down(engine, str(error), request_id)
-                failures.append(EngineFailure(engine, str(error)))
-                continue
-            response, _ = await relay(
-                http, answer, request_id, name_engine=self._config.show_engines
-            )
+        found = await self._listed.answer(headers, request_id)
+        if isinstance(found, EngineAnswer):
+            name_engine = self._config.show_engines
+            response, _ = await relay(http, found, request_id, name_engine=name_engine)
             return response
-        raise NoEngineLeft(Role.DECODE.value, self._engines.failures(Role.DECODE, failures))
+        return web.json_response(body=found)
 
     def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
         """The request's id, the client's if it sent one, and the headers for engines."""
@@ -198,7 +284,23 @@ class RouterApp:
         request_id = current().request_id = headers[REQUEST_ID_HEADER]
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
+            headers.popall(KEY_HEADER, None)
+        elif KEY_HEADER in headers and "Authorization" not in headers:
+            headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # all that vLLM looks at
         return request_id, headers
+
+
+def _end_span(served: Served, status: int | None) -> None:
+    """End a request's span, with how the request ended."""
+    end, span = served.end, served.span
+    span.note(
+        request_id=served.request_id,
+        outcome=None if end is None else end.value,
+        status=status,
+    )
+    if end not in (RequestEnd.OK, RequestEnd.CLIENT_LEFT, RequestEnd.REFUSED):
+        span.fail("" if end is None else end.value)
+    span.end()
 
 
 async def _continue(http: web.Request) -> None:

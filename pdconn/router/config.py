@@ -7,18 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from pdconn.router.access.cors import check_origin
 from pdconn.router.access.tls import ServerTls
-from pdconn.router.admission import budget, listener
+from pdconn.router.admission import budget, listener, queue
 from pdconn.router.errors import BadSetting
+from pdconn.router.fleet import health, loads
 from pdconn.router.fleet.member import engine_name
 from pdconn.router.fleet.sources import DNS, FleetSource, WatchedFile, parse_source
 from pdconn.router.openai.requests import NAMES_MEMORY, XARGS
 from pdconn.router.prefix.hashing import BadScheme, HashScheme
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS
+from pdconn.router.routing import tokenize
 from pdconn.router.routing.policy import POLICIES, Policy, PrefixAware, Role
+from pdconn.router.tracing.spans import Tracing
 
-WITHOUT_PREFILL = ("decode", "refuse")
-"""What becomes of a request when no prefill engine answers."""
 ADMIN_ABOVE = 1000
 """The admin pages' port, if it is not given, lies so far above ``port``."""
 LAST_PORT = 65535
@@ -34,8 +36,10 @@ class ProxyConfig:
 
     ``pull_above`` is the fewest tokens that prefill pulls from another engine; None: it never does.
     ``reuse_tokens``: decode gets the token ids of a chat that prefill has computed.
-    ``without_prefill`` is a word of ``WITHOUT_PREFILL``.  ``drain_delay_s`` passes between the
-    end of readiness and the end of listening; ``drain_timeout_s`` begins after it.
+    ``require_prefill`` refuses what decode would have to compute though it could be handed over.
+    ``retries`` is how many other engines are asked after a failure; None: all.  A time-out of None
+    does not end.  ``drain_delay_s`` passes between the end of readiness and the end of listening,
+    and ``drain_timeout_s`` begins after it.
 
     Raises:
         BadSetting: a value makes no sense; ``field`` is its command-line option.
@@ -57,14 +61,22 @@ class ProxyConfig:
     port: int = 8000
     max_body_mib: float = 64.0
     max_bodies_mib: float = budget.MAX_NBYTES / (1 << 20)
-    max_requests: int = budget.MAX_REQUESTS
+    max_requests: int = queue.MAX_REQUESTS
+    max_queue: int = 0
+    queue_timeout_s: float = queue.WAIT_S
     stall_timeout_s: float = listener.STALL_S
     allow_xargs: tuple[str, ...] = ()
+    retries: int | None = None
     connect_timeout_s: float = 5.0
+    prefill_timeout_s: float | None = None
+    request_timeout_s: float | None = None
+    tokenize_timeout_s: float = tokenize.TIMEOUT_S
+    health_timeout_s: float = health.PROBE_TIMEOUT_S
+    lease_s: float = loads.LEASE_S
     drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
     wait_s: float | None = None
-    without_prefill: str = "decode"
+    require_prefill: bool = False
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     api_key_file: str | None = None
@@ -72,6 +84,8 @@ class ProxyConfig:
     tls_cert: str | None = None
     tls_key: str | None = None
     show_engines: bool = False
+    cors_origins: tuple[str, ...] = ()
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for option, words in (("--prefill", self.prefill), ("--decode", self.decode)):
@@ -89,21 +103,36 @@ class ProxyConfig:
             if not (math.isfinite(weight) and weight >= 0):
                 raise BadSetting("--weight", f"{medium}=NUMBER, at least 0", weight)
         self._check_listeners()
-        if self.without_prefill not in WITHOUT_PREFILL:
-            expected = f"one of {', '.join(WITHOUT_PREFILL)}"
-            raise BadSetting("--without-prefill", expected, self.without_prefill)
         if not (math.isfinite(self.max_body_mib) and self.max_body_nbytes >= 1):
             raise BadSetting("--max-body-mib", "MiB, more than 0", self.max_body_mib)
         self._check_admission()
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            expected = "a URL such as http://collector:4318/v1/traces"
+            raise BadSetting("--otlp-traces-endpoint", expected, endpoint)
+        self._check_times()
+        for origin in self.cors_origins:
+            check_origin(origin)
+
+    def _check_times(self) -> None:
         for option, value, least in (
             ("--stall-timeout", self.stall_timeout_s, 0.001),
             ("--connect-timeout", self.connect_timeout_s, 0.001),
+            ("--prefill-timeout", self.prefill_timeout_s, 0.001),
+            ("--request-timeout", self.request_timeout_s, 0.001),
+            ("--queue-timeout", self.queue_timeout_s, 0.001),
+            ("--tokenize-timeout", self.tokenize_timeout_s, 0.001),
+            ("--health-timeout", self.health_timeout_s, 0.001),
+            ("--lease", self.lease_s, 0.001),
             ("--drain-delay", self.drain_delay_s, 0.0),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
-            ("--wait", self.wait_s or 0.0, 0.0),
+            ("--wait", self.wait_s, 0.0),
         ):
-            if not (math.isfinite(value) and value >= least):
+            if value is not None and not (math.isfinite(value) and value >= least):
                 raise BadSetting(option, f"seconds, at least {least:g}", value)
+        for option, number in (("--retries", self.retries), ("--max-queue", self.max_queue)):
+            if number is not None and number < 0:
+                raise BadSetting(option, "a number, at least 0", number)
 
     def _check_listeners(self) -> None:
         if not 0 <= self.port <= LAST_PORT:
@@ -203,9 +232,14 @@ class ProxyConfig:
             raise BadSetting(option, error.expected, error.seen) from error
 
     @property
+    def most_tries(self) -> int | None:
+        """Engines of one role that a request may be sent to; None: all."""
+        return None if self.retries is None else self.retries + 1
+
+    @property
     def decodes_alone(self) -> bool:
-        """Whether decode computes prompts itself while no prefill engine answers."""
-        return self.without_prefill == "decode"
+        """Whether decode computes prompts itself that could not be handed over."""
+        return not self.require_prefill
 
     def make_tls(self) -> ServerTls | None:
         """The certificate for clients; None where they connect in the clear.
@@ -216,6 +250,22 @@ class ProxyConfig:
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_cert, self.tls_key)
+
+    def make_tracing(self) -> Tracing:
+        """Where the traces of requests go; nowhere without an endpoint.
+
+        Raises:
+            BadSetting: OpenTelemetry is not installed.
+        """
+        if self.otlp_traces_endpoint is None:
+            return Tracing()
+        try:
+            from pdconn.router.tracing.otel import OtelTracing
+
+            return OtelTracing(self.otlp_traces_endpoint)
+        except ImportError as error:
+            expected = "OpenTelemetry beside it: pip install 'pdconn[otel]'"
+            raise BadSetting("--otlp-traces-endpoint", expected, str(error)) from error
 
     def make_policy(self) -> Policy:
         """A new policy."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 import msgspec
 
-from transport.errors import FieldError
+from transport.errors import FieldError, shown
 
 
 class Refusal(Exception):
@@ -35,8 +36,8 @@ class Refusal(Exception):
         del name_engines
         return {}
 
-    def body(self, *, name_engines: bool) -> bytes:
-        """The answer's JSON."""
+    def body(self, *, name_engines: bool, anthropic: bool = False) -> bytes:
+        """The answer's JSON; ``anthropic``: with the field that Anthropic's clients know it by."""
         error = {
             "message": self.message(name_engines=name_engines),
             "type": self.kind,
@@ -44,7 +45,8 @@ class Refusal(Exception):
             "code": self.status,
             **self.details(name_engines=name_engines),
         }
-        return msgspec.json.encode({"error": error})
+        kind = {"type": "error"} if anthropic else {}
+        return msgspec.json.encode({**kind, "error": error})
 
 
 class FieldRefusal(FieldError, Refusal):
@@ -109,6 +111,17 @@ class NotFound(FieldRefusal):
     kind = "NotFoundError"
 
 
+class UnknownModel(Refusal):
+    """No engine serves this model."""
+
+    status = 404
+    kind = "NotFoundError"
+    param = "model"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model {shown(model)} does not exist.")
+
+
 class NoPrompt(FieldRefusal):
     """The request was routed without its prompt's hashes."""
 
@@ -161,6 +174,31 @@ class NoEngineLeft(Refusal):
             return {"role": self.role}
         engines = [{"engine": one.engine, "why": one.why} for one in self.failures]
         return {"role": self.role, "engines": engines}
+
+
+class PrefillTooLate(NoEngineLeft):
+    """The last prefill engine that was asked has not answered in time."""
+
+
+class RequestTimedOut(Refusal):
+    """``--request-timeout`` is over, and no answer has begun."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"no answer within {limit_s:g} s")
+
+
+class HandoverRequired(Refusal):
+    """``--require-prefill``, and the request has no ticket though it could have one."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+    def __init__(self, why: Enum) -> None:
+        super().__init__(f"prefill is required, and the request was not handed over: {why.value}")
 
 
 class BadSetting(FieldError, ValueError):

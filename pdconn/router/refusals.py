@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pdconn.router.errors import NotFound, Refusal
+from pdconn.router.openai.requests import Route
 
 
 def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
@@ -21,14 +22,16 @@ def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
         try:
             return await handler(request)
         except Refusal as refusal:
-            return _refuse(refusal, name_engines)
+            return _refuse(request, refusal, name_engines)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
             seen = f"{request.method} {request.path}"
-            return _refuse(NotFound("path", f"one of {', '.join(served)}", seen), name_engines)
+            expected = f"one of {', '.join(served)}"
+            return _refuse(request, NotFound("path", expected, seen), name_engines)
 
     return refusals
 
 
-def _refuse(refusal: Refusal, name_engines: bool) -> web.Response:
-    body = refusal.body(name_engines=name_engines)
+def _refuse(request: web.Request, refusal: Refusal, name_engines: bool) -> web.Response:
+    anthropic = request.path.startswith(Route.MESSAGES.path)
+    body = refusal.body(name_engines=name_engines, anthropic=anthropic)
     return web.json_response(body=body, status=refusal.status, headers=refusal.headers)

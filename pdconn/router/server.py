@@ -27,35 +27,29 @@ from pdconn.router.admin.app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
-from pdconn.router.admission.budget import RequestBudget
+from pdconn.router.admission.budget import BodyBudget
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import ADMIN_LIMITS, AdmittingSite, limits_of_process
 from pdconn.router.admission.log import ServerLog
+from pdconn.router.admission.queue import AdmissionQueue
 from pdconn.router.app import RouterApp
+from pdconn.router.assembly import make_handover, make_router
+from pdconn.router.binding import bind, bind_admin, cannot_listen_admin, url_of
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, CannotListen, EngineFailure, EnginesMissing
-from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.events.subscriber import FILES_A_SUBSCRIBER
-from pdconn.router.fleet import registry, sources
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
-from pdconn.router.fleet.loads import LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
-from pdconn.router.handover import abandoned, ticket_return
-from pdconn.router.handover.abandoned import AbandonedRequests
-from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.prefix_pull import PrefixPulls
-from pdconn.router.handover.ticket_return import TicketReturner
+from pdconn.router.handover.tries import EngineTries
+from pdconn.router.limits import LIMITS, Limits
 from pdconn.router.metrics import RouterMetrics
-from pdconn.router.openai.requests import REPORT_MODE
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
-from pdconn.router.routing import tokenize
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy, Role
-from pdconn.router.routing.tokenize import Tokeniser
 
 log = logging.getLogger(__name__)
 
@@ -88,36 +82,6 @@ class Running:
     reload: Callable[[], Awaitable[tuple[BadSetting, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Time-outs and bounds that no option sets; each is explained where its default is.
-
-    Attributes:
-        ready_pause_s: between two probes of the wait at the start.
-        fleet_interval_s: between two polls of the fleet's sources.
-        first_backoff_s: until the first probe of an engine that went down.
-        patience_s: for the requests of clients that left.
-        ticket_return_s, most_ticket_returns: for the tickets that are returned.
-        last_returns_s: for both once all clients are gone, whatever ``--drain-timeout`` is: a
-            prefill that was cut off needs ``patience_s`` before its ticket can be returned.
-        tokenize_s, most_tokens, most_token_nbytes: for prompts that are tokenized.
-    """
-
-    ready_pause_s: float = 0.5
-    fleet_interval_s: float = sources.INTERVAL_S
-    first_backoff_s: float = registry.FIRST_BACKOFF_S
-    patience_s: float = abandoned.PATIENCE_S
-    ticket_return_s: float = ticket_return.GIVE_UP_S
-    most_ticket_returns: int = ticket_return.MOST_RETURNS
-    last_returns_s: float = 3.0
-    tokenize_s: float = tokenize.TIMEOUT_S
-    most_tokens: int = tokenize.MOST_TOKENS
-    most_token_nbytes: int = tokenize.MAX_NBYTES
-
-
-LIMITS = Limits()
-
-
 @asynccontextmanager
 async def running_proxy(
     config: ProxyConfig,
@@ -135,8 +99,8 @@ async def running_proxy(
     ...     print(proxy.url)
     """
     with ExitStack() as stack:
-        sock = stack.enter_context(_bind(config.host, config.port))
-        admin = stack.enter_context(_bind_admin(config))
+        sock = stack.enter_context(bind(config.host, config.port))
+        admin = stack.enter_context(bind_admin(config))
         async with (
             _services(config, policy or config.make_policy(), limits) as services,
             _serving_admin(services.admin, admin, config),
@@ -146,8 +110,8 @@ async def running_proxy(
             async with _listening(services.app, sock, config, services.tls):
                 yield Running(
                     config,
-                    _url_of("http" if services.tls is None else "https", config.host, sock),
-                    _url_of("http", config.admin_host, admin),
+                    url_of("http" if services.tls is None else "https", config.host, sock),
+                    url_of("http", config.admin_host, admin),
                     services.metrics,
                     services.router,
                     services.reloader.reload,
@@ -176,31 +140,31 @@ async def _services(
     config: ProxyConfig, policy: Policy, limits: Limits
 ) -> AsyncIterator[_Services]:
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
-    tls = config.make_tls()
+    tls, tracing = config.make_tls(), config.make_tracing()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
-    health = Health(engines, client, metrics, decodes_alone=config.decodes_alone)
-    tickets = _tickets(engines, client, metrics, limits)
-    left = AbandonedRequests(tickets, limits.patience_s)
-    planner = PullPlanner.of(config.pull_above or 1)
-    pulls = PrefixPulls(planner, client, health, metrics, tickets)
-    caches = _caches(config)
-    feeds = EventFeeds(caches)
-    loads = LoadPoller(engines, client)
-    tokeniser = _tokeniser(engines, client, limits)
-    router = RequestRouter(
+    health = Health(
         engines,
-        policy,
-        caches,
-        tokeniser,
-        loads,
+        client,
         metrics,
         decodes_alone=config.decodes_alone,
-        pulls=None if config.pull_above is None else planner,
+        timeout_s=config.health_timeout_s,
     )
-    metrics.watch(caches, feeds.statuses, policy.name)
-    handover = Handover(engines, client, router, health, metrics, left, pulls, config.reuse_tokens)
+    planner = PullPlanner.of(config.pull_above or 1)
+    router = make_router(
+        config,
+        policy,
+        engines=engines,
+        client=client,
+        metrics=metrics,
+        planner=planner,
+        limits=limits,
+    )
+    feeds = EventFeeds(router.caches)
+    metrics.watch(router.caches, feeds.statuses, policy.name)
+    tries = EngineTries(engines, health, metrics, config.most_tries)
+    handover = make_handover(config, client, router, tries, planner, limits=limits)
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -208,55 +172,25 @@ async def _services(
         changes = engines.update(members)
         if changes:
             log.info("pdconn: fleet changed %s", changes)
-        for follower in (health, metrics, loads, router):
+        for follower in (health, metrics, router.loads, router):
             follower.fleet_changed()
         feeds.fleet_changed(members)
 
     try:
         watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
-        async with watch, loads:
+        async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
-            app = RouterApp(handover, probes, bodies, config, keys)
+            app = RouterApp(handover, probes, bodies, config, keys, tracing=tracing)
             reloader = Reloader(config.fleet, watch, keys, tls)
             yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
     finally:
-        await pulls.close(limits.patience_s)
-        await left.close(limits.last_returns_s)
+        await handover.pulls.close(limits.patience_s)
+        await handover.abandoned.close(limits.last_returns_s)
+        await router.tokeniser.models.close()
         await feeds.close()
         await health.close()
         await client.close()
-
-
-def _tickets(
-    engines: EngineRegistry, client: EngineClient, metrics: RouterMetrics, limits: Limits
-) -> TicketReturner:
-    return TicketReturner(
-        engines,
-        client,
-        metrics,
-        give_up_s=limits.ticket_return_s,
-        most_returns=limits.most_ticket_returns,
-    )
-
-
-def _caches(config: ProxyConfig) -> PrefixCaches:
-    return PrefixCaches(
-        scheme=config.scheme(),
-        seed=config.hash_seed,
-        weights=config.weights,
-        eagle_groups=frozenset(config.eagle_groups),
-        counts_copies=REPORT_MODE not in config.allow_xargs,
-    )
-
-
-def _tokeniser(engines: EngineRegistry, client: EngineClient, limits: Limits) -> Tokeniser:
-    return Tokeniser(
-        engines,
-        client,
-        timeout_s=limits.tokenize_s,
-        most_tokens=limits.most_tokens,
-        max_nbytes=limits.most_token_nbytes,
-    )
+        await asyncio.to_thread(tracing.close)
 
 
 @asynccontextmanager
@@ -271,7 +205,7 @@ async def _serving_admin(
         try:
             await AdmittingSite(runner, sock, admission, backlog=_BACKLOG).start()
         except OSError as error:
-            raise _cannot_listen_admin(config, error) from error
+            raise cannot_listen_admin(config, error) from error
         yield
     finally:
         await runner.cleanup()
@@ -287,10 +221,17 @@ def _admission(config: ProxyConfig, metrics: RouterMetrics, num_reserved: int) -
     limits = limits_of_process(config.stall_timeout_s, num_reserved)
     log.info("pdconn: admission connections=%d per_host=%d", limits.connections, limits.per_host)
     admission = ClientAdmission(limits, metrics.connection_dropped)
-    budget = RequestBudget(config.max_bodies_nbytes, config.max_requests)
+    budget = BodyBudget(config.max_bodies_nbytes)
+    queue = AdmissionQueue(
+        config.max_requests,
+        config.max_queue,
+        config.queue_timeout_s,
+        metrics.queue_seconds.observe,
+    )
+    metrics.queued.set_function(lambda: len(queue))
     metrics.connections.set_function(lambda: len(admission))
     metrics.body_bytes.set_function(lambda: budget.nbytes)
-    return BodyReader(admission, budget, config.max_body_nbytes)
+    return BodyReader(admission, budget, queue, config.max_body_nbytes)
 
 
 @asynccontextmanager
@@ -324,40 +265,6 @@ async def _listening(
     finally:
         await runner.cleanup()
         await router_app.drain(_CUT_OFF_S)  # requests that were cut off are counted
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise CannotListen(host, port, error.strerror or str(error)) from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise CannotListen(host, port, error.strerror or str(error)) from error
-    return sock
-
-
-def _bind_admin(config: ProxyConfig) -> socket.socket:
-    try:
-        return _bind(config.admin_host, config.effective_admin_port)
-    except CannotListen as error:
-        raise _cannot_listen_admin(config, error.__cause__ or error) from error
-
-
-def _cannot_listen_admin(config: ProxyConfig, error: BaseException) -> CannotListen:
-    why = f"{getattr(error, 'strerror', None) or error} (for the admin pages; see --admin-port)"
-    return CannotListen(config.admin_host, config.effective_admin_port, why)
-
-
-def _url_of(scheme: str, host: str, sock: socket.socket) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
 async def _wait_for_engines(

@@ -150,7 +150,7 @@ def proxy_config(words: list[str], monkeypatch: pytest.MonkeyPatch) -> ProxyConf
         made.append(config)
         return 0
 
-    monkeypatch.setattr("pdconn.cli.proxy.serve", serve)
+    monkeypatch.setattr("pdconn.cli.proxy.command.serve", serve)
     if (code := main(words)) != 0:
         raise SystemExit(code)
     return made[0]

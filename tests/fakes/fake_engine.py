@@ -89,6 +89,8 @@ class Leases:
 #: The tokens of a prompt, or an answer of its own.
 Tokenize: TypeAlias = "Callable[[Seen], list[int] | web.Response]"
 
+Other: TypeAlias = "Callable[[Seen], web.Response]"
+
 Script = Callable[["FakeEngine", Seen, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -103,6 +105,7 @@ class FakeEngine:
         self.health_status = 200
         self.num_probes = 0
         self.version: str | None = None  # what /version says, if it answers
+        self.num_listed = 0
         self.metrics_page: str | bytes = ""
         self.metrics_status = 200
         self.metrics_pause_s = 0.0
@@ -111,6 +114,8 @@ class FakeEngine:
         self.tokenized: list[Seen] = []
         self.tokenizes = asyncio.Event()  # while cleared it answers no /tokenize
         self.tokenizes.set()
+        self.others: list[Seen] = []  # to paths that this fake knows nothing of
+        self.other: Other = lambda seen: error(404, "Not Found")
         self.models: list[dict[str, Any]] | None = None
         self.cached_tokens: Any = None  # what prefill reports, if it does
         self.lends = True
@@ -131,12 +136,14 @@ class FakeEngine:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/{kind:(chat/)?completions}", self._generate)
+        app.router.add_post("/v1/{kind:(chat/)?completions|responses|messages}", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/{kind:responses|messages}/render", self._render)
+        app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -167,6 +174,7 @@ class FakeEngine:
         return web.Response(status=self.metrics_status, body=body, content_type="text/plain")
 
     async def _models(self, http: web.Request) -> web.Response:
+        self.num_listed += 1
         body = b'{"data": [ {"id" : "m"} ]}'
         if self.models is not None:
             body = json.dumps({"data": self.models}).encode()
@@ -182,6 +190,21 @@ class FakeEngine:
         if isinstance(tokens, web.Response):
             return tokens
         return web.json_response({"count": len(tokens), "max_model_len": 1, "tokens": tokens})
+
+    async def _render(self, http: web.Request) -> web.Response:
+        seen = Seen(http.path, CIMultiDict(http.headers), await http.read())
+        self.tokenized.append(seen)
+        if self.tokenize is None:
+            return error(404, "Not Found")
+        tokens = self.tokenize(seen)
+        if isinstance(tokens, web.Response):
+            return tokens
+        return web.json_response({"request_id": "r", "token_ids": tokens, "features": None})
+
+    async def _other(self, http: web.Request) -> web.Response:
+        path = http.rel_url.raw_path_qs
+        self.others.append(Seen(path, CIMultiDict(http.headers), await http.read()))
+        return self.other(self.others[-1])
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         request_id = http.headers.get("X-Request-Id", "")
@@ -319,10 +342,18 @@ class Deployment:
     def outcome(self, outcome: str, path: str = "/v1/completions") -> float:
         return self.metric("requests_total", route=path, outcome=outcome)
 
+    def num_listed(self) -> int:
+        """How often engines were asked for their models."""
+        return sum(engine.num_listed for engine in (*self.prefill, *self.decode))
+
     async def complete(self, path: str = "/v1/completions", **body: Any) -> Reply:
         """Ask the proxy, and read its answer."""
-        prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {}
-        body = {"model": MODEL, **(prompt or {"prompt": "hi"}), **body}
+        prompt: dict[str, Any] = {"prompt": "hi"}
+        if "chat" in path or "messages" in path:
+            prompt = {"messages": [{"role": "user", "content": "hi"}]}
+        elif "responses" in path:
+            prompt = {"input": "hi"}
+        body = {"model": MODEL, **prompt, **body}
         async with self.client.post(self.url(path), json=body) as response:
             return Reply(response.status, response.headers, await response.read())
 

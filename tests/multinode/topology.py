@@ -48,7 +48,7 @@ _RETRIES = 4
 """How often the router's kernel retransmits what is not acknowledged: about 6 s."""
 _ROUTER = (
     *("--policy", "round-robin", "--connect-timeout", "1"),
-    *("--without-prefill", "refuse"),  # else decode would hide that prefill is not reached
+    "--require-prefill",  # else decode would hide that prefill is not reached
 )
 
 

@@ -15,6 +15,7 @@ from pdconn.router.fleet.sources import DnsName, Static, WatchedFile
 from pdconn.router.prefix.hashing import HashScheme
 from pdconn.router.routing.policy import POLICIES, PrefixAware
 from pdconn.router.server import running_proxy
+from tests.docker.test_compose import proxy_config
 
 URLS = (["http://p:1"], ["http://d:1"])
 
@@ -149,3 +150,32 @@ def test_a_fleet_file_that_makes_no_sense_at_the_start_names_itself(
         asyncio.run(start())
     assert caught.value.field.startswith(str(path))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        (["--require-prefill"], "require_prefill", True),
+        (["--retries", "2"], "most_tries", 3),
+        ([], "most_tries", None),
+        (["--prefill-timeout", "3"], "prefill_timeout_s", 3.0),
+        (["--request-timeout", "4"], "request_timeout_s", 4.0),
+        ([], "request_timeout_s", None),
+        (["--tokenize-timeout", "5"], "tokenize_timeout_s", 5.0),
+        (["--health-timeout", "6"], "health_timeout_s", 6.0),
+        (["--lease", "120"], "lease_s", 120.0),
+        (["--max-queue", "7"], "max_queue", 7),
+        (["--queue-timeout", "8"], "queue_timeout_s", 8.0),
+        (["--cors-origin", "http://a", "https://b:1"], "cors_origins", ("http://a", "https://b:1")),
+        (["--otlp-traces-endpoint", "http://c:4318/v1/traces"], "otlp_traces_endpoint", ...),
+        (["--drain-delay", "9"], "drain_delay_s", 9.0),
+        (["--hash-seed", "s"], "hash_seed", "s"),
+    ],
+)
+def test_an_option_reaches_its_setting(
+    words: list[str], setting: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["proxy", "--prefill", *URLS[0], "--decode", *URLS[1], *words]
+    assert getattr(proxy_config(command, monkeypatch), setting) == (
+        words[1] if value is ... else value
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdconn.router.metrics import METRICS, RouterMetric
+from pdconn.router.exposition import RouterMetric
+from pdconn.router.metric_table import METRICS
 from tests.fakes.fake_engine import in_loop
 from tests.fakes.routed import fleet, other_prompt
 

@@ -67,7 +67,7 @@ async def test_a_body_of_megabytes_passes_whole():
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/v1/completions"), ("POST", "/v1/embeddings"), ("GET", "/no")]
+    ("method", "path"), [("GET", "/v1/completions"), ("POST", "/sleep"), ("GET", "/no")]
 )
 @in_loop
 async def test_what_is_not_served_is_refused_with_what_is(method, path):

@@ -343,7 +343,7 @@ async def _publish(fleet: Fleet, url: str, seconds: float, busy: bool) -> None:
 
 def probe(port: int, prefill: str, decode: str, out: Path) -> None:
     """A router that notes how old each batch is once it has been applied."""
-    from pdconn.cli.proxy import _loop_factory
+    from pdconn.cli.proxy.command import _loop_factory
     from pdconn.router.config import ProxyConfig
     from pdconn.router.events.caches import PrefixCaches
     from pdconn.router.events.subscriber import EventSource

@@ -1,7 +1,7 @@
-"""The keys of clients: ``Authorization: Bearer KEY``, compared in constant time.
+"""The keys of clients: ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``.
 
-The file holds one key a line, so that a new one can be added before the old one goes; empty
-lines and lines that begin with ``#`` are ignored.
+They are compared in constant time.  The file holds one key a line, so that a new one can be added
+before the old one goes; empty lines and lines that begin with ``#`` are ignored.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from pdconn.router.admin.probes import PROBES
 from pdconn.router.errors import BadSetting, Unauthorized
+from pdconn.router.openai.headers import KEY_HEADER
 from pdconn.sidechannel.credentials import SecurityError, read_private
 
 OPTION = "--api-key-file"
@@ -62,11 +63,18 @@ def requiring(keys: ApiKeys) -> Middleware:
 
     @web.middleware
     async def require(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in PROBES and not keys.allow(request.headers.get("Authorization")):
+        if request.path not in PROBES and not keys.allow(_authorization(request)):
             raise Unauthorized
         return await handler(request)
 
     return require
+
+
+def _authorization(request: web.Request) -> str | None:
+    """The header with the key; Anthropic's clients have one of their own."""
+    given = request.headers.get("Authorization")
+    key = request.headers.get(KEY_HEADER)
+    return f"{_SCHEME} {key}" if given is None and key is not None else given
 
 
 def _read(path: str) -> tuple[bytes, ...]:

@@ -25,6 +25,7 @@ from aiohttp.typedefs import Handler, Middleware
 from pdconn.router.admin.probes import PROBES
 from pdconn.router.openai.headers import REQUEST_ID_HEADER
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
+from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown
 
 log = logging.getLogger("pdconn.access")
@@ -44,12 +45,14 @@ class Served:
         request_id: as engines get it; empty where a request has none.
         end: how it ended, of requests for an answer.
         routed: the request, once its body was read and found good.
+        span: of the whole request.
     """
 
     began_s: float = field(default_factory=time.perf_counter)
     request_id: str = ""
     end: RequestEnd | None = None
     routed: RoutedRequest | None = None
+    span: Span = NOT_TRACED
 
 
 _CURRENT: ContextVar[Served] = ContextVar("served")

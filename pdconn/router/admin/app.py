@@ -16,16 +16,13 @@ from aiohttp.typedefs import Middleware
 
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.history import History
-from pdconn.router.admin.probes import Probes
+from pdconn.router.admin.probes import PROBES, Probes
 from pdconn.router.errors import BadQuery
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.refusals import refusing
 from transport.errors import shown
 
-_SERVED = (
-    "/", "/debug/state", "/debug/history", "/debug/route/ID", "/metrics", "/health", "/livez",
-    "/readyz",
-)  # fmt: skip
+_SERVED = ("/", "/debug/state", "/debug/history", "/debug/route/ID", "/metrics", *PROBES)
 _PAGE = Path(__file__).with_name("page.html")
 #: Answers contain what clients sent: browsers must not guess another content type.
 _NOSNIFF = {"X-Content-Type-Options": "nosniff"}

@@ -3,7 +3,7 @@
 =========  ==========================================================================
 /livez     200 while the process serves at all, also while it drains and without engines
 /readyz    200 while it should get requests: not while it drains, nor while it could
-           serve none
+           serve none; ``/ready`` is the same
 /health    200 while it can serve, and which engines answer; ``degraded`` without prefill
 =========  ==========================================================================
 """
@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdconn.router.fleet.health import Health
 
-PROBES = ("/health", "/livez", "/readyz")
+PROBES = ("/health", "/livez", "/readyz", "/ready")
 UNAVAILABLE = "unavailable"
 
 
@@ -40,6 +40,7 @@ class Probes:
 
         app.router.add_get("/livez", self._live)
         app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/health", report_health)
 
     async def _live(self, http: web.Request) -> web.StreamResponse:

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from pdconn.router.admission.budget import HeldBody, RequestBudget
+from pdconn.router.admission.budget import BodyBudget, HeldBody
 from pdconn.router.admission.connections import ClientAdmission
+from pdconn.router.admission.queue import AdmissionQueue
 from pdconn.router.errors import BadBody, BodyTooLarge, UnsupportedEncoding
 
 
 @dataclass(frozen=True, slots=True)
 class BodyReader:
-    """Reads bodies of at most ``max_nbytes``."""
+    """Reads bodies of at most ``max_nbytes``, of requests that have a place in ``queue``."""
 
     admission: ClientAdmission
-    budget: RequestBudget
+    budget: BodyBudget
+    queue: AdmissionQueue
     max_nbytes: int
 
     async def read(self, http: web.Request, held: HeldBody) -> bytes:

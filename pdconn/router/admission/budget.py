@@ -1,4 +1,4 @@
-"""What requests may hold at once: bytes of their bodies, and places in flight.  Pure.
+"""What requests may hold at once: bytes of their bodies.  Pure.
 
 A body is held from its first byte until an engine's answer begins.  A client that leaves does
 not end that: the hand-over of its request and the return of its ticket hold the body too, so
@@ -7,45 +7,25 @@ the bytes are counted until the last of them is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Self
 
 from pdconn.router.errors import Busy
 
 MAX_NBYTES = 256 << 20
 """Of all bodies together.  While an engine is asked a body takes two to three times its length."""
-MAX_REQUESTS = 4096
-"""In flight at once; each has a client's connection and an engine's."""
 
 
-class RequestBudget:
-    """Bytes of bodies and requests in flight, of all clients.
+class BodyBudget:
+    """Bytes of the bodies of all clients.
 
     Attributes:
-        nbytes, num_requests: held now.
+        nbytes: held now.
     """
 
-    def __init__(self, max_nbytes: int = MAX_NBYTES, max_requests: int = MAX_REQUESTS) -> None:
+    def __init__(self, max_nbytes: int = MAX_NBYTES) -> None:
         self._max_nbytes = max_nbytes
-        self._max_requests = max_requests
         self.nbytes = 0
-        self.num_requests = 0
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """A place in flight.
-
-        Raises:
-            Busy: all are taken.
-        """
-        if self.num_requests >= self._max_requests:
-            raise Busy(f"{self._max_requests} requests are in flight")
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
 
     def take(self, nbytes: int) -> None:
         """Count bytes as held.
@@ -65,9 +45,9 @@ class HeldBody:
         when_free: is called when the last user is done, to drop the body itself.
     """
 
-    def __init__(self, budget: RequestBudget | None = None) -> None:
+    def __init__(self, budget: BodyBudget | None = None) -> None:
         self.when_free: Callable[[], None] = _nothing
-        self._budget = budget or RequestBudget()
+        self._budget = budget or BodyBudget()
         self._nbytes = 0
         self._num_users = 0
 

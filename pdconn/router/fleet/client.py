@@ -59,6 +59,10 @@ class ConnectionLost(Exception):
     """The connection broke before the answer was complete."""
 
 
+class EngineTimedOut(ConnectionLost):
+    """The engine did not answer in time; it may be up, and have much to do."""
+
+
 @dataclass(slots=True)
 class Delivery:
     """Whether the request has begun to leave, for callers that may stop waiting."""

@@ -36,7 +36,9 @@ class Health:
         metrics: RouterMetrics,
         *,
         decodes_alone: bool = True,
+        timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._decodes_alone = decodes_alone
         self._engines = engines
         self._client = client
@@ -105,12 +107,12 @@ class Health:
     async def probe(self, engine: str) -> str | None:
         """Request one engine's ``/health``: None if it is healthy, else the reason."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 async with await self._client.get(engine, "/health", CIMultiDict()) as answer:
                     await answer.rest()
                     return None if answer.status == 200 else f"/health answered {answer.status}"
         except TimeoutError:
-            return f"no answer from /health within {PROBE_TIMEOUT_S:g} s"
+            return f"no answer from /health within {self._timeout_s:g} s"
         except (ConnectFailed, ConnectionLost) as error:
             return str(error)
 

@@ -27,7 +27,7 @@ INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
 
 LEASE_S = 30.0
-"""vLLM's default; with a longer lease an idle engine looks free a little early."""
+"""vLLM's default; where a lease is longer an idle engine looks free a little early."""
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class KvUsage:
     engine reports counts for as long as a lease may last, and no longer.
     """
 
+    lease_s: float = LEASE_S
     _unchanged: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def observe(self, engine: str, share: float, *, idle: bool, now: float) -> float:
@@ -50,7 +51,7 @@ class KvUsage:
         if before != share:
             since = now
             self._unchanged[engine] = (share, now)
-        return share if now - since < LEASE_S else 0.0
+        return share if now - since < self.lease_s else 0.0
 
     def keep(self, engines: tuple[str, ...]) -> None:
         """Drop all other engines."""

@@ -123,10 +123,11 @@ class EngineRegistry:
         """The roles an engine holds."""
         return tuple(role for role in Role if engine in self._by_role[role])
 
-    def live(self, role: Role) -> tuple[str, ...]:
-        """The engines of a role that get requests: up and not draining."""
+    def live(self, role: Role, among: frozenset[str] | None = None) -> tuple[str, ...]:
+        """The engines of a role that get requests: up and not draining; ``among``: of these."""
         out = self._outages.keys() | self._draining
-        return tuple(name for name in self._by_role[role] if name not in out)
+        live = (name for name in self._by_role[role] if name not in out)
+        return tuple(live if among is None else (name for name in live if name in among))
 
     def is_draining(self, engine: str) -> bool:
         """Whether an engine gets no new requests."""

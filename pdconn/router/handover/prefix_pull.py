@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -36,6 +37,7 @@ from pdconn.router.pulls.planner import RESTS_S, PullPlanner
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Candidate
 from pdconn.router.routing.routed_request import RoutedRequest
+from pdconn.router.tracing.spans import NOT_TRACED, Span
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,9 @@ class PrefixPulls:
         """Wait up to ``grace_s`` for holders that are being asked."""
         await self._asking.close(grace_s)
 
-    async def borrow(self, request: RoutedRequest, candidate: Candidate) -> Borrowed | None:
+    async def borrow(
+        self, request: RoutedRequest, candidate: Candidate, span: Span = NOT_TRACED
+    ) -> Borrowed | None:
         """A ticket for what ``candidate`` should pull; None where it computes its prompt.
 
         Notes what came of it in ``request.pull``, and takes the tokens off the request.
@@ -107,9 +111,24 @@ class PrefixPulls:
         choice = candidate.pull
         if choice is None or choice.holder is None or tokens is None:
             return None
-        holder, began = choice.holder, time.perf_counter()
+        engine, num_tokens = choice.holder.engine, choice.holder.tokens
+        with span.child("prefix", engine=engine, tokens=num_tokens) as within:
+            borrowed = await self._borrow(request, choice, choice.holder, tokens, within)
+            within.note(lent=borrowed is not None)
+        return borrowed
+
+    async def _borrow(
+        self,
+        request: RoutedRequest,
+        choice: PullChoice,
+        holder: Holder,
+        tokens: Sequence[int],
+        span: Span,
+    ) -> Borrowed | None:
+        began = time.perf_counter()
         body = prefix_body(request.body, tokens[: holder.tokens + 1])
         asked = _asked(request, holder)
+        span.inject(asked.headers)
         answer: asyncio.Future[Came] = asyncio.get_running_loop().create_future()
         asking = self._ask(request.held, asked, holder, body, answer)
         if not self._asking.spawn(asking, "ask for a prefix"):
@@ -239,4 +258,5 @@ def _asked(request: RoutedRequest, holder: Holder) -> RoutedRequest:
     headers["Accept-Encoding"] = "identity"  # the router reads this answer
     if holder.rank is not None:
         headers[RANK_HEADER] = str(holder.rank)
-    return RoutedRequest(name, headers, without_prompt(request.body))
+    body = without_prompt(request.body)
+    return RoutedRequest(name, headers, body, serving=request.serving)

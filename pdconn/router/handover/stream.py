@@ -6,6 +6,7 @@ slows the engine's connection down instead of filling the router's memory.
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum
 
 from aiohttp import web
@@ -24,12 +25,21 @@ class StreamEnd(Enum):
     WHOLE = "whole"
     ENGINE_FAILED = "engine failed"
     CLIENT_LEFT = "client left"
+    TIMED_OUT = "timed out"
 
 
 async def relay(
-    http: web.Request, answer: EngineAnswer, request_id: str, *, name_engine: bool
+    http: web.Request,
+    answer: EngineAnswer,
+    request_id: str,
+    *,
+    name_engine: bool,
+    deadline_s: float | None = None,
 ) -> tuple[web.StreamResponse, StreamEnd]:
-    """Write an answer to the client of ``http``, and close the answer."""
+    """Write an answer to the client of ``http``, and close the answer.
+
+    An answer that is not whole at ``deadline_s``, by the event loop's clock, is broken off.
+    """
     headers = answer.headers
     if name_engine:
         headers[ENGINE_HEADER] = answer.engine
@@ -39,10 +49,14 @@ async def relay(
     response = web.StreamResponse(status=answer.status, headers=headers)
     async with answer:
         try:
-            await response.prepare(http)
-            while chunk := await answer.next():
-                await response.write(chunk)
-            await response.write_eof()
+            async with asyncio.timeout_at(deadline_s):
+                await response.prepare(http)
+                while chunk := await answer.next():
+                    await response.write(chunk)
+                await response.write_eof()
+        except TimeoutError:
+            _break_off(http)
+            return response, StreamEnd.TIMED_OUT
         except ConnectionLost:
             _break_off(http)
             return response, StreamEnd.ENGINE_FAILED

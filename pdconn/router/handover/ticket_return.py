@@ -20,7 +20,7 @@ from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
-#: A third of vLLM's default lease; after that the lease frees the blocks soon enough.
+#: A third of vLLM's default lease; the router's is a third of ``--lease``.
 GIVE_UP_S = 10.0
 
 #: Until a decode engine is up again, when none is.
@@ -72,10 +72,10 @@ class TicketReturner:
             self._ended(end, request)
 
     async def _try_each(self, request: RoutedRequest, body: bytes) -> TicketEnd:
-        """Any decode engine can return it: a ticket names its lender, not its reader."""
+        """Any decode engine of the model can return it: a ticket names its lender alone."""
         path = request.body.route.path
         while True:
-            for engine in self._engines.live(Role.DECODE):
+            for engine in self._engines.live(Role.DECODE, request.serving):
                 try:
                     answer = await self._client.post(engine, path, body, request.headers)
                     async with answer:

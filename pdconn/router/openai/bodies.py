@@ -35,6 +35,8 @@ from pdconn.router.openai.requests import TICKET_FIELD, ParsedBody, Route, is_em
 _NOT_FOR_PREFILL = frozenset(
     {
         "best_of",
+        "enable_response_messages",
+        "include",
         "logprobs",
         "logprob_token_ids",
         "min_tokens",
@@ -43,6 +45,9 @@ _NOT_FOR_PREFILL = frozenset(
         "top_logprobs",
     }
 )
+
+_ANSWERS_BOUND: Mapping[Route, str] = {Route.RESPONSES: "max_output_tokens"}
+"""The field that bounds an answer's tokens; on the other routes ``max_tokens``."""
 
 _LEND: Mapping[str, object] = {
     "do_remote_decode": True,
@@ -120,6 +125,8 @@ def return_body(body: ParsedBody, ticket: Raw) -> bytes:
     decode pulls the blocks, and then the lender frees them.
     """
     fields = _prefill_fields(body)
+    # Its budget has to be smaller than max_tokens, which vLLM checks before the model's name.
+    fields.pop("thinking", None)
     return msgspec.json.encode({**fields, "model": RETURN_MODEL, TICKET_FIELD: ticket})
 
 
@@ -132,12 +139,17 @@ class _PrefixTicket(msgspec.Struct):
     do_remote_prefill: bool
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None  # /v1/responses
+    cache_read_input_tokens: _Count | None = None  # /v1/messages
 
 
 class _Used(msgspec.Struct):
@@ -193,15 +205,22 @@ def find_cached_tokens(answer: bytes) -> int | None:
         usage = msgspec.json.decode(answer, type=_Used).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    details = None if usage is None else usage.prompt_tokens_details
-    return None if details is None else details.cached_tokens
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    return usage.cache_read_input_tokens if details is None else details.cached_tokens
 
 
 def _prefill_fields(body: ParsedBody) -> dict[str, object]:
     fields: dict[str, object] = {
         name: value for name, value in body.fields.items() if name not in _NOT_FOR_PREFILL
     }
-    fields.update({"max_tokens": 1, "n": 1, "stream": False, TICKET_FIELD: _LEND})
+    fields.update({_ANSWERS_BOUND.get(body.route, "max_tokens"): 1, "stream": False})
+    fields[TICKET_FIELD] = _LEND
+    if body.route in (Route.COMPLETIONS, Route.CHAT):
+        fields["n"] = 1
+    if body.route is Route.RESPONSES:
+        fields["store"] = False  # of one token, and for nobody
     if body.route is Route.CHAT or "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     return fields

@@ -28,6 +28,8 @@ _PER_HOP = frozenset(
 )
 
 REQUEST_ID_HEADER = "X-Request-Id"
+KEY_HEADER = "X-Api-Key"
+"""Where Anthropic's clients put the key that others put into ``Authorization``."""
 RANK_HEADER = "X-data-parallel-rank"
 
 #: Headers that the router sets for engines, whatever a client sent.

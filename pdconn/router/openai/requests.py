@@ -31,11 +31,14 @@ class Route(Enum):
 
     COMPLETIONS = ("/v1/completions", "prompt", "a string, token ids, or a list of either")
     CHAT = ("/v1/chat/completions", "messages", "a list of messages")
+    RESPONSES = ("/v1/responses", "input", "a string, or a list of items")
+    MESSAGES = ("/v1/messages", "messages", "a list of messages")
 
     def __init__(self, path: str, prompt: str, expected: str) -> None:
         self.path = path
         self.prompt = prompt
         self.expected = expected
+        self.may_be_text = expected.startswith("a string")
 
 
 class Direct(Enum):
@@ -55,12 +58,20 @@ class Direct(Enum):
     #: Where vLLM truncates a prompt can depend on max_tokens, which differs between the two
     #: bodies: the blocks would be of two different prompts.
     TRUNCATED_PROMPT = "truncated_prompt"
+    #: An engine keeps the response, or the one before it, in its own memory; only the engine that
+    #: keeps it can go on from it, and prefill would have to keep it too.
+    STORED_RESPONSE = "stored_response"
+    #: Tools that the engine calls itself: it generates again after each call, with the same
+    #: ticket and another prompt.
+    SERVER_TOOLS = "server_tools"
     #: Prefill answered without a ticket: it runs without a connector, or with another one.
     NO_TICKET = "no_ticket"
     #: Decode lacks so little of the prompt that a hand-over would cost more.
     PREFIX_HELD = "prefix_held"
     #: No prefill engine answers, so decode computes the prompt itself.
     NO_PREFILL = "no_prefill"
+    #: No prefill engine answered within ``--prefill-timeout``.
+    NO_PREFILL_IN_TIME = "no_prefill_in_time"
     #: A decode engine failed while it had the ticket, which may be used up.
     TICKET_SPENT = "ticket_spent"
 
@@ -76,6 +87,13 @@ _GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
     "prompt_embeds": (frozenset({b"null"}), Direct.PROMPT_EMBEDS),
     "truncate_prompt_tokens": (frozenset({b"null"}), Direct.TRUNCATED_PROMPT),
 }
+
+_RESPONSE_GOES_DIRECT: dict[str, tuple[frozenset[bytes], Direct]] = {
+    "background": (frozenset({b"false", b"null"}), Direct.STORED_RESPONSE),
+    "previous_response_id": (frozenset({b"null"}), Direct.STORED_RESPONSE),
+    "truncation": (frozenset({b'"disabled"', b"null"}), Direct.TRUNCATED_PROMPT),
+}
+"""The same, on ``/v1/responses`` alone."""
 
 TICKET_FIELD = "kv_transfer_params"
 #: Both name memory of engines.  vLLM reads them from ``vllm_xargs`` too.
@@ -128,15 +146,25 @@ def parse_body(route: Route, raw: bytes, xargs: Collection[str] = XARGS) -> Pars
     >>> parse_body(Route.COMPLETIONS, b'{"prompt": ["a", "b"]}').direct
     <Direct.SEVERAL_PROMPTS: 'several_prompts'>
     """
-    fields = _split(raw)
-    _refuse_named_memory(fields)
-    _check_xargs(fields.get("vllm_xargs"), xargs)
-    direct = _why_direct(fields)
+    fields = checked_fields(raw, xargs)
+    direct = _why_direct(route, fields)
     if direct is not Direct.PROMPT_EMBEDS:
         _check_prompt(route, fields)
         if direct is None and route is Route.COMPLETIONS and _holds_several(fields["prompt"]):
             direct = Direct.SEVERAL_PROMPTS
     return ParsedBody(route=route, raw=raw, fields=fields, direct=direct)
+
+
+def checked_fields(raw: bytes, xargs: Collection[str]) -> dict[str, Raw]:
+    """The top level of a body that names no memory, on any route.
+
+    Raises:
+        BadBody: as ``parse_body``, but for the prompt.
+    """
+    fields = _split(raw)
+    _refuse_named_memory(fields)
+    _check_xargs(fields.get("vllm_xargs"), xargs)
+    return fields
 
 
 class _Name(str):
@@ -192,18 +220,41 @@ def _refuse(field: str, seen: Raw) -> NoReturn:
 
 def _check_prompt(route: Route, fields: Fields) -> None:
     prompt = fields.get(route.prompt)
-    fits = ("a list",) if route is Route.CHAT else ("a list", "a string")
+    fits = ("a list", "a string") if route.may_be_text else ("a list",)
     if prompt is None:
         raise BadBody(route.prompt, route.expected, "nothing")
     if kind_of(prompt) not in fits:
         raise BadBody(route.prompt, route.expected, kind_of(prompt))
 
 
-def _why_direct(fields: Fields) -> Direct | None:
-    for name, (off, reason) in _GOES_DIRECT.items():
+def _why_direct(route: Route, fields: Fields) -> Direct | None:
+    if route is Route.RESPONSES:
+        reason = _first_on(_RESPONSE_GOES_DIRECT, fields)
+        if reason is not None:
+            return reason
+        if "tools" in fields and _engine_calls(fields["tools"]):
+            return Direct.SERVER_TOOLS
+    return _first_on(_GOES_DIRECT, fields)
+
+
+def _first_on(rows: Mapping[str, tuple[frozenset[bytes], Direct]], fields: Fields) -> Direct | None:
+    for name, (off, reason) in rows.items():
         if name in fields and bytes(fields[name]) not in off:
             return reason
     return None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+
+
+def _engine_calls(tools: Raw) -> bool:
+    """Whether any tool is of another kind than a function, which the client calls."""
+    try:
+        found = msgspec.json.decode(tools, type=list[_Tool] | None)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True  # the engine will say what is wrong
+    return any(tool.type != "function" for tool in found or ())
 
 
 def _holds_several(prompt: Raw) -> bool:

@@ -69,6 +69,7 @@ class RequestRouter:
         decodes_alone: decode computes prompts itself while no prefill engine answers; False:
             such requests are refused.
         pulls: plans what prefill pulls from other engines; None: prefill computes what it lacks.
+        turn: of equally busy engines in ``by_load``.
     """
 
     engines: EngineRegistry
@@ -84,6 +85,7 @@ class RequestRouter:
     usage: KvUsage = field(default_factory=KvUsage)
     decodes_alone: bool = True
     pulls: PullPlanner | None = None
+    turn: int = -1
 
     async def decide(self, request: RoutedRequest) -> Decision:
         """The engines to try for a request.
@@ -93,7 +95,8 @@ class RequestRouter:
         """
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
-        prefill, decode = self.engines.live(Role.PREFILL), self.engines.live(Role.DECODE)
+        prefill = self.engines.live(Role.PREFILL, request.serving)
+        decode = self.engines.live(Role.DECODE, request.serving)
         query = _query(request, tokenised, bool(prefill) or not self.decodes_alone)
         loads = self.loads.fresh(LOAD_FOR_S)
         computing = [self._candidate(name, lookup, loads) for name in prefill]
@@ -118,6 +121,21 @@ class RequestRouter:
         self.decisions.add(decision)
         self.metrics.decided(decision)
         return decision
+
+    def by_load(self, engines: Iterable[str]) -> list[str]:
+        """Engines with the fewest requests first, for what is not routed by its prompt.
+
+        Those that are equally busy take turns.
+        """
+        names, loads = list(engines), self.loads.fresh(LOAD_FOR_S)
+        if names:
+            self.turn = (self.turn + 1) % len(names)
+            names = names[self.turn :] + names[: self.turn]
+        return sorted(names, key=lambda name: self._num_requests(name, loads))
+
+    def _num_requests(self, engine: str, loads: Mapping[str, Load]) -> int:
+        load = loads.get(engine) or Load()
+        return max((load.running or 0) + (load.waiting or 0), self.inflight.at(engine)[0])
 
     def no_choice(self, request: RoutedRequest, why: str) -> Decision:
         """The record of a request for which there is nothing to decide."""
@@ -148,6 +166,7 @@ class RequestRouter:
     def fleet_changed(self) -> None:
         """Drop engines that left the fleet."""
         now = time.time()
+        self.tokeniser.models.fleet_changed()
         self.since = {engine: self.since.get(engine, now) for engine in self.engines.names}
         self.usage.keep(self.engines.names)
         if self.pulls is not None:

@@ -28,10 +28,11 @@ from multidict import CIMultiDict
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.events.caches import PrefixLookup
 from pdconn.router.fleet.client import Delivery
-from pdconn.router.openai.requests import ParsedBody
+from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
 from pdconn.router.routing.policy import Ranking
 from pdconn.router.routing.timeline import Answered, Step, StepKind, Timeline
+from pdconn.router.tracing.spans import NOT_TRACED, Span
 
 MOST_DECISIONS = 512
 MOST_HASHES = 1_000_000
@@ -45,9 +46,11 @@ class RequestEnd(Enum):
     ENGINE_ERROR = "engine_error"
     BUSY = "busy"
     NO_ENGINE = "no_engine"
+    NO_HANDOVER = "no_handover"
     CLIENT_LEFT = "client_left"
     BROKEN_STREAM = "broken_stream"
     CUT_OFF = "cut_off"
+    TIMED_OUT = "timed_out"
 
 
 class Stage(Enum):
@@ -65,13 +68,16 @@ class RoutedRequest:
         request_id, headers: as engines get them.
         body: what the client sent.
         held: its bytes, as they are counted.
+        span: of the whole request.
         stage: the kind of engine that is being asked.
         asked_at_s: when the engine was asked, by ``time.perf_counter``.
         delivery: whether that engine can have seen the request.
         client_left: no other engine is asked.
+        serving: the engines that serve its model; None: all do.
         tokens: of its prompt, while prefill may pull some of them from another engine.
         pull: what prefill pulled from another engine, or tried to.
         ticket: from prefill, while it may still be used.
+        direct: why decode gets no ticket; None while it is to get one.
         prefill, decode: the engines that answered, so far.
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
         ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
@@ -83,13 +89,16 @@ class RoutedRequest:
     headers: CIMultiDict[str]
     body: ParsedBody
     held: HeldBody = field(default_factory=HeldBody)
+    span: Span = NOT_TRACED
     stage: Stage = Stage.PREFILL
     asked_at_s: float = field(default_factory=time.perf_counter)
     delivery: Delivery = field(default_factory=Delivery)
     client_left: bool = False
+    serving: frozenset[str] | None = None
     tokens: Sequence[int] | None = None
     pull: PrefixPull | None = None
     ticket: Raw | None = None
+    direct: Direct | None = None
     prefill: str | None = None
     decode: str | None = None
     cached_tokens: int | None = None

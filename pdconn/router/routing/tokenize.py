@@ -1,9 +1,10 @@
 """The tokens of a request's prompt, from which its block hashes are computed.
 
-A prompt of token ids holds them.  Text and chats are tokenized by an engine
-(``POST /tokenize``), since only it knows its model's tokenizer and chat template.  These are
-routed without a prefix lookup: images and the like (only the engine knows where their tokens
-go), several prompts in one body, and what an engine refuses to tokenize.
+A prompt of token ids holds them.  Text and chats are tokenized by an engine (``/tokenize``, or
+``/render`` beneath ``/v1/responses`` and ``/v1/messages``), since only it knows its model's
+tokenizer and chat template.  These are routed without a prefix lookup: images and the like (only
+the engine knows where their tokens go), several prompts in one body, and what an engine refuses to
+tokenize.
 
 Two more inputs of block hashes: the request's ``cache_salt``, and the adapter that its
 ``model`` names, by the path under which ``GET /v1/models`` lists it.
@@ -47,6 +48,9 @@ CHAT_NBYTES_A_TOKEN = 32
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+_RENDERED = (Route.RESPONSES, Route.MESSAGES)
+"""Routes whose prompts an engine tells of at ``/render`` beneath the route's own path."""
+
 _SHAPES_PROMPT = {
     Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
     Route.CHAT: (
@@ -73,6 +77,11 @@ class Tokenised:
 
 class _Answer(msgspec.Struct):
     tokens: list[int]
+
+
+class _RenderAnswer(msgspec.Struct):
+    token_ids: list[int]
+    features: Raw = Raw(b"null")
 
 
 class _Part(msgspec.Struct):
@@ -107,7 +116,18 @@ class Tokeniser:
         self._most_tokens = most_tokens
         self._max_nbytes = max_nbytes
         self._turn = 0
-        self._models = ModelCatalog(engines, self._ask, timeout_s)
+        self.models = ModelCatalog(engines, self._ask, timeout_s)
+
+    async def serving(self, request: RoutedRequest) -> frozenset[str] | None:
+        """The engines that serve the model of a request; None: all do.
+
+        Raises:
+            UnknownModel, BadBody: as ``ModelCatalog.serving``.
+        """
+        if not self.models.matters():
+            return None
+        fields = request.body.fields
+        return await self.models.serving(lambda: text(fields.get("model")), asking(request.headers))
 
     async def tokenise(self, request: RoutedRequest) -> Tokenised:
         """The tokens of a request's prompt.
@@ -121,16 +141,16 @@ class Tokeniser:
             raise CannotTokenise(f"the request has no {body.route.prompt}")
         if body.direct is Direct.SEVERAL_PROMPTS:
             raise CannotTokenise("the request has several prompts")
-        headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
-        if "Authorization" in request.headers:
-            headers["Authorization"] = request.headers["Authorization"]
+        if body.direct is Direct.STORED_RESPONSE:
+            raise CannotTokenise("an engine keeps a part of it")
+        headers = asking(request.headers)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._models.update(headers)
-                bound = _LengthBound(body, self._models.max_tokens(_text(body.fields.get("model"))))
+                await self.models.update(headers)
+                bound = _LengthBound(body, self.models.max_tokens(text(body.fields.get("model"))))
                 tokens = self._token_ids(body, bound)
                 if not tokens:
-                    tokens = await self._tokens_of(body, headers, bound)
+                    tokens = await self._tokens_of(request, headers, bound)
                 bound.check("tokens", len(tokens), 1)
                 self._check_most(len(tokens))
                 return Tokenised(tokens, self._extras(body))
@@ -169,34 +189,56 @@ class Tokeniser:
         return only
 
     async def _tokens_of(
-        self, body: ParsedBody, headers: CIMultiDict[str], bound: _LengthBound
+        self, request: RoutedRequest, headers: CIMultiDict[str], bound: _LengthBound
     ) -> list[int]:
-        if body.route is Route.CHAT:
-            messages = body.fields["messages"]
+        body = request.body
+        if body.route is not Route.COMPLETIONS:
+            messages = body.fields[body.route.prompt]
             most_nbytes = bound.chat_nbytes(self._max_nbytes)
             if len(memoryview(messages)) > most_nbytes:
-                raise CannotTokenise(f"its messages are more than {most_nbytes} bytes")
+                raise CannotTokenise(f"its {body.route.prompt} is more than {most_nbytes} bytes")
+            if body.route in _RENDERED:
+                return await self._rendered(request, headers)
             _refuse_media(messages)
         fields = {
             name: body.fields[name] for name in _SHAPES_PROMPT[body.route] if name in body.fields
         }
-        raw = await self._ask_any("/tokenize", headers, msgspec.json.encode(fields))
+        raw = await self._ask_any(request, "/tokenize", headers, msgspec.json.encode(fields))
         try:
             return msgspec.json.decode(raw, type=_Answer).tokens
         except _UNREADABLE as error:
             raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
 
+    async def _rendered(self, request: RoutedRequest, headers: CIMultiDict[str]) -> list[int]:
+        """The tokens of a prompt that ``/tokenize`` does not take."""
+        body = request.body
+        if _MAY_HOLD_AN_IMAGE.search(memoryview(body.fields[body.route.prompt])):
+            raise CannotTokenise("it may contain an image")  # which the engine would load
+        fields = {**body.fields, "mm_payload": "none"}
+        path = f"{body.route.path}/render"
+        raw = await self._ask_any(request, path, headers, msgspec.json.encode(fields))
+        try:
+            answer = msgspec.json.decode(raw, type=_RenderAnswer)
+        except _UNREADABLE as error:
+            raise CannotTokenise(f"{path} answered without tokens: {error}") from error
+        if kind_of(answer.features) != "null":
+            raise CannotTokenise("it contains more than text")
+        return answer.token_ids
+
     def _extras(self, body: ParsedBody) -> Extras:
-        salt, model = _text(body.fields.get("cache_salt")), _text(body.fields.get("model"))
+        salt, model = text(body.fields.get("cache_salt")), text(body.fields.get("model"))
         if salt is not None and len(salt) > MAX_SALT:
             raise CannotTokenise(f"its cache_salt is longer than {MAX_SALT} characters")
-        path = self._models.adapter_path(model)
+        path = self.models.adapter_path(model)
         return Extras(
             lora=None if model is None or path is None else (model, path), cache_salt=salt
         )
 
-    async def _ask_any(self, path: str, headers: CIMultiDict[str], body: bytes) -> bytes:
-        live = self._engines.live(Role.DECODE) or self._engines.live(Role.PREFILL)
+    async def _ask_any(
+        self, request: RoutedRequest, path: str, headers: CIMultiDict[str], body: bytes
+    ) -> bytes:
+        among = request.serving
+        live = self._engines.live(Role.DECODE, among) or self._engines.live(Role.PREFILL, among)
         if not live:
             raise CannotTokenise("no engine is up")
         self._turn += 1
@@ -222,6 +264,7 @@ class Tokeniser:
         return bytes(raw)
 
 
+_MAY_HOLD_AN_IMAGE = re.compile(rb'"(input_)?(image|file|document|audio)')
 _BEGINS_WITH_AN_ID = re.compile(rb"\[\s*+(\[\s*+)?-?[0-9]")
 
 
@@ -254,13 +297,21 @@ class _LengthBound:
         """Refuse a text that no tokenizer could make short enough."""
         nbytes = len(memoryview(prompt))
         if self.max_tokens is not None and nbytes > self.max_tokens * CHARS_A_TOKEN:
-            self.check("characters", len(_text(prompt) or ""), CHARS_A_TOKEN)
+            self.check("characters", len(text(prompt) or ""), CHARS_A_TOKEN)
 
     def chat_nbytes(self, otherwise: int) -> int:
         """Bytes of the longest list of messages that is parsed."""
         if self.max_tokens is None:
             return otherwise
         return min(otherwise, self.max_tokens * CHAT_NBYTES_A_TOKEN)
+
+
+def asking(client: CIMultiDict[str]) -> CIMultiDict[str]:
+    """Headers to ask an engine with, for a request with those of ``client``."""
+    headers = CIMultiDict({"Content-Type": "application/json", "Accept-Encoding": "identity"})
+    if "Authorization" in client:
+        headers["Authorization"] = client["Authorization"]
+    return headers
 
 
 def _refuse_media(messages: Raw) -> None:
@@ -276,7 +327,8 @@ def _refuse_media(messages: Raw) -> None:
             raise CannotTokenise(f"it contains more than text: {other[:40]}")
 
 
-def _text(value: Raw | None) -> str | None:
+def text(value: Raw | None) -> str | None:
+    """What a JSON string says; None where the value is none."""
     if value is None or kind_of(value) != "a string":
         return None
     try:

@@ -63,7 +63,7 @@ def test_a_request_that_succeeded_leaves_a_line(lines):
 def test_requests_that_fail_leave_one_too(lines):
     @in_loop
     async def scene():
-        async with deployment(without_prefill="refuse") as d:
+        async with deployment(require_prefill=True) as d:
             refused = await d.send("/v1/completions", b"{")
             assert lines()[-1]["status"] == "400"
             assert lines()[-1]["outcome"] == "refused"

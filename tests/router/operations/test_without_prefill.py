@@ -1,4 +1,7 @@
-"""Prefill is down: decode computes prompts itself, unless it was told to refuse."""
+"""Requests without a ticket: decode computes prompts itself, unless prefill is required.
+
+The share that is handed over is counted, with the reasons of the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from functools import partial
 
 import pytest
 
-from pdconn.router.config import ProxyConfig
-from pdconn.router.errors import BadSetting
+from pdconn.router.openai.requests import Direct
 from pdconn.router.routing.policy import POLICIES
 from pdconn.router.server import Limits
 from tests.fakes import fake_engine
@@ -60,7 +62,7 @@ async def test_a_prefill_that_dies_with_the_request_costs_it_nothing():
 
 @in_loop
 async def test_requests_are_refused_where_decode_shall_not_compute_prompts():
-    async with deployment(without_prefill="refuse") as d:
+    async with deployment(require_prefill=True) as d:
         await d.prefill[0].stop()
         for _ in range(2):
             reply = await d.complete()
@@ -94,6 +96,82 @@ async def test_what_prefill_refuses_is_not_taken_for_an_outage():
         assert d.metric("direct_requests_total", reason="no_prefill") == 0
 
 
-def test_another_word_is_refused():
-    with pytest.raises(BadSetting, match=r"--without-prefill: expected one of decode, refuse"):
-        ProxyConfig.of(["http://p:1"], ["http://d:1"], without_prefill="wait")
+@in_loop
+async def test_what_prefill_does_not_lend_is_refused_where_prefill_is_required():
+    async with deployment(require_prefill=True) as d:
+        d.prefill[0].lends = False
+        reply = await d.complete()
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        assert "not handed over: no_ticket" in reply.error["message"]
+        assert not d.decode[0].seen
+        assert d.outcome("no_handover") == 1
+        d.prefill[0].lends = True
+        assert (await d.complete()).body == ANSWER
+
+
+@in_loop
+async def test_a_spent_ticket_is_not_computed_again_where_prefill_is_required():
+    async with deployment(num_decode=2, require_prefill=True) as d:
+        d.decode[0].script = reset
+        reply = await d.complete()
+        assert reply.status == 503
+        assert "not handed over: ticket_spent" in reply.error["message"]
+        assert not d.decode[1].seen
+        assert (await d.complete()).body == ANSWER, "another one is handed over to the other engine"
+
+
+@pytest.mark.parametrize("required", [False, True])
+@in_loop
+async def test_what_no_ticket_could_serve_is_served_either_way(required):
+    async with deployment(require_prefill=required) as d:
+        assert (await d.complete(n=2)).status == 200
+        assert (await d.complete("/v1/responses", background=True)).status == 200
+        assert d.outcome("no_handover") == 0
+
+
+def share(d) -> float:
+    """As docs/metrics.md computes it, over all time."""
+    direct = sum(
+        d.metric("direct_requests_total", reason=reason.value)
+        for reason in Direct
+        if reason is not Direct.PREFIX_HELD
+    )
+    handed_over = d.metric("handed_over_requests_total")
+    return handed_over / (handed_over + direct)
+
+
+@in_loop
+async def test_every_answer_of_decode_counts_once_as_handed_over_or_with_a_reason():
+    async with deployment(num_decode=2) as d:
+        await d.complete()
+        assert share(d) == 1
+        await d.complete(n=2)
+        assert share(d) == 1 / 2
+        d.prefill[0].lends = False
+        await d.complete()
+        d.prefill[0].lends = True
+        d.decode[0].script = d.decode[1].script = None
+        await d.complete()
+        assert share(d) == 2 / 4
+        d.decode[0].script = reset  # whichever turn it is, one of two requests meets it
+        await d.complete()
+        await d.complete()
+        assert d.metric("direct_requests_total", reason="ticket_spent") == 1
+        assert d.outcome("ok") == 6
+        assert share(d) == 3 / 6
+
+
+@in_loop
+async def test_what_decode_did_not_answer_counts_as_neither():
+    async def refuse(engine, seen, http):
+        return fake_engine.error(400, "too long")
+
+    async with deployment() as d:
+        d.prefill[0].script = refuse
+        await d.complete()
+        d.prefill[0].script = None
+        await d.decode[0].stop()
+        await d.complete()
+        await d.complete(n=2)
+        assert d.metric("handed_over_requests_total") == 0
+        assert all(d.metric("direct_requests_total", reason=one.value) == 0 for one in Direct)

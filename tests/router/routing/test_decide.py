@@ -157,7 +157,8 @@ async def test_salt_and_adapter_lead_to_other_caches():
         plain, salted, adapted = f.prefill
         adapter = {"id": "ada", "root": "/lora/ada", "parent": "m"}
         stray = {"id": "stray", "root": "/lora/stray", "parent": None}
-        f.decode[0].models = [{"id": "m", "root": "/m", "parent": None}, adapter, stray]
+        for engine in (*f.prefill, *f.decode):
+            engine.models = [{"id": "m", "root": "/m", "parent": None}, adapter, stray]
         for engine in f.prefill:
             await f.pod(engine).store([1] * 16)  # tells how it hashes
         await f.pod(plain).store(PROMPT)
@@ -181,15 +182,17 @@ async def test_salt_and_adapter_lead_to_other_caches():
 
 @in_loop
 async def test_a_list_of_adapters_that_is_refused_is_asked_for_again():
-    async with fleet(num_prefill=1, limits=Limits(tokenize_s=1.5)) as f:
+    async with fleet(num_prefill=1, tokenize_timeout_s=1.5) as f:
         await f.pod(f.prefill[0]).store([1] * 16)
         lora = Extras(lora=("ada", "/a"))
         await f.pod(f.prefill[0]).store(PROMPT, lora, lora_name="ada", lora_id=1)
         await f.events_applied()
-        f.decode[0].models = [{"id": 1}]  # junk
+        for engine in (*f.prefill, *f.decode):
+            engine.models = [{"id": 1}]  # junk
         routed = await f.ask(model="ada")
         assert (routed.unknown, routed.hit_tokens(f.prefill[0].url)) == (None, 0)
-        f.decode[0].models = [{"id": "ada", "root": "/a", "parent": "m"}]
+        for engine in (*f.prefill, *f.decode):
+            engine.models = [{"id": "ada", "root": "/a", "parent": "m"}]
         async with asyncio.timeout(20):
             while not (await f.ask(model="ada")).hit_tokens(f.prefill[0].url):
                 await asyncio.sleep(0.05)

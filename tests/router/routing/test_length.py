@@ -103,10 +103,10 @@ async def test_the_longest_of_several_engines_counts_and_an_adapter_is_as_long_a
 ):
     async with fleet() as f:
         await ready(f)
-        f.prefill[1].models = [
-            *listed(2000),
-            {"id": "ada", "root": "/lora/ada", "parent": "m"},
-        ]
+        adapter = {"id": "ada", "root": "/lora/ada", "parent": "m"}
+        for engine in (*f.prefill, *f.decode):
+            engine.models = [*(engine.models or listed(1)), adapter]
+        f.prefill[1].models = [*listed(2000), adapter]
         assert (await f.ask([5] * 2000)).unknown is None
         for model in ("m", "ada", None):
             fields = {} if model is None else {"model": model}

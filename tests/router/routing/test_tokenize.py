@@ -143,7 +143,7 @@ async def test_a_tokenize_that_fails_or_lies_costs_the_prefix_and_not_the_reques
 
 @in_loop
 async def test_a_tokenize_that_is_slow_or_dies_costs_the_prefix_and_not_the_request():
-    async with fleet(num_decode=2, limits=Limits(tokenize_s=0.5)) as f:
+    async with fleet(num_decode=2, tokenize_timeout_s=0.5) as f:
         for engine in f.decode:
             engine.tokenize = letters
             engine.tokenizes.clear()

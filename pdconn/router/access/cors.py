@@ -1,0 +1,78 @@
+"""Cross-origin requests from browsers, for the origins of ``--cors-origin``.
+
+A browser asks first whether a page of another origin may send a JSON body or a key (a preflight,
+``OPTIONS``), and shows an answer to the page only if it says so.  What engines say of this
+themselves is replaced, so that one place decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from pdconn.router.errors import BadSetting
+
+ANY = "*"
+_ORIGIN = re.compile(r"https?://[^/?#@\s]+")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(\s*,\s*[A-Za-z0-9-]{1,64}){0,63}")
+_SHOWN = "X-Request-Id, Retry-After, X-Pdconn-Engine"
+"""Headers that pages may read beside those that they always may."""
+_REMEMBERED_S = 600
+_PREFIX = "access-control-"
+
+
+def check_origin(origin: str) -> None:
+    """Check a word of ``--cors-origin``.
+
+    Raises:
+        BadSetting: no origin is written so; browsers compare it letter by letter.
+    """
+    if origin != ANY and (_ORIGIN.fullmatch(origin) is None or origin != origin.lower()):
+        expected = "* or scheme://host[:port] in small letters, without a path"
+        raise BadSetting("--cors-origin", expected, origin)
+
+
+def allowing(app: web.Application, origins: Collection[str]) -> Middleware:
+    """A middleware that answers preflights; ``app`` says in all answers who may read them."""
+
+    def allowed(http: web.Request) -> str | None:
+        origin = http.headers.get("Origin")
+        if origin is None:
+            return None
+        return ANY if ANY in origins else origin if origin in origins else None
+
+    async def sign(http: web.Request, response: web.StreamResponse) -> None:
+        for name in [name for name in response.headers if name.lower().startswith(_PREFIX)]:
+            if not isinstance(response, _Preflight):
+                response.headers.popall(name, None)
+        if ANY not in origins:
+            response.headers.add("Vary", "Origin")
+        origin = allowed(http)
+        if origin is not None:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = _SHOWN
+
+    app.on_response_prepare.append(sign)
+
+    @web.middleware
+    async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+        method = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or method is None:
+            return await handler(request)
+        response = _Preflight(status=204)
+        if allowed(request) is not None:
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+            response.headers["Access-Control-Max-Age"] = str(_REMEMBERED_S)
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            if _HEADER_NAMES.fullmatch(asked):
+                response.headers["Access-Control-Allow-Headers"] = asked
+        return response
+
+    return preflight
+
+
+class _Preflight(web.Response):
+    """The answer to a preflight, whose headers are ours."""

@@ -1,0 +1,97 @@
+"""The parts of a router, made by its settings."""
+
+from __future__ import annotations
+
+from pdconn.router.config import ProxyConfig
+from pdconn.router.events.caches import PrefixCaches
+from pdconn.router.fleet.client import EngineClient
+from pdconn.router.fleet.loads import KvUsage, LoadPoller
+from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.handover.abandoned import AbandonedRequests
+from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.prefix_pull import PrefixPulls
+from pdconn.router.handover.ticket_return import TicketReturner
+from pdconn.router.handover.tries import EngineTries
+from pdconn.router.limits import Limits
+from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.requests import REPORT_MODE
+from pdconn.router.pulls.planner import PullPlanner
+from pdconn.router.routing.decide import RequestRouter
+from pdconn.router.routing.policy import Policy
+from pdconn.router.routing.tokenize import Tokeniser
+
+
+def make_handover(
+    config: ProxyConfig,
+    client: EngineClient,
+    router: RequestRouter,
+    tries: EngineTries,
+    planner: PullPlanner,
+    *,
+    limits: Limits,
+) -> Handover:
+    """What takes requests through prefill and decode."""
+    tickets = TicketReturner(
+        tries.engines,
+        client,
+        tries.metrics,
+        give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
+        most_returns=limits.most_ticket_returns,
+    )
+    return Handover(
+        tries.engines,
+        client,
+        router,
+        tries.metrics,
+        AbandonedRequests(tickets, limits.patience_s),
+        PrefixPulls(planner, client, tries.health, tries.metrics, tickets),
+        tries,
+        config.prefill_timeout_s,
+        config.reuse_tokens,
+    )
+
+
+def make_router(
+    config: ProxyConfig,
+    policy: Policy,
+    *,
+    engines: EngineRegistry,
+    client: EngineClient,
+    metrics: RouterMetrics,
+    planner: PullPlanner,
+    limits: Limits,
+) -> RequestRouter:
+    """What decides for each request."""
+    return RequestRouter(
+        engines,
+        policy,
+        _caches(config),
+        _tokeniser(engines, client, config, limits),
+        LoadPoller(engines, client),
+        metrics,
+        decodes_alone=config.decodes_alone,
+        usage=KvUsage(config.lease_s),
+        pulls=None if config.pull_above is None else planner,
+    )
+
+
+def _caches(config: ProxyConfig) -> PrefixCaches:
+    return PrefixCaches(
+        scheme=config.scheme(),
+        seed=config.hash_seed,
+        weights=config.weights,
+        eagle_groups=frozenset(config.eagle_groups),
+        counts_copies=REPORT_MODE not in config.allow_xargs,
+    )
+
+
+def _tokeniser(
+    engines: EngineRegistry, client: EngineClient, config: ProxyConfig, limits: Limits
+) -> Tokeniser:
+    return Tokeniser(
+        engines,
+        client,
+        timeout_s=config.tokenize_timeout_s,
+        most_tokens=limits.most_tokens,
+        max_nbytes=limits.most_token_nbytes,
+    )

@@ -1,0 +1,115 @@
+"""Requests that one engine serves as they are, without prefill and decode (``openai.passed``).
+
+They hold no ticket and may be sent twice, so another engine is tried after any failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multidict import CIMultiDict
+
+from pdconn.router.errors import EngineFailure, NoEngineLeft
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer
+from pdconn.router.handover.handover import Handover
+from pdconn.router.openai.passed import Asks
+from pdconn.router.routing.policy import Role
+from pdconn.router.tracing.spans import NOT_TRACED, Span
+
+_NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A request to pass on.
+
+    Attributes:
+        request_id, headers: as engines get them.
+        path: with its query, as the client sent it.
+        asks: the engines that it may go to.
+        body: None of a GET.
+        serving: the engines that serve its model; None: all do.
+        span: of the whole request.
+    """
+
+    request_id: str
+    headers: CIMultiDict[str]
+    path: str
+    asks: Asks
+    body: bytes | None
+    serving: frozenset[str] | None = None
+    span: Span = NOT_TRACED
+
+
+@dataclass(frozen=True, slots=True)
+class PassThrough:
+    """Sends requests to one engine, the least busy one that may serve them."""
+
+    handover: Handover
+
+    async def answer(self, passing: Passing) -> EngineAnswer:
+        """An engine's answer; closing it ends the request there.
+
+        Raises:
+            NoEngineLeft: no engine answers.
+            OutOfResources: the router cannot open a connection.
+        """
+        failures: list[EngineFailure] = []
+        unknown: EngineAnswer | None = None
+        try:
+            engines = self.handover.router.by_load(self._engines(passing))
+            # A response is where it is, however many engines there are.
+            all_of_them = passing.asks is Asks.HOLDER
+            for engine in engines if all_of_them else self.handover.tries.bounded(engines):
+                try:
+                    answer = await self._ask(engine, passing)
+                except (ConnectFailed, ConnectionLost) as error:
+                    [role, *_] = self.handover.engines.roles(engine) or (Role.DECODE,)
+                    failures.append(
+                        self.handover.tries.failed(role, engine, passing.request_id, error)
+                    )
+                    continue
+                if passing.asks is not Asks.HOLDER or answer.status != _NOT_FOUND:
+                    return answer
+                if unknown is not None:
+                    unknown.close()
+                unknown = answer  # perhaps another engine keeps it
+            if unknown is not None:
+                answer, unknown = unknown, None
+                return answer
+        finally:
+            if unknown is not None:
+                unknown.close()
+        known = self.handover.engines.failures(Role.DECODE, failures)
+        raise NoEngineLeft(Role.DECODE.value, known)
+
+    def _engines(self, passing: Passing) -> tuple[str, ...]:
+        decode = self.handover.engines.live(Role.DECODE, passing.serving)
+        prefill = self.handover.engines.live(Role.PREFILL, passing.serving)
+        if passing.asks is Asks.ANY:
+            return tuple(dict.fromkeys((*decode, *prefill)))
+        return decode if passing.asks is Asks.HOLDER else decode or prefill
+
+    async def _ask(self, engine: str, passing: Passing) -> EngineAnswer:
+        client = self.handover.client
+        finish = self.handover.router.inflight.start(engine, 0)
+        span = passing.span.child("pass", engine=engine)
+        headers = passing.headers
+        span.inject(headers)
+
+        def closed() -> None:
+            finish()
+            span.end()
+
+        try:
+            if passing.body is None:
+                answer = await client.get(engine, passing.path, headers)
+            else:
+                answer = await client.post(engine, passing.path, passing.body, headers)
+        except BaseException as error:
+            span.fail(f"{type(error).__name__}: {error}")
+            closed()
+            raise
+        answer.when_closed(closed)
+        span.note(status=answer.status)
+        return answer

@@ -1,0 +1,37 @@
+"""Time-outs and bounds that no option sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdconn.router.fleet import registry, sources
+from pdconn.router.handover import abandoned, ticket_return
+from pdconn.router.routing import tokenize
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Time-outs and bounds that no option sets; each is explained where its default is.
+
+    Attributes:
+        ready_pause_s: between two probes of the wait at the start.
+        fleet_interval_s: between two polls of the fleet's sources.
+        first_backoff_s: until the first probe of an engine that went down.
+        patience_s: for the requests of clients that left.
+        most_ticket_returns: at a time.
+        last_returns_s: for both once all clients are gone, whatever ``--drain-timeout`` is: a
+            prefill that was cut off needs ``patience_s`` before its ticket can be returned.
+        most_tokens, most_token_nbytes: of prompts that are tokenized.
+    """
+
+    ready_pause_s: float = 0.5
+    fleet_interval_s: float = sources.INTERVAL_S
+    first_backoff_s: float = registry.FIRST_BACKOFF_S
+    patience_s: float = abandoned.PATIENCE_S
+    most_ticket_returns: int = ticket_return.MOST_RETURNS
+    last_returns_s: float = 3.0
+    most_tokens: int = tokenize.MOST_TOKENS
+    most_token_nbytes: int = tokenize.MAX_NBYTES
+
+
+LIMITS = Limits()

@@ -1,0 +1,228 @@
+"""The table of the router's Prometheus metrics.
+
+Label values come from enums, from the router's own paths and from the fleet, never from a client.
+"""
+
+from __future__ import annotations
+
+from pdconn.router.exposition import BUILD_INFO, RouterMetric
+from pdconn.router.latency import LATENCY_METRICS
+
+_ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
+
+
+METRICS = (
+    RouterMetric(
+        "pdconn_router_requests_total",
+        "counter",
+        ("route", "outcome"),
+        "Client requests by route and outcome",
+    ),
+    RouterMetric(
+        "pdconn_router_inflight_requests",
+        "gauge",
+        (),
+        "Client requests that have not finished, those that wait for a place among them",
+    ),
+    RouterMetric(
+        "pdconn_router_queued_requests",
+        "gauge",
+        (),
+        "Client requests that wait for a place (--max-queue)",
+    ),
+    RouterMetric(
+        "pdconn_router_queue_seconds",
+        "histogram",
+        (),
+        "Time that requests waited for a place, of those that found none free",
+        _ENGINE_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_connections",
+        "gauge",
+        (),
+        "Open connections of clients",
+    ),
+    RouterMetric(
+        "pdconn_router_connections_dropped_total",
+        "counter",
+        ("reason",),
+        "Connections of clients that the router closed early, by reason; accept_failed: it could "
+        "not open one (file descriptors)",
+    ),
+    RouterMetric(
+        "pdconn_router_body_bytes",
+        "gauge",
+        (),
+        "Bytes of request bodies that are held until an engine's answer begins",
+    ),
+    RouterMetric(
+        "pdconn_router_handed_over_requests_total",
+        "counter",
+        (),
+        "Requests that decode answered with a ticket of prefill in its hands",
+    ),
+    RouterMetric(
+        "pdconn_router_direct_requests_total",
+        "counter",
+        ("reason",),
+        "Requests that decode answered without a ticket, by reason; no_prefill: prefill is down",
+    ),
+    RouterMetric(
+        "pdconn_router_retries_total",
+        "counter",
+        ("role", "engine"),
+        "Retries on another engine after a failure of this one",
+    ),
+    RouterMetric(
+        "pdconn_router_unused_tickets_total",
+        "counter",
+        ("outcome",),
+        "Tickets that their requests did not use; returned: prefill was asked to free the blocks",
+    ),
+    RouterMetric(
+        "pdconn_router_engine_up",
+        "gauge",
+        ("role", "engine"),
+        "1 while the engine is up, 0 from a failure until its /health answers 200",
+    ),
+    RouterMetric(
+        "pdconn_router_engine_draining",
+        "gauge",
+        ("role", "engine"),
+        "1 while the engine finishes its requests and gets no new ones",
+    ),
+    RouterMetric(
+        "pdconn_router_time_to_ticket_seconds",
+        "histogram",
+        (),
+        "Time from sending a request to prefill until its ticket arrived",
+        _ENGINE_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_decode_first_byte_seconds",
+        "histogram",
+        (),
+        "Time from sending a request to decode until the first byte of the answer's body",
+        _ENGINE_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_decisions_total",
+        "counter",
+        ("policy", "decision"),
+        "Routing decisions; hand_over: prefill, then decode; decode_alone: decode only",
+    ),
+    RouterMetric(
+        "pdconn_router_decision_seconds",
+        "histogram",
+        (),
+        "Time from a complete request body to a decision, tokenizing included",
+        _DECISION_SECONDS,
+    ),
+    RouterMetric(
+        "pdconn_router_decisions_without_lookup_total",
+        "counter",
+        (),
+        "Routing decisions without a lookup of the prompt's prefix",
+    ),
+    RouterMetric(
+        "pdconn_router_prompt_tokens_total",
+        "counter",
+        (),
+        "Tokens of the prompts whose prefix was looked up",
+    ),
+    RouterMetric(
+        "pdconn_router_predicted_hit_tokens_total",
+        "counter",
+        ("role",),
+        "Of those, tokens predicted to be cached at the first choice of each role",
+    ),
+    RouterMetric(
+        "pdconn_router_reported_tokens_total",
+        "counter",
+        ("kind",),
+        "Prompt tokens where prefill reported its cache hit: predicted, cached, prompt (all)",
+    ),
+    RouterMetric(
+        "pdconn_router_prefix_pulls_total",
+        "counter",
+        ("outcome",),
+        "Prefixes that prefill was to pull from another engine (--pull-above), by what came of it",
+    ),
+    RouterMetric(
+        "pdconn_router_prefix_pull_tokens_total",
+        "counter",
+        (),
+        "Tokens that prefill pulled from another engine instead of computing them",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_blocks",
+        "gauge",
+        ("pod",),
+        "Blocks in the pod's prefix cache",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_unknown_removals_total",
+        "counter",
+        ("pod",),
+        "Removals of blocks that the pod was not known to hold",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_refused_blocks_total",
+        "counter",
+        ("pod",),
+        "Stored blocks that were ignored because the pod already holds the maximum",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_event_lag_seconds",
+        "gauge",
+        ("pod",),
+        "Time from the pod's latest event to its arrival in the index",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_complete",
+        "gauge",
+        ("pod",),
+        "1 while everything in the pod's prefix cache is known",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_events_total",
+        "counter",
+        ("pod",),
+        "KV events applied",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_undecodable_events_total",
+        "counter",
+        ("pod",),
+        "KV events skipped because they could not be decoded",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_malformed_messages_total",
+        "counter",
+        ("pod",),
+        "KV event messages that could not be decoded at all",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_event_gaps_total",
+        "counter",
+        ("pod",),
+        "Gaps in the pod's sequence of KV event batches",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_event_replays_total",
+        "counter",
+        ("pod",),
+        "Replays of KV events requested from the pod",
+    ),
+    RouterMetric(
+        "pdconn_router_pod_restarts_total",
+        "counter",
+        ("pod",),
+        "Engine restarts noticed in the pod's KV events",
+    ),
+    *LATENCY_METRICS,
+    BUILD_INFO,
+)
+"""Every metric of the router, as ``GET /metrics`` names it; the process's come on top."""

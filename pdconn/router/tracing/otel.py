@@ -1,0 +1,121 @@
+"""Traces by OpenTelemetry: W3C trace context in, OTLP out.
+
+Spans are exported by a thread of OpenTelemetry's, in batches; what a receiver does not take is
+dropped.  Its usual environment variables hold: ``OTEL_TRACES_SAMPLER``, ``OTEL_SERVICE_NAME``,
+``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_BSP_*``, and ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``, which vLLM
+reads too, and which is ``http/protobuf`` here unless it says ``grpc``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from multidict import CIMultiDict
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from pdconn.router.tracing.spans import Span, Tracing, Value
+
+SERVICE = "pdconn-router"
+CLOSE_S = 2.0
+"""For the last spans, when the router ends."""
+_GRPC = "grpc"
+_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+_W3C = TraceContextTextMapPropagator()
+_HEADERS = ("traceparent", "tracestate")
+
+
+class OtelSpan(Span):
+    """A span of OpenTelemetry's."""
+
+    __slots__ = ("_context", "_span", "_tracer")
+
+    def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._context = trace.set_span_in_context(span)
+
+    def child(self, name: str, **attributes: Value) -> OtelSpan:
+        kind = SpanKind.CLIENT if "engine" in attributes else SpanKind.INTERNAL
+        span = self._tracer.start_span(name, self._context, kind, _named(attributes))
+        return OtelSpan(self._tracer, span)
+
+    def inject(self, headers: CIMultiDict[str]) -> None:
+        for name in _HEADERS:
+            headers.popall(name, None)
+        _W3C.inject(headers, self._context)
+
+    def note(self, **attributes: Value | None) -> None:
+        known = {name: value for name, value in attributes.items() if value is not None}
+        self._span.set_attributes(_named(known))
+
+    def fail(self, why: str) -> None:
+        self._span.set_status(StatusCode.ERROR, why)
+
+    def end(self) -> None:
+        if self._span.is_recording():
+            self._span.end()
+
+
+class OtelTracing(Tracing):
+    """Exports spans to an OTLP receiver.
+
+    Args:
+        endpoint: its URL, with the path: ``http://collector:4318/v1/traces``.
+        service: what the spans are of, unless ``OTEL_SERVICE_NAME`` says.
+
+    Raises:
+        ImportError: the exporter of the protocol is not installed.
+    """
+
+    def __init__(self, endpoint: str, service: str = SERVICE) -> None:
+        named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": service}
+        self._provider = TracerProvider(
+            resource=Resource.create(named),
+            shutdown_on_exit=False,  # else the process waits a second time
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+        self._tracer = self._provider.get_tracer("pdconn.router")
+
+    def begin(self, name: str, headers: Mapping[str, str], **attributes: Value) -> OtelSpan:
+        parent = _W3C.extract(headers)
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, _named(attributes))
+        return OtelSpan(self._tracer, span)
+
+    def close(self) -> None:
+        # A receiver that does not answer is tried for ten seconds and more; the last spans are not
+        # worth that to a router that ends.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    if os.environ.get(_PROTOCOL) == _GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        return GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint=endpoint)
+
+
+def _named(attributes: dict[str, Value]) -> dict[str, Value]:
+    """Attributes as they are exported: ours have a prefix, those of HTTP their usual names."""
+    return {_USUAL.get(name, f"pdconn.{name}"): value for name, value in attributes.items()}
+
+
+_USUAL = {
+    "method": "http.request.method",
+    "route": "http.route",
+    "status": "http.response.status_code",
+    "engine": "server.address",
+}

@@ -1,0 +1,148 @@
+"""Retries and time-outs that options set: of prefill, of a whole request, of tries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+
+import aiohttp
+import pytest
+
+from pdconn.router.server import Limits
+from tests.fakes import fake_engine
+from tests.fakes.fake_engine import ANSWER, hang, in_loop, until
+
+deployment = partial(fake_engine.deployment, limits=Limits(first_backoff_s=60.0, patience_s=0.1))
+
+
+# Retries
+
+
+@pytest.mark.parametrize(("retries", "asked"), [(None, 4), (0, 1), (1, 2), (9, 4)])
+@in_loop
+async def test_after_a_failure_so_many_other_engines_are_asked(retries, asked) -> None:
+    for role in ("prefill", "decode"):
+        numbers = {"num_prefill": 4} if role == "prefill" else {"num_decode": 4}
+        async with deployment(require_prefill=True, retries=retries, **numbers) as d:
+            engines = getattr(d, role)
+            for engine in engines:
+                await engine.stop()
+            assert (await d.complete()).status == 503
+            tried = [d.metric("retries_total", role=role, engine=one.url) for one in engines]
+            assert sum(tried) == asked
+
+
+@in_loop
+async def test_passed_requests_have_the_same_bound() -> None:
+    async with deployment(num_prefill=2, num_decode=2, retries=1) as d:
+        for engine in (*d.prefill, *d.decode):
+            await engine.stop()
+        assert (await d.send("/v1/embeddings", b"{}")).status == 503
+        down = [d.metric("engine_up", role="prefill", engine=one.url) == 0 for one in d.prefill]
+        down += [d.metric("engine_up", role="decode", engine=one.url) == 0 for one in d.decode]
+        assert sum(down) == 2
+
+
+# Prefill
+
+
+@in_loop
+async def test_a_prefill_that_takes_too_long_is_left_for_another_and_is_not_down() -> None:
+    async with deployment(num_prefill=2, prefill_timeout_s=0.1) as d:
+        slow, other = d.prefill
+        slow.script = hang
+        assert (await d.complete()).body == ANSWER
+        assert d.decode[0].seen[0].params["lease"] == "lease-1"
+        assert len(other.seen) == 1
+        await until(lambda: slow.aborted)
+        assert d.metric("engine_up", role="prefill", engine=slow.url) == 1
+        assert d.metric("retries_total", role="prefill", engine=slow.url) == 1
+
+
+@in_loop
+async def test_decode_computes_what_no_prefill_had_the_time_for_and_that_is_its_reason() -> None:
+    async with deployment(num_prefill=2, prefill_timeout_s=0.05) as d:
+        for engine in d.prefill:
+            engine.script = hang
+        assert (await d.complete()).body == ANSWER
+        assert not d.decode[0].seen[0].params
+        assert d.metric("direct_requests_total", reason="no_prefill_in_time") == 1
+        assert d.metric("direct_requests_total", reason="no_prefill") == 0
+        assert json.loads((await d.send("/health", method="GET")).body)["status"] == "ok"
+
+
+@in_loop
+async def test_where_prefill_is_required_the_client_learns_that_it_was_late() -> None:
+    async with deployment(prefill_timeout_s=0.05, require_prefill=True) as d:
+        d.prefill[0].script = hang
+        reply = await d.complete()
+        assert reply.status == 503
+        assert reply.error["engines"] == [
+            {"engine": d.prefill[0].url, "why": "no ticket within 0.05 s"}
+        ]
+        assert not d.decode[0].seen
+
+
+# A whole request
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@in_loop
+async def test_an_answer_that_does_not_begin_in_time_is_504_and_no_block_stays_lent(role) -> None:
+    async with deployment(request_timeout_s=0.2) as d:
+        getattr(d, role)[0].script = hang
+        reply = await d.complete()
+        assert reply.status == 504
+        assert reply.error["message"] == "no answer within 0.2 s"
+        assert reply.error["type"] == "GatewayTimeoutError"
+        assert d.outcome("timed_out") == 1
+        await until(lambda: getattr(d, role)[0].aborted)
+        await until(lambda: not d.leases.held)
+
+
+@in_loop
+async def test_an_answer_that_does_not_end_in_time_is_broken_off() -> None:
+    """Its client must not take what it got for the whole."""
+    async with deployment(request_timeout_s=0.3) as d:
+        d.decode[0].num_chunks, d.decode[0].chunk_pause_s = 10_000, 0.01
+        with pytest.raises(aiohttp.ClientError):
+            await d.complete(stream=True)
+        assert d.outcome("timed_out") == 1
+        await until(lambda: d.decode[0].aborted)
+        assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 1
+
+
+@in_loop
+async def test_what_is_served_in_time_is_served_whole() -> None:
+    """The control: the same stream, and time enough for it."""
+    async with deployment(request_timeout_s=60.0) as d:
+        d.decode[0].num_chunks = 20
+        assert (await d.complete(stream=True)).body == b"data: t\n\n" * 20
+        assert d.outcome("ok") == 1
+
+
+@in_loop
+async def test_the_wait_for_a_place_counts_as_the_requests_time() -> None:
+    async with deployment(
+        request_timeout_s=0.3, max_requests=1, max_queue=1, queue_timeout_s=60
+    ) as d:
+        d.decode[0].script = hang
+        replies = await asyncio.gather(d.complete(), d.complete())
+        assert {reply.status for reply in replies} == {504}
+        assert len(d.prefill[0].seen) == 1
+        assert d.metric("queued_requests") == 0
+
+
+@in_loop
+async def test_a_passed_request_ends_in_time_too() -> None:
+    async with deployment(request_timeout_s=0.2) as d:
+        for engine in (*d.prefill, *d.decode):
+            engine.tokenizes.clear()
+            engine.tokenize = lambda seen: [1]
+        assert (await d.send("/tokenize", b"{}")).status == 504
+        assert d.outcome("timed_out", "/tokenize") == 1
+        for engine in (*d.prefill, *d.decode):
+            engine.tokenizes.set()
+        assert (await d.send("/tokenize", b"{}")).status == 200
+        await until(lambda: not len(d.proxy.router.inflight))
