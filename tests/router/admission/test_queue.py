@@ -109,7 +109,7 @@ async def test_requests_wait_for_a_place_and_are_then_served() -> None:
     async with deployment(max_requests=1, max_queue=2) as d:
         d.decode[0].admitting.clear()
         running = [asyncio.create_task(d.complete()) for _ in range(3)]
-        await until(lambda: d.metric("queued_requests") == 2)
+        await until(lambda: d.metric("queued_requests") == 2 and len(d.prefill[0].seen) > 0)
         assert len(d.prefill[0].seen) == 1, "one that waits has not been read"
         reply = await d.complete()
         assert (reply.status, reply.headers["Retry-After"]) == (503, "1")

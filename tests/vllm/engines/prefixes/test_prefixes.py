@@ -101,6 +101,7 @@ def right(made: Handover, prompt: Prompt, seen: Any) -> bool:
 
 
 def test_a_second_turn_goes_on_where_decode_ended(engines: tuple[Handover, Events]) -> None:
+    """Windows are kept at the ends of answers.  States are not, so that decode has none to lend."""
     made, _ = engines
     name = name_of_another(made)
     decode, computing = made.clients["decode"], made.clients[name]
@@ -108,10 +109,12 @@ def test_a_second_turn_goes_on_where_decode_ended(engines: tuple[Handover, Event
     for seed, num_answers in enumerate((40, 3 * block)):
         first, said = make_prompts([700, 30], seed=70 + seed)
         prompt = next_turn(made, first, said, num_answers)
+        if made.family is not GPT_OSS:
+            asked = 640
+            assert lend_prefix(decode, prompt, asked) == {"pdconn": {"lend": asked, "held": 0}}
+            continue
         source, held = lend_most(decode, prompt)
-        assert held > 0
-        if made.family is GPT_OSS:  # windows are kept at the ends of answers; states are not
-            assert held == (len(first) + num_answers - 1) // block * block
+        assert held == (len(first) + num_answers - 1) // block * block
         pulls = made.metric("pulls_total", name)
         ticket = prefill_only(computing, prompt, source)
         assert made.metric("pulls_total", name) > pulls
@@ -128,6 +131,8 @@ def test_what_an_engine_holds_another_one_need_not_compute(
     Prefill has computed the prompt's beginning for somebody else; decode has answered a first turn.
     """
     made, _ = engines
+    if holder == "decode" and made.family is not GPT_OSS:
+        pytest.skip("decode keeps no state at a boundary")
     holding, decode = made.clients[holder], made.clients["decode"]
     other = made.clients[name_of_another(made)]
     pulled, computed, held = [], [], 0
@@ -139,7 +144,7 @@ def test_what_an_engine_holds_another_one_need_not_compute(
             prefill_only(holding, shared)
             prompt = shared + tail
         else:
-            prompt = next_turn(made, shared, tail, 40)
+            prompt = next_turn(made, shared, tail, 3 * made.family.block_tokens)
         began = time.perf_counter()
         if seed == 0:
             source: Any
@@ -207,9 +212,10 @@ def test_a_ticket_for_another_history_is_not_used(engines: tuple[Handover, Event
     made, _ = engines
     name = name_of_another(made)
     decode, other = made.clients["decode"], made.clients[name]
+    holder = decode if made.family is GPT_OSS else made.clients["prefill"]
     first, said = make_prompts([700, 30], seed=90)
     prompt = next_turn(made, first, said, 40)
-    source, held = lend_most(decode, prompt)
+    source, held = lend_most(holder, prompt)
     assert held > 0
     edited = prompt[: held // 2] + prompt[held // 2 + 5 :]
     pulls = made.metric("pulls_total", name)
