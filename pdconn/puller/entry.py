@@ -67,6 +67,7 @@ class Measured:
             self.post_s,
             self.transfer_s,
             now - self.asked,
+            now - self.claimed,
             self.begins,
         )
 

@@ -15,7 +15,8 @@ class PullRecord:
     ``claim_s`` runs from first hearing of the request to the granted claim,
     ``plan_s`` is the planning, ``plan_wait_s`` what of it came after the claim was
     granted, ``post_s`` and ``transfer_s`` are the slowest of its reads, ``total_s``
-    runs from the engine's ReadBlocks to the report.  ``begins`` is the plan's.
+    runs from the engine's ReadBlocks to the report, and ``age_s`` from first hearing of
+    the request to it.  ``begins`` is the plan's.
     """
 
     request: str
@@ -27,6 +28,7 @@ class PullRecord:
     post_s: float
     transfer_s: float
     total_s: float
+    age_s: float
     begins: tuple[tuple[int, int], ...] = ()
 
 

@@ -20,6 +20,7 @@ from pdconn.puller.commands import Command
 from pdconn.puller.results import ClaimOutcome
 from pdconn.store.commands import StoreCommand, StoreResult
 from pdconn.vllm.cache.partial import PartialBlocks, joined
+from pdconn.vllm.tracing.pulls import TracedPull
 
 
 @dataclass
@@ -50,6 +51,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
         store: answers of the ranks' part of the store.
         claims: what came of awaited claims, once or twice per worker.
         partial: requests that were received, each with blocks of which only the end was written.
+        pulled: pulls that were received, where they are traced.
     """
 
     quarantined: list[str] = field(default_factory=list)
@@ -58,13 +60,14 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
     store: list[StoreResult] = field(default_factory=list)
     claims: list[ClaimOutcome] = field(default_factory=list)
     partial: dict[str, PartialBlocks] = field(default_factory=dict)
+    pulled: list[TracedPull] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell; asked in every step."""
         if self.quarantined or self.released or self.sums:
             return False
-        return not (self.store or self.claims or self.partial)
+        return not (self.store or self.claims or self.partial or self.pulled)
 
     def add_partial(self, request: str, blocks: PartialBlocks) -> None:
         """A request was received, some of whose blocks may be written in part."""
@@ -81,6 +84,7 @@ class PdWorkerReport(KVConnectorWorkerMetadata):
             self.store + other.store,
             self.claims + other.claims,
             joined(self.partial, other.partial),
+            self.pulled + other.pulled,
         )
 
 

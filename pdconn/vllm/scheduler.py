@@ -40,6 +40,7 @@ from pdconn.vllm.prompt import drop_wrong_params, num_computed
 from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.engine import EngineStore
+from pdconn.vllm.tracing.pulls import PullSpans
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -73,6 +74,7 @@ class PdScheduler:
         self._loading_from_store: set[str] = set()
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
+        self._spans = PullSpans.of(vllm_config)
         self._welcome: Welcome | None = None
         self._manager: KVCacheManager | None = None
         self._answers: AnswerWindows | None = None
@@ -154,6 +156,7 @@ class PdScheduler:
             self._producer.unpin_freed()
         if self._consumer is not None:
             self._consumer.arrived(request)
+            self._spans.arrived(request)
         else:
             drop_wrong_params(request)
         if self._producer is not None:
@@ -241,6 +244,7 @@ class PdScheduler:
             return
         if isinstance(report, PdWorkerReport):
             self._consumer.claimed(report.claims)
+            self._spans.pulled(report.pulled)
             for request_id in report.quarantined:
                 self._quarantine.begin(request_id, self._consumer.blocks_of(request_id))
             for request_id in report.released:
@@ -277,6 +281,7 @@ class PdScheduler:
             self._answers.finished(request, num_computed(request) if is_whole else 0)
         if self._consumer is not None:
             self._consumer.finished(request)
+            self._spans.finished(request.request_id)
         if self._store is not None:
             self._store.finished(request)
         if self._producer is None:

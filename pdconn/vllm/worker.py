@@ -42,6 +42,7 @@ from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.sleep import options_for_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
+from pdconn.vllm.tracing.pulls import TracedPull, are_traced
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
@@ -261,6 +262,8 @@ class PdWorker:
         results.finished_recving.update(pulled.received)
         for record in pulled.records:
             self._stats.record(record)
+            if are_traced(self._config):
+                self._report.pulled.append(TracedPull.now(self._rank, record))
             if record.begins:
                 sizes = block_tokens(self._kv_cache_config)
                 self._report.add_partial(record.request, partial_blocks(record.begins, sizes))

@@ -140,6 +140,24 @@ def test_errors_reach_clients_as_their_own_types(served: Served) -> None:
 
 
 @ONE_PAIR
+def test_the_edge_cases_of_vllms_own_test_of_its_connector(served: Served) -> None:
+    """Less than a block; all of it in decode's cache and none in prefill's; some of it there.
+
+    Source: ``tests/v1/kv_connector/nixl_integration/test_edge_cases.py`` of vLLM, whose sentences
+    have no words of this model's.
+    """
+    model, url = served.pair.decode.model, served.pair.decode_engine.url
+    prefill = served.pair.prefill_engine.url
+    short, whole = words(1900, 3), words(1500, 70)
+    assert openai_completion(served.url, model, short) == openai_completion(prefill, model, short)
+    primed = openai_completion(url, model, whole)
+    assert openai_completion(served.url, model, whole) == primed
+    longer = whole + " " + words(1700, 40)
+    seen = openai_completion(served.url, model, longer)
+    assert seen == openai_completion(prefill, model, longer)
+
+
+@ONE_PAIR
 @pytest.mark.matrix
 def test_vllm_bench_serve_measures_hand_overs(served: Served, tmp_path: Path) -> None:
     """Every request of vLLM's own benchmark is handed over, and none fails."""

@@ -1,0 +1,1 @@
+"""What a pull adds to its request's trace."""

@@ -1,0 +1,114 @@
+"""Spans of pulls, for engines with ``--otlp-traces-endpoint``.
+
+Workers know when a pull began and ended, and the scheduler knows its request's trace::
+
+    worker                              scheduler
+    PullRecord ── TracedPull ──────►    pdconn.claim    first heard of ─► claim granted
+    (durations)   (when it ended)       pdconn.read     blocks known ───► received
+
+Both are children of the span that asked the engine, as vLLM's own ``llm_request`` is; a rank has a
+pair of them each.  The times are the worker's wall clock, as spans' times are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdconn import __version__
+from pdconn.puller.results import PullRecord
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPull:
+    """A pull that rank ``rank`` has received, reported at ``at_ns`` (``time.time_ns``)."""
+
+    rank: int
+    at_ns: int
+    record: PullRecord
+
+    @classmethod
+    def now(cls, rank: int, record: PullRecord) -> TracedPull:
+        """One that is being reported."""
+        return cls(rank, time.time_ns(), record)
+
+
+def are_traced(config: Any) -> bool:
+    """Whether an engine of vLLM's ``config`` exports spans."""
+    observed = getattr(config, "observability_config", None)
+    return bool(getattr(observed, "otlp_traces_endpoint", None))
+
+
+@dataclass(slots=True)
+class PullSpans:
+    """Exports spans of pulls whose requests came with trace headers.
+
+    Attributes:
+        tracer: OpenTelemetry's, of the provider that vLLM has set; None if nothing is traced.
+    """
+
+    tracer: Any = None
+    _headers: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Any) -> PullSpans:
+        """For an engine of vLLM's ``config``."""
+        if not are_traced(config):
+            return cls()
+        try:
+            from opentelemetry import trace
+        except ImportError:
+            log.warning("pdconn: pulls are not traced: opentelemetry is not installed")
+            return cls()
+        return cls(trace.get_tracer("pdconn", __version__))
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def arrived(self, request: Any) -> None:
+        """Remember the trace of a request that may pull."""
+        if self.tracer is None or not request.trace_headers or not request.kv_transfer_params:
+            return
+        self._headers[request.request_id] = request.trace_headers
+
+    def finished(self, request_id: str) -> None:
+        """The request left the engine."""
+        self._headers.pop(request_id, None)
+
+    def pulled(self, pulls: Iterable[TracedPull]) -> None:
+        """Export what ranks have received."""
+        for pull in pulls:
+            headers = self._headers.get(pull.record.request)
+            if headers is not None:
+                self._export(pull, headers)
+
+    def _export(self, pull: TracedPull, headers: Mapping[str, str]) -> None:
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        context = TraceContextTextMapPropagator().extract(headers)
+        record = pull.record
+        read = {
+            "pdconn.bytes": record.moved.nbytes,
+            "pdconn.descriptors": record.num_descriptors,
+            "pdconn.post_seconds": record.post_s,
+            "pdconn.transfer_seconds": record.transfer_s,
+        }
+        for name, ago_s, takes_s, more in (
+            ("pdconn.claim", record.age_s, record.claim_s, {}),
+            ("pdconn.read", record.total_s, record.total_s, read),
+        ):
+            began_ns = pull.at_ns - round(1e9 * ago_s)
+            span = self.tracer.start_span(
+                name,
+                context=context,
+                kind=SpanKind.CLIENT,
+                attributes={"pdconn.rank": pull.rank, **more},
+                start_time=began_ns,
+            )
+            span.end(end_time=began_ns + round(1e9 * max(0.0, takes_s)))
