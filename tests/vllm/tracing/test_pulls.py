@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pdconn.planning.plan import Moved
 from pdconn.puller.entry import Measured
-from pdconn.vllm.metadata import PdWorkerReport
 from pdconn.vllm.tracing.pulls import PullSpans, TracedPull, are_traced
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm.metadata import PdWorkerReport
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
