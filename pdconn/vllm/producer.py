@@ -155,6 +155,8 @@ class ProducerScheduler:
         for held in self._pinned.values():
             self._pool.free_blocks(reversed(held))
         self._pinned, self._shared, self._to_sum = {}, SharedTickets(), []
+        if self.answers is not None:
+            self.answers.give_up()
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine: leave its last prompt token to decode, if it must be.

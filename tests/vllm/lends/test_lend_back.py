@@ -145,10 +145,14 @@ def lending(pool: Pool, clock: Clock) -> Iterator[ProducerScheduler]:  # noqa: F
     settings = read_settings(extra, "127.0.0.1", port, 0)
     made = ProducerScheduler(settings, "d", "boot", (1, 1), clock=clock)
     made.bind(pool)
-    geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
-    made.serve(Welcome.of("d", "boot", {}, (geometry,)))
+    made.serve(welcome("boot"))
     yield made
     made.close()
+
+
+def welcome(boot: str) -> Welcome:
+    geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
+    return Welcome.of("d", boot, {}, (geometry,))
 
 
 def lend(side: ProducerScheduler, name: str, *blocks: int) -> Any:
@@ -190,6 +194,17 @@ def test_the_oldest_answers_make_room(lending: ProducerScheduler, pool: Pool) ->
     assert pool.pinned() == [4, 5, 6, 7, 8, 9]
     counts = lending.take_counts()
     assert (counts["answers_lent"], counts["answers_given_up"]) == (3, 1)
+
+
+def test_an_engine_that_wakes_remembers_no_answer_of_before(
+    lending: ProducerScheduler,
+    pool: Pool,  # noqa: F811
+) -> None:
+    assert lending.answers is not None
+    assert lend(lending, "r", 3, 4) is not None
+    assert len(lending.answers) == 1
+    lending.serve(welcome("woken"))
+    assert (len(lending.answers), pool.pinned()) == (0, [])
 
 
 def test_nothing_is_lent_twice_or_of_one_of_several_answers(
