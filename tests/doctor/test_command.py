@@ -98,7 +98,9 @@ async def test_a_fleet_file_names_the_engines_and_text_says_what_was_seen(
 
 def test_a_probe_reads_real_bytes_from_another_process() -> None:
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "pdconn.cli.main", "doctor", "--serve", f"127.0.0.1:{port}"]
+    serve = ["pdconn.cli.main", "doctor", "--serve", f"127.0.0.1:{port}"]
+    # A background job's children ignore SIGINT otherwise.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", *serve]
     steps: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as lender:
         try:

@@ -98,7 +98,8 @@ sys.exit(main(["demo", "--keep", "--model", "m", "--directory", sys.argv[1]]))
 def test_a_kept_demo_says_where_the_page_is_and_stops_at_ctrl_c_with_its_verdict(
     tmp_path: Path, answers: str, code: int
 ) -> None:
-    command = [sys.executable, "-c", _KEPT, str(tmp_path), answers]
+    # A background job's children ignore SIGINT otherwise.
+    command = ["env", "--default-signal=INT", sys.executable, "-c", _KEPT, str(tmp_path), answers]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as kept:
