@@ -88,8 +88,7 @@ def anthropic_message(url: str, model: str, text: str, **more: Any) -> str:
         model=model,
         messages=[{"role": "user", "content": text}],
         max_tokens=NUM_TOKENS,
-        temperature=0.0,
-        extra_body=more,
+        extra_body={"temperature": 0.0, **more},
     )
     return "".join(block.text for block in answer.content if block.type == "text")
 
@@ -100,8 +99,7 @@ def anthropic_stream(url: str, model: str, text: str, **more: Any) -> str:
         model=model,
         messages=[{"role": "user", "content": text}],
         max_tokens=NUM_TOKENS,
-        temperature=0.0,
-        extra_body=more,
+        extra_body={"temperature": 0.0, **more},
     ) as stream:
         return "".join(stream.text_stream)
 
