@@ -172,7 +172,8 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
         for key in above:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise BadQuestion(f"--{name}", f"{key} given once", f"{inner!r} for {key}, too")
+                expected = f"{key} as a value or in parts"
+                raise BadQuestion("--kv-transfer-config", expected, f"both: {inner!r} and {name}")
         try:
             inner[last] = json.loads(value) if isinstance(value, str) else value
         except ValueError:
