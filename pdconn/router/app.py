@@ -53,7 +53,7 @@ _SERVED = (
     "/livez",
     "/readyz",
     "/ready",
-    *(route.path.replace(":[A-Za-z0-9_-]+", "") for route in PASSED),
+    *(route.name for route in PASSED),
 )
 
 _Answered = tuple[EngineAnswer, str]
@@ -118,7 +118,7 @@ class RouterApp:
             handler = self._counting(route.path, partial(self._answer, route))
             app.router.add_post(route.path, handler, expect_handler=_continue)
         for passed in PASSED:
-            handler = self._counting(passed.path, partial(self._pass, passed))
+            handler = self._counting(passed.name, partial(self._pass, passed))
             app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
         app.router.add_get("/v1/models", self._models, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.show_engines)

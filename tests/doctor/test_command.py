@@ -57,6 +57,7 @@ def test_a_finding_of_several_lines_is_refused_and_foreign_text_is_made_one() ->
         (["--fleet", "/nowhere/fleet.toml"], "/nowhere/fleet.toml: expected a file to read"),
         (["--prefill-channel", "p0"], "--prefill-channel: expected"),
         (["--golden"], "--golden: expected --prefill and --decode"),
+        (["--golden", "--prefill", "http://a:1"], "beside it, got one of them"),
         (["--no-local"], "--no-local: expected engines"),
         (["--probe", "10.0.0.1"], "--probe: expected"),
         (["--no-local", "--probe", "127.0.0.1:1", "--link", "fast"], "link: expected"),

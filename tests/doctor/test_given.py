@@ -62,6 +62,14 @@ def test_every_form_is_read_alike(tmp_path: Path) -> None:
         assert found(form) == []
 
 
+@pytest.mark.parametrize("end", ["\\\n", "\\\r\n"], ids=["unix", "windows"])
+def test_a_line_that_goes_on_is_read_as_a_shell_does(end: str) -> None:
+    words = ("vllm serve m", "--disable-hybrid-kv-cache-manager", "--kv-transfer-config")
+    line = f" {end}  ".join([*words, f"'{json.dumps(TRANSFER)}'"])
+    assert read_given(line).extra == EXTRA
+    assert found(line) == ["config.hybrid-off"]
+
+
 def test_the_hybrid_manager_switched_off_is_found_in_every_form(tmp_path: Path) -> None:
     options = {"disable-hybrid-kv-cache-manager": True}
     for form in forms(tmp_path, TRANSFER, **options):
@@ -165,6 +173,7 @@ def test_an_engine_without_connector_is_found() -> None:
         "/nowhere/engine.json",
         "vllm serve m --kv-transfer-config 'open",
         "vllm serve m --kv-transfer-config [1]",
+        "vllm serve m --kv-transfer-config.a 1 --kv-transfer-config.a.b 2",
         '{"kv_transfer_config": 7}',
     ],
 )

@@ -173,8 +173,9 @@ def _questions(args: argparse.Namespace) -> Questions:
         )
     }
     place = None if args.probe is None else _place("--probe", args.probe)
-    if args.golden and not sources:
-        raise BadQuestion("--golden", "--prefill and --decode, or --fleet, beside it", "neither")
+    if args.golden and args.fleet is None and not (args.prefill and args.decode):
+        seen = "one of them" if sources else "neither"
+        raise BadQuestion("--golden", "--prefill and --decode, or --fleet, beside it", seen)
     if not (args.local or sources or any(channels.values()) or place):
         raise BadQuestion("--no-local", "engines, side channels or --probe beside it", "none")
     return Questions(

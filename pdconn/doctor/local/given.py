@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -134,7 +135,8 @@ def _of_mapping(found: Any) -> GivenConfig:
 
 def _of_command(line: str) -> GivenConfig:
     try:
-        words = shlex.split(line, comments=False)
+        # A shell joins the lines of a command that goes on; shlex keeps the newline as a word.
+        words = shlex.split(re.sub(r"\\\r?\n", "", line), comments=False)
     except ValueError as error:
         raise BadQuestion(_OPTION, "a command line in balanced quotes", str(error)) from None
     environ: dict[str, str] = {}
@@ -169,6 +171,9 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
         inner = made
         for key in above:
             inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                expected = f"{key} as a value or in parts"
+                raise BadQuestion("--kv-transfer-config", expected, f"both: {inner!r} and {name}")
         try:
             inner[last] = json.loads(value) if isinstance(value, str) else value
         except ValueError:

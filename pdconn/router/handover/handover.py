@@ -148,7 +148,7 @@ class Handover:
             if refusal is not None:
                 return refusal
             self._check_may_compute(request)
-        candidates = self.tries.candidates(Role.DECODE, decision, request.serving)
+        candidates = self.tries.candidates(Role.DECODE, decision, request)
         if request.body.direct is Direct.STORED_RESPONSE:
             return await self._decode_where_kept(request, candidates)
         try:
@@ -221,7 +221,7 @@ class Handover:
         """Get the request its ticket; what this returns is prefill's refusal."""
         failures: list[EngineFailure] = []
         late = False
-        for candidate in self.tries.candidates(Role.PREFILL, decision, request.serving):
+        for candidate in self.tries.candidates(Role.PREFILL, decision, request):
             engine = candidate.engine
             _enter(request, Stage.PREFILL)
             is_idle = self.router.inflight.at(engine)[0] == 0

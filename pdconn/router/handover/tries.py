@@ -18,7 +18,7 @@ from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Candidate, Role
-from pdconn.router.routing.routed_request import Decision
+from pdconn.router.routing.routed_request import Decision, RoutedRequest
 
 T = TypeVar("T")
 
@@ -37,13 +37,15 @@ class EngineTries:
         return islice(tries, self.most)
 
     def candidates(
-        self, role: Role, decision: Decision, serving: frozenset[str] | None
+        self, role: Role, decision: Decision, request: RoutedRequest
     ) -> Iterator[Candidate]:
         """The ranked engines that are still live, then those that came up since.
 
-        ``serving``: of these; None: of all.
+        Of those that serve the request's model.  One that goes on from a response may have to ask
+        all of them: it is where it is, and an engine that does not know it has not failed.
         """
-        return self.bounded(self._all(role, decision, serving))
+        found = self._all(role, decision, request.serving)
+        return found if request.body.goes_on else self.bounded(found)
 
     def _all(
         self, role: Role, decision: Decision, serving: frozenset[str] | None

@@ -40,6 +40,11 @@ class PassedRoute:
     is_form: bool = False
     method: str = "POST"
 
+    @property
+    def name(self) -> str:
+        """The path for people and labels, without the pattern of its id."""
+        return self.path.replace(_ID, "{id}")
+
 
 _ID = "{id:[A-Za-z0-9_-]+}"
 
@@ -71,7 +76,12 @@ PASSED = (
     PassedRoute(f"/v1/responses/{_ID}/cancel", Asks.HOLDER),
 )
 
-_FORM = re.compile(r"\s*multipart/form-data\s*;", re.IGNORECASE)
+#: No further parameter: under a charset such as punycode ``name="vllm_xargs-"`` is ``vllm_xargs``.
+_FORM = re.compile(
+    r"\s*multipart/form-data\s*(?:;\s*charset=\"?utf-8\"?\s*)?;\s*boundary="
+    r"(?:[^\s\";=,]+|\"[^\"\\]+\")\s*(?:;\s*charset=\"?utf-8\"?\s*)?",
+    re.IGNORECASE,
+)
 _DISPOSITION = re.compile(rb"content-disposition", re.IGNORECASE)
 #: As clients write it.  Any other form of it (folded, quoted or encoded in another way) could be
 #: read as another name by the engine.
@@ -93,8 +103,9 @@ def check_form(content_type: str, raw: bytes) -> None:
     Raises:
         BadBody: it is no form, a part's head is written oddly, or a part may not be there.
     """
-    if _FORM.match(content_type) is None:
-        raise BadBody("Content-Type", "multipart/form-data", shown(content_type))
+    if _FORM.fullmatch(content_type) is None:
+        expected = "multipart/form-data with a boundary, in UTF-8"
+        raise BadBody("Content-Type", expected, shown(content_type))
     for found in _DISPOSITION.finditer(raw):
         part = _PLAIN_PART.match(raw, found.start())
         if part is None:

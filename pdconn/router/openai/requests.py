@@ -126,6 +126,11 @@ class ParsedBody:
     fields: Fields
     direct: Direct | None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it goes on from a response that one engine keeps."""
+        return self.direct is Direct.STORED_RESPONSE and "previous_response_id" in self.fields
+
     def emptied(self) -> ParsedBody:
         """The same without its bytes, for a request that needs them no more."""
         return ParsedBody(self.route, b"", {}, self.direct)

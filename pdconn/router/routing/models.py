@@ -145,8 +145,9 @@ class ModelCatalog:
         name = model()
         if name is None:
             bases = self._base_names()
-            if len(bases) > 1:
-                raise BadBody("model", f"one of {', '.join(bases)[:MOST_SHOWN]}", "nothing")
+            if len(bases) != 1:
+                known = f"one of {', '.join(bases)[:MOST_SHOWN]}" if bases else "a model's name"
+                raise BadBody("model", known, "nothing")
             name = bases[0]
         found = self._with(name)
         age_s = asyncio.get_running_loop().time() - self._asked_at

@@ -191,6 +191,32 @@ def test_what_is_no_form_is_refused(content_type: str) -> None:
         check_form(content_type, b"vllm_xargs=1")
 
 
+@pytest.mark.parametrize("written", ["charset=punycode; boundary=B", "boundary=B; charset=utf-16"])
+def test_a_form_cannot_name_memory_in_another_charset(written: str) -> None:
+    """The engine's parser would read names in it: ``vllm_xargs-`` is ``vllm_xargs`` in punycode."""
+    parts = [part(f'Content-Disposition: form-data; name="{n}-"') for n in ("model", "vllm_xargs")]
+    with pytest.raises(BadBody, match="in UTF-8"):
+        check_form(f"multipart/form-data; {written}", b"".join(parts))
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["boundary=B", 'boundary="a b:c"', "charset=UTF-8; boundary=B", 'boundary=B;charset="utf-8"'],
+)
+def test_content_types_as_clients_write_them_pass(written: str) -> None:
+    """The control of the test above."""
+    check_form(f"multipart/form-data; {written}", part('Content-Disposition: form-data; name="n"'))
+
+
+@in_loop
+async def test_labels_and_messages_name_a_route_without_its_pattern() -> None:
+    async with deployment() as d:
+        answers(d)
+        assert (await d.send("/v1/responses/resp_1", method="GET")).status == 200
+        assert d.outcome("ok", "/v1/responses/{id}") == 1
+        assert "A-Za-z" not in (await d.send("/v1/nothing", b"{}")).error["message"]
+
+
 # vLLM's own routes
 
 ADMIN = Path(__file__).with_name("admin_routes.txt").read_text().splitlines()

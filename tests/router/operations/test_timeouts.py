@@ -11,7 +11,7 @@ import pytest
 
 from pdconn.router.server import Limits
 from tests.fakes import fake_engine
-from tests.fakes.fake_engine import ANSWER, hang, in_loop, until
+from tests.fakes.fake_engine import ANSWER, error, hang, in_loop, until
 
 deployment = partial(fake_engine.deployment, limits=Limits(first_backoff_s=60.0, patience_s=0.1))
 
@@ -42,6 +42,19 @@ async def test_passed_requests_have_the_same_bound() -> None:
         down = [d.metric("engine_up", role="prefill", engine=one.url) == 0 for one in d.prefill]
         down += [d.metric("engine_up", role="decode", engine=one.url) == 0 for one in d.decode]
         assert sum(down) == 2
+
+
+@in_loop
+async def test_an_engine_that_does_not_know_a_response_has_not_failed() -> None:
+    async def forgets(engine, seen, http):
+        return error(404, "no such response")
+
+    async with deployment(num_decode=4, retries=0) as d:
+        for engine in d.decode[:3]:
+            engine.script = forgets
+        for _ in range(4):
+            reply = await d.complete("/v1/responses", input="x", previous_response_id="resp_1")
+            assert (reply.status, reply.body) == (200, ANSWER)
 
 
 # Prefill

@@ -73,6 +73,15 @@ async def test_a_request_that_names_no_model_is_told_which_there_are() -> None:
 
 
 @in_loop
+async def test_a_request_without_a_model_is_told_so_where_only_adapters_are_listed() -> None:
+    async with deployment() as d:
+        d.prefill[0].models, d.decode[0].models = [], [ADAPTER]
+        reply = await d.send("/v1/completions", b'{"prompt": "x"}')
+        assert (reply.status, reply.error["param"]) == (400, "model")
+        assert "got nothing" in reply.error["message"]
+
+
+@in_loop
 async def test_with_one_model_names_are_the_engines_to_judge() -> None:
     """Byte for byte as without the router, and no name is needed."""
     async with deployment() as d:
