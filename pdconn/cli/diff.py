@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdconn.cli.options import BadArgument, check_file
+from pdconn.cli.options import BadArgument, check_file, configure_guards
 from pdconn.lab.table import table
 from pdconn.planning.compare import Comparison, compare
 from pdconn.protocol.compat import Difference
@@ -60,17 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         help="seconds to wait for an engine (default: %(default)s)",
     )
-    guards = parser.add_argument_group("engines with a secret or TLS")
-    guards.add_argument("--secret-file", metavar="FILE", help="file with the shared secret")
-    guards.add_argument("--tls-cert", metavar="PEM", help="certificate of this client")
-    guards.add_argument("--tls-key", metavar="PEM", help="key of that certificate")
-    guards.add_argument("--tls-ca", metavar="PEM", help="CA that signs the engines' certificates")
-    guards.add_argument(
-        "--no-tls-check-hostname",
-        dest="tls_check_hostname",
-        action="store_false",
-        help="accept a certificate of that CA for another host name",
-    )
+    configure_guards(parser.add_argument_group("engines with a secret or TLS"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,6 +35,20 @@ def tokens(text: str) -> int:
     return int(found[1]) * _TIMES[found[2].lower()]
 
 
+def configure_guards(guards: argparse._ArgumentGroup) -> None:
+    """Options of a client of side channels that have a secret or TLS."""
+    guards.add_argument("--secret-file", metavar="FILE", help="file with the shared secret")
+    guards.add_argument("--tls-cert", metavar="PEM", help="certificate of this client")
+    guards.add_argument("--tls-key", metavar="PEM", help="key of that certificate")
+    guards.add_argument("--tls-ca", metavar="PEM", help="CA that signs the engines' certificates")
+    guards.add_argument(
+        "--no-tls-check-hostname",
+        dest="tls_check_hostname",
+        action="store_false",
+        help="accept a certificate of that CA for another host name",
+    )
+
+
 def check_file(option: str, path: str | Path | None) -> None:
     """Check that ``path`` can be written at the end; None and ``-`` need no file.
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from pdconn.cli.doctor.text import diagnosis_text
+from pdconn.cli.options import configure_guards
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.examine import Questions, examine
 from pdconn.doctor.fleet.channels import check_channel
@@ -82,17 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how long to wait for each engine (%(default)g)",
     )
     _configure_fleet(parser)
-    guards = parser.add_argument_group("side channels with a secret or TLS")
-    guards.add_argument("--secret-file", metavar="FILE", help="file with the shared secret")
-    guards.add_argument("--tls-cert", metavar="PEM", help="certificate of this client")
-    guards.add_argument("--tls-key", metavar="PEM", help="key of that certificate")
-    guards.add_argument("--tls-ca", metavar="PEM", help="CA that signs the engines' certificates")
-    guards.add_argument(
-        "--no-tls-check-hostname",
-        dest="tls_check_hostname",
-        action="store_false",
-        help="accept a certificate of that CA for another host name",
-    )
+    configure_guards(parser.add_argument_group("side channels with a secret or TLS"))
     hosts = parser.add_argument_group("bandwidth between two hosts")
     either = hosts.add_mutually_exclusive_group()
     either.add_argument("--serve", metavar="HOST:PORT", help="lend to probes until interrupted")
