@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.scheduler import PdScheduler
+    from pdconn.vllm.tracing.pulls import PullSpans
 
 RANKS = 2
 GONE = "side channel: closed by the peer"
@@ -234,6 +235,7 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
         return 32
 
     scheduler: Any = PdScheduler.__new__(PdScheduler)
+    scheduler._spans = PullSpans()
     scheduler._answers = None
     scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
     engine, asked = Asked(), request()

@@ -16,11 +16,13 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.connector import PdConnector
     from pdconn.vllm.scheduler import PdScheduler
+    from pdconn.vllm.tracing.pulls import PullSpans
 
 
 def connector(role: str) -> Any:
     """As it is in the scheduler of an engine of this role, without a side channel."""
     made: Any = PdScheduler.__new__(PdScheduler)
+    made._spans = PullSpans()
     made._producer = made._consumer = made._store = made._answers = None
     made._loading_from_store = set()
     if role != "decode":

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.config import read_settings
     from pdconn.vllm.producer import ProducerScheduler
     from pdconn.vllm.scheduler import PdScheduler
+    from pdconn.vllm.tracing.pulls import PullSpans
     from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
 
 SAID = list(range(100, 500))
@@ -34,6 +35,7 @@ def holder(
     assert cache.admit(told) == 0
     cache.finish(told)
     made: Any = PdScheduler.__new__(PdScheduler)
+    made._spans = PullSpans()
     made._manager, made._consumer, made._store = cache.manager, None, None
     made._block_tokens = BLOCK
     settings = read_settings({}, "127.0.0.1", 1, 0)

@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.cache.partial import partial_blocks
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.scheduler import PdScheduler
+    from pdconn.vllm.tracing.pulls import PullSpans
     from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
     from tests.vllm.windows.memory import SimMemory
@@ -96,6 +97,7 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
     )
     told: dict[str, dict[int, int]] = {}
     scheduler: Any = PdScheduler.__new__(PdScheduler)
+    scheduler._spans = PullSpans()
     scheduler._answers = answers = cache.answers
     assert answers is not None
     scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
