@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import shutil
+import string
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -45,7 +46,11 @@ Their rows of the unembedding are zero, so no greedy answer has one or ends earl
 """
 FIRST_WORD = len(SPECIAL_TOKENS)
 
-_FORMAT = 1  # increase when a change of this code changes the files
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation
+"""Spell what is no word, in a vocabulary with room for them: another text is other tokens."""
+_WORDS_PER_CHARACTER = 10
+
+_FORMAT = 2  # increase when a change of this code changes the files
 _ATTENTION_SPREAD = 1.5  # standard deviation of attention scores, in nats
 _EMBEDDING = 2.0  # RMS of a token's embedding in the residual stream
 _WINDOW_ATTENTION = 1.0  # RMS that a window layer's attention adds to it
@@ -202,14 +207,17 @@ def weights(spec: ModelSpec) -> Iterator[tuple[str, Weight]]:
 
 
 def _write_tokenizer(directory: Path, spec: ModelSpec) -> None:
-    """A word per token, ``w4`` to ``w2047``, so that the id of a word is readable."""
+    """A word per token, ``w4`` and on, so that the id of a word is readable; then characters."""
     from tokenizers import AddedToken, Tokenizer
-    from tokenizers.models import WordLevel
+    from tokenizers.models import WordPiece
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(FIRST_WORD, spec.vocab))]
-    model = WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
+    spelling = CHARACTERS if spec.vocab > _WORDS_PER_CHARACTER * len(CHARACTERS) else ""
+    numbered = (f"w{i}" for i in range(FIRST_WORD, spec.vocab - len(spelling)))
+    words = [*SPECIAL_TOKENS, *numbered, *spelling]
+    ids = {word: i for i, word in enumerate(words)}
+    # The longest piece first, and no mark on pieces that continue a word.
+    tokenizer = Tokenizer(WordPiece(ids, unk_token="<unk>", continuing_subword_prefix=""))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL_TOKENS])
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdconn.lab.model import FIRST_WORD, HANDOVER, TINY, ModelSpec, weights, write_model
+from pdconn.lab.model import CHARACTERS, FIRST_WORD, HANDOVER, TINY, ModelSpec, weights, write_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -73,6 +73,19 @@ def test_a_word_is_a_token_and_reads_like_its_id(written: Path) -> None:
     tokenizer = Tokenizer.from_file(str(written / "tokenizer.json"))
     assert tokenizer.encode("w4 w63 hello").ids == [4, 63, 3]
     assert tokenizer.decode([5, 6]) == "w5 w6"
+
+
+def test_other_texts_are_spelled_and_no_two_are_the_same_tokens(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(write_model(tmp_path) / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == TINY.vocab
+    first, last = tokenizer.encode("w4 w1900").ids, tokenizer.token_to_id(CHARACTERS[-1])
+    assert (first, last) == ([4, 1900], TINY.vocab - 1)
+    hello, shallow = (tokenizer.encode(text) for text in ("hello, w12", "shallow, w12"))
+    assert hello.tokens == [*"hello,", "w12"]
+    assert shallow.tokens == [*"shallow,", "w12"]
+    assert tokenizer.token_to_id("<unk>") not in {*hello.ids, *shallow.ids}
 
 
 def test_chats_have_a_template(written: Path) -> None:
