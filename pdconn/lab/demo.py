@@ -261,7 +261,7 @@ def demo_specs(plan: DemoPlan) -> list[EngineSpec]:
 
 def _transfer(role: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "kv_connector": "PdConnector",
+        "kv_connector": "PdconnConnector",
         "kv_connector_module_path": "pdconn.vllm",
         "kv_role": role,
         "kv_connector_extra_config": dict(extra),

@@ -214,7 +214,9 @@ def parse_ticket(params: object, max_blocks: int = MAX_BLOCKS) -> Ticket:
     """
     if not isinstance(params, dict):
         raise TicketError("kv_transfer_params", "an object", params)
-    ours = _field(params, "pdconn", dict, "a ticket made by pdconn (does prefill run PdConnector?)")
+    ours = _field(
+        params, "pdconn", dict, "a ticket made by pdconn (does prefill run PdconnConnector?)"
+    )
     version = _number(ours, "pdconn.version", 1, 1 << 16)
     if version != TICKET_VERSION:
         raise TicketError("pdconn.version", TICKET_VERSION, version)

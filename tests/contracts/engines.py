@@ -4,8 +4,8 @@ A body goes the way that it goes in ``vllm serve``::
 
     JSON ─► ChatCompletionRequest ─► to_sampling_params ─► extra_args ─► the scheduler's hooks
 
-The hooks are those of a real ``PdConnector`` in its scheduler's role.  Prefill lends from a real
-side channel on loopback; decode claims, and what it claims is claimed there, by a socket.
+The hooks are those of a real ``PdconnConnector`` in its scheduler's role.  Prefill lends from a
+real side channel on loopback; decode claims, and what it claims is claimed there, by a socket.
 Only tokenizer and model are missing: a prompt's tokens are its bytes.
 """
 
@@ -40,7 +40,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.request import RequestStatus
 
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.metadata import PdHandshake
 
 from pdconn.lab.ports import free_ports
@@ -92,7 +92,7 @@ class Decoded:
 def transfer_config(role: str, **extra: Any) -> KVTransferConfig:
     """As ``--kv-transfer-config`` would make it."""
     return KVTransferConfig(
-        kv_connector="PdConnector",
+        kv_connector="PdconnConnector",
         kv_connector_module_path="pdconn.vllm",
         kv_role=role,
         kv_connector_extra_config=extra,
@@ -132,7 +132,7 @@ class Engine:
 
     def __init__(self, role: str, connector: Any = None, **extra: Any) -> None:
         self.transfer = transfer_config(role, **extra)
-        made = PdConnector if connector is None else connector
+        made = PdconnConnector if connector is None else connector
         config = engine_config(self.transfer)
         self.connector: Any = made(config, KVConnectorRole.SCHEDULER, cache_config())
         self.pool = Pool()

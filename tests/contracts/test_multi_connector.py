@@ -31,7 +31,7 @@ with warnings.catch_warnings():
         MultiKVConnectorMetadata,
     )
 
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.connector import PdconnConnector
 
 from pdconn.lab.ports import free_ports
 from pdconn.protocol.ticket import parse_ticket
@@ -90,7 +90,7 @@ ORDERS = ["ours first", "ours last"]
 
 def children(order: str, role: str, **extra: Any) -> list[dict[str, Any]]:
     ours = {
-        "kv_connector": "PdConnector",
+        "kv_connector": "PdconnConnector",
         "kv_connector_module_path": "pdconn.vllm",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
@@ -118,7 +118,7 @@ def multi(order: str, role: str, **extra: Any) -> Any:
 
 
 def ours(connector: Any) -> Any:
-    [found] = [one for one in connector.sub_connectors if isinstance(one, PdConnector)]
+    [found] = [one for one in connector.sub_connectors if isinstance(one, PdconnConnector)]
     return found
 
 
@@ -183,7 +183,7 @@ def test_it_is_off_when_the_other_does_not(order: str) -> None:
     """Control: the same with a connector of vLLM's own that does not."""
     without = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     others = [
-        one if one["kv_connector"] == "PdConnector" else without
+        one if one["kv_connector"] == "PdconnConnector" else without
         for one in children(order, "kv_both")
     ]
     transfer = KVTransferConfig(

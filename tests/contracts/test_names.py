@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.connector import PdconnConnector
 
 from tests.contracts.pages import configs
 from tests.contracts.recorded import ROUTERS
@@ -52,20 +52,21 @@ def test_the_configuration_of_the_page_has_a_name_that_the_front_knows(router: s
 def test_that_name_is_our_connector_and_keeps_the_hybrid_allocator(router: str) -> None:
     for config in configs(ROUTERS[router]["page"]):
         made = KVConnectorFactory.get_connector_class(config)
-        assert issubclass(made, PdConnector)
+        assert issubclass(made, PdconnConnector)
         assert KVConnectorFactory.supports_hma_config(config)
 
 
+@pytest.mark.parametrize("name", ["PdconnConnector", "PdConnector"])
 @pytest.mark.parametrize("router", NAMING)
-def test_our_own_name_is_not_known_to_it(router: str) -> None:
+def test_our_own_names_are_not_known_to_it(router: str, name: str) -> None:
     """Control: what the README shows would be refused, or get less."""
     config = KVTransferConfig(
-        kv_connector="PdConnector", kv_connector_module_path="pdconn.vllm", kv_role="kv_producer"
+        kv_connector=name, kv_connector_module_path="pdconn.vllm", kv_role="kv_producer"
     )
     assert resolved(ROUTERS[router]["names"], config) is None
 
 
-def test_dynamo_takes_our_name_for_its_wrapper_and_turns_the_hybrid_allocator_off() -> None:
+def test_dynamo_takes_our_older_name_for_its_wrapper_and_turns_the_hybrid_allocator_off() -> None:
     """``PdConnector`` is also the name of Dynamo's wrapper, which has no children here."""
     names = ROUTERS["dynamo"]["names"]
     assert re.match(r"(\w+), unless every child", names["hybrid_allocator_off_for"])[1] == (  # type: ignore[index]

@@ -59,7 +59,7 @@ def test_vllm_takes_what_llm_ds_guide_becomes(examples: Path) -> None:
         words = [one for one in pod["containers"][0]["args"] if one != "MODEL"]
         transfer = parsed(words).kv_transfer_config
         assert transfer is not None
-        assert transfer.kv_connector == "PdConnector"
+        assert transfer.kv_connector == "PdconnConnector"
 
 
 def test_scaling_asks_for_metrics_that_engines_and_router_export() -> None:

@@ -13,10 +13,13 @@ pytest.importorskip("vllm")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from pdconn.vllm.config import KEYS
+from pdconn.vllm.connector import PdconnConnector
 from tests.docs.generate import DOCS, PARTS, stale
 from tests.docs.pages import Command
 from tests.docs.test_generated import as_it_is
@@ -34,7 +37,8 @@ def test_vllm_takes_the_command(command: Command) -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(command.words[2:])
     config = args.kv_transfer_config
     given = config if isinstance(config, dict) else vars(config)
-    assert given["kv_connector"] == "PdConnector"
+    transfer = KVTransferConfig(**given)
+    assert KVConnectorFactory.get_connector_class(transfer) is PdconnConnector
     assert given["kv_role"] == transfer_config(command)["kv_role"]
 
 

@@ -21,6 +21,15 @@ _MODULE = re.compile(r"python -m (tests[\w.]*)")
 _METRIC = re.compile(r"\b(?:pdconn:\w+|vllm:nixl_\w+|pdconn_(?:proxy|router)_\w*[^\W_])")
 _LEAST = 6
 """Letters of a message's piece that are worth looking for."""
+_OLDER_NAME = re.compile(r"\bPdConnector\b")
+_SAYS_THE_OLDER_NAME = {
+    "docs/configuration.md",
+    "docs/other-routers.md",  # what Dynamo takes it for
+    "docs/behind/dynamo.md",
+    "pdconn/vllm/__init__.py",
+    "pdconn/vllm/connector.py",
+    "pdconn/vllm/nixl/registry.py",
+}
 
 
 @pytest.mark.parametrize("page", every_page(), ids=lambda page: page.name)
@@ -46,6 +55,19 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert not gone, "\n".join(gone)
     modules = {name.rstrip(".") for name in _MODULE.findall(text)}
     assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
+
+
+def test_the_older_name_of_the_connector_is_said_where_it_is_explained_only() -> None:
+    """Users see one name; what says the other is listed, and says it."""
+    folders = (ROOT / name for name in ("docs", "examples", "docker", "pdconn"))
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    shown = [path for path in files if path.suffix in (".md", ".py", ".yaml", ".yml", ".sh")]
+    seen = {
+        path.relative_to(ROOT).as_posix()
+        for path in shown
+        if not path.is_symlink() and _OLDER_NAME.search(path.read_text())
+    }
+    assert seen == _SAYS_THE_OLDER_NAME
 
 
 def test_messages_to_look_up_are_messages_of_the_code() -> None:

@@ -22,7 +22,7 @@ from pdconn.vllm.config import Settings
 KEY = "kv_connector_extra_config"
 EXTRA = {"kv_lease_duration": 60}
 TRANSFER: dict[str, Any] = {
-    "kv_connector": "PdConnector",
+    "kv_connector": "PdconnConnector",
     "kv_connector_module_path": "pdconn.vllm",
     "kv_role": "kv_producer",
     "kv_connector_extra_config": EXTRA,

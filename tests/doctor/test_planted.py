@@ -44,7 +44,7 @@ class Host:
             "store": {"root": str(folder / "kv"), "capacity": "1MiB"},
         }
         self.transfer: dict[str, Any] = {
-            "kv_connector": "PdConnector",
+            "kv_connector": "PdconnConnector",
             "kv_connector_module_path": "pdconn.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",

@@ -158,8 +158,8 @@ def _hash_function():  # type: ignore[no-untyped-def]
 class SimCache:
     """A prefix cache, used the way vLLM's scheduler uses it.
 
-    ``completes_windows``: what is brought completes hits of full attention, as PdConnector has it;
-    ``keeps_answers``: a request's last window is kept when it ends, as PdConnector has it.
+    ``completes_windows``: what is brought completes hits of full attention, as ours has it;
+    ``keeps_answers``: a request's last window is kept when it ends, as ours has it.
 
     >>> cache = SimCache(shape)                                      # doctest: +SKIP
     >>> request = cache.request([1] * 40, max_tokens=8)

@@ -21,7 +21,7 @@ def _after(command: list[str], option: str) -> str:
 
 
 def test_the_command_line_says_all_that_matters() -> None:
-    config = {"kv_connector": "PdConnector", "kv_role": "kv_both"}
+    config = {"kv_connector": "PdconnConnector", "kv_role": "kv_both"}
     spec = _spec(kv_transfer_config=config, num_blocks=40, tensor_parallel=2, args=("--seed", "3"))
     command = spec.command()
     assert _after(command, "--model") == str(_MODEL)

@@ -96,7 +96,7 @@ def engines(
             "replay_endpoint": f"tcp://*:{replay}",
         }
         transfer: dict[str, object] = {
-            "kv_connector": "PdConnector",
+            "kv_connector": "PdconnConnector",
             "kv_connector_module_path": "pdconn.vllm",
             "kv_role": role,
         }

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from vllm.v1.request import RequestStatus
 
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.scheduler import PdScheduler
     from pdconn.vllm.tracing.pulls import PullSpans
 
@@ -31,7 +31,7 @@ def connector(role: str) -> Any:
         )
     if role != "prefill":
         made._consumer = ConsumerScheduler("here", True, False, max_model_len=2048)
-    connector: Any = PdConnector.__new__(PdConnector)
+    connector: Any = PdconnConnector.__new__(PdconnConnector)
     connector._worker, connector._scheduler = None, made
     return connector
 

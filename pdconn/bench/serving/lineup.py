@@ -35,7 +35,7 @@ class Connector:
 
 
 _PDCONN = {
-    "kv_connector": "PdConnector",
+    "kv_connector": "PdconnConnector",
     "kv_connector_module_path": "pdconn.vllm",
 }
 

@@ -104,7 +104,8 @@ def judge_traffic(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
         if not traffic.known:
             message = "its /metrics has no pdconn:pulls_total: it runs another connector, or none"
             remedy = (
-                'start it with "kv_connector": "PdConnector"; or has it answered no request yet?'
+                'start it with "kv_connector": "PdconnConnector"; or has it answered no request '
+                "yet?"
             )
             yield warning("traffic.no-connector", one.url, message, remedy)
         yield from _pulls(one, traffic)

@@ -2,7 +2,7 @@
 
 Three forms are understood::
 
-    '{"kv_connector": "PdConnector", ...}'             the JSON of --kv-transfer-config
+    '{"kv_connector": "PdconnConnector", ...}'             the JSON of --kv-transfer-config
     engine.yaml, engine.json                           that, or vLLM's --config file around it
     "vllm serve MODEL --kv-transfer-config '{...}'"    a command line
 """
@@ -237,7 +237,7 @@ def judge_given(given: GivenConfig, refused: FieldError | None) -> Iterator[Find
     """
     yield from _hybrid(given)
     if given.transfer is None:
-        remedy = """add --kv-transfer-config '{"kv_connector": "PdConnector", ...}'"""
+        remedy = """add --kv-transfer-config '{"kv_connector": "PdconnConnector", ...}'"""
         text = "expected a KV connector, got none: the engine computes every prompt itself"
         yield fault("config.no-connector", _TRANSFER, text, remedy)
         return
@@ -256,7 +256,7 @@ def judge_given(given: GivenConfig, refused: FieldError | None) -> Iterator[Find
 def _connector(given: GivenConfig) -> Iterator[Finding]:
     if given.ours is not None and given.names_ours(given.ours):
         return
-    remedy = 'set "kv_connector": "PdConnector", "kv_connector_module_path": "pdconn.vllm"'
+    remedy = 'set "kv_connector": "PdconnConnector", "kv_connector_module_path": "pdconn.vllm"'
     seen = (given.transfer or {}).get("kv_connector")
     message = f"expected pdconn's connector, got {seen!r}"
     yield fault("config.connector", "kv_connector", message, remedy)

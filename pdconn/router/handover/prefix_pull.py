@@ -189,7 +189,7 @@ class PrefixPulls:
         if find_ticket(whole) is None and self._planner.rests(holder.engine, time.monotonic()):
             log.warning(
                 "pdconn: it lends no prefix, so it is not asked for %g s; "
-                "does it run PdConnector with kv_role kv_both? engine=%s",
+                "does it run PdconnConnector with kv_role kv_both? engine=%s",
                 RESTS_S,
                 holder.engine,
             )

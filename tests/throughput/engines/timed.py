@@ -1,4 +1,4 @@
-"""A timed ``PdConnector``: time of vLLM's own thread in each of its hooks.
+"""A timed ``PdconnConnector``: time of vLLM's own thread in each of its hooks.
 
 Named by an engine's ``kv_connector_module_path``.  ``TimedConnector`` times every public
 method that vLLM calls, inherited and empty ones too, as wall time and as the thread's
@@ -28,7 +28,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from pdconn.vllm.connector import PdConnector
+from pdconn.vllm.connector import PdconnConnector
 
 FILE = "PDCONN_TIMED_FILE"
 INSTANT = "instant"
@@ -118,7 +118,7 @@ class _Stepping:
         LOG.write()
 
 
-class _Timed(PdConnector):
+class _Timed(PdconnConnector):
     """Times every hook."""
 
 
@@ -140,15 +140,15 @@ def _timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
-for _name in dir(PdConnector):
+for _name in dir(PdconnConnector):
     # Class methods are called once, at the start; properties hold nothing of ours.
     if not _name.startswith("_") and _name != "shutdown":
-        _member = inspect.getattr_static(PdConnector, _name)
+        _member = inspect.getattr_static(PdconnConnector, _name)
         if inspect.isfunction(_member):
             setattr(_Timed, _name, _timed(_name, _member))
 
 
-class SteppedConnector(_Stepping, PdConnector):
+class SteppedConnector(_Stepping, PdconnConnector):
     """Only knows when steps end, and may make believe that KV was pulled.
 
     A request whose parameters say ``INSTANT`` gets blocks and waits as for a pull, which is

@@ -156,7 +156,7 @@ def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
     """``--kv-transfer-config`` of a test engine; ``extra`` are our own keys."""
     policy = extra.pop("policy", "fail")
     return {
-        "kv_connector": "PdConnector",
+        "kv_connector": "PdconnConnector",
         "kv_connector_module_path": "pdconn.vllm",
         "kv_role": role,
         "kv_load_failure_policy": policy,

@@ -35,7 +35,7 @@ Resolve = Callable[[Any, list[list[str]]], KVCacheLayout]
 
 def config(asked: object = None, mla: bool = False) -> Any:
     transfer = KVTransferConfig(
-        kv_connector="PdConnector",
+        kv_connector="PdconnConnector",
         kv_connector_module_path="pdconn.vllm",
         kv_role="kv_both",
         kv_connector_extra_config={} if asked is None else {"layout": asked},

@@ -1,6 +1,6 @@
 """An engine that slept is another boot: nothing from before is read, and nothing hangs.
 
-``PdConnector`` in both roles, called as vLLM 0.33 does when an engine sleeps and wakes; a real
+``PdconnConnector`` in both roles, called as vLLM 0.33 does when an engine sleeps and wakes; a real
 side channel, a real puller, and bytes that move in this process.
 """
 
@@ -28,14 +28,14 @@ with warnings.catch_warnings():
     from vllm.config import KVTransferConfig
     from vllm.v1.request import RequestStatus
 
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.memory import sleep
     from pdconn.vllm.memory.sleep import IS_TOLD, check_sleep, options_for_sleep
     from pdconn.vllm.supported import check_supported
     from pdconn.vllm.worker import PdWorker
 
 
-class Deaf(PdConnector):
+class Deaf(PdconnConnector):
     """As connectors were: the sleep passes by."""
 
     def unregister_kv_caches(self) -> None:
@@ -48,10 +48,10 @@ class Deaf(PdConnector):
 class Engines:
     """Prefill, with its own scheduler and pool, and decode."""
 
-    def __init__(self, network: InProcessNetwork, prefill: type[PdConnector]) -> None:
+    def __init__(self, network: InProcessNetwork, prefill: type[PdconnConnector]) -> None:
         self.network, self.pool = network, Pool()
         self.prefill = Steps("kv_producer", prefill, Cache(filled=True))
-        self.decode = Steps("kv_consumer", PdConnector, Cache(filled=False))
+        self.decode = Steps("kv_consumer", PdconnConnector, Cache(filled=False))
         self.prefill.scheduler.bind_gpu_block_pool(self.pool)
         for each in (self.prefill, self.decode):
             greet(each)
@@ -136,7 +136,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
     with rig(monkeypatch) as both:  # for what it replaces
 
-        def engines(prefill: type[PdConnector] = PdConnector) -> Engines:
+        def engines(prefill: type[PdconnConnector] = PdconnConnector) -> Engines:
             made.append(Engines(both.network, prefill))
             return made[-1]
 
@@ -320,7 +320,7 @@ def test_a_request_that_waits_while_decode_sleeps_claims_its_ticket_anew(make: M
 
 def transfer(role: str = "kv_both", **extra: Any) -> KVTransferConfig:
     return KVTransferConfig(
-        kv_connector="PdConnector",
+        kv_connector="PdconnConnector",
         kv_role=role,
         kv_connector_extra_config=extra,  # type: ignore[arg-type]
     )
@@ -335,7 +335,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vllm_0_32_does_not_tell_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleep, "IS_TOLD", False)
     with pytest.raises(ConfigError, match=r"enable_sleep_mode: expected False.*0\.32"):
-        PdConnector.supports_sleep_mode(transfer())
+        PdconnConnector.supports_sleep_mode(transfer())
 
 
 def test_this_vllm_tells_if_it_has_the_hooks() -> None:

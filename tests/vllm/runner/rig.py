@@ -1,7 +1,7 @@
 """The calls that vLLM's model runner V2 makes of a connector, without the runner.
 
 The runner needs a GPU.  Its part for connectors does not: ``ActiveKVConnector`` is vLLM's own,
-here over a ``PdConnector`` with a ``PdWorker`` of CPU memory, a real lender and a real puller;
+here over a ``PdconnConnector`` with a ``PdWorker`` of CPU memory, a real lender and a real puller;
 bytes move in this process.  :class:`Steps` calls it where ``GPUModelRunner`` does::
 
     tokens     pre_forward ─► model ─► finish_forward ─► sample ─► post_forward
@@ -39,7 +39,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
     from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 
-    from pdconn.vllm.connector import PdConnector
+    from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.metadata import welcome_of
     from pdconn.vllm.worker import PdWorker
 
@@ -88,14 +88,14 @@ class Cache:
 
 
 class Steps:
-    """One engine: ``PdConnector`` in both roles, and the runner's calls of the worker's.
+    """One engine: ``PdconnConnector`` in both roles, and the runner's calls of the worker's.
 
     Attributes:
         outputs: what each step told the scheduler, in order; None where there was nothing.
         worker: the connector of the worker's process.
     """
 
-    def __init__(self, role: str, connector: type[PdConnector], cache: Cache) -> None:
+    def __init__(self, role: str, connector: type[PdconnConnector], cache: Cache) -> None:
         self.config = _config(role)
         self.cache = cache
         self.scheduler = connector(self.config, KVConnectorRole.SCHEDULER, cache.config)
@@ -189,9 +189,9 @@ class Steps:
 class Rig:
     """Prefill, which has lent, and decode, whose steps a test takes."""
 
-    def __init__(self, network: InProcessNetwork, decode: type[PdConnector]) -> None:
+    def __init__(self, network: InProcessNetwork, decode: type[PdconnConnector]) -> None:
         self.network = network
-        self.prefill = Steps("kv_producer", PdConnector, Cache(filled=True))
+        self.prefill = Steps("kv_producer", PdconnConnector, Cache(filled=True))
         self.decode = Steps("kv_consumer", decode, Cache(filled=False))
         handshake = self.prefill.worker.get_handshake_metadata()
         welcome = welcome_of("prefill", "boot-1", {(0, 0): handshake})
@@ -242,7 +242,9 @@ class Rig:
 
 
 @contextmanager
-def rig(monkeypatch: pytest.MonkeyPatch, decode: type[PdConnector] = PdConnector) -> Iterator[Rig]:
+def rig(
+    monkeypatch: pytest.MonkeyPatch, decode: type[PdconnConnector] = PdconnConnector
+) -> Iterator[Rig]:
     """A rig whose decode engine has this connector."""
     from pdconn.vllm import worker
 
@@ -264,7 +266,7 @@ def rig(monkeypatch: pytest.MonkeyPatch, decode: type[PdConnector] = PdConnector
 def _config(role: str) -> VllmConfig:
     """vLLM's own configuration, of a model that only its shape is known of."""
     transfer = KVTransferConfig(
-        kv_connector="PdConnector", kv_connector_module_path="pdconn.vllm", kv_role=role
+        kv_connector="PdconnConnector", kv_connector_module_path="pdconn.vllm", kv_role=role
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,7 +14,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.runner.rig import DEFERS, EMPTY_MODEL_RUNNER_OUTPUT, PdConnector, Rig, Steps, rig
+from tests.vllm.runner.rig import (
+    DEFERS,
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    PdconnConnector,
+    Rig,
+    Steps,
+    rig,
+)
 from transport.inprocess.faults import Held
 
 Step = Callable[[Steps], object]
@@ -52,17 +59,17 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         yield made
 
 
-class Late(PdConnector):
+class Late(PdconnConnector):
     """Begins pulls where the interface says that loads begin, which V2 calls after the model."""
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        super(PdConnector, self).bind_connector_metadata(connector_metadata)
+        super(PdconnConnector, self).bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().apply(self._get_connector_metadata())  # type: ignore[arg-type]
 
 
-class Repeating(PdConnector):
+class Repeating(PdconnConnector):
     """Reports what it has reported."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -73,7 +80,7 @@ class Repeating(PdConnector):
         return self._all
 
 
-class Forgetful(PdConnector):
+class Forgetful(PdconnConnector):
     """Loses stats and reports where a step computes nothing."""
 
     def build_connector_worker_meta(self) -> None:
@@ -83,7 +90,7 @@ class Forgetful(PdConnector):
         super().get_kv_connector_stats()
 
 
-class Keeping(PdConnector):
+class Keeping(PdconnConnector):
     """Keeps a step's metadata after it."""
 
     def clear_connector_metadata(self) -> None:

@@ -12,11 +12,11 @@ import torch
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
 from pdconn.store.rank.shares import RowShare
 from pdconn.vllm import scheduler, tracked
-from pdconn.vllm.connector import PdConnector
+from pdconn.vllm.connector import PdconnConnector
 from pdconn.vllm.metadata import PdMetadata
 
 
-class WholePrompt(PdConnector):
+class WholePrompt(PdconnConnector):
     """Prefill computes the last prompt token too, and decode takes what it lends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ class WholePrompt(PdConnector):
                 side._has_states = False
 
 
-class HeldByAll(PdConnector):
+class HeldByAll(PdconnConnector):
     """Takes what full attention holds of a prompt for held by windows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class HeldByAll(PdConnector):
         scheduler.held_tokens = lambda config, blocks, num_local: (num_local,) * len(blocks)
 
 
-class Undigested(PdConnector):
+class Undigested(PdconnConnector):
     """Takes every ticket for a prefix of its prompt, whatever the tokens are."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class Undigested(PdConnector):
         tracked._shared_with = lambda request, ticket, num_lookahead: ticket.num_tokens
 
 
-class FlippedState(PdConnector):
+class FlippedState(PdconnConnector):
     """After every pull one bit of every state of the first state layer is another."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -59,7 +59,7 @@ class FlippedState(PdConnector):
         return results
 
 
-class TrustingStore(PdConnector):
+class TrustingStore(PdconnConnector):
     """Believes what its store holds, whatever the checksums say."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class TrustingStore(PdConnector):
         RowShare.check = lambda *args: None  # type: ignore[method-assign]
 
 
-class FlippedDraft(PdConnector):
+class FlippedDraft(PdconnConnector):
     """After every pull two bits of every number of the drafter's keys and values are others."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class FlippedDraft(PdConnector):
         return results
 
 
-class Hasty(PdConnector):
+class Hasty(PdconnConnector):
     """Takes every pull for received: one that failed, and one that was left, at once.
 
     So a request goes on with what its blocks hold, and blocks are given to others while a

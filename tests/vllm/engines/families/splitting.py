@@ -1,13 +1,13 @@
-"""``PdConnector`` in an engine whose attention kernels take blocks of 32 tokens and no other.
+"""``PdconnConnector`` in an engine whose attention kernels take blocks of 32 tokens and no other.
 
 So vLLM splits larger blocks, as it does on GPUs for kernels of one size.
 """
 
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from pdconn.vllm import PdConnector
+from pdconn.vllm import PdconnConnector
 
-__all__ = ["PdConnector"]
+__all__ = ["PdconnConnector"]
 
 KERNEL_TOKENS = 32
 
