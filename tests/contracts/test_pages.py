@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -63,10 +65,39 @@ def test_every_record_has_a_page_and_every_page_but_lmcaches_a_record() -> None:
 def test_vllm_and_we_take_the_configurations_of_the_page(page: str) -> None:
     given = given_configs(page)
     roles = [config.kv_role for config in configs(page)]
-    assert roles == ["kv_producer", "kv_consumer"], "prefill, then decode"
+    pairs, odd = divmod(len(roles), 2)
+    assert (pairs > 0, odd) == (True, 0)
+    assert roles == ["kv_producer", "kv_consumer"] * pairs, "prefill, then decode"
     for one in given:
         our_settings(one)
-    assert given[1]["kv_load_failure_policy"] == "recompute"
+    for decode in given[1::2]:
+        assert decode["kv_load_failure_policy"] == "recompute"
+
+
+def by_kserves_shell(options: str, *args: str) -> list[str]:
+    """vLLM's words, as KServe's templates have a shell make them."""
+    command = """eval "exec printf '%s\\n' ${VLLM_ADDITIONAL_ARGS} $@" """
+    done = subprocess.run(
+        ["bash", "-c", command, "--", *args],
+        env={"PATH": os.environ["PATH"], "VLLM_ADDITIONAL_ARGS": options},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_kserves_shell_hands_our_configuration_on_as_it_is() -> None:
+    (manifest,) = (one for one in manifests("llm-d.md") if one["kind"] == "LLMInferenceService")
+    spec = manifest["spec"]
+    for template in (spec["prefill"]["template"], spec["template"]):
+        (main,) = template["containers"]
+        (options,) = (e["value"] for e in main["env"] if e["name"] == "VLLM_ADDITIONAL_ARGS")
+        *_, name, text = by_kserves_shell(options)
+        assert name == "--kv-transfer-config"
+        our_settings(json.loads(text))
+        # Control: an entry of ``args`` is read a second time, and loses its quotes.
+        assert text not in by_kserves_shell("", name, text)
 
 
 def test_a_key_that_is_not_ours_is_noticed() -> None:

@@ -76,3 +76,29 @@ def test_both_our_python_images_begin_with_one_base_by_digest() -> None:
     assert bases["Dockerfile"] == bases["Dockerfile.router"]
     assert re.fullmatch(r"python:[\d.]+-slim-\w+@sha256:[0-9a-f]{64}", *bases["Dockerfile"])
     assert len(bases["Dockerfile.gpu"]) == 1  # a digest of vLLM's image is for the builder to give
+
+
+@pytest.mark.parametrize(("base", "is_said"), [("vllm/a:v1", True), ("vllm/a:v1@sha256:ab", False)])
+def test_a_build_without_a_digest_is_said_so(base: str, is_said: bool) -> None:
+    """By the step of the Dockerfile itself, run in a shell; the label says it of the image."""
+    text = (DOCKER / "Dockerfile.gpu").read_text()
+    after = text.partition("\nFROM ${BASE}\n")[2]
+    assert "\nARG BASE\nLABEL org.opencontainers.image.base.name=${BASE}\n" in after
+    (step,) = re.findall(r"^RUN (case .*?^    esac)$", after, re.M | re.S)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", step],
+        env={"BASE": base},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (f"base {base} has no digest" in done.stderr) == is_said
+
+
+def test_the_readme_pins_the_base_that_the_dockerfile_names() -> None:
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", (DOCKER / "Dockerfile.gpu").read_text(), re.M)
+    page = (DOCKER / "README.md").read_text()
+    assert f'--build-arg BASE="{base}@$(' in page
+    assert f"imagetools inspect --format '{{{{.Manifest.Digest}}}}' {base})" in page
+    assert "](#pin-vllms-image)" in page
+    assert "### Pin vLLM's image\n" in page
