@@ -149,8 +149,8 @@ def test_errors_reach_clients_as_their_own_types(served: Served) -> None:
 def test_the_edge_cases_of_vllms_own_test_of_its_connector(served: Served) -> None:
     """Less than a block; all of it in decode's cache and none in prefill's; some of it there.
 
-    Source: ``tests/v1/kv_connector/nixl_integration/test_edge_cases.py`` of vLLM, whose sentences
-    have no words of this model's.
+    Source: ``tests/v1/kv_connector/nixl_integration/test_edge_cases.py`` of vLLM, which itself runs
+    in ``test_edge_cases.py`` beside this one, where it can be had.
     """
     model, url = served.pair.decode.model, served.pair.decode_engine.url
     prefill = served.pair.prefill_engine.url
