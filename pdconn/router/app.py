@@ -34,8 +34,9 @@ from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.listing import ListedModels
 from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import StreamEnd, relay
+from pdconn.router.openai.forms import check_form
 from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
-from pdconn.router.openai.passed import PASSED, Asks, PassedRoute, check_form, model_of_form
+from pdconn.router.openai.passed import PASSED, Asks, PassedRoute
 from pdconn.router.openai.requests import Route, checked_fields, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
@@ -255,8 +256,7 @@ class RouterApp:
             raw = await self._bodies.read(http, held)
             if route.is_form:
                 headers["Content-Type"] = http.headers.get("Content-Type", "")
-                check_form(headers["Content-Type"], raw)
-                model = partial(model_of_form, raw)
+                model = partial(_same, check_form(headers["Content-Type"], raw))
             else:
                 fields = checked_fields(raw, self._xargs) if raw else {}
                 model = partial(text, fields.get("model"))
@@ -288,6 +288,10 @@ class RouterApp:
         elif KEY_HEADER in headers and "Authorization" not in headers:
             headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # all that vLLM looks at
         return request_id, headers
+
+
+def _same(name: str | None) -> str | None:
+    return name
 
 
 def _end_span(served: Served, status: int | None) -> None:
