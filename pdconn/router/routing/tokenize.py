@@ -120,9 +120,7 @@ class Tokeniser:
         self._most_tokens = most_tokens
         self._max_nbytes = max_nbytes
         self._turn = 0
-        self.models = ModelCatalog(
-            engines, self._ask, timeout_s, engine_key, is_told=tells_models
-        )
+        self.models = ModelCatalog(engines, self._ask, timeout_s, engine_key, is_told=tells_models)
 
     async def serving(self, request: RoutedRequest) -> frozenset[str] | None:
         """The engines that serve the model of a request; None: all do.
