@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from pdconn.doctor.findings import Finding, fault, note
 from pdconn.doctor.local.limits import sized
@@ -117,7 +118,9 @@ def seen_store(facts: StoreFacts, settings: StoreSettings) -> str:
 def judge_store(facts: StoreFacts, settings: StoreSettings) -> Iterator[Finding]:
     """What would keep rows from being saved or served."""
     if facts.error is not None:
-        remedy = f"make {facts.root} and give it to the user that runs the engine"
+        remedy = (
+            f"as the engine's user: sudo install -d -o $(id -u) -g $(id -g) {quote(facts.root)}"
+        )
         yield fault("store.write", "store.root", facts.error, remedy)
         return
     room = facts.free_nbytes + facts.held_nbytes
