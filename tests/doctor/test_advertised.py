@@ -13,6 +13,7 @@ from pdconn.doctor.findings import Severity
 from pdconn.doctor.fleet.advertised import judge_advertised
 from pdconn.doctor.fleet.channels import ChannelFacts
 from pdconn.doctor.fleet.golden import GoldenFacts
+from pdconn.faults.frames import MessageFaults
 from pdconn.faults.relay import Relay
 from pdconn.lab.ports import free_ports
 from pdconn.protocol.messages import Described
@@ -92,7 +93,8 @@ def test_credentials_that_are_refused_are_not_taken_for_another_engine() -> None
 @in_loop
 async def test_a_relay_on_loopback_is_healthy(tmp_path: Path, capsys: Any) -> None:
     async with healthy(tmp_path) as one:
-        with Relay(int(one.channel.rpartition(":")[2])) as relay:
+        port = int(one.channel.rpartition(":")[2])
+        with Relay("127.0.0.1", port, MessageFaults(), 0) as relay:
             one.prefill.advertised = ("127.0.0.1", relay.port)
             code, document = await one.ask(capsys)
     assert (code, ids(document)) == (0, [])

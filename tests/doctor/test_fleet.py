@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pdconn.doctor import examine
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.fleet.channels import PairFacts, PullTimes, judge_pairs, judge_times
 from pdconn.doctor.fleet.engines import (
@@ -25,6 +26,7 @@ from pdconn.doctor.fleet.engines import (
 from pdconn.doctor.fleet.events import EventFacts, judge_events, read_events
 from pdconn.doctor.fleet.golden import MOST_PAIRS, golden_ids, golden_pairs, golden_prompt
 from pdconn.doctor.fleet.traffic import judge_traffic, traffic_of
+from pdconn.doctor.probe import ProbeFacts
 from pdconn.lab.ports import free_ports
 from pdconn.router.fleet.member import parse_member
 from pdconn.router.prefix.hashing import HashScheme, chain, external
@@ -195,6 +197,36 @@ def test_the_longest_pull_must_fit_the_read_timeout_and_should_fit_the_lease_twi
     assert times(bytes_per_s=0.5e9) == ["pair.lease"]  # 20 s
     assert times(bytes_per_s=0.5e9, lease_s=41.0) == []
     assert times(bytes_per_s=0.05e9) == ["pair.read-timeout"]  # 200 s
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [
+        (ProbeFacts("h:1", 1, 1e3, 1e3), ["pair.read-timeout", "probe.link"]),
+        (ProbeFacts("h:1", 1, 20e9, 20e9), []),
+        (ProbeFacts("h:1", error="refused"), ["probe.failed"]),
+    ],
+)
+def test_the_speed_of_a_probe_takes_the_place_of_the_links(
+    facts: ProbeFacts,
+    found: list[str],
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A probe that failed leaves the link's, by which the pull is fast enough."""
+    monkeypatch.setattr(examine, "read_probe", lambda host, port, say: facts)
+
+    @in_loop
+    async def asked() -> None:
+        async with healthy(tmp_path) as pair:
+            pair.more = ["--probe", "127.0.0.1:9", "--link", "100Gb/s"]
+            _, document = await pair.ask(capsys)
+        assert sorted(ids(document)) == found
+        messages = [one["message"] for one in document["findings"] if one["id"].startswith("pair")]
+        assert all("at the measured 1e-06 GB/s" in message for message in messages)
+
+    asked()
 
 
 def test_small_runs_are_found_where_a_block_is_large_enough_for_larger_ones() -> None:

@@ -15,21 +15,14 @@ from tests.doctor.healthy import ids
 STAMP = "[1795547200.163707] [host:3027 :1]   "
 
 
-def table(
-    operation: str, rows: list[str], head: str = "| Count | Range | Description | Config |"
-) -> str:
+HEAD = "| Count | Range | Description | Config |"
+
+
+def table(operation: str, rows: list[str], head: str = HEAD) -> str:
     """As UCX 1.23 prints one; ``rows`` are its last lines."""
     rule = "+-------+--------+-------------+------------+"
-    lines = [
-        rule,
-        "| decode-0 intra-node cfg#1 |",
-        f"| {operation} |",
-        rule,
-        head,
-        rule,
-        *rows,
-        rule,
-    ]
+    name = "| decode-0 intra-node cfg#1 |"
+    lines = [rule, name, f"| {operation} |", rule, head, rule, *rows, rule]
     return "".join(f"{STAMP}{line}\n" for line in lines)
 
 
