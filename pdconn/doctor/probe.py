@@ -77,7 +77,7 @@ def read_probe(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, name: value},
+        env={**os.environ, name: value, "UCX_LOG_FILE": ""},  # empty: its output
         text=True,
         errors="replace",
         start_new_session=True,  # Ctrl-C reaches this process, which ends that one

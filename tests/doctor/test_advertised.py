@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_credentials_that_are_refused_are_not_taken_for_another_engine() -> None
 async def test_a_relay_on_loopback_is_healthy(tmp_path: Path, capsys: Any) -> None:
     async with healthy(tmp_path) as one:
         port = int(one.channel.rpartition(":")[2])
-        with Relay("127.0.0.1", port, MessageFaults(), 0) as relay:
+        with closing(Relay("127.0.0.1", port, MessageFaults(), 0)) as relay:
             one.prefill.advertised = ("127.0.0.1", relay.port)
             code, document = await one.ask(capsys)
     assert (code, ids(document)) == (0, [])

@@ -79,7 +79,11 @@ async def test_engines_at_https_are_asked_with_the_ca_that_was_given(tmp_path: P
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(files.cert, files.key)
     app = web.Application()
-    app.router.add_get("/{page:.*}", lambda http: web.json_response({"version": "0.32.0"}))
+
+    async def answer(http: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    app.router.add_get("/{page:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     (port,) = free_ports(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -232,9 +233,9 @@ def judge_times(pairs: Sequence[PairFacts], times: PullTimes) -> Iterator[Findin
         pull = f"{what} takes {seconds:.1f} s {times.speed}"
         if seconds >= times.read_timeout_s:
             message = f"{pull}, and read_timeout is {times.read_timeout_s:g} s: it would fail"
-            remedy = f'set "read_timeout": {_ENOUGH * seconds:.0f} on decode, or more'
+            remedy = f'set "read_timeout": {math.ceil(_ENOUGH * seconds)} on decode, or more'
             yield fault("pair.read-timeout", subject, message, remedy)
         elif seconds * _ENOUGH > times.lease_s:
             message = f"{pull}, and the lease is {times.lease_s:g} s: it rests on renewals"
-            remedy = f'set "kv_lease_duration": {_ENOUGH * seconds:.0f} on prefill, or more'
+            remedy = f'set "kv_lease_duration": {math.ceil(_ENOUGH * seconds)} on prefill, or more'
             yield warning("pair.lease", subject, message, remedy)

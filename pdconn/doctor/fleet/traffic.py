@@ -141,7 +141,7 @@ def _leases(one: EngineFacts, traffic: Traffic) -> Iterator[Finding]:
     if traffic.lent >= FEW_PULLS and 10 * traffic.expired >= traffic.lent:
         message = f"{traffic.expired} of {traffic.lent} leases expired unread"
         remedy = (
-            'set "kv_lease_duration": 60 on prefill if tickets reach decode late; else look why '
-            "requests end before decode, with pdconn:leases_ended in docs/metrics.md"
+            'set "kv_lease_duration": 60 on prefill if tickets reach decode late; if they do not, '
+            "the router must pass kv_transfer_params of prefill's answer on to decode"
         )
         yield warning("traffic.expired", one.url, message, remedy)

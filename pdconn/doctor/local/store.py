@@ -32,6 +32,7 @@ class StoreFacts:
         free_nbytes: that users may write.
         held_nbytes: of rows in the root already.
         has_direct_io, has_locks: what a file there takes.
+        is_file: there is a file in its place.
     """
 
     root: str
@@ -41,6 +42,7 @@ class StoreFacts:
     held_nbytes: int = 0
     has_direct_io: bool = True
     has_locks: bool = True
+    is_file: bool = False
 
 
 def read_store(settings: StoreSettings) -> StoreFacts:
@@ -51,7 +53,7 @@ def read_store(settings: StoreSettings) -> StoreFacts:
         folder = folder.parent
     exists = folder == root
     if not folder.is_dir():
-        return StoreFacts(settings.root, exists, f"{folder} is not a folder")
+        return StoreFacts(settings.root, exists, f"{folder} is not a folder", is_file=True)
     found = os.statvfs(folder)
     held = _held(root / "rows") if exists else 0
     free = found.f_bavail * found.f_frsize
@@ -121,6 +123,10 @@ def judge_store(facts: StoreFacts, settings: StoreSettings) -> Iterator[Finding]
         remedy = (
             f"as the engine's user: sudo install -d -o $(id -u) -g $(id -g) {quote(facts.root)}"
         )
+        if settings.read_only:
+            remedy = 'set "store.root" to the folder that another engine fills, or mount it here'
+        elif facts.is_file:
+            remedy = 'move that file away, or set another "store.root"'
         yield fault("store.write", "store.root", facts.error, remedy)
         return
     room = facts.free_nbytes + facts.held_nbytes

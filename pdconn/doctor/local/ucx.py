@@ -146,9 +146,10 @@ def _net_devices(given: str | None, devices: Devices) -> Iterator[Finding]:
             continue
         known = ", ".join(sorted(devices.names - {"lo"})) or "none"
         message = f"expected devices of this host ({known}), got {word!r}"
-        remedy = f"export UCX_NET_DEVICES={known.replace(', ', ',')} (or some of these)"
-        if known == "none":
-            remedy = "unset UCX_NET_DEVICES: UCX then chooses"
+        good = [port.name for port in devices.active_rdma] or [
+            net.name for net in devices.nets if net.is_up and not net.is_loopback
+        ]
+        remedy = f"export UCX_NET_DEVICES={','.join(good)}" if good else "unset UCX_NET_DEVICES"
         yield fault("ucx.net-devices", "UCX_NET_DEVICES", message, remedy)
 
 

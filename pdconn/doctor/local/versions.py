@@ -104,11 +104,11 @@ def _engine(facts: InstalledVersions, transport: str) -> Iterator[Finding]:
     either = moves.get(transport, (*moves["nixl"], *moves["ucx"]))
     if not any(name in installed for name in either):
         text = f"vLLM is installed, and none of {', '.join(either)}, which moves the bytes"
-        bounds = dict(requirements_of(facts.wanted))
-        remedy = f"pip install 'nixl{bounds.get('nixl', '')}'"
+        wants = dict(requirements_of(facts.wanted))
+        remedy = f"pip install 'nixl{wants.get('nixl', '')}'"
         if transport == "ucx":
             named = ("libucx-cu12", "ucxx-cu12")
-            remedy = "pip install " + " ".join(f"'{n}{bounds.get(n, '')}'" for n in named)
+            remedy = "pip install " + " ".join(f"'{n}{wants.get(n, '')}'" for n in named)
         yield fault("versions.no-transport", f"transport {transport}", text, remedy)
     yield from _cuda(installed)
 

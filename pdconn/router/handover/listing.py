@@ -57,7 +57,7 @@ class Listing:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _SharedQuestion:
     """A question under way, and how many wait for its answer."""
 
     answer: asyncio.Task[Listing]
@@ -69,7 +69,7 @@ class ListedModels:
 
     def __init__(self, handover: Handover) -> None:
         self._handover = handover
-        self._under_way: dict[_Question, _Asked] = {}
+        self._under_way: dict[_Question, _SharedQuestion] = {}
         self._places = asyncio.Semaphore(MOST_QUESTIONS)
 
     async def answer(self, headers: CIMultiDict[str], request_id: str) -> Listing:
@@ -85,7 +85,7 @@ class ListedModels:
         asked = self._under_way.get(question)
         if asked is None:
             list_all = self._list(headers, request_id)
-            asked = _Asked(asyncio.create_task(list_all, name="list models"))
+            asked = _SharedQuestion(asyncio.create_task(list_all, name="list models"))
             self._under_way[question] = asked
         asked.num_waiting += 1
         try:

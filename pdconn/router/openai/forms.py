@@ -50,7 +50,7 @@ _EXPECTED_HEAD = 'parts with Content-Disposition: form-data; name="a plain name"
 _EXPECTED_FORM = "parts between lines of the boundary, which stands nowhere else"
 
 
-class _Part(NamedTuple):
+class _FormPart(NamedTuple):
     """The bounds of a part's head and value in the body."""
 
     head: slice
@@ -77,7 +77,7 @@ def check_form(content_type: str, raw: bytes) -> str | None:
     return model
 
 
-def _parts(raw: bytes, boundary: bytes) -> Iterator[_Part]:
+def _parts(raw: bytes, boundary: bytes) -> Iterator[_FormPart]:
     """Every part; a body that is not exactly a form is refused, after the parts before that."""
     line = b"--" + boundary
     if not raw.startswith(line):
@@ -99,7 +99,7 @@ def _parts(raw: bytes, boundary: bytes) -> Iterator[_Part]:
         if at < value + 2 or raw[at - 2 : at] != b"\r\n":
             seen = "no last line" if at < 0 else _seen(raw[max(value, at - 20) : at + 80])
             raise BadBody("body", _EXPECTED_FORM, seen)
-        yield _Part(slice(begin, blank), slice(value, at - 2))
+        yield _FormPart(slice(begin, blank), slice(value, at - 2))
     raise BadBody("body", f"at most {MAX_PARTS} parts", "more")
 
 
