@@ -72,7 +72,7 @@ def test_a_log_without_counts_is_said_to_tell_nothing(tmp_path: Path, capsys: An
     log.write_text("nothing of UCX\n")
     code, document = ask(log, capsys)
     assert (code, ids(document)) == (0, ["ucx-log.silent"])
-    assert "UCX_PROTO_INFO=used" in document["findings"][0]["remedy"]
+    assert "export UCX_PROTO_INFO=used" in document["findings"][0]["remedy"]
 
 
 def test_a_log_that_is_not_there_is_a_wrong_command_line(tmp_path: Path, capsys: Any) -> None:

@@ -57,8 +57,7 @@ two hosts:
 
 transports that engines have used:
   --ucx-log FILE  what UCX printed in a decode engine that ran with UCX_PROTO_INFO=used
-      (and UCX_LOG_FILE=FILE, else in the engine's log); UCX prints it where a
-      connection ends
+      and without UCX_LOG_FILE: its output, where UCX prints it as a connection ends
 
 examples:
   pdconn doctor

@@ -60,7 +60,7 @@ def used_transports(where: str, lines: Iterable[str]) -> UsedTransports:
 
 
 def read_ucx_log(path: str) -> UsedTransports:
-    """From an engine's log, or from a file that ``UCX_LOG_FILE`` named.
+    """From an engine's output.  A file that ``UCX_LOG_FILE`` names is written late, or not at all.
 
     Raises:
         BadQuestion: it cannot be read.
@@ -88,8 +88,8 @@ def judge_used(logs: Iterable[UsedTransports]) -> Iterator[Finding]:
         if not one.counts:
             message = "no table of UCX with counts of reads: the log tells of no transport"
             remedy = (
-                f"start that decode engine with {SETTING} UCX_LOG_FILE=/tmp/ucx.%p.log, let it "
-                "pull, stop it (UCX prints where a connection ends), and give that file"
+                f"export {SETTING}; unset UCX_LOG_FILE; start that decode engine with its output "
+                "in a file, let it pull, stop it (UCX prints where a connection ends), and give it"
             )
             yield warning("ucx-log.silent", one.where, message, remedy)
 
