@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,19 @@ from pathlib import Path
 import aiohttp
 
 from pdconn.doctor.findings import Checked, Diagnosis, checked, fault
-from pdconn.doctor.fleet import channels, engines, events, golden, traffic
-from pdconn.doctor.local import credentials, devices, given, limits, ports, store, ucx, versions
-from pdconn.doctor.probe import judge_probe, read_probe, seen_probe
+from pdconn.doctor.fleet import advertised, channels, engines, events, golden, traffic
+from pdconn.doctor.local import (
+    credentials,
+    devices,
+    given,
+    limits,
+    ports,
+    store,
+    ucx,
+    used,
+    versions,
+)  # fmt: skip
+from pdconn.doctor.probe import ProbeFacts, judge_probe, read_probe, seen_probe
 from pdconn.forecast.link import Link
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, merged
@@ -42,11 +53,12 @@ class Questions:
         sources: of the fleet; empty: no fleet is checked.
         prefill_channels, decode_channels: ``host:port`` or description files.
         secret_file, tls: our credentials for side channels, as the engines have them.
-        api_key: for the engines' HTTP.
+        api_key: for the engines' HTTP; trusted: CAs for its TLS.
         asks_golden: send a golden prompt through the pairs.
         hash_seed: the engines' PYTHONHASHSEED.
         link: nominal bandwidth; None: unknown.
         probe: where ``pdconn doctor --serve`` runs.
+        ucx_logs: what UCX has printed in engines.
         environ, root: variables and file system of this host.
     """
 
@@ -59,10 +71,12 @@ class Questions:
     tls: Mapping[str, str | None] = field(default_factory=dict)
     tls_check_hostname: bool = True
     api_key: str | None = None
+    trusted: ssl.SSLContext | None = None
     asks_golden: bool = False
     hash_seed: str | None = None
     link: Link | None = None
     probe: tuple[str, int] | None = None
+    ucx_logs: tuple[used.UsedTransports, ...] = ()
     timeout_s: float = 5.0
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
@@ -87,12 +101,16 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
         settings, refused = given.settings_of_given(questions.config, questions.environ)
     if questions.local:
         checks += _local(questions, settings, refused, say)
-    if questions.sources or questions.prefill_channels or questions.decode_channels:
-        checks += asyncio.run(_fleet(questions, members, settings, say))
+    measured = None
     if questions.probe is not None:
         say("reading from the other host")
-        facts = read_probe(*questions.probe, say)
-        checks.append(checked("probe", judge_probe(facts, questions.link), seen_probe(facts)))
+        measured = read_probe(*questions.probe, say)
+        judged = judge_probe(measured, questions.link)
+        checks.append(checked("probe", judged, seen_probe(measured)))
+    if questions.sources or questions.prefill_channels or questions.decode_channels:
+        checks += asyncio.run(_fleet(questions, members, settings, measured, say))
+    if questions.ucx_logs:
+        checks.append(used.check_used(questions.ucx_logs))
     return Diagnosis(checks)
 
 
@@ -183,10 +201,16 @@ def _side_channel(questions: Questions, settings: Settings | None) -> Iterator[C
 
 
 async def _fleet(
-    questions: Questions, members: Sequence[Member], settings: Settings | None, say: Say
+    questions: Questions,
+    members: Sequence[Member],
+    settings: Settings | None,
+    measured: ProbeFacts | None,
+    say: Say,
 ) -> list[Checked]:
     made: list[Checked] = []
-    async with engines.client_session(questions.timeout_s, questions.api_key) as session:
+    async with engines.client_session(
+        questions.timeout_s, questions.api_key, questions.trusted
+    ) as session:
         found: Sequence[engines.EngineFacts] = ()
         if members:
             say(f"asking {len(members)} engines")
@@ -200,12 +224,31 @@ async def _fleet(
             ]
             made.append(checked("traffic", traffic.judge_traffic(found), *lines))
             made.append(await _events(members, questions, say))
-        advertised: tuple[str, ...] = ()
+        tried: Sequence[golden.GoldenFacts] = ()
         if questions.asks_golden:
-            check, advertised = await _golden(found, session, say)
+            check, tried = await _golden(found, session, say)
             made.append(check)
     lengths = [m.max_model_len for one in found for m in one.models if m.max_model_len is not None]
-    return made + _channels(questions, settings, advertised, max(lengths, default=None), say)
+    times = _times(questions, settings, max(lengths, default=None), measured)
+    return made + _channels(questions, tried, times, say)
+
+
+def _times(
+    questions: Questions,
+    settings: Settings | None,
+    max_tokens: int | None,
+    measured: ProbeFacts | None,
+) -> channels.PullTimes | None:
+    """What bounds a pull: the speed of a probe, if one was measured, else the link's."""
+    is_measured = measured is not None and measured.error is None
+    speed = None if questions.link is None else questions.link.bytes_per_s
+    if measured is not None and is_measured:
+        speed = measured.pull_bytes_per_s
+    if speed is None or max_tokens is None:
+        return None
+    lease = 30.0 if settings is None else settings.kv_lease_duration
+    timeout = 120.0 if settings is None else settings.read_timeout
+    return channels.PullTimes(max_tokens, speed, lease, timeout, is_measured)
 
 
 async def _members(sources: Sequence[FleetSource]) -> tuple[Member, ...]:
@@ -231,7 +274,7 @@ async def _events(members: Sequence[Member], questions: Questions, say: Say) -> 
 
 async def _golden(
     found: Sequence[engines.EngineFacts], session: aiohttp.ClientSession, say: Say
-) -> tuple[Checked, tuple[str, ...]]:
+) -> tuple[Checked, Sequence[golden.GoldenFacts]]:
     pairs = golden.golden_pairs(found)
     if not pairs:
         return Checked("golden", skipped="no pair of prefill and decode answers"), ()
@@ -240,19 +283,18 @@ async def _golden(
         say(f"golden prompt {number} of {len(pairs)}")
         nonce = f"Golden {secrets.token_hex(6)}"
         facts.append(await golden.read_golden(prefill, decode, session, nonce))
-    named = tuple(dict.fromkeys(one.advertised for one in facts if one.advertised))
-    return checked("golden", golden.judge_golden(facts), *map(golden.seen_golden, facts)), named
+    return checked("golden", golden.judge_golden(facts), *map(golden.seen_golden, facts)), facts
 
 
 def _channels(
     questions: Questions,
-    settings: Settings | None,
-    advertised: Sequence[str],
-    max_tokens: int | None,
+    tried: Sequence[golden.GoldenFacts],
+    times: channels.PullTimes | None,
     say: Say,
 ) -> list[Checked]:
     """Every side channel that is known, and each pair of them."""
-    told = tuple(dict.fromkeys((*questions.prefill_channels, *advertised)))
+    named = tuple(dict.fromkeys(one.advertised for one in tried if one.advertised))
+    told = tuple(dict.fromkeys((*questions.prefill_channels, *named)))
     words = tuple(dict.fromkeys((*told, *questions.decode_channels)))
     if not words:
         why = "give --prefill-channel and --decode-channel, or --golden, whose tickets name them"
@@ -267,15 +309,15 @@ def _channels(
             environ=questions.environ,
         )
     except SecurityError as error:
-        found = fault("channel.our-credentials", error.field, error, "correct our own options")
+        remedy = "correct --secret-file, --tls-cert, --tls-key or --tls-ca of this command"
+        found = fault("channel.our-credentials", error.field, error, remedy)
         return [checked("channels", [found])]
     say(f"asking {len(words)} side channels")
     facts = channels.read_channels(words, security, questions.timeout_s)
-    by_ticket = {word: facts[word] for word in advertised}
-    by_option = {word: each for word, each in facts.items() if word not in by_ticket}
+    by_option = {word: each for word, each in facts.items() if word not in named}
     judged = [
         *channels.judge_channels(by_option),
-        *channels.judge_channels(by_ticket, "channel.advertised"),
+        *advertised.judge_advertised(tried, facts),
     ]
     pairs = channels.compare_pairs(
         [facts[word] for word in told], [facts[word] for word in questions.decode_channels]
@@ -284,9 +326,6 @@ def _channels(
     if not pairs:
         return [*made, Checked("pairs", skipped="no described prefill and decode to compare")]
     judged = [*channels.judge_pairs(pairs)]
-    if questions.link is not None and max_tokens is not None:
-        lease = 30.0 if settings is None else settings.kv_lease_duration
-        timeout = 120.0 if settings is None else settings.read_timeout
-        times = channels.PullTimes(max_tokens, questions.link.bytes_per_s, lease, timeout)
+    if times is not None:
         judged += channels.judge_times(pairs, times)
     return [*made, checked("pairs", judged, *map(channels.seen_pair, pairs))]

@@ -2,13 +2,20 @@
 
 One host lends (``pdconn doctor --serve``), the other reads real bytes over NIXL and compares
 them (``pdconn doctor --probe``).  Both are ``pdconn bench transfer``'s parts, for one workload.
+
+The reader is a child process (``python -m pdconn.doctor.probe``): UCX takes its settings when it is
+loaded, and prints there by which transports it has read.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pdconn.bench.errors import BenchError
 from pdconn.bench.transfer.lender import ListeningLender, listen
@@ -17,8 +24,9 @@ from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
-from pdconn.doctor.findings import Finding, fault, warning
+from pdconn.doctor.findings import Finding, fault, one_line, warning
 from pdconn.doctor.local.limits import sized
+from pdconn.doctor.local.used import SETTING, used_transports
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.link import Link
 from pdconn.forecast.shapes import built_in
@@ -35,13 +43,17 @@ _SLOW_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ProbeFacts:
-    """Medians in bytes per second; ``error`` where nothing was measured."""
+    """Medians in bytes per second; ``error`` where nothing was measured.
+
+    ``used``: by which transports UCX read, and how often; empty where it does not tell.
+    """
 
     where: str
     nbytes: int = 0
     pull_bytes_per_s: float = 0.0
     read_bytes_per_s: float = 0.0
     error: str | None = None
+    used: tuple[tuple[str, int], ...] = ()
 
 
 def serve_probe(host: str, port: int, say: Callable[[str], None]) -> None:
@@ -56,7 +68,41 @@ def serve_probe(host: str, port: int, say: Callable[[str], None]) -> None:
 def read_probe(
     host: str, port: int, say: Callable[[str], None], prompt_tokens: int = PROMPT_TOKENS
 ) -> ProbeFacts:
-    """Measure; ``say`` is told each step."""
+    """Measure in a child process; ``say`` is told each step."""
+    where = f"{host}:{port}"
+    name, _, value = SETTING.partition("=")
+    command = [sys.executable, "-m", "pdconn.doctor.probe", host, str(port), str(prompt_tokens)]
+    printed: list[str] = []
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, name: value, "UCX_LOG_FILE": ""},  # empty: its output
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C reaches this process, which ends that one
+    ) as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                if line.startswith(_STEP):
+                    say(line.removeprefix(_STEP).strip())
+                else:
+                    printed.append(line)
+        finally:
+            child.kill()
+    told = next((line for line in reversed(printed) if line.startswith(_FACTS)), None)
+    if told is None:
+        last = one_line("".join(printed)[-200:]) or "it printed nothing"
+        return ProbeFacts(where, error=f"the process that reads ended: {last}")
+    facts = json.loads(told.removeprefix(_FACTS))
+    return ProbeFacts(**{**facts, "used": used_transports(where, printed).counts})
+
+
+_STEP, _FACTS = "pdconn step: ", "pdconn facts: "
+
+
+def _measure(host: str, port: int, say: Callable[[str], None], prompt_tokens: int) -> ProbeFacts:
     where = f"{host}:{port}"
     shape = EngineShape(built_in(MODEL)).in_best_layout()
     try:
@@ -80,8 +126,13 @@ def seen_probe(facts: ProbeFacts) -> str:
     pull, read = facts.pull_bytes_per_s / 1e9, facts.read_bytes_per_s / 1e9
     return (
         f"{facts.where}: a pull of {sized(facts.nbytes)} at {pull:.2f} GB/s, one READ of as many "
-        f"bytes at {read:.2f} GB/s; all bytes were right"
+        f"bytes at {read:.2f} GB/s; all bytes were right; UCX read by {_used(facts)}"
     )
+
+
+def _used(facts: ProbeFacts) -> str:
+    listed = ", ".join(f"{how} ({count})" for how, count in facts.used)
+    return listed or "transports that it does not tell"
 
 
 def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding]:
@@ -98,7 +149,25 @@ def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding
     if link is not None and facts.read_bytes_per_s < _SLOW_SHARE * link.bytes_per_s:
         message = (
             f"one READ reaches {facts.read_bytes_per_s / 1e9:.2f} GB/s of the link's "
-            f"{link.bytes_per_s / 1e9:.2f}"
+            f"{link.bytes_per_s / 1e9:.2f}, by {_used(facts)}"
         )
-        remedy = "is UCX on the right card? see UCX_NET_DEVICES and UCX_TLS in docs/network.md"
+        remedy = (
+            "set UCX_NET_DEVICES and UCX_TLS on both hosts as the line of devices of pdconn doctor "
+            "there has them"
+        )
         yield warning("probe.link", facts.where, message, remedy)
+
+
+def _main(host: str, port: str, prompt_tokens: str) -> None:
+    """In the child."""
+
+    def say(text: str) -> None:
+        print(f"{_STEP}{text}", flush=True)
+
+    facts = _measure(host, int(port), say, int(prompt_tokens))
+    print(f"\n{_FACTS}{json.dumps(asdict(facts))}", flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
+    os._exit(0)  # UCX's own ending may take seconds, or fail

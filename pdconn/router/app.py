@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
 from pdconn.router.access.cors import allowing
-from pdconn.router.access.keys import ApiKeys, requiring
+from pdconn.router.access.keys import ApiKeys, EngineKey, requiring
 from pdconn.router.access.log import Served, current, logging_access
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
@@ -31,11 +31,12 @@ from pdconn.router.fleet.client import (
     EngineAnswer,
 )
 from pdconn.router.handover.handover import Handover
-from pdconn.router.handover.listing import ListedModels
+from pdconn.router.handover.listing import ListedModels, Listing
 from pdconn.router.handover.passing import Passing, PassThrough
-from pdconn.router.handover.stream import StreamEnd, relay
+from pdconn.router.handover.stream import ENGINE_HEADER, StreamEnd, relay
+from pdconn.router.openai.forms import check_form
 from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
-from pdconn.router.openai.passed import PASSED, Asks, PassedRoute, check_form, model_of_form
+from pdconn.router.openai.passed import PASSED, Asks, PassedRoute
 from pdconn.router.openai.requests import Route, checked_fields, parse_body
 from pdconn.router.refusals import refusing
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
@@ -56,8 +57,8 @@ _SERVED = (
     *(route.name for route in PASSED),
 )
 
-_Answered = tuple[EngineAnswer, str]
-"""An engine's answer, and the request's id."""
+_Answered = tuple[EngineAnswer | Listing, str]
+"""An engine's answer or a list of models, and the request's id."""
 
 _ENDS = {
     StreamEnd.ENGINE_FAILED: RequestEnd.BROKEN_STREAM,
@@ -77,6 +78,7 @@ class RouterApp:
         config: ProxyConfig,
         keys: ApiKeys | None,
         *,
+        engine_key: EngineKey | None,
         tracing: Tracing,
     ) -> None:
         self._tracing = tracing
@@ -89,6 +91,7 @@ class RouterApp:
         self._busy_log = QuietLog(log)
         self._config = config
         self._keys = keys
+        self._engine_key = engine_key
         self._engines = handover.engines
         self._health = handover.tries.health
         self._metrics = handover.metrics
@@ -120,7 +123,8 @@ class RouterApp:
         for passed in PASSED:
             handler = self._counting(passed.name, partial(self._pass, passed))
             app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
-        app.router.add_get("/v1/models", self._models, allow_head=False, expect_handler=_continue)
+        models = self._counting("/v1/models", self._models)
+        app.router.add_get("/v1/models", models, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
 
@@ -215,6 +219,9 @@ class RouterApp:
     ) -> tuple[web.StreamResponse, RequestEnd]:
         answer, request_id = answered
         name_engine, served = self._config.show_engines, current()
+        ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
+        if isinstance(answer, Listing):
+            return _listed(answer, request_id, name_engine=name_engine), ok
         is_stream = answer.headers.get("Content-Type", "").startswith("text/event-stream")
         if is_stream and served.routed is not None:
             waited_s = time.perf_counter() - served.began_s
@@ -226,7 +233,6 @@ class RouterApp:
             why = "failed in the middle of an answer"
             self._health.report_down(answer.engine, why, request_id)
             log.error("pdconn: stream broken engine=%s request=%s", answer.engine, request_id)
-        ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
         return response, _ENDS.get(end, ok)
 
     async def _answer(self, route: Route, http: web.Request) -> _Answered:
@@ -255,8 +261,7 @@ class RouterApp:
             raw = await self._bodies.read(http, held)
             if route.is_form:
                 headers["Content-Type"] = http.headers.get("Content-Type", "")
-                check_form(headers["Content-Type"], raw)
-                model = partial(model_of_form, raw)
+                model = partial(_same, check_form(headers["Content-Type"], raw))
             else:
                 fields = checked_fields(raw, self._xargs) if raw else {}
                 model = partial(text, fields.get("model"))
@@ -269,14 +274,10 @@ class RouterApp:
             del raw, model
             return await self._passes.answer(passing), request_id
 
-    async def _models(self, http: web.Request) -> web.StreamResponse:
+    async def _models(self, http: web.Request) -> _Answered:
         request_id, headers = self._identify(http)
-        found = await self._listed.answer(headers, request_id)
-        if isinstance(found, EngineAnswer):
-            name_engine = self._config.show_engines
-            response, _ = await relay(http, found, request_id, name_engine=name_engine)
-            return response
-        return web.json_response(body=found)
+        headers.popall("Content-Type", None)
+        return await self._listed.answer(headers, request_id), request_id
 
     def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
         """The request's id, the client's if it sent one, and the headers for engines."""
@@ -285,9 +286,23 @@ class RouterApp:
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
             headers.popall(KEY_HEADER, None)
+            if self._engine_key is not None:
+                headers["Authorization"] = self._engine_key.authorization
         elif KEY_HEADER in headers and "Authorization" not in headers:
             headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # all that vLLM looks at
         return request_id, headers
+
+
+def _listed(listing: Listing, request_id: str, *, name_engine: bool) -> web.Response:
+    headers = listing.headers.copy()
+    if name_engine and listing.engine is not None:
+        headers[ENGINE_HEADER] = listing.engine
+    headers[REQUEST_ID_HEADER] = request_id
+    return web.Response(status=listing.status, headers=headers, body=listing.body)
+
+
+def _same(name: str | None) -> str | None:
+    return name
 
 
 def _end_span(served: Served, status: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdconn.router.access.keys import EngineKey
 from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.fleet.client import EngineClient
@@ -60,13 +61,14 @@ def make_router(
     metrics: RouterMetrics,
     planner: PullPlanner,
     limits: Limits,
+    engine_key: EngineKey | None,
 ) -> RequestRouter:
     """What decides for each request."""
     return RequestRouter(
         engines,
         policy,
         _caches(config),
-        _tokeniser(engines, client, config, limits),
+        _tokeniser(engines, client, config, limits, engine_key),
         LoadPoller(engines, client),
         metrics,
         decodes_alone=config.decodes_alone,
@@ -86,7 +88,11 @@ def _caches(config: ProxyConfig) -> PrefixCaches:
 
 
 def _tokeniser(
-    engines: EngineRegistry, client: EngineClient, config: ProxyConfig, limits: Limits
+    engines: EngineRegistry,
+    client: EngineClient,
+    config: ProxyConfig,
+    limits: Limits,
+    engine_key: EngineKey | None,
 ) -> Tokeniser:
     return Tokeniser(
         engines,
@@ -94,4 +100,6 @@ def _tokeniser(
         timeout_s=config.tokenize_timeout_s,
         most_tokens=limits.most_tokens,
         max_nbytes=limits.most_token_nbytes,
+        engine_key=lambda: None if engine_key is None else engine_key.authorization,
+        tells_models=config.tells_models,
     )

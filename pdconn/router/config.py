@@ -81,6 +81,7 @@ class ProxyConfig:
     admin_port: int | None = None
     api_key_file: str | None = None
     forward_authorization: bool = False
+    engine_key_file: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     show_engines: bool = False
@@ -156,6 +157,11 @@ class ProxyConfig:
         if self.admin_port is not None:
             return self.admin_port
         return 0 if self.port == 0 else self.port + ADMIN_ABOVE
+
+    @property
+    def tells_models(self) -> bool:
+        """Whether a client may know what engines list to the router: if its key is checked here."""
+        return self.engine_key_file is None or self.api_key_file is not None
 
     @property
     def passes_authorization(self) -> bool:

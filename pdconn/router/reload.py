@@ -1,4 +1,4 @@
-"""What SIGHUP reads again: the fleet, the keys of clients, the certificate.
+"""What SIGHUP reads again: the fleet, the keys of clients and of engines, the certificate.
 
 Each is replaced whole or stays as it is: a file with a mistake is named in the log, and the
 router goes on with what it had.
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from pdconn.router.access.keys import ApiKeys
+from pdconn.router.access.keys import ApiKeys, EngineKey
 from pdconn.router.access.tls import ServerTls
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.file import read_fleet
@@ -26,6 +26,7 @@ class Reloader:
     fleet_file: str | None
     watch: FleetWatch
     keys: ApiKeys | None
+    engine_key: EngineKey | None
     tls: ServerTls | None
 
     async def reload(self) -> tuple[BadSetting, ...]:
@@ -37,7 +38,7 @@ class Reloader:
             except BadSetting as error:
                 mistakes.append(error)
         members = await self.watch.refresh_now()
-        for one in (self.keys, self.tls):
+        for one in (self.keys, self.engine_key, self.tls):
             try:
                 if one is not None:
                     one.reload()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from pdconn.router.access.keys import ApiKeys
+from pdconn.router.access.keys import ApiKeys, EngineKey
 from pdconn.router.access.tls import ServerTls
 from pdconn.router.admin.app import AdminApp
 from pdconn.router.admin.debug_page import DebugPage
@@ -140,6 +140,7 @@ async def _services(
     config: ProxyConfig, policy: Policy, limits: Limits
 ) -> AsyncIterator[_Services]:
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
+    engine_key = None if config.engine_key_file is None else EngineKey(config.engine_key_file)
     tls, tracing = config.make_tls(), config.make_tracing()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
@@ -160,6 +161,7 @@ async def _services(
         metrics=metrics,
         planner=planner,
         limits=limits,
+        engine_key=engine_key,
     )
     feeds = EventFeeds(router.caches)
     metrics.watch(router.caches, feeds.statuses, policy.name)
@@ -180,8 +182,10 @@ async def _services(
         watch = FleetWatch(config.sources(), fleet_changed, limits.fleet_interval_s)
         async with watch, router.loads:
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
-            app = RouterApp(handover, probes, bodies, config, keys, tracing=tracing)
-            reloader = Reloader(config.fleet, watch, keys, tls)
+            app = RouterApp(
+                handover, probes, bodies, config, keys, engine_key=engine_key, tracing=tracing
+            )
+            reloader = Reloader(config.fleet, watch, keys, engine_key, tls)
             yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
     finally:
         await handover.pulls.close(limits.patience_s)

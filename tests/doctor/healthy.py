@@ -38,7 +38,8 @@ def tokens_of(prompt: object, count: int) -> list[int]:
 class GoldenEngine(FakeEngine):
     """Computes tokens, gives tickets that name ``advertised``, and counts its pulls.
 
-    ``wrong``: pulled KV gives another third token; ``ignores``: it does not use tickets.
+    ``wrong``: pulled KV gives another third token; ``ignores``: it does not use tickets;
+    ``cannot``: its pulls fail, and it computes.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,8 @@ class GoldenEngine(FakeEngine):
         self.models = [MODEL]
         self.advertised = ("127.0.0.1", 0)
         self.pulls = self.failed = self.lent = 0
-        self.wrong = self.ignores = False
+        self.wrong = self.ignores = self.cannot = False
+        self.engine_id: str | None = "prefill"
         self.gap = 2.0
         self.takes_text = True
         self.key: str | None = None
@@ -76,6 +78,9 @@ class GoldenEngine(FakeEngine):
             self.lent += 1
             host, port = self.advertised
             ticket = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+            ticket["remote_engine_id"] = self.engine_id
+        elif params.get("do_remote_prefill") and self.cannot:
+            self.failed += 1
         elif params.get("do_remote_prefill") and not self.ignores:
             self.pulls += 1
             if self.wrong:

@@ -97,7 +97,11 @@ async def test_a_fleet_file_names_the_engines_and_text_says_what_was_seen(
     assert text.rstrip().endswith("healthy: 2 checks, 2 skipped; 0 faults, 0 warnings, 0 notes")
 
 
-def test_a_probe_reads_real_bytes_from_another_process() -> None:
+@pytest.mark.parametrize(("tls", "named"), [("tcp", "tcp/lo"), ("self,sysv,cma,tcp", "cma/memory")])
+def test_a_probe_reads_real_bytes_and_tells_by_which_transport(
+    tls: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", tls)
     (port,) = free_ports(1)
     serve = ["pdconn.cli.main", "doctor", "--serve", f"127.0.0.1:{port}"]
     # A background job's children ignore SIGINT otherwise.
@@ -114,6 +118,8 @@ def test_a_probe_reads_real_bytes_from_another_process() -> None:
     assert facts.error is None
     assert facts.nbytes == 64 * 131072  # tokens by bytes a token of the model
     assert min(facts.pull_bytes_per_s, facts.read_bytes_per_s) > 0
+    assert named in facts.used[0][0]
+    assert facts.used[0][1] > 0
     assert any(re.match("round 3 of 3", step) for step in steps)
 
 

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from pdconn.doctor import examine
+from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.fleet.channels import PairFacts, PullTimes, judge_pairs, judge_times
 from pdconn.doctor.fleet.engines import (
     EngineFacts,
     ServedModel,
+    client_session,
     drift_of,
     judge_agreement,
     judge_engines,
+    read_engines,
+    trusting,
 )
 from pdconn.doctor.fleet.events import EventFacts, judge_events, read_events
 from pdconn.doctor.fleet.golden import MOST_PAIRS, golden_ids, golden_pairs, golden_prompt
 from pdconn.doctor.fleet.traffic import judge_traffic, traffic_of
+from pdconn.doctor.probe import ProbeFacts
+from pdconn.lab.ports import free_ports
 from pdconn.router.fleet.member import parse_member
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.router.routing.policy import Role
 from tests.doctor.healthy import healthy, ids
+from tests.fakes.credentials import Authority
 from tests.fakes.fake_engine import in_loop
 from tests.router.events.test_subscriber import Publisher, two_ports
 
@@ -60,6 +70,45 @@ def test_an_engine_that_asks_for_a_key_is_told_apart_from_one_that_is_down() -> 
     found = list(judge_engines([replace(PREFILL, refused=401)]))
     assert [one.id for one in found] == ["engine.models"]
     assert "--api-key-file" in found[0].remedy
+
+
+@in_loop
+async def test_engines_at_https_are_asked_with_the_ca_that_was_given(tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    files = ours.sign("engine", "127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.cert, files.key)
+    app = web.Application()
+
+    async def answer(http: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    app.router.add_get("/{page:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(1)
+    await web.TCPSite(runner, "127.0.0.1", port, ssl_context=context).start()
+    member = parse_member("--decode", f"https://127.0.0.1:{port}", {Role.DECODE})
+    found = []
+    for ca in (ours.file, theirs.file, None):
+        trusted = None if ca is None else trusting("--engine-ca", ca)
+        async with client_session(2.0, None, trusted) as session:
+            [facts] = await read_engines([member], session)
+            found.append([one.id for one in judge_engines([facts])])
+            if facts.error is not None:
+                [finding] = judge_engines([facts])
+                assert "--engine-ca FILE" in finding.remedy
+    await runner.cleanup()
+    assert found == [[], ["engine.unreachable"], ["engine.unreachable"]]
+
+
+@pytest.mark.parametrize(("content", "expected"), [(None, "a file to read"), ("x", "PEM")])
+def test_a_bad_ca_file_names_the_option(content: Any, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(BadQuestion, match=f"--engine-ca: expected .*{expected}"):
+        trusting("--engine-ca", str(path))
 
 
 def test_a_clock_is_wrong_only_if_no_moment_of_the_exchange_fits() -> None:
@@ -152,6 +201,36 @@ def test_the_longest_pull_must_fit_the_read_timeout_and_should_fit_the_lease_twi
     assert times(bytes_per_s=0.5e9) == ["pair.lease"]  # 20 s
     assert times(bytes_per_s=0.5e9, lease_s=41.0) == []
     assert times(bytes_per_s=0.05e9) == ["pair.read-timeout"]  # 200 s
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [
+        (ProbeFacts("h:1", 1, 1e3, 1e3), ["pair.read-timeout", "probe.link"]),
+        (ProbeFacts("h:1", 1, 20e9, 20e9), []),
+        (ProbeFacts("h:1", error="refused"), ["probe.failed"]),
+    ],
+)
+def test_the_speed_of_a_probe_takes_the_place_of_the_links(
+    facts: ProbeFacts,
+    found: list[str],
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A probe that failed leaves the link's, by which the pull is fast enough."""
+    monkeypatch.setattr(examine, "read_probe", lambda host, port, say: facts)
+
+    @in_loop
+    async def asked() -> None:
+        async with healthy(tmp_path) as pair:
+            pair.more = ["--probe", "127.0.0.1:9", "--link", "100Gb/s"]
+            _, document = await pair.ask(capsys)
+        assert sorted(ids(document)) == found
+        messages = [one["message"] for one in document["findings"] if one["id"].startswith("pair")]
+        assert all("at the measured 1e-06 GB/s" in message for message in messages)
+
+    asked()
 
 
 def test_small_runs_are_found_where_a_block_is_large_enough_for_larger_ones() -> None:

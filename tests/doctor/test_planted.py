@@ -247,10 +247,6 @@ async def events_at_a_closed_port(pair: Healthy) -> None:
     pair.events = (free_ports(1)[0], pair.events[1])
 
 
-async def ticket_names_a_closed_port(pair: Healthy) -> None:
-    pair.prefill.advertised = ("127.0.0.1", free_ports(1)[0])
-
-
 async def decode_reads_wrong_bytes(pair: Healthy) -> None:
     pair.decode.wrong = True
 
@@ -282,7 +278,6 @@ async def nothing_answers_at_the_channel(pair: Healthy) -> None:
         (another_length, "fleet.max-model-len"),
         (another_dtype, "pair.diff"),
         (events_at_a_closed_port, "events.port"),
-        (ticket_names_a_closed_port, "channel.advertised"),
         (decode_reads_wrong_bytes, "golden.tokens"),
         (decode_computes_itself, "golden.not-pulled"),
         (prefill_gives_no_ticket, "golden.failed"),

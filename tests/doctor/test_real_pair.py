@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdconn.cli.main import main
+from pdconn.doctor.local.used import read_ucx_log
 from pdconn.lab.engine import Engine, running
 from pdconn.lab.model import write_model
 from tests.doctor.healthy import ids
@@ -50,8 +51,14 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPair]:
         engine("prefill", model, LAYOUT, "kv_producer", 0),
         engine("decode", model, LAYOUT, "kv_consumer", 1, **written),
     ]
-    with running(specs, folder, cache=cache_beside(model)) as (prefill, decode):
-        yield RealPair(prefill, decode, description, secret_beside(model))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("UCX_PROTO_INFO", "used")
+        patched.delenv("UCX_LOG_FILE", raising=False)
+        with running(specs, folder, cache=cache_beside(model)) as (prefill, decode):
+            yield RealPair(prefill, decode, description, secret_beside(model))
+    # UCX tells as connections end; prefill, which reads nothing, is the control.
+    assert sum(count for _, count in read_ucx_log(str(folder / "decode.log")).counts) > 0
+    assert read_ucx_log(str(folder / "prefill.log")).counts == ()
 
 
 def ask(words: list[str], capsys: Any) -> tuple[int, dict[str, Any]]:

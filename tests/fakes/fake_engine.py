@@ -117,6 +117,10 @@ class FakeEngine:
         self.others: list[Seen] = []  # to paths that this fake knows nothing of
         self.other: Other = lambda seen: error(404, "Not Found")
         self.models: list[dict[str, Any]] | None = None
+        self.keys: dict[str, list[dict[str, Any]] | None] = {}  # what it lists to each; {}: no key
+        self.lists = asyncio.Event()  # while cleared it answers no question for its models
+        self.lists.set()
+        self.list_keys: list[str | None] = []  # of the questions for its models
         self.cached_tokens: Any = None  # what prefill reports, if it does
         self.lends = True
         self.held_tokens: int | None = None  # of a prefix that is asked for; None: all of it
@@ -175,9 +179,15 @@ class FakeEngine:
 
     async def _models(self, http: web.Request) -> web.Response:
         self.num_listed += 1
+        key = http.headers.get("Authorization")
+        self.list_keys.append(key)
+        await self.lists.wait()
         body = b'{"data": [ {"id" : "m"} ]}'
-        if self.models is not None:
-            body = json.dumps({"data": self.models}).encode()
+        if self.keys and key not in self.keys:
+            return error(401, "Unauthorized")
+        models = self.keys.get(key or "") or self.models
+        if models is not None:
+            body = json.dumps({"data": models}).encode()
         return web.Response(body=body, content_type="application/json")
 
     async def _tokenize(self, http: web.Request) -> web.Response:

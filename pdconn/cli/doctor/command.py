@@ -14,7 +14,9 @@ from pdconn.cli.options import configure_guards
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.examine import Questions, examine
 from pdconn.doctor.fleet.channels import check_channel
+from pdconn.doctor.fleet.engines import trusting
 from pdconn.doctor.local.given import read_given
+from pdconn.doctor.local.used import read_ucx_log
 from pdconn.doctor.probe import serve_probe
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.link import parse_link
@@ -48,8 +50,14 @@ proxy: URL[,events=tcp://{host}:5557,replay=tcp://{host}:5657,ranks=N].
 
 two hosts:
   --serve HOST:PORT on one and --probe HOST:PORT on the other read real bytes over
-  NIXL: a pull of 2048 tokens of an 8B model beside one READ of as many bytes. Any host
-  that reaches the port of --serve can make it allocate up to 2 GiB until it is stopped
+  NIXL: a pull of 2048 tokens of an 8B model beside one READ of as many bytes, and UCX
+  tells by which transports. The speed of that pull takes the place of --link where
+  pulls are compared with the lease. Any host that reaches the port of --serve can make
+  it allocate up to 2 GiB until it is stopped
+
+transports that engines have used:
+  --ucx-log FILE  what UCX printed in a decode engine that ran with UCX_PROTO_INFO=used
+      and without UCX_LOG_FILE: its output, where UCX prints it as a connection ends
 
 examples:
   pdconn doctor
@@ -91,8 +99,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "--link",
         metavar="SPEED",
-        help="what the link should reach, like 100Gb/s: judges --probe, and whether a pull of "
-        "max_model_len tokens fits lease and read_timeout",
+        help="what the link should reach, like 100Gb/s: judges --probe, and without it whether a "
+        "pull of max_model_len tokens fits lease and read_timeout",
     )
 
 
@@ -114,6 +122,17 @@ def _configure_fleet(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument(
         "--api-key-file", metavar="FILE", help="file with the key that the engines ask clients for"
+    )
+    fleet.add_argument(
+        "--engine-ca",
+        metavar="FILE",
+        help="CA certificates, PEM, for engines at https:// (those of this system)",
+    )
+    fleet.add_argument(
+        "--ucx-log",
+        metavar="FILE",
+        help="logs of engines that ran with UCX_PROTO_INFO=used: by what they have read",
+        **many,  # type: ignore[arg-type]
     )
     fleet.add_argument("--hash-seed", metavar="SEED", help="the engines' PYTHONHASHSEED (unset)")
 
@@ -167,8 +186,9 @@ def _questions(args: argparse.Namespace) -> Questions:
     if args.golden and args.fleet is None and not (args.prefill and args.decode):
         seen = "one of them" if sources else "neither"
         raise BadQuestion("--golden", "--prefill and --decode, or --fleet, beside it", seen)
-    if not (args.local or sources or any(channels.values()) or place):
-        raise BadQuestion("--no-local", "engines, side channels or --probe beside it", "none")
+    if not (args.local or sources or any(channels.values()) or place or args.ucx_log):
+        expected = "engines, side channels, --probe or --ucx-log beside it"
+        raise BadQuestion("--no-local", expected, "none")
     return Questions(
         local=args.local,
         config=None if args.config is None else read_given(args.config),
@@ -179,6 +199,8 @@ def _questions(args: argparse.Namespace) -> Questions:
         tls={"tls_cert": args.tls_cert, "tls_key": args.tls_key, "tls_ca": args.tls_ca},
         tls_check_hostname=args.tls_check_hostname,
         api_key=None if args.api_key_file is None else _key(args.api_key_file),
+        trusted=None if args.engine_ca is None else trusting("--engine-ca", args.engine_ca),
+        ucx_logs=tuple(map(read_ucx_log, args.ucx_log)),
         asks_golden=args.golden,
         hash_seed=args.hash_seed,
         link=None if args.link is None else parse_link(args.link),

@@ -38,7 +38,7 @@ _SAME = (
     *("fleet", "policy", "alone_below", "pull_above", "reuse_tokens", "require_prefill"),
     *("hash_algorithm", "hash_block_tokens", "hash_seed"),
     *("host", "port", "admin_host", "admin_port", "tls_cert", "tls_key"),
-    *("api_key_file", "forward_authorization", "show_engines"),
+    *("api_key_file", "forward_authorization", "engine_key_file", "show_engines"),
     *("max_body_mib", "max_bodies_mib", "max_requests", "max_queue", "retries"),
     "otlp_traces_endpoint",
 )

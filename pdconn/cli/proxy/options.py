@@ -127,6 +127,12 @@ def _configure_listeners(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="pass the client's key on to engines (without --api-key-file it always passes)",
     )
+    parser.add_argument(
+        "--engine-key-file",
+        metavar="FILE",
+        help="the key that engines ask for, by which the proxy asks for their models; with "
+        "--api-key-file and without --forward-authorization it takes the place of clients' keys",
+    )
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain for clients, PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM without passphrase")
     parser.add_argument(

@@ -60,8 +60,9 @@ signals:
   SIGTERM, SIGINT  /readyz answers 503 for --drain-delay; then the proxy stops
                    listening, requests have --drain-timeout to finish, and tickets of
                    those cut off are given back. A second one ends it at once
-  SIGHUP           reads --fleet, --api-key-file, --tls-cert and --tls-key again and
-                   resolves DNS names; a file with a mistake changes nothing
+  SIGHUP           reads --fleet, --api-key-file, --engine-key-file, --tls-cert and
+                   --tls-key again and resolves DNS names; a file with a mistake
+                   changes nothing
 
 examples:
   pdconn proxy --prefill http://localhost:8100 --decode http://localhost:8200

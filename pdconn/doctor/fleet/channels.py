@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _RUNS_OF_A_BLOCK = 4
 """A block of fewer bytes than so many of the smallest good runs is small in any layout."""
 _ENOUGH = 2.0
 """A lease should be so many times as long as the longest pull."""
+CREDENTIALS = "give --secret-file, --tls-cert, --tls-key and --tls-ca as that engine has them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +99,20 @@ def seen_channels(channels: Mapping[str, ChannelFacts]) -> list[str]:
 
 
 def judge_channels(
-    channels: Mapping[str, ChannelFacts], name: str = "channel.unreachable"
+    channels: Mapping[str, ChannelFacts],
 ) -> Iterator[Finding]:
     """Whether each answers us."""
     for where, facts in channels.items():
         if facts.error is None:
             continue
         if facts.is_refused:
-            remedy = "give --secret-file and --tls-… as that engine has them"
-            yield fault("channel.credentials", where, facts.error, remedy)
+            yield fault("channel.credentials", where, facts.error, CREDENTIALS)
         else:
             remedy = (
-                "is prefill up, and side_channel_host and port open from here? A firewall, a "
-                "loopback address or another network namespace would look so"
+                "start that engine, or correct the option; its side_channel_host must be an "
+                "address that this host reaches, not loopback of another, past any firewall"
             )
-            yield fault(name, where, facts.error, remedy)
+            yield fault("channel.unreachable", where, facts.error, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +200,22 @@ def judge_pairs(pairs: Sequence[PairFacts]) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class PullTimes:
-    """What bounds the longest pull: tokens, the link, and two settings in seconds."""
+    """What bounds the longest pull: tokens, the link, and two settings in seconds.
+
+    ``is_measured``: the speed is that of a probe, not of a link's name.
+    """
 
     max_tokens: int
     bytes_per_s: float
     lease_s: float
     read_timeout_s: float
+    is_measured: bool = False
+
+    @property
+    def speed(self) -> str:
+        """Words for it."""
+        what = "measured" if self.is_measured else "link's"
+        return f"at the {what} {self.bytes_per_s / 1e9:.3g} GB/s"
 
     def seconds(self, pair: PairFacts) -> float:
         """Of a pull of the longest prompt, full attention alone: at least so long."""
@@ -218,11 +229,13 @@ def judge_times(pairs: Sequence[PairFacts], times: PullTimes) -> Iterator[Findin
             continue
         seconds, nbytes = times.seconds(pair), int(pair.token_nbytes * times.max_tokens)
         subject = f"{pair.decode} from {pair.prefill}"
-        pull = f"a pull of {times.max_tokens:,} tokens ({sized(nbytes)}) takes {seconds:.1f} s"
+        what = f"a pull of {times.max_tokens:,} tokens ({sized(nbytes)})"
+        pull = f"{what} takes {seconds:.1f} s {times.speed}"
         if seconds >= times.read_timeout_s:
             message = f"{pull}, and read_timeout is {times.read_timeout_s:g} s: it would fail"
-            yield fault("pair.read-timeout", subject, message, "raise read_timeout on decode")
+            remedy = f'set "read_timeout": {math.ceil(_ENOUGH * seconds)} on decode, or more'
+            yield fault("pair.read-timeout", subject, message, remedy)
         elif seconds * _ENOUGH > times.lease_s:
             message = f"{pull}, and the lease is {times.lease_s:g} s: it rests on renewals"
-            remedy = f"set kv_lease_duration to {_ENOUGH * seconds:.0f} or more on prefill"
+            remedy = f'set "kv_lease_duration": {math.ceil(_ENOUGH * seconds)} on prefill, or more'
             yield warning("pair.lease", subject, message, remedy)

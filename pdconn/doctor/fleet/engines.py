@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.findings import Finding, fault, one_line, warning
 from pdconn.router.fleet.member import Member
 from pdconn.router.routing.policy import Role
@@ -22,6 +24,7 @@ CLOCK_DRIFT_S = 5.0
 _DATE_STEP_S = 1.0
 """The Date header's resolution."""
 _OK = 200
+_UNTRUSTED = "its certificate is not trusted here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,34 @@ class EngineFacts:
 # --- gathering ----------------------------------------------------------------------------
 
 
-def client_session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
-    """A session whose requests end within ``timeout_s`` seconds of silence."""
+def trusting(option: str, path: str) -> ssl.SSLContext:
+    """A client's context that trusts the CAs of a file, and no others.
+
+    Raises:
+        BadQuestion: the file cannot be read or holds no certificate.
+    """
+    try:
+        return ssl.create_default_context(cafile=path)
+    except ssl.SSLError as error:
+        raise BadQuestion(option, "CA certificates, PEM", f"{path}: {error.reason}") from None
+    except OSError as error:
+        raise BadQuestion(option, "a file to read", f"{path}: {error.strerror}") from None
+
+
+def client_session(
+    timeout_s: float, api_key: str | None, trusted: ssl.SSLContext | None = None
+) -> aiohttp.ClientSession:
+    """A session whose requests end within ``timeout_s`` seconds of silence.
+
+    Args:
+        trusted: for https; None: the CAs of this system.
+    """
+    connector = aiohttp.TCPConnector(ssl=True if trusted is None else trusted)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, connect=timeout_s, sock_read=timeout_s)
-    return aiohttp.ClientSession(timeout=timeout, headers=headers, raise_for_status=False)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers, raise_for_status=False
+    )
 
 
 async def read_engines(
@@ -92,6 +118,9 @@ async def _engine(member: Member, session: aiohttp.ClientSession) -> EngineFacts
         version = await _get(session, f"{member.url}/version")
         models = await _get(session, f"{member.url}/v1/models")
         metrics = await _get(session, f"{member.url}/metrics")
+    except aiohttp.ClientConnectorCertificateError as error:
+        why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        return EngineFacts(member.url, roles, one_line(f"{_UNTRUSTED}: {why}"))
     except (aiohttp.ClientError, OSError) as error:
         return EngineFacts(member.url, roles, reason_of(error))
     told = _json(version.body).get("version") if version.status == _OK else None
@@ -192,6 +221,8 @@ def judge_engines(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     for one in engines:
         if one.error is not None:
             remedy = "start it, or correct its URL; is its port open to this host?"
+            if one.error.startswith(_UNTRUSTED):
+                remedy = "give the CA that signed it: --engine-ca FILE; names must be in it, too"
             yield fault("engine.unreachable", one.url, one.error, remedy)
         elif one.health != _OK:
             message = f"/health: expected 200, got {one.health}"
@@ -199,7 +230,9 @@ def judge_engines(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
         elif one.refused is not None:
             message = f"/v1/models: expected 200, got {one.refused}"
             remedy = (
-                "give its key with --api-key-file" if one.refused in (401, 403) else "is it vLLM?"
+                "write its key into a file and give that: --api-key-file FILE"
+                if one.refused in (401, 403)
+                else "correct the URL: what answers there is no server of vLLM"
             )
             yield fault("engine.models", one.url, message, remedy)
 

@@ -135,11 +135,20 @@ def judge_events(facts: Sequence[EventFacts]) -> Iterator[Finding]:
     for one in facts:
         for where, why in one.closed:
             message = f"KV events at {where}: {why}"
-            remedy = "start it with --kv-events-config on that port, or correct the fleet's entry"
+            port = where.rpartition(":")[2]
+            remedy = (
+                """start it with --kv-events-config '{"enable_kv_cache_events": true, """
+                """"publisher": "zmq", "endpoint": "tcp://*:5557", """
+                """"replay_endpoint": "tcp://*:5657"}', where """
+                f"one port is {port}, or correct events= and replay= of this command"
+            )
             yield fault("events.port", one.name, message, remedy)
         if one.silent:
             message = "the replay endpoint is open and does not answer a replay"
-            remedy = "set replay_endpoint in --kv-events-config to that port"
+            remedy = (
+                'set "replay_endpoint" in its --kv-events-config to the port of replay=, another '
+                "one than that of events="
+            )
             yield fault("events.replay", one.name, message, remedy)
         if one.has_stored and one.scheme is None:
             message = "no known scheme gives the hashes of its blocks"

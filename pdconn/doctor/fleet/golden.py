@@ -22,10 +22,9 @@ from typing import Any
 
 import aiohttp
 
-from pdconn.doctor.findings import Finding, fault, note, one_line, warning
+from pdconn.doctor.findings import Finding, fault, one_line, warning
 from pdconn.doctor.fleet.engines import EngineFacts, reason_of
 from pdconn.doctor.fleet.traffic import traffic_of
-from pdconn.sidechannel.security import is_loopback
 
 NUM_TOKENS = 16
 MOST_PAIRS = 16
@@ -75,6 +74,7 @@ class GoldenFacts:
         advertised: ``host:port`` of the ticket; None where there was no ticket.
         pulled: whether decode's counter of pulls rose; None where it has no such counter.
         failed: whether its counter of failed pulls rose.
+        engine_id: of the engine that gave the ticket.
     """
 
     prefill: str
@@ -86,6 +86,7 @@ class GoldenFacts:
     advertised: str | None = None
     pulled: bool | None = None
     failed: bool = False
+    engine_id: str | None = None
 
     @property
     def position(self) -> int | None:
@@ -167,7 +168,13 @@ async def read_golden(
         advertised,
         pulled=after.pulls > before.pulls if after.known else None,
         failed=after.failed > before.failed,
+        engine_id=_id_of(ticket),
     )
+
+
+def _id_of(ticket: Mapping[str, Any]) -> str | None:
+    found = ticket.get("remote_engine_id")
+    return found if isinstance(found, str) else None
 
 
 class GoldenRefused(Exception):
@@ -250,12 +257,14 @@ def judge_golden(pairs: Sequence[GoldenFacts]) -> Iterator[Finding]:
     for one in pairs:
         subject = f"{one.decode} from {one.prefill}"
         if one.error is not None:
-            remedy = "read the logs of both engines; does prefill run pdconn?"
+            remedy = (
+                "read the logs of both engines; prefill needs pdconn as kv_producer or kv_both "
+                "in its --kv-transfer-config"
+            )
             yield fault("golden.failed", subject, one.error, remedy)
             continue
         yield from _tokens(subject, one)
         yield from _pulled(subject, one)
-        yield from _advertised(one)
 
 
 def _tokens(subject: str, one: GoldenFacts) -> Iterator[Finding]:
@@ -290,16 +299,3 @@ def _pulled(subject: str, one: GoldenFacts) -> Iterator[Finding]:
     message = f"decode answered, but {why}: it computed the prompt itself"
     remedy = "decode's log names the reason; docs/troubleshooting.md lists them"
     yield fault("golden.not-pulled", subject, message, remedy)
-
-
-def _advertised(one: GoldenFacts) -> Iterator[Finding]:
-    host = (one.advertised or "").rpartition(":")[0]
-    engine = one.decode.partition("://")[2].rpartition(":")[0].strip("[]")
-    if host and is_loopback(host) and not is_loopback(engine):
-        message = f"tickets name {one.advertised}, which is loopback, and decode is at {engine}"
-        remedy = "set side_channel_host of prefill to an address that decode can reach"
-        if one.pulled:
-            remedy = "none if both share a host; else set side_channel_host of prefill"
-            yield note("golden.loopback", one.prefill, message, remedy)
-        else:
-            yield fault("golden.loopback", one.prefill, message, remedy)

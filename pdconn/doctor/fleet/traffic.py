@@ -141,5 +141,8 @@ def _pulls(one: EngineFacts, traffic: Traffic) -> Iterator[Finding]:
 def _leases(one: EngineFacts, traffic: Traffic) -> Iterator[Finding]:
     if traffic.lent >= FEW_PULLS and 10 * traffic.expired >= traffic.lent:
         message = f"{traffic.expired} of {traffic.lent} leases expired unread"
-        remedy = "does every ticket reach decode in time? else raise kv_lease_duration"
+        remedy = (
+            'set "kv_lease_duration": 60 on prefill if tickets reach decode late; if they do not, '
+            "the router must pass kv_transfer_params of prefill's answer on to decode"
+        )
         yield warning("traffic.expired", one.url, message, remedy)

@@ -7,6 +7,8 @@ expired certificate, one that the CA did not sign, and one that may not be a ser
 
 from __future__ import annotations
 
+import re
+import shlex
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -158,12 +160,15 @@ def judge_credentials(
         message = (
             f"{facts.cert}: expected {named}, which tickets name, got {', '.join(facts.names)}"
         )
-        remedy = "issue it for that host, or set tls_check_hostname to false on decode"
+        remedy = f'issue it for {named}, or set "tls_check_hostname": false on decode'
         yield fault("credentials.tls-host", "tls_cert", message, remedy)
     protected = facts.has_secret or facts.has_tls or facts.errors
     if listens_at is not None and not is_loopback(listens_at) and not protected:
         message = f"the side channel at {listens_at} has neither secret nor TLS"
-        remedy = "set secret_file (docs/security.md has three lines), or insecure where all is ours"
+        remedy = (
+            "(umask 077; openssl rand -hex 32 > pdconn.secret), copy that file to every engine, "
+            'and set "secret_file" to its path; or "insecure": true where the network is ours'
+        )
         yield fault("credentials.none", "side channel", message, remedy)
 
 
@@ -176,8 +181,9 @@ def _names(names: tuple[str, ...], host: str) -> bool:
 
 def _remedy(error: SecurityError) -> str:
     seen = str(error.seen)
-    if "mode 0" in seen or "mode " in str(error.expected):
-        return "chmod 600 the file; on Kubernetes defaultMode: 0400"
+    opened = re.match(r"mode \d+ of (.+)", seen)
+    if opened is not None:
+        return f"chmod 600 {shlex.quote(opened[1])}; on Kubernetes defaultMode: 0400"
     if "which is not" in seen:
         return "set tls_key to the key of that certificate"
     return "correct the setting; docs/security.md shows how the files are made"

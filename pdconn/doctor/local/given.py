@@ -237,7 +237,11 @@ def judge_given(given: GivenConfig, refused: FieldError | None) -> Iterator[Find
     """
     yield from _hybrid(given)
     if given.transfer is None:
-        remedy = """add --kv-transfer-config '{"kv_connector": "PdconnConnector", ...}'"""
+        remedy = (
+            """add --kv-transfer-config '{"kv_connector": "PdconnConnector", """
+            """"kv_connector_module_path": "pdconn.vllm", "kv_role": "kv_both", """
+            """"kv_load_failure_policy": "recompute"}'"""
+        )
         text = "expected a KV connector, got none: the engine computes every prompt itself"
         yield fault("config.no-connector", _TRANSFER, text, remedy)
         return
@@ -245,7 +249,10 @@ def judge_given(given: GivenConfig, refused: FieldError | None) -> Iterator[Find
     role = given.transfer.get("kv_role")
     if role not in _ROLES:
         message = f"expected one of {', '.join(_ROLES)}, got {role!r}"
-        remedy = "kv_producer for prefill, kv_consumer for decode, kv_both for either"
+        remedy = (
+            'set "kv_role": "kv_producer" for prefill, "kv_consumer" for decode, or "kv_both" for '
+            "either"
+        )
         yield fault("config.role", "kv_role", message, remedy)
     yield from _fallback(given.transfer, role)
     if refused is not None:
@@ -270,7 +277,7 @@ def _hybrid(given: GivenConfig) -> Iterator[Finding]:
             "--disable-hybrid-kv-cache-manager",
             "the hybrid KV cache manager is off: layers with windows keep the KV of all tokens and "
             "hand it over",
-            "take the option out: pdconn supports the hybrid manager",
+            "take --disable-hybrid-kv-cache-manager out: pdconn supports the hybrid manager",
         )
 
 

@@ -78,7 +78,10 @@ def judge_limits(
     yield from _memlock(limits, devices)
     if limits.open_files is not None and limits.open_files < LEAST_OPEN_FILES:
         message = f"expected at least {LEAST_OPEN_FILES} descriptors, got {limits.open_files}"
-        remedy = "raise it: ulimit -n 65536, or LimitNOFILE of the service"
+        remedy = (
+            "ulimit -n 65536 before the engine; docker run --ulimit nofile=65536; "
+            "LimitNOFILE=65536 of a service"
+        )
         yield warning("limits.open-files", "open files", message, remedy)
     if limits.huge_pages == "never" and wants_huge_pages:
         yield warning(
@@ -86,16 +89,19 @@ def judge_limits(
             "/sys/kernel/mm/transparent_hugepage/enabled",
             "expected madvise or always, got never: reads within a host were measured at 4.2 GB/s "
             "with 4 KiB pages, 5.4 GB/s with huge ones",
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
         )
     yield from _shared_memory(limits)
     scope = limits.ptrace_scope
-    if scope is not None and scope >= _ADMIN_ONLY and not limits.may_trace:
+    if scope is not None and scope >= (_ADMIN_ONLY + 1 if limits.may_trace else _ADMIN_ONLY):
         yield warning(
             "limits.ptrace-scope",
             "/proc/sys/kernel/yama/ptrace_scope",
             f"expected 0 or 1, got {scope}: UCX cannot copy between processes of this host (CMA)",
-            "sysctl kernel.yama.ptrace_scope=1, or give the engines CAP_SYS_PTRACE",
+            "sudo sysctl -w kernel.yama.ptrace_scope=1; docker run --cap-add SYS_PTRACE does, too"
+            if scope == _ADMIN_ONLY
+            else "set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and restart the host: the kernel "
+            "takes 3 back in no other way",
         )
 
 

@@ -76,9 +76,15 @@ def judge_port(facts: PortFacts) -> Iterator[Finding]:
     where = f"{facts.host}:{facts.port}"
     if facts.use is PortUse.TAKEN:
         message = f"port {facts.port} is taken by something that is no engine: {facts.detail}"
-        remedy = "set another side_channel_port; data-parallel ranks use the ports after it"
+        remedy = (
+            f"end what listens there (ss -ltnp 'sport = :{facts.port}' names it), or set another "
+            '"side_channel_port"; data-parallel ranks use the ports after it'
+        )
         yield fault("ports.taken", where, message, remedy)
     elif facts.use is PortUse.ELSEWHERE:
         message = f"an engine here cannot listen at {where}: {facts.detail}"
-        remedy = "set side_channel_host to an address of this host that decode can reach"
+        remedy = (
+            'set "side_channel_host": "0.0.0.0" and, if decode reaches this host by another name '
+            'than its own, "advertise_host"'
+        )
         yield fault("ports.address", where, message, remedy)

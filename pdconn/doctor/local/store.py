@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from pdconn.doctor.findings import Finding, fault, note
 from pdconn.doctor.local.limits import sized
@@ -31,6 +32,7 @@ class StoreFacts:
         free_nbytes: that users may write.
         held_nbytes: of rows in the root already.
         has_direct_io, has_locks: what a file there takes.
+        is_file: there is a file in its place.
     """
 
     root: str
@@ -40,6 +42,7 @@ class StoreFacts:
     held_nbytes: int = 0
     has_direct_io: bool = True
     has_locks: bool = True
+    is_file: bool = False
 
 
 def read_store(settings: StoreSettings) -> StoreFacts:
@@ -50,7 +53,7 @@ def read_store(settings: StoreSettings) -> StoreFacts:
         folder = folder.parent
     exists = folder == root
     if not folder.is_dir():
-        return StoreFacts(settings.root, exists, f"{folder} is not a folder")
+        return StoreFacts(settings.root, exists, f"{folder} is not a folder", is_file=True)
     found = os.statvfs(folder)
     held = _held(root / "rows") if exists else 0
     free = found.f_bavail * found.f_frsize
@@ -117,7 +120,13 @@ def seen_store(facts: StoreFacts, settings: StoreSettings) -> str:
 def judge_store(facts: StoreFacts, settings: StoreSettings) -> Iterator[Finding]:
     """What would keep rows from being saved or served."""
     if facts.error is not None:
-        remedy = f"make {facts.root} and give it to the user that runs the engine"
+        remedy = (
+            f"as the engine's user: sudo install -d -o $(id -u) -g $(id -g) {quote(facts.root)}"
+        )
+        if settings.read_only:
+            remedy = 'set "store.root" to the folder that another engine fills, or mount it here'
+        elif facts.is_file:
+            remedy = 'move that file away, or set another "store.root"'
         yield fault("store.write", "store.root", facts.error, remedy)
         return
     room = facts.free_nbytes + facts.held_nbytes

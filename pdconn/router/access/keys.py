@@ -1,7 +1,7 @@
-"""The keys of clients: ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``.
+"""The keys of clients: ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; and ours for engines.
 
-They are compared in constant time.  The file holds one key a line, so that a new one can be added
-before the old one goes; empty lines and lines that begin with ``#`` are ignored.
+Those of clients are compared in constant time.  Their file holds one key a line, so that a new one
+can be added before the old one goes; empty lines and lines that begin with ``#`` are ignored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pdconn.router.openai.headers import KEY_HEADER
 from pdconn.sidechannel.credentials import SecurityError, read_private
 
 OPTION = "--api-key-file"
+ENGINE_OPTION = "--engine-key-file"
 MOST_KEYS = 1024
 _SCHEME = "bearer"
 
@@ -31,7 +32,7 @@ class ApiKeys:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._digests = _read(path)
+        self._digests = _digests(path)
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -42,7 +43,7 @@ class ApiKeys:
         Raises:
             BadSetting: as at the start; the keys of before stay.
         """
-        self._digests = _read(self._path)
+        self._digests = _digests(self._path)
 
     def allow(self, authorization: str | None) -> bool:
         """Whether a header's value holds a key.
@@ -56,6 +57,31 @@ class ApiKeys:
         for one in self._digests:
             known |= hmac.compare_digest(one, digest)
         return known and scheme.lower() == _SCHEME
+
+
+class EngineKey:
+    """The key that engines ask for (``vllm serve --api-key``), in a file of its own.
+
+    Raises:
+        BadSetting: the file cannot be read, is open to others, or holds no single good key.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._key = _only_key(path)
+
+    @property
+    def authorization(self) -> str:
+        """The value of ``Authorization``."""
+        return f"Bearer {self._key}"
+
+    def reload(self) -> None:
+        """Read the file again.
+
+        Raises:
+            BadSetting: as at the start; the key of before stays.
+        """
+        self._key = _only_key(self._path)
 
 
 def requiring(keys: ApiKeys) -> Middleware:
@@ -77,21 +103,30 @@ def _authorization(request: web.Request) -> str | None:
     return f"{_SCHEME} {key}" if given is None and key is not None else given
 
 
-def _read(path: str) -> tuple[bytes, ...]:
+def _digests(path: str) -> tuple[bytes, ...]:
+    return tuple(map(_digest, _read(OPTION, path, MOST_KEYS)))
+
+
+def _only_key(path: str) -> str:
+    [key] = _read(ENGINE_OPTION, path, 1)
+    return key.decode()
+
+
+def _read(option: str, path: str, most: int) -> list[bytes]:
     try:
-        data = read_private(OPTION, path)
+        data = read_private(option, path)
     except SecurityError as error:
         raise BadSetting(error.field, error.expected, error.seen) from error
     lines = [line.strip() for line in data.splitlines()]
     keys = [line for line in lines if line and not line.startswith(b"#")]
-    if not 1 <= len(keys) <= MOST_KEYS:
-        expected = f"1 to {MOST_KEYS} keys in {path}, one a line"
-        raise BadSetting(OPTION, expected, f"{len(keys)} keys")
+    if not 1 <= len(keys) <= most:
+        expected = f"1 to {most} keys in {path}, one a line" if most > 1 else f"one key in {path}"
+        raise BadSetting(option, expected, f"{len(keys)} keys")
     for number, key in enumerate(keys, start=1):
         if not all(0x21 <= byte <= 0x7E for byte in key):
             expected = f"keys of printable ASCII without spaces in {path}"
-            raise BadSetting(OPTION, expected, f"another character in key {number}")
-    return tuple(map(_digest, keys))
+            raise BadSetting(option, expected, f"another character in key {number}")
+    return keys
 
 
 def _digest(key: bytes) -> bytes:

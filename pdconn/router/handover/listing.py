@@ -1,12 +1,14 @@
 """``GET /v1/models``: what the engines list, together.
 
 Asked when a client asks, with its key, so that nobody learns of models that engines would not tell.
+Each such question goes to every engine, so those of one client that come while one is under way
+share its answer, and few are under way at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -22,6 +24,11 @@ GIVE_UP_S = 5.0
 """An engine that has not answered by then is left out of the list."""
 MAX_NBYTES = 8 << 20
 """Bound of one engine's list."""
+MOST_QUESTIONS = 16
+"""To all engines at a time; others wait."""
+
+_OF_ONE_REQUEST = frozenset({"x-request-id", "traceparent", "tracestate"})
+"""Headers in which two questions may differ and still be the same."""
 
 
 class _ListedCard(msgspec.Struct):
@@ -33,15 +40,39 @@ class _ListedCards(msgspec.Struct):
 
 
 _Card: TypeAlias = tuple[str, Raw]
+_Question: TypeAlias = tuple[tuple[str, str], ...]
+"""The headers of a client that engines may judge it by."""
 
 
 @dataclass(frozen=True, slots=True)
+class Listing:
+    """An answer to a client: the list, or one engine's refusal."""
+
+    body: bytes
+    status: int = 200
+    headers: CIMultiDict[str] = field(
+        default_factory=lambda: CIMultiDict({"Content-Type": "application/json; charset=utf-8"})
+    )
+    engine: str | None = None
+
+
+@dataclass(slots=True)
+class _SharedQuestion:
+    """A question under way, and how many wait for its answer."""
+
+    answer: asyncio.Task[Listing]
+    num_waiting: int = 0
+
+
 class ListedModels:
     """Asks all engines for their models."""
 
-    handover: Handover
+    def __init__(self, handover: Handover) -> None:
+        self._handover = handover
+        self._under_way: dict[_Question, _SharedQuestion] = {}
+        self._places = asyncio.Semaphore(MOST_QUESTIONS)
 
-    async def answer(self, headers: CIMultiDict[str], request_id: str) -> bytes | EngineAnswer:
+    async def answer(self, headers: CIMultiDict[str], request_id: str) -> Listing:
         """A list of every model once, as the first engine describes it, decode before prefill.
 
         Where no engine lists any, the answer of one that says why not.
@@ -50,28 +81,43 @@ class ListedModels:
             NoEngineLeft: no engine answers.
             OutOfResources: the router cannot open a connection.
         """
+        question = _question(headers)
+        asked = self._under_way.get(question)
+        if asked is None:
+            list_all = self._list(headers, request_id)
+            asked = _SharedQuestion(asyncio.create_task(list_all, name="list models"))
+            self._under_way[question] = asked
+        asked.num_waiting += 1
+        try:
+            return await asyncio.shield(asked.answer)
+        finally:
+            asked.num_waiting -= 1
+            is_over = asked.answer.done() or not asked.num_waiting
+            if is_over and self._under_way.get(question) is asked:
+                del self._under_way[question]
+            if not asked.num_waiting:
+                asked.answer.cancel()  # without effect on one that is done
+
+    async def _list(self, headers: CIMultiDict[str], request_id: str) -> Listing:
         headers = headers.copy()
         headers["Accept-Encoding"] = "identity"  # the router reads these answers
-        engines = self.handover.engines
-        decode, prefill = engines.live(Role.DECODE), engines.live(Role.PREFILL)
-        roles = dict.fromkeys(decode, Role.DECODE)
-        roles.update((name, Role.PREFILL) for name in prefill if name not in roles)
-        asking = (self._ask(name, role, headers, request_id) for name, role in roles.items())
-        found = await asyncio.gather(*asking, return_exceptions=True)
-        answers = [one for one in found if isinstance(one, EngineAnswer)]
+        engines = self._handover.engines
+        async with self._places:
+            decode, prefill = engines.live(Role.DECODE), engines.live(Role.PREFILL)
+            roles = dict.fromkeys(decode, Role.DECODE)
+            roles.update((name, Role.PREFILL) for name in prefill if name not in roles)
+            asking = (self._ask(name, role, headers, request_id) for name, role in roles.items())
+            found = await asyncio.gather(*asking, return_exceptions=True)
         cards: dict[str, Raw] = {}
         for one in found:
             if isinstance(one, list):
                 for name, card in one:
                     cards.setdefault(name, card)
-        refusal = None if cards or not answers else answers[0]
-        for answer in answers:
-            if answer is not refusal:
-                answer.close()
+        refusals = [one for one in found if isinstance(one, Listing)]
         if cards:
-            return msgspec.json.encode({"object": "list", "data": list(cards.values())})
-        if refusal is not None:
-            return refusal
+            return Listing(msgspec.json.encode({"object": "list", "data": [*cards.values()]}))
+        if refusals:
+            return refusals[0]
         for one in found:
             if isinstance(one, BaseException):
                 raise one
@@ -80,19 +126,27 @@ class ListedModels:
 
     async def _ask(
         self, engine: str, role: Role, headers: CIMultiDict[str], request_id: str
-    ) -> list[_Card] | EngineAnswer | EngineFailure:
+    ) -> list[_Card] | Listing | EngineFailure:
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                answer = await self.handover.client.get(engine, "/v1/models", headers)
-                if answer.status != 200:
-                    return answer
+                answer = await self._handover.client.get(engine, "/v1/models", headers)
                 async with answer:
-                    return _cards(await _whole(answer))
+                    raw = await _whole(answer)
+                if answer.status == 200:
+                    return _cards(raw)
+                told = answer.headers
+                told.popall("Content-Length", None)  # of a body that may have been cut
+                return Listing(raw, answer.status, told, engine)
         except TimeoutError:
             error: ConnectFailed | ConnectionLost = EngineTimedOut(f"no list in {GIVE_UP_S:g} s")
         except (ConnectFailed, ConnectionLost) as failed:
             error = failed
-        return self.handover.tries.failed(role, engine, request_id, error)
+        return self._handover.tries.failed(role, engine, request_id, error)
+
+
+def _question(headers: CIMultiDict[str]) -> _Question:
+    named = ((name.lower(), value) for name, value in headers.items())
+    return tuple(sorted(pair for pair in named if pair[0] not in _OF_ONE_REQUEST))
 
 
 async def _whole(answer: EngineAnswer) -> bytes:

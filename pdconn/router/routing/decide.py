@@ -26,7 +26,7 @@ from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.choose import Holder
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.routing.inflight import InflightTracker
-from pdconn.router.routing.models import CannotTokenise
+from pdconn.router.routing.model_list import CannotTokenise
 from pdconn.router.routing.policy import (
     TIE_TOKENS,
     TOKENS_PER_DECODE_REQUEST,

@@ -1,132 +1,152 @@
-"""What engines say of their models (``GET /v1/models``): names, adapters, and the longest prompt.
+"""Which engines serve a request's model, by what they list (``GET /v1/models``).
 
-Asked with a client's key, as an engine may want one, and kept for a while.  Where the lists of
-engines differ a request goes to those that serve its model, and an engine that has not told of its
-models gets none.  Where all list the same, as they mostly do, names are the engines' to judge.
-Where the lengths of one model differ the longest prompt of any counts: what none of them takes is
-refused here.
+Where the lists of engines differ a request goes to those that serve its model, and an engine that
+has not told of its models gets none.  Where all list the same, as they mostly do, names are the
+engines' to judge.  Where the lengths of one model differ the longest prompt of any counts: what
+none of them takes is refused here.
+
+With whose key engines are asked:
+
+1. the router's own, if it has one (``--engine-key-file``): one list for all;
+2. otherwise with none: what an engine tells everybody is one list for all, too;
+3. an engine that refuses that is asked with the client's key, and what it lists then is used for
+   requests with that key alone.  So a client with a wrong key spoils no other's list, and no
+   client learns what an engine told another.
+
+A client whose key is refused has no list: its request goes to an engine, which refuses it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
-import msgspec
 from multidict import CIMultiDict
 
-from pdconn.router.errors import BadBody, UnknownModel
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost
+from pdconn.router.errors import UnknownModel
 from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.routing.model_list import Ask, ModelList, ModelView
 from pdconn.router.routing.policy import Role
 
-MODELS_FOR_S = 30.0
-"""How long a list of models is used."""
 UNKNOWN_AGAIN_S = 1.0
 """How soon a name that no engine lists makes the router ask again."""
-MOST_SHOWN = 500
-"""Characters of the names of models in an error."""
+MOST_KEYS = 256
+"""Of clients, whose lists are kept; those that engines refuse are forgotten first."""
+MOST_QUESTIONS = 32
+"""To engines at a time that are asked with clients' keys."""
 
-Ask = Callable[[str, str, CIMultiDict[str]], Awaitable[bytes]]
-"""Requests a path of an engine, with headers."""
-
-
-class CannotTokenise(Exception):
-    """The prompt cannot be tokenized here; the text says why."""
-
-
-class _Card(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+EngineKey = Callable[[], str | None]
+"""The router's own key for engines, as a value of ``Authorization``."""
 
 
 class ModelCatalog:
-    """The models of every engine that has told of them.
+    """The models of every engine, as each client may know of them.
 
     Args:
         engines: those to ask.
         ask: how.
         timeout_s: for an answer, and until the next try after one that failed.
+        engine_key: the router's own key.
+        is_told: whether clients may be told of the list that was got with that key.
     """
 
-    def __init__(self, engines: EngineRegistry, ask: Ask, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        ask: Ask,
+        timeout_s: float,
+        engine_key: EngineKey = lambda: None,
+        *,
+        is_told: bool = True,
+    ) -> None:
         self._engines = engines
         self._ask = ask
         self._timeout_s = timeout_s
-        self._cards: dict[str, dict[str, _Card]] = {}
-        self._until = 0.0
-        self._asked_at = 0.0
-        self._asked: set[str] = set()
-        self._round: asyncio.Task[None] | None = None
-        self._differ = False
+        self._engine_key = engine_key
+        self._is_told = is_told
+        self._shared = ModelList(ask, timeout_s)
+        self._view = ModelView({})
+        self._view_of = -1
+        self._of_keys: OrderedDict[bytes, _OfKey] = OrderedDict()
+        self._questions = asyncio.Semaphore(MOST_QUESTIONS)
 
     async def close(self) -> None:
         """Stop asking."""
-        if self._round is not None:
-            self._round.cancel()
-            await asyncio.gather(self._round, return_exceptions=True)
+        await self._shared.close()
+        await asyncio.gather(*(one.models.close() for one in self._of_keys.values()))
 
     def fleet_changed(self) -> None:
         """Ask the engines that joined, with the next request."""
-        self._until = 0.0
+        for one in (self._shared, *(of_key.models for of_key in self._of_keys.values())):
+            one.expire()
 
-    async def update(self, headers: CIMultiDict[str]) -> None:
-        """Ask all engines again, if it is time.
+    async def view(self, headers: CIMultiDict[str], *, again: bool = False) -> ModelView:
+        """What the client whose headers these are may know.
 
-        Waits only for engines that were never asked, and only for half of the time-out.
+        Args:
+            again: ask, and wait for the answers, unless that was done just now.
         """
-        if asyncio.get_running_loop().time() >= self._until:
-            await self._refresh(headers)
+        live = (*self._engines.live(Role.DECODE), *self._engines.live(Role.PREFILL))
+        key = self._engine_key()
+        fleet = frozenset(self._engines.names)
+        await self._update(self._shared, live, _with_key(headers, key), fleet, again=again)
+        refusing = [] if key is not None else [n for n in live if n in self._shared.refused]
+        if not refusing or "Authorization" not in headers:
+            return self._shared_view(is_told=key is None or self._is_told)
+        mine = self._list_of(headers["Authorization"])
+        await self._update(mine.models, refusing, headers, self._shared.refused, again=again)
+        return mine.view(self._shared)
 
-    async def _refresh(self, headers: CIMultiDict[str], *, waits: bool = False) -> None:
-        self._asked_at = asyncio.get_running_loop().time()
-        names = dict.fromkeys((*self._engines.live(Role.DECODE), *self._engines.live(Role.PREFILL)))
-        if self._round is None or self._round.done():
-            self._round = asyncio.create_task(self._ask_all(names, headers), name="ask for models")
-        if waits or not names.keys() <= self._asked:
-            await asyncio.wait([self._round], timeout=self._timeout_s / 2)
-        else:
-            self._until = self._asked_at + self._timeout_s  # a round is under way
+    async def _update(
+        self,
+        models: ModelList,
+        engines: Sequence[str],
+        headers: CIMultiDict[str],
+        among: frozenset[str],
+        *,
+        again: bool,
+    ) -> None:
+        models.keep(among)
+        age_s = asyncio.get_running_loop().time() - models.asked_at
+        if not models.is_fresh() or (again and age_s >= UNKNOWN_AGAIN_S):
+            await models.refresh(engines, headers, among=among, waits=again)
 
-    async def _ask_all(self, names: Iterable[str], headers: CIMultiDict[str]) -> None:
-        names = list(names)
-        found = await asyncio.gather(*(self._cards_of(name, headers) for name in names))
-        told = {name: cards for name, cards in zip(names, found, strict=True) if cards is not None}
-        fleet = self._engines.names
-        known = {**self._cards, **told}
-        self._cards = {name: cards for name, cards in known.items() if name in fleet}
-        self._asked = {*self._asked, *names}.intersection(fleet)
-        self._differ = len({frozenset(cards) for cards in self._cards.values()}) > 1
-        complete = self._cards.keys() == set(fleet) and len(told) == len(names)
-        now = asyncio.get_running_loop().time()
-        self._until = now + (MODELS_FOR_S if complete else self._timeout_s)
+    def _shared_view(self, *, is_told: bool) -> ModelView:
+        if self._view_of != self._shared.rounds or self._view.is_told != is_told:
+            self._view = ModelView(self._shared.cards, is_told)
+            self._view_of = self._shared.rounds
+        return self._view
 
-    async def _cards_of(self, engine: str, headers: CIMultiDict[str]) -> dict[str, _Card] | None:
-        try:
-            async with asyncio.timeout(self._timeout_s / 2):
-                raw = await self._ask(engine, "/v1/models", headers)
-            cards = msgspec.json.decode(raw, type=_Cards).data
-        except (
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-            RecursionError,
-            TimeoutError,
-            CannotTokenise,
-            ConnectFailed,
-            ConnectionLost,
-        ):
-            return None
-        return {card.id: card for card in cards}
+    def _list_of(self, authorization: str) -> _OfKey:
+        name = hashlib.sha256(authorization.encode(errors="surrogateescape")).digest()
+        found = self._of_keys.get(name)
+        if found is None:
+            if len(self._of_keys) >= MOST_KEYS:
+                self._forget_one()
+            found = self._of_keys[name] = _OfKey(ModelList(self._bounded, self._timeout_s))
+        self._of_keys.move_to_end(name)
+        return found
+
+    def _forget_one(self) -> None:
+        """The key used least recently; first those that no engine takes.
+
+        One that is being asked for goes last: its round would go on, and be asked for again.
+        """
+        idle = [name for name, one in self._of_keys.items() if not one.models.is_asking]
+        refused = (name for name in idle if not self._of_keys[name].models.cards)
+        del self._of_keys[next(refused, next(iter(idle or self._of_keys)))]
+
+    async def _bounded(self, engine: str, path: str, headers: CIMultiDict[str]) -> bytes:
+        async with self._questions:
+            return await self._ask(engine, path, headers)
 
     def matters(self) -> bool:
         """Whether ``serving`` has anything to do; not if all engines list the same models."""
-        return self._differ or asyncio.get_running_loop().time() >= self._until
+        shared = self._shared
+        is_known = shared.is_fresh() and self._view_of == shared.rounds
+        return not is_known or self._view.differ or bool(shared.refused)
 
     async def serving(
         self, model: Callable[[], str | None], headers: CIMultiDict[str]
@@ -139,52 +159,42 @@ class ModelCatalog:
             UnknownModel: no engine serves it.
             BadBody: the request names none, and there are several.
         """
-        await self.update(headers)
-        if not self._differ:
+        view = await self.view(headers)
+        if not view.differ:
             return None
         name = model()
         if name is None:
-            bases = self._base_names()
-            if len(bases) != 1:
-                known = f"one of {', '.join(bases)[:MOST_SHOWN]}" if bases else "a model's name"
-                raise BadBody("model", known, "nothing")
-            name = bases[0]
-        found = self._with(name)
-        age_s = asyncio.get_running_loop().time() - self._asked_at
-        if not found and age_s >= UNKNOWN_AGAIN_S:  # perhaps an adapter that was loaded just now
-            await self._refresh(headers, waits=True)
-            found = self._with(name)
-        if not found:
+            name = view.only_model()
+        found = view.serving(name)
+        if not found:  # perhaps an adapter that was loaded just now
+            view = await self.view(headers, again=True)
+            found = view.serving(name)
+        if found:
+            return found
+        if view.is_told:
             raise UnknownModel(name)
-        return found
-
-    def _with(self, model: str) -> frozenset[str]:
-        return frozenset(name for name, cards in self._cards.items() if model in cards)
-
-    def _base_names(self) -> list[str]:
-        found = {card.id for cards in self._cards.values() for card in _bases(cards)}
-        return sorted(found)
-
-    def adapter_path(self, model: str | None) -> str | None:
-        """Where the adapter of this name comes from; None if it is none."""
-        cards = (cards.get(model or "") for cards in self._cards.values())
-        return next((card.root for card in cards if card and card.parent and card.root), None)
-
-    def max_tokens(self, model: str | None) -> int | None:
-        """Tokens of the longest prompt and its answer that any engine takes, if they tell."""
-        found = [_max_tokens(cards, model) for cards in self._cards.values()]
-        return max((one for one in found if one is not None), default=None)
+        return None
 
 
-def _bases(cards: dict[str, _Card]) -> list[_Card]:
-    return [card for card in cards.values() if card.parent is None]
+class _OfKey:
+    """What engines list to one client's key, beside what they list to all."""
+
+    def __init__(self, models: ModelList) -> None:
+        self.models = models
+        self._made: tuple[tuple[int, int], ModelView] | None = None
+
+    def view(self, shared: ModelList) -> ModelView:
+        """All that the key may know of."""
+        state = (self.models.rounds, shared.rounds)
+        if self._made is None or self._made[0] != state:
+            self._made = state, ModelView({**shared.cards, **self.models.cards})
+        return self._made[1]
 
 
-def _max_tokens(cards: dict[str, _Card], model: str | None) -> int | None:
-    """Of one engine: an adapter takes what its model does, no name is the only model's."""
-    bases = _bases(cards)
-    card = cards.get(model) if model is not None else bases[0] if bases else None
-    if card is not None and card.max_model_len is None and card.parent is not None:
-        card = cards.get(card.parent)
-    longest = None if card is None else card.max_model_len
-    return longest if longest is not None and longest > 0 else None
+def _with_key(headers: CIMultiDict[str], key: str | None) -> CIMultiDict[str]:
+    """The headers of a question that is the router's own."""
+    ours = headers.copy()
+    ours.popall("Authorization", None)
+    if key is not None:
+        ours["Authorization"] = key
+    return ours

@@ -29,7 +29,8 @@ from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClie
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, ParsedBody, Route, kind_of
 from pdconn.router.prefix.hashing import BadInput, Extras
-from pdconn.router.routing.models import CannotTokenise, ModelCatalog
+from pdconn.router.routing.model_list import CannotTokenise, KeyRefused, ModelView
+from pdconn.router.routing.models import EngineKey, ModelCatalog
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RoutedRequest
 
@@ -99,6 +100,7 @@ class Tokeniser:
         engines: those to ask.
         client: how to ask them.
         timeout_s, most_tokens, max_nbytes: bounds; see the constants.
+        engine_key, tells_models: as ``ModelCatalog`` has them.
     """
 
     def __init__(
@@ -109,6 +111,8 @@ class Tokeniser:
         timeout_s: float = TIMEOUT_S,
         most_tokens: int = MOST_TOKENS,
         max_nbytes: int = MAX_NBYTES,
+        engine_key: EngineKey = lambda: None,
+        tells_models: bool = True,
     ) -> None:
         self._engines = engines
         self._client = client
@@ -116,7 +120,7 @@ class Tokeniser:
         self._most_tokens = most_tokens
         self._max_nbytes = max_nbytes
         self._turn = 0
-        self.models = ModelCatalog(engines, self._ask, timeout_s)
+        self.models = ModelCatalog(engines, self._ask, timeout_s, engine_key, is_told=tells_models)
 
     async def serving(self, request: RoutedRequest) -> frozenset[str] | None:
         """The engines that serve the model of a request; None: all do.
@@ -146,14 +150,14 @@ class Tokeniser:
         headers = asking(request.headers)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self.models.update(headers)
-                bound = _LengthBound(body, self.models.max_tokens(text(body.fields.get("model"))))
+                models = await self.models.view(headers)
+                bound = _LengthBound(body, models.max_tokens(text(body.fields.get("model"))))
                 tokens = self._token_ids(body, bound)
                 if not tokens:
                     tokens = await self._tokens_of(request, headers, bound)
                 bound.check("tokens", len(tokens), 1)
                 self._check_most(len(tokens))
-                return Tokenised(tokens, self._extras(body))
+                return Tokenised(tokens, _extras(body, models))
         except TimeoutError as error:
             why = f"no engine tokenized it within {self._timeout_s:g} s"
             raise CannotTokenise(why) from error
@@ -225,15 +229,6 @@ class Tokeniser:
             raise CannotTokenise("it contains more than text")
         return answer.token_ids
 
-    def _extras(self, body: ParsedBody) -> Extras:
-        salt, model = text(body.fields.get("cache_salt")), text(body.fields.get("model"))
-        if salt is not None and len(salt) > MAX_SALT:
-            raise CannotTokenise(f"its cache_salt is longer than {MAX_SALT} characters")
-        path = self.models.adapter_path(model)
-        return Extras(
-            lora=None if model is None or path is None else (model, path), cache_salt=salt
-        )
-
     async def _ask_any(
         self, request: RoutedRequest, path: str, headers: CIMultiDict[str], body: bytes
     ) -> bytes:
@@ -260,10 +255,20 @@ class Tokeniser:
                         f"{engine}{path} answered more than {self._max_nbytes} bytes"
                     )
         if answer.status != 200:
-            raise CannotTokenise(f"{engine}{path} answered {answer.status}")
+            kind = KeyRefused if answer.status in _WANT_A_KEY else CannotTokenise
+            raise kind(f"{engine}{path} answered {answer.status}")
         return bytes(raw)
 
 
+def _extras(body: ParsedBody, models: ModelView) -> Extras:
+    salt, model = text(body.fields.get("cache_salt")), text(body.fields.get("model"))
+    if salt is not None and len(salt) > MAX_SALT:
+        raise CannotTokenise(f"its cache_salt is longer than {MAX_SALT} characters")
+    path = models.adapter_path(model)
+    return Extras(lora=None if model is None or path is None else (model, path), cache_salt=salt)
+
+
+_WANT_A_KEY = (401, 403)
 _MAY_HOLD_AN_IMAGE = re.compile(rb'"(input_)?(image|file|document|audio)')
 _BEGINS_WITH_AN_ID = re.compile(rb"\[\s*+(\[\s*+)?-?[0-9]")
 
