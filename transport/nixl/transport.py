@@ -364,4 +364,3 @@ class NixlTransport(Transport):
     def _check_open(self) -> None:
         if self._state != "open":
             raise TransportClosed(f"{self._agent.name} is {self._state}")
-
