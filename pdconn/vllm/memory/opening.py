@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 
 import torch
 from vllm.config import VllmConfig
@@ -12,6 +11,7 @@ from vllm.platforms import current_platform
 
 from pdconn.sidechannel.affinity import spare_cores, wider_affinity
 from pdconn.vllm.config import Settings
+from pdconn.vllm.memory.cores import bound_cores
 from pdconn.vllm.memory.sleep import options_for_sleep
 from transport import Transport
 from transport.choose import choose, ucx_options
@@ -19,8 +19,6 @@ from transport.nixl.transport import NixlTransport
 from transport.ucx.transport import UcxTransport
 
 log = logging.getLogger(__name__)
-
-_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def open_transport(settings: Settings, config: VllmConfig, name: str, *, lends: bool) -> Transport:
@@ -70,34 +68,3 @@ def cores_beside_model(settings: Settings, config: VllmConfig) -> frozenset[int]
             sorted(parent),
         )
     return spare
-
-
-def bound_cores(
-    own: set[int], parent: set[int], ranks: int, environ: Mapping[str, str] = os.environ
-) -> set[int] | None:
-    """The cores that vLLM bound the ranks of the model to; None where it bound none.
-
-    A rank sees its own binding only, those of the others are in ``VLLM_CPU_OMP_THREADS_BIND``.
-    Where they are not known, they have all.
-    """
-    if own >= parent:
-        return None
-    if ranks == 1:
-        return own
-    try:
-        return own | _listed(environ.get(_BIND, ""))
-    except ValueError:
-        return parent
-
-
-def _listed(text: str) -> set[int]:
-    """Cores in vLLM's notation, ranks divided by ``|``.
-
-    >>> sorted(_listed("0-2|8,10"))
-    [0, 1, 2, 8, 10]
-    """
-    found: set[int] = set()
-    for part in text.replace("|", ",").split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.vllm.memory.opening import bound_cores
+from pdconn.vllm.memory.cores import bound_cores
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
