@@ -75,6 +75,11 @@ class Transport(Closing):
             KeyError: ``read`` was never posted, or was returned already.
         """
 
+    @property
+    def poll_pause_s(self) -> float:
+        """The least pause between polls that does not slow down the reads in flight, in seconds."""
+        return 0.0
+
     def check(self) -> None:
         """Raise if the backend's own threads have died.  Cheap, and may be called from any thread.
 

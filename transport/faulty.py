@@ -163,6 +163,10 @@ class FaultyTransport(Transport):
         self.counts.update(faults & {"fail"} or faults & {"stall"} or faults & {"delay"})
         return read
 
+    @property
+    def poll_pause_s(self) -> float:
+        return self._inner.poll_pause_s
+
     def poll(self, read: ReadId) -> Settled | None:
         state = self._reads[read]
         if isinstance(state, _Waiting):

@@ -152,6 +152,11 @@ class TransportJobs:
         """Whether a chunk of some read waits to be posted, and may be."""
         return any(reads.is_ready for reads in self._queues.values())
 
+    @property
+    def poll_pause_s(self) -> float:
+        """As ``Transport.poll_pause_s``."""
+        return self._transport.poll_pause_s
+
     def do(self, job: Job) -> None:
         """Carry out a job.  A read is only queued: :meth:`post` begins it."""
         if isinstance(job, Connect):
@@ -315,11 +320,12 @@ class ReaderThread:
         if self._transport_jobs.is_ready:
             return self._jobs.get_nowait()
         if len(self._transport_jobs):
-            return self._jobs.get(timeout=_pause_after(idle_polls))
+            pause = _pause_after(idle_polls, self._transport_jobs.poll_pause_s)
+            return self._jobs.get(timeout=pause)
         return self._jobs.get()
 
 
-def _pause_after(idle_polls: int) -> float:
+def _pause_after(idle_polls: int, least_s: float) -> float:
     if idle_polls > _HANGING:
         return _HANGING_S
-    return _PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)]
+    return max(_PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)], least_s)

@@ -24,6 +24,30 @@ def wider_cores(own: set[int], parent: set[int]) -> set[int]:
     return own | parent if len(own) == 1 else own
 
 
+def spare_cores(
+    own: set[int], parent: set[int], model: set[int] | None, threads: int
+) -> frozenset[int] | None:
+    """Cores that a thread of ours may keep busy beside a model.
+
+    Args:
+        own: the affinity of the thread that computes the model.
+        parent: that of the parent process: what the user gave to the engine.
+        model: the cores of all ranks of the model; None where the model is not bound to any.
+        threads: that all ranks compute with, where it is not.
+
+    Returns:
+        The cores; empty for none; None for any of ``own``, as there are more than threads.
+
+    >>> spare_cores({1}, {0, 1}, {1}, 1)
+    frozenset({0})
+    >>> spare_cores({0, 1}, {0, 1}, None, 2)
+    frozenset()
+    """
+    if model is not None:
+        return frozenset(parent - model)
+    return None if len(own) > threads else frozenset()
+
+
 @contextlib.contextmanager
 def wider_affinity() -> Iterator[None]:
     """Threads started inside, native ones too, get the cores of :func:`wider_cores`."""

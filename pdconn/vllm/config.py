@@ -20,7 +20,7 @@ from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
 from pdconn.vllm.nixl.keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
-from pdconn.vllm.values import flag, lease, names, options, port, seconds, text
+from pdconn.vllm.values import cores, flag, lease, names, options, port, seconds, text
 from transport.choose import WANTED, Wanted
 from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
@@ -63,6 +63,7 @@ class Settings:
     backends: tuple[str, ...] = ("UCX",)
     backend_options: dict[str, dict[str, str]] = field(default_factory=dict)
     huge_pages: bool = True
+    progress_cores: int | None = None
     layout: str = OUR_LAYOUT
     enforce_handshake_compat: bool = True
     description_file: str | None = None
@@ -273,6 +274,12 @@ KEYS: tuple[Key, ...] = (
     Key(
         "huge_pages", "true, false", "true", flag, "both",
         "Ask the kernel for huge pages under KV memory on the host.",
+    ),
+    Key(
+        "progress_cores", "`auto`, 0, 1", "`auto`", cores, "decode",
+        "Cores that NIXL's progress thread may keep busy while reads over TCP are in flight; over "
+        "shared memory and RDMA it rests. `auto` is 1 where the model leaves a core to it, else "
+        "0. It is never a core that the model is bound to.",
     ),
     Key(
         "layout", "`auto`, `none` or a layout", "`auto`", _layout, "both",

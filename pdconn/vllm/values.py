@@ -37,6 +37,14 @@ def lease(value: Any) -> float:
     return float(value)
 
 
+def cores(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if type(value) is not int or value not in (0, 1):
+        raise ValueError("'auto', 0 or 1")
+    return value
+
+
 def names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
         raise ValueError("a list of backend names")

@@ -39,7 +39,7 @@ from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.cache.partial import block_tokens, partial_blocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.memory.layout import report_layout
-from pdconn.vllm.memory.sleep import options_for_sleep
+from pdconn.vllm.memory.opening import open_transport
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.tracing.pulls import TracedPull, are_traced
@@ -47,10 +47,7 @@ from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
 from transport import Transport, TransportError
-from transport.choose import choose, ucx_options
 from transport.faulty import FaultyTransport
-from transport.nixl.transport import NixlTransport
-from transport.ucx.transport import UcxTransport
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +102,8 @@ class PdWorker:
         traits = content if self._settings.enforce_handshake_compat else {}
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
-        with wider_affinity():
-            transport = self._open_transport(f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}")
+        name = f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}"
+        transport = open_transport(self._settings, self._config, name, lends=self._lends)
         self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
         geometry = RankGeometry(pp.rank_in_group, tp_rank, self._memory.address, references)
         self._handshake = PdHandshake(msgspec.msgpack.encode(geometry), traits, content)
@@ -328,33 +325,6 @@ class PdWorker:
             return WarmUp(places)
         self._scratch = scratch
         return WarmUp(places, scratch.memory)
-
-    def _open_transport(self, name: str) -> Transport:
-        transport, choice = choose(
-            self._settings.transport,
-            {"nixl": lambda: self._open_nixl(name), "ucx": lambda: self._open_ucx(name)},
-        )
-        facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
-        log.info("pdconn: transport: %s: %s", choice, facts)
-        return transport
-
-    def _open_nixl(self, name: str) -> Transport:
-        options = self._settings.backend_options
-        if self._lends and self._config.model_config.enable_sleep_mode:
-            options = options_for_sleep(options)
-        return NixlTransport(
-            name,
-            backends=self._settings.backends,
-            backend_options=options,
-            huge_pages=self._settings.huge_pages,
-        )
-
-    def _open_ucx(self, name: str) -> Transport:
-        return UcxTransport(
-            name,
-            options=ucx_options(self._settings.backend_options),
-            huge_pages=self._settings.huge_pages,
-        )
 
     def _references(self, kv_caches: dict[str, Any], tp_rank: int) -> KVCacheReferences:
         model, parallel = self._config.model_config, self._config.parallel_config

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
-from pdconn.sidechannel.affinity import wider_affinity, wider_cores
+import pytest
+
+from pdconn.sidechannel.affinity import spare_cores, wider_affinity, wider_cores
 
 
 def test_only_a_thread_bound_to_one_core_is_let_loose() -> None:
@@ -30,3 +32,23 @@ def test_threads_inherit_the_wider_choice_and_the_starter_goes_back() -> None:
     thread.start()
     thread.join()
     assert seen == [bound | os.sched_getaffinity(os.getppid()), bound]
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "model", "threads", "spare"),
+    [
+        ({1}, {0, 1}, {1}, 1, frozenset({0})),
+        ({0}, {0, 1}, {0, 1}, 2, frozenset()),  # two ranks, a core each
+        ({1}, {1}, {1}, 1, frozenset()),
+        ({0, 1}, {0, 1}, None, 1, None),
+        ({0, 1}, {0, 1}, None, 2, frozenset()),
+    ],
+)
+def test_no_core_of_the_model_is_spare(
+    own: set[int],
+    parent: set[int],
+    model: set[int] | None,
+    threads: int,
+    spare: frozenset[int] | None,
+) -> None:
+    assert spare_cores(own, parent, model, threads) == spare

@@ -50,6 +50,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest() -> None:
         ({"backends": "UCX"}, "backends: expected a list of backend names, got 'UCX'"),
         ({"backend_options": {"UCX": 1}}, "backend_options: expected options per backend"),
         ({"huge_pages": 1}, "huge_pages: expected true or false, got 1"),
+        ({"progress_cores": 2}, "progress_cores: expected 'auto', 0 or 1, got 2"),
+        ({"progress_cores": True}, "progress_cores: expected 'auto', 0 or 1, got True"),
         ({"layout": "NHD"}, "layout: expected auto or none or LBHNC or .*, got 'NHD'"),
         ({"layout": ["LBHNC"]}, "layout: expected auto or none or LBHNC"),
         ({"warm_peers": "p1:5600"}, "warm_peers: expected a list of at most 256"),

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from transport.errors import BackendFailure, OutOfBounds, PeerLost, TransportError
 from transport.nixl.agent import Agent, Transfer
+from transport.nixl.progress import AdaptiveProgress
 from transport.regions import Regions
 from transport.types import PeerId, ReadId, ReadStats, Settled, Spans
 
@@ -73,6 +74,7 @@ class Reads:
 
     Args:
         ours: the registered memories, to name the run that lies outside them.
+        progress: drives NIXL's thread while reads are in flight.
         repost_s: how long to wait before a read is posted again.
     """
 
@@ -82,9 +84,11 @@ class Reads:
         ours: Regions,
         clock: Callable[[], float],
         *,
+        progress: AdaptiveProgress | None = None,
         repost_s: float = REPOST_S,
     ) -> None:
         self._agent = agent
+        self.progress = progress or AdaptiveProgress(None, "rests: no peer is connected")
         self._ours = ours
         self._clock = clock
         self._repost_s = repost_s
@@ -115,11 +119,15 @@ class Reads:
         peer.reads.add(read)
         self._inflight[read] = inflight = _InflightRead(read, peer, spans, nbytes, transfer, began)
         self._post(inflight)
+        if self._inflight:  # shared memory has copied it already
+            self.progress.moved()
+        self.progress.update(len(self._inflight))
         return read
 
     def poll(self, read: ReadId) -> Settled | None:
         """As ``Transport.poll``."""
         self._advance(read)
+        self.progress.update(len(self._inflight))
         if read in self._inflight:
             return None
         return self._settled.pop(read)
@@ -133,6 +141,7 @@ class Reads:
         """Settle the reads, of ``peer`` or of all, that are over; ``poll`` returns them."""
         for read in list(self._inflight if peer is None else peer.reads):
             self._advance(read)
+        self.progress.update(len(self._inflight))
 
     def clear(self) -> None:
         """Forget the settled reads."""
@@ -193,6 +202,7 @@ class Reads:
         if inflight.disconnected:
             error = PeerLost(f"{inflight.peer.id} was disconnected while this read was in flight")
         inflight.transfer.release()
+        self.progress.moved()
         inflight.peer.reads.discard(inflight.read)
         del self._inflight[inflight.read]
         self._settled[inflight.read] = Settled(stats, error)

@@ -23,7 +23,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from transport.address import MAX_NAME_CHARS, pack, unpack
 from transport.base import Transport
@@ -41,6 +41,7 @@ from transport.nixl.cuda import bind_thread
 from transport.nixl.errors import ChangedConnection
 from transport.nixl.options import backend_params, ucx_environment, ucx_version
 from transport.nixl.possible import possible_transports
+from transport.nixl.progress import ProcessState, WorkerEvents, adaptive_progress
 from transport.nixl.reads import REPOST_S, NixlPeer, Reads
 from transport.regions import Regions
 from transport.types import HOST, Device, Memory, PeerId, ReadId, Settled, Spans
@@ -82,6 +83,8 @@ class NixlTransport(Transport):
             ``transport.nixl.options``.
         progress_delay_us: how long NIXL's progress thread sleeps when no event
             wakes it, in steps of 1000; at 5000 it costs 1 % of a core.
+        drive_on: cores that NIXL's progress thread may keep busy while reads over TCP are in
+            flight, and runs on; empty lets it rest always; None is any core, if there are two.
         telemetry: let NIXL count descriptors and time each read.
         huge_pages: back host memory with huge pages before it is registered,
             for at most ``huge_page_s`` seconds over the transport's life.
@@ -102,6 +105,7 @@ class NixlTransport(Transport):
         backends: Sequence[str] = ("UCX",),
         backend_options: Mapping[str, Mapping[str, str]] | None = None,
         progress_delay_us: int = 5000,
+        drive_on: Collection[int] | None = None,
         telemetry: bool = True,
         huge_pages: bool = True,
         huge_page_s: float = 10.0,
@@ -123,6 +127,7 @@ class NixlTransport(Transport):
         self._params = backend_params(backends, backend_options, show_transports=shows)
         self._library = library or load_library()
         self._settings = {"progress_delay_us": progress_delay_us, "telemetry": telemetry}
+        before = ProcessState.now()
         self._agent = Agent(
             self._library,
             agent_name,
@@ -130,6 +135,7 @@ class NixlTransport(Transport):
             progress_delay_us=progress_delay_us,
             telemetry=telemetry,
         )
+        self._worker, self._drive_on = WorkerEvents.made_since(before), drive_on
         self._bind = bind
         self._bound: tuple[int, Device] | None = None
         self._has_connected = False
@@ -220,6 +226,11 @@ class NixlTransport(Transport):
             self._remove_left()
         return settled
 
+    @property
+    def poll_pause_s(self) -> float:
+        """As ``Transport.poll_pause_s``."""
+        return self._reads.progress.poll_pause_s
+
     def describe(self) -> dict[str, str]:
         facts = {
             "backend": _BACKEND,
@@ -227,6 +238,7 @@ class NixlTransport(Transport):
             "nixl": self._library.version,
             "ucx": ucx_version(),
             "huge_pages": self._huge_pages(),
+            "progress": self._reads.progress.why,
             **{key: str(value) for key, value in self._settings.items()},
         }
         for backend, params in self._params.items():
@@ -258,6 +270,7 @@ class NixlTransport(Transport):
                 f"can still write after {self._close_wait_s} s; memory stays registered"
             )
         self._reads.clear()
+        self._reads.progress.close()
         self._agent.close()
         self._state = "closed"
 
@@ -277,8 +290,10 @@ class NixlTransport(Transport):
             return
         self._has_connected = True
         found = possible_transports(self._params["UCX"])
+        self._reads.progress = adaptive_progress(self._worker, found, self._drive_on)
         name, listed = self._agent.name, ", ".join(found) or "unknown"
         _log.info("pdconn: UCX may connect by: %s agent=%s", listed, name)
+        _log.info("pdconn: NIXL's progress thread %s agent=%s", self._reads.progress.why, name)
         on_gpu = any(memory.device != HOST for memory in self._registered)
         if on_gpu and found and not any(one.startswith("cuda_ipc/") for one in found):
             _log.warning(

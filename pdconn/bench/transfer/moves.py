@@ -18,7 +18,7 @@ from transport import PeerId, Settled, Transport
 READ_TIMEOUT_S = 120.0
 """How long one pull may take before it fails."""
 
-_PAUSES_S = (0.0, 0.00005)
+_PAUSES_S = (0.0, 0.00005, 0.001)
 
 
 @dataclass(frozen=True, slots=True)

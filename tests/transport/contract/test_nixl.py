@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.transport.contract.rigs import Lender, nixl_options, nixl_rig
 from transport.address import unpack
 from transport.errors import BackendFailure, BadAddress, OutOfBounds, PeerLost
 from transport.nixl.agent import Agent
+from transport.nixl.progress import DRIVE_S
 from transport.nixl.transport import NixlTransport, load_library
 from transport.testing.contract import (
     ARENA_BYTES,
@@ -68,6 +70,37 @@ class TestNixlOverTcp(_WithLender, TransportContract):
             assert rig.reader.connect(address) == rig.peer
             replace(rig, remote=remote).check_read((0, 0, 64))
 
+    def test_the_thread_spins_while_a_read_is_in_flight_and_for_half_a_second(
+        self, rig: Rig
+    ) -> None:
+        rig.check_read((0, 0, 64))
+        resting = min(_cpu_share(0.1) for _ in range(3))
+        self.lender.pause()
+        stuck = rig.reader.read(rig.peer, rig.spans((64, 64, 64)))
+        assert rig.reader.poll_pause_s > 0
+        driven = _cpu_share(0.1)
+        time.sleep(DRIVE_S)
+        assert rig.reader.poll(stuck) is None  # it hangs
+        assert rig.reader.poll_pause_s == 0
+        rests = min(_cpu_share(0.1) for _ in range(3))
+        self.lender.resume()
+        assert rig.finish(stuck).ok
+        assert driven > 0.3
+        assert max(resting, rests) < driven / 3
+
+    def test_without_a_core_for_it_the_thread_never_spins(self) -> None:
+        with nixl_rig(
+            self.lender, tls="tcp", stalls=True, reader_type=partial(NixlTransport, drive_on=())
+        ) as rig:
+            rig.check_read((0, 0, 64))  # while UCX connects, NIXL's thread spins by itself
+            self.lender.pause()
+            stuck = rig.reader.read(rig.peer, rig.spans((64, 64, 64)))
+            assert rig.reader.poll_pause_s == 0
+            assert min(_cpu_share(0.1) for _ in range(3)) < 0.1
+            self.lender.resume()
+            assert rig.finish(stuck).ok
+            assert "progress_cores" in rig.reader.describe()["progress"]
+
     def test_why_reads_are_not_cancelled__nixl_writes_after_releasing_them(self, rig: Rig) -> None:
         raw = Agent(load_library(), "raw", RAW_TCP, progress_delay_us=1000, telemetry=False)
         raw.register(rig.arena.memory)
@@ -104,6 +137,10 @@ class TestNixlOnOneHost(_WithLender, TransportContract):
             address, remote = self.lender.open("lender", "same", nixl_options(None))
             assert rig.reader.connect(address) == rig.peer
             replace(rig, remote=remote).check_read((0, 0, 64))
+
+    def test_a_copy_that_ends_within_the_post_drives_nothing(self, rig: Rig) -> None:
+        rig.check_read((0, 0, ARENA_BYTES))
+        assert rig.reader.poll_pause_s == 0
 
     def test_nixl_merges_neighbours(self, rig: Rig) -> None:
         stats = rig.check_read(*[(i * 64, i * 64, 64) for i in range(100)]).stats
@@ -144,7 +181,7 @@ class TestNixlOnOneHost(_WithLender, TransportContract):
         facts = rig.reader.describe()
         assert facts["nixl"][0].isdigit()
         assert facts["ucx"].startswith("1.")
-        assert "TCP_TX_SEG_SIZE=1032K" in facts["UCX"]
+        assert "TCP_TX_SEG_SIZE=520K" in facts["UCX"]
 
 
 def test_an_idle_agent_rests_and_without_a_delay_it_spins() -> None:

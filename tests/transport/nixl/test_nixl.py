@@ -408,7 +408,7 @@ def test_invalid_options_are_refused(make: Callable[[], object]) -> None:
 
 
 def test_the_users_settings_win_over_ours() -> None:
-    assert merged_engine_config("") == "TCP_TX_SEG_SIZE=1032K,TCP_RX_SEG_SIZE=1032K"
+    assert merged_engine_config("") == "TCP_TX_SEG_SIZE=520K,TCP_RX_SEG_SIZE=2064K"
     assert merged_engine_config("UCX_TCP_TX_SEG_SIZE=1M, TLS=tcp") == (
         f"TCP_TX_SEG_SIZE=1M,TCP_RX_SEG_SIZE={UCX_DEFAULTS['TCP_RX_SEG_SIZE']},TLS=tcp"
     )

@@ -1,0 +1,70 @@
+"""Opening a worker's transport: on which cores its threads run, and which one it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from pdconn.sidechannel.affinity import spare_cores, wider_affinity
+from pdconn.vllm.config import Settings
+from pdconn.vllm.memory.cores import bound_cores
+from pdconn.vllm.memory.sleep import options_for_sleep
+from transport import Transport
+from transport.choose import choose, ucx_options
+from transport.nixl.transport import NixlTransport
+from transport.ucx.transport import UcxTransport
+
+log = logging.getLogger(__name__)
+
+
+def open_transport(settings: Settings, config: VllmConfig, name: str, *, lends: bool) -> Transport:
+    """Open the transport that ``settings`` ask for; called on the thread of the model.
+
+    Raises:
+        TransportUnavailable: it is not available here, or invalid options.
+    """
+    drive_on = cores_beside_model(settings, config)
+
+    def nixl() -> Transport:
+        options = settings.backend_options
+        if lends and config.model_config.enable_sleep_mode:
+            options = options_for_sleep(options)
+        return NixlTransport(
+            name,
+            backends=settings.backends,
+            backend_options=options,
+            huge_pages=settings.huge_pages,
+            drive_on=drive_on,
+        )
+
+    def ucx() -> Transport:
+        options = ucx_options(settings.backend_options)
+        return UcxTransport(name, options=options, huge_pages=settings.huge_pages)
+
+    with wider_affinity():
+        transport, choice = choose(settings.transport, {"nixl": nixl, "ucx": ucx})
+    facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
+    log.info("pdconn: transport: %s: %s", choice, facts)
+    return transport
+
+
+def cores_beside_model(settings: Settings, config: VllmConfig) -> frozenset[int] | None:
+    """Cores for a thread that spins, see :func:`spare_cores`."""
+    if settings.progress_cores == 0:
+        return frozenset()
+    ranks = config.parallel_config.world_size
+    threads = torch.get_num_threads() if current_platform.is_cpu() else 1
+    own = os.sched_getaffinity(0)
+    parent = os.sched_getaffinity(os.getppid())
+    spare = spare_cores(own, parent, bound_cores(own, parent, ranks), ranks * threads)
+    if settings.progress_cores and spare is not None and not spare:
+        log.warning(
+            "pdconn: progress_cores=1, but the model has every core: %s; NIXL's progress thread "
+            "rests",
+            sorted(parent),
+        )
+    return spare

@@ -1,0 +1,235 @@
+"""NIXL's thread is driven while reads need it: not for longer, not on a guess, not for RDMA."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from transport.nixl.progress import (
+    DRIVE_S,
+    POLL_PAUSE_S,
+    AdaptiveProgress,
+    ProcessState,
+    ProgressThread,
+    WorkerEvents,
+    adaptive_progress,
+    reads_need_progress,
+)
+
+
+class FakeProgressThread:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def drive(self) -> None:
+        self.log.append("drive")
+
+    def rest(self) -> None:
+        self.log.append("rest")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def thread() -> FakeProgressThread:
+    return FakeProgressThread()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def progress(thread: FakeProgressThread, clock: Clock) -> AdaptiveProgress:
+    return AdaptiveProgress(thread, "under test", clock)
+
+
+def test_it_is_driven_from_the_first_read_to_the_last(
+    progress: AdaptiveProgress, thread: FakeProgressThread
+) -> None:
+    progress.update(0)
+    assert (thread.log, progress.poll_pause_s) == ([], 0.0)
+    progress.moved()
+    for in_flight in (1, 2, 1):
+        progress.update(in_flight)
+    assert (thread.log, progress.poll_pause_s) == (["drive"], POLL_PAUSE_S)
+    progress.moved()
+    progress.update(0)
+    assert (thread.log, progress.poll_pause_s) == (["drive", "rest"], 0.0)
+
+
+def test_a_read_that_hangs_takes_no_core_for_long(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+) -> None:
+    progress.moved()
+    progress.update(1)
+    clock.now += DRIVE_S * 0.9
+    progress.update(1)
+    assert thread.log == ["drive"]
+    clock.now += DRIVE_S
+    progress.update(1)
+    assert thread.log == ["drive", "rest"]
+    progress.moved()  # another one ended: bytes move again
+    progress.update(1)
+    assert thread.log == ["drive", "rest", "drive"]
+
+
+def test_after_close_nothing_is_driven(
+    progress: AdaptiveProgress, thread: FakeProgressThread
+) -> None:
+    progress.moved()
+    progress.update(1)
+    progress.close()
+    progress.moved()
+    progress.update(1)
+    progress.close()
+    assert thread.log == ["drive", "close"]
+    assert progress.poll_pause_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("possible", "needed"),
+    [
+        (["posix/memory", "cma/memory", "tcp/eth0"], True),
+        (["tcp/eth0", "cuda_copy/cuda", "cuda_ipc/cuda"], True),
+        (["rc_mlx5/mlx5_0:1", "tcp/eth0"], False),
+        (["srd/rdmap0s1:1", "tcp/eth0"], False),
+        (["posix/memory", "cma/memory"], False),
+        ([], None),
+    ],
+)
+def test_only_reads_over_tcp_need_it(possible: list[str], needed: bool | None) -> None:
+    assert reads_need_progress(possible) is needed
+
+
+@pytest.mark.parametrize(
+    ("possible", "cores", "why"),
+    [
+        ([], None, "cannot be asked"),
+        (["cma/memory"], None, "without it"),
+        (["tcp/lo"], frozenset(), "no core is left"),
+        (["tcp/lo"], None, "expected one, found 2"),
+    ],
+)
+def test_without_need_core_or_certainty_it_rests(
+    possible: list[str], cores: frozenset[int] | None, why: str
+) -> None:
+    progress = adaptive_progress(WorkerEvents((3, 4), ()), possible, cores)
+    assert progress.thread is None
+    assert progress.why.startswith("rests: ")
+    assert why in progress.why
+    progress.moved()
+    progress.update(1)
+    assert progress.poll_pause_s == 0.0
+
+
+class FakeProc:
+    """A folder like ``/proc/self``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("fd", "fdinfo", "task"):
+            (folder / name).mkdir()
+
+    def add(self, number: int, *data: str, kind: str = "anon_inode:[eventpoll]") -> None:
+        (self.folder / "fd" / str(number)).symlink_to(kind)
+        lines = [f"tfd: {9 + at} events: 19 data: {one}  pos:0" for at, one in enumerate(data)]
+        (self.folder / "fdinfo" / str(number)).write_text("\n".join(["pos:\t0", *lines]))
+
+
+def test_the_worker_is_the_new_epoll_set_without_data(tmp_path: Path) -> None:
+    proc = FakeProc(tmp_path)
+    proc.add(3, "0", "0")  # of another worker, made before
+    (tmp_path / "task" / "70").mkdir()
+    before = ProcessState.now(tmp_path)
+    proc.add(4, "f", "6")  # of UCX's own thread
+    proc.add(5, "0", "0", "0")
+    proc.add(6)  # of an interface without a connection
+    proc.add(7, "55d8a76fb2d0")
+    proc.add(8, "0", kind="socket:[1]")
+    (tmp_path / "task" / "71").mkdir()
+    assert WorkerEvents.made_since(before, tmp_path) == WorkerEvents((5,), (71,))
+
+
+def test_where_two_could_be_it_both_are_named(tmp_path: Path) -> None:
+    proc = FakeProc(tmp_path)
+    before = ProcessState.now(tmp_path)
+    proc.add(5, "0")
+    proc.add(6, "0")
+    assert WorkerEvents.made_since(before, tmp_path).descriptors == (5, 6)
+
+
+class Sleeper:
+    """A thread that waits for an epoll set, as NIXL's does; a lazy one is never awake."""
+
+    def __init__(self, *, lazy: bool) -> None:
+        self.before = ProcessState.now()
+        self.events = select.epoll()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(lazy,))
+        self._thread.start()
+
+    def _run(self, lazy: bool) -> None:
+        poll = select.poll()
+        poll.register(self.events, select.POLLIN)
+        while not self._ended.is_set():
+            poll.poll(5)
+            if lazy:
+                self._ended.wait(0.005)
+
+    @property
+    def found(self) -> WorkerEvents:
+        threads = ProcessState.now().threads - self.before.threads
+        return WorkerEvents((self.events.fileno(),), tuple(threads))
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.events.close()
+
+
+def _used_by(threads: tuple[int, ...], seconds: float) -> float:
+    def used() -> int:
+        return sum(
+            int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in threads
+        )
+
+    before = used()
+    time.sleep(seconds)
+    return (used() - before) / 1e9 / seconds
+
+
+def test_a_thread_is_kept_awake_and_let_go() -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with closing(Sleeper(lazy=False)) as sleeper:
+        worker = sleeper.found
+        thread = ProgressThread(worker, os.sched_getaffinity(0))
+        resting = _used_by(worker.threads, 0.1)
+        thread.drive()
+        thread.drive()
+        driven = _used_by(worker.threads, 0.1)
+        thread.close()
+        assert driven > 3 * max(resting, _used_by(worker.threads, 0.1))
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_thread_that_sleeps_nevertheless_is_refused_and_nothing_is_left_behind() -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with closing(Sleeper(lazy=True)) as sleeper, pytest.raises(OSError, match="stayed awake"):
+        ProgressThread(sleeper.found)
+    assert set(os.listdir("/proc/self/fd")) == descriptors

@@ -1,0 +1,274 @@
+"""NIXL's progress thread: at rest between events, or driven at full speed while reads need it.
+
+Over TCP a read moves only while threads work on both sides, and a thread that sleeps between
+events loses most of the time to waking up: on virtual machines the reader gets half of what
+one that spins gets.  One that always spins takes a core for nothing, and over shared memory
+it is slower as well, since ``post`` copies there.  NIXL fixes the thread's pace when the agent
+is made.  What can be changed is what it waits for: it polls the event descriptor of UCX's
+worker, an epoll set, to which UCX lets a user add descriptors of its own (the documentation of
+``ucp_worker_get_efd`` and of ``UCP_WORKER_PARAM_FIELD_EVENT_FD``).  An eventfd in that set
+keeps the thread awake for as long as it is readable; neither Python's interpreter lock nor
+any thread of ours takes part.
+
+NIXL does not name the descriptor.  It is the one epoll set that starting the backend left
+behind in which UCX keeps no data beside the descriptors, as ``/proc/self/fdinfo`` shows; that
+the right one was found is seen from the thread, which must then use its core.  Where any of
+this fails the thread rests, as NIXL has it.
+
+Only a thread of the *reader* is driven.  Measured (``docs/benchmarks.md``): the lender's
+thread is kept busy by what it sends, and spinning beside that gains nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+_log = logging.getLogger(__name__)
+
+DRIVE_S = 0.5
+"""How long the thread is driven after a read was posted or has ended.  A peer that hangs, or a
+link so slow that nothing ends for so long, takes no core for longer."""
+
+POLL_PAUSE_S = 0.001
+"""Between polls while the thread is driven: a poll holds UCX's lock, which the thread needs."""
+
+_TRIAL_S = 0.02
+_AWAKE = 0.25
+"""The least share of the trial that a thread which does not sleep has used of its core."""
+
+_PROC = Path("/proc/self")
+
+
+class Drivable(Protocol):
+    """A progress thread that can be kept awake."""
+
+    def drive(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """Threads and epoll sets of this process, to tell which ones a backend has made."""
+
+    threads: frozenset[int]
+    epoll_sets: frozenset[int]
+
+    @classmethod
+    def now(cls, proc: Path = _PROC) -> ProcessState:
+        """As ``/proc`` has it; empty where there is none."""
+        return cls(frozenset(_numbers(proc / "task")), frozenset(_epoll_sets(proc)))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvents:
+    """What a UCX backend left in this process: its worker's event descriptor, and its threads."""
+
+    descriptors: tuple[int, ...]
+    threads: tuple[int, ...]
+
+    @classmethod
+    def made_since(cls, before: ProcessState, proc: Path = _PROC) -> WorkerEvents:
+        """Find them, right after the backend was started; all descriptors that could be it."""
+        made = [number for number in _epoll_sets(proc) if number not in before.epoll_sets]
+        found = tuple(number for number in made if _is_without_data(number, proc))
+        return cls(found, tuple(set(_numbers(proc / "task")) - before.threads))
+
+
+class ProgressThread:
+    """The progress thread of a UCX backend, tried for a moment.
+
+    Args:
+        cores: that the thread may run on from now on; empty leaves it as it is.
+
+    Raises:
+        OSError: its descriptor is not known, or it cannot be kept awake.
+    """
+
+    def __init__(self, worker: WorkerEvents, cores: Iterable[int] = ()) -> None:
+        if len(worker.descriptors) != 1:
+            seen = len(worker.descriptors)
+            raise OSError(f"event descriptors of UCX: expected one, found {seen}")
+        self._is_driven = False
+        self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._events = select.epoll.fromfd(os.dup(worker.descriptors[0]))  # closes what it gets
+        except OSError:
+            os.close(self._awake)
+            raise
+        self._events.register(self._awake, select.EPOLLIN)
+        try:
+            thread = self._try(worker.threads)
+            if cores:
+                os.sched_setaffinity(thread, set(cores))
+        except OSError:
+            self.close()
+            raise
+
+    def drive(self) -> None:
+        """Let the thread spin; harmless while it does."""
+        if not self._is_driven:
+            self._is_driven = True
+            os.eventfd_write(self._awake, 1)
+
+    def rest(self) -> None:
+        """Let the thread sleep between events; harmless while it does."""
+        if self._is_driven:
+            self._is_driven = False
+            os.eventfd_read(self._awake)
+
+    def close(self) -> None:
+        """Leave the thread at rest; it must not have ended yet, or another descriptor is meant."""
+        self.rest()
+        with contextlib.suppress(OSError):
+            self._events.unregister(self._awake)
+        self._events.close()
+        os.close(self._awake)
+
+    def _try(self, threads: Iterable[int]) -> int:
+        """Drive it for a moment; returns the thread that was awake."""
+        before = {thread: _used_s(thread) for thread in threads}
+        self.drive()
+        time.sleep(_TRIAL_S)
+        self.rest()
+        used = {thread: _used_s(thread) - before[thread] for thread in threads}
+        thread = max(used, key=used.__getitem__, default=0)
+        if not thread or used[thread] < _AWAKE * _TRIAL_S:
+            seen = {thread: round(seconds, 4) for thread, seconds in used.items()}
+            raise OSError(f"no thread stayed awake for {_TRIAL_S} s, CPU seconds were {seen}")
+        return thread
+
+
+@dataclass(slots=True)
+class AdaptiveProgress:
+    """Drives ``thread`` while reads need it, and for no longer; used by one thread at a time.
+
+    Args:
+        thread: None rests always.
+        why: what is said of it in logs.
+    """
+
+    thread: Drivable | None
+    why: str
+    clock: Callable[[], float] = time.monotonic
+    _until: float = field(default=0.0, init=False)
+    _drives: bool = field(default=False, init=False)
+
+    @property
+    def poll_pause_s(self) -> float:
+        """The least pause between polls that does not slow the thread down."""
+        return POLL_PAUSE_S if self._drives else 0.0
+
+    def moved(self) -> None:
+        """A read was posted and is in flight, or one has ended."""
+        if self.thread is not None:
+            self._until = self.clock() + DRIVE_S
+
+    def update(self, in_flight: int) -> None:
+        """Drive or rest, as ``in_flight`` reads need it now."""
+        wanted = in_flight > 0 and self.thread is not None and self.clock() < self._until
+        if wanted != self._drives and self.thread is not None:
+            self._drives = wanted
+            if wanted:
+                self.thread.drive()
+            else:
+                self.thread.rest()
+
+    def close(self) -> None:
+        """Let the thread go, at rest; must precede the end of the agent."""
+        if self.thread is not None:
+            self.thread.close()
+            self.thread, self._drives = None, False
+
+
+def adaptive_progress(
+    worker: WorkerEvents, possible: Iterable[str], drive_on: Collection[int] | None
+) -> AdaptiveProgress:
+    """Drive the thread where reads need it and a core is left for it.
+
+    Args:
+        possible: UCX's transports and devices, like ``tcp/eth0``; empty where unknown.
+        drive_on: cores for the thread; empty for none, None for any, if there are two.
+    """
+    needed = reads_need_progress(possible)
+    if needed is None:
+        return AdaptiveProgress(None, "rests: UCX cannot be asked for its transports")
+    if not needed:
+        return AdaptiveProgress(None, "rests: UCX reads without it (no TCP, or RDMA beside it)")
+    if drive_on is None and len(os.sched_getaffinity(0)) < 2:
+        return AdaptiveProgress(None, "rests: this process has a single core")
+    if drive_on is not None and not drive_on:
+        return AdaptiveProgress(None, "rests: no core is left for it (progress_cores)")
+    try:
+        thread = ProgressThread(worker, drive_on or ())
+    except OSError as error:
+        return AdaptiveProgress(None, f"rests: {error}")
+    on = ",".join(map(str, sorted(drive_on))) if drive_on else "any"
+    return AdaptiveProgress(thread, f"spins while reads over TCP are in flight: cores={on}")
+
+
+def reads_need_progress(possible: Iterable[str]) -> bool | None:
+    """Whether a read that is in flight needs threads to move: over TCP, but not over RDMA.
+
+    Args:
+        possible: UCX's transports and devices, like ``tcp/eth0``; empty where unknown.
+
+    Returns:
+        None where it is not known.
+
+    >>> reads_need_progress(["posix/memory", "tcp/eth0", "cma/memory"])
+    True
+    >>> reads_need_progress(["tcp/eth0", "rc_mlx5/mlx5_0:1"])
+    False
+    """
+    names = {one.partition("/")[0] for one in possible}
+    if not names:
+        return None
+    return "tcp" in names and not any(name.startswith(_RDMA) for name in names)
+
+
+_RDMA = ("rc", "dc", "ud", "srd", "gga", "efa")
+
+
+def _is_without_data(epoll_set: int, proc: Path) -> bool:
+    """Whether it watches something, and keeps the same empty data with all of it.
+
+    A line of ``fdinfo`` reads ``tfd: 11 events: 19 data: 0 pos:0 …`` (proc(5)).
+    """
+    text = (proc / "fdinfo" / str(epoll_set)).read_text()
+    lines = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
+    return bool(lines) and all(words[4:6] == ["data:", "0"] for words in lines)
+
+
+def _epoll_sets(proc: Path) -> list[int]:
+    found = []
+    for number in _numbers(proc / "fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(proc / "fd" / str(number)) == "anon_inode:[eventpoll]":
+                found.append(number)
+    return found
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _used_s(thread: int) -> float:
+    """CPU seconds of a thread of this process; 0 for one that has ended (schedstat, proc(5))."""
+    try:
+        return int((_PROC / "task" / str(thread) / "schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
