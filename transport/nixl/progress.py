@@ -42,7 +42,13 @@ POLL_PAUSE_S = 0.001
 
 _TRIAL_S = 0.02
 _AWAKE = 0.25
-"""The least share of the trial that a thread which does not sleep has used of its core."""
+"""The least share of the trial in which a thread that does not sleep ran, or waited for a core."""
+
+_LOOK_S = 0.01
+_CROWDED = 0.2
+BACK_OFF_S = 1.0
+"""A thread that is driven and waits for a core for so much of the time is in somebody's way, a
+model's or the lender's: it rests for a while."""
 
 _PROC = Path("/proc/self")
 
@@ -53,6 +59,8 @@ class Drivable(Protocol):
     def drive(self) -> None: ...
 
     def rest(self) -> None: ...
+
+    def waited_s(self) -> float: ...
 
     def close(self) -> None: ...
 
@@ -108,9 +116,9 @@ class ProgressThread:
             raise
         self._events.register(self._awake, select.EPOLLIN)
         try:
-            thread = self._try(worker.threads)
+            self._thread = self._try(worker.threads)
             if cores:
-                os.sched_setaffinity(thread, set(cores))
+                os.sched_setaffinity(self._thread, set(cores))
         except OSError:
             self.close()
             raise
@@ -127,6 +135,10 @@ class ProgressThread:
             self._is_driven = False
             os.eventfd_read(self._awake)
 
+    def waited_s(self) -> float:
+        """Seconds that the thread was able to run and had no core, since it began."""
+        return _ran_and_waited(self._thread)[1]
+
     def close(self) -> None:
         """Leave the thread at rest; it must not have ended yet, or another descriptor is meant."""
         self.rest()
@@ -137,15 +149,15 @@ class ProgressThread:
 
     def _try(self, threads: Iterable[int]) -> int:
         """Drive it for a moment; returns the thread that was awake."""
-        before = {thread: _used_s(thread) for thread in threads}
+        before = {thread: sum(_ran_and_waited(thread)) for thread in threads}
         self.drive()
         time.sleep(_TRIAL_S)
         self.rest()
-        used = {thread: _used_s(thread) - before[thread] for thread in threads}
-        thread = max(used, key=used.__getitem__, default=0)
-        if not thread or used[thread] < _AWAKE * _TRIAL_S:
-            seen = {thread: round(seconds, 4) for thread, seconds in used.items()}
-            raise OSError(f"no thread stayed awake for {_TRIAL_S} s, CPU seconds were {seen}")
+        awake = {thread: sum(_ran_and_waited(thread)) - before[thread] for thread in threads}
+        thread = max(awake, key=awake.__getitem__, default=0)
+        if not thread or awake[thread] < _AWAKE * _TRIAL_S:
+            seen = {thread: round(seconds, 4) for thread, seconds in awake.items()}
+            raise OSError(f"no thread stayed awake for {_TRIAL_S} s, they were for {seen}")
         return thread
 
 
@@ -162,6 +174,8 @@ class AdaptiveProgress:
     why: str
     clock: Callable[[], float] = time.monotonic
     _until: float = field(default=0.0, init=False)
+    _not_before: float = field(default=0.0, init=False)
+    _looked: tuple[float, float] = field(default=(0.0, 0.0), init=False)
     _drives: bool = field(default=False, init=False)
 
     @property
@@ -175,14 +189,28 @@ class AdaptiveProgress:
             self._until = self.clock() + DRIVE_S
 
     def update(self, in_flight: int) -> None:
-        """Drive or rest, as ``in_flight`` reads need it now."""
-        wanted = in_flight > 0 and self.thread is not None and self.clock() < self._until
-        if wanted != self._drives and self.thread is not None:
+        """Drive or rest, as ``in_flight`` reads need it and cores allow it now."""
+        if self.thread is None or (not in_flight and not self._drives):
+            return
+        now = self.clock()
+        if self._drives and now - self._looked[0] >= _LOOK_S:
+            self._look_for_others(now)
+        wanted = in_flight > 0 and self._not_before <= now < self._until
+        if wanted != self._drives:
             self._drives = wanted
             if wanted:
+                self._looked = now, self.thread.waited_s()
                 self.thread.drive()
             else:
                 self.thread.rest()
+
+    def _look_for_others(self, now: float) -> None:
+        """Back off if the thread had to wait for its core."""
+        assert self.thread is not None
+        (since, before), waited = self._looked, self.thread.waited_s()
+        if waited - before > _CROWDED * (now - since):
+            self._not_before = now + BACK_OFF_S
+        self._looked = now, waited
 
     def close(self) -> None:
         """Let the thread go, at rest; must precede the end of the agent."""
@@ -266,9 +294,13 @@ def _numbers(folder: Path) -> list[int]:
         return []
 
 
-def _used_s(thread: int) -> float:
-    """CPU seconds of a thread of this process; 0 for one that has ended (schedstat, proc(5))."""
+def _ran_and_waited(thread: int) -> tuple[float, float]:
+    """Seconds that a thread of this process ran, and that it waited for a core.
+
+    Both are 0 for one that has ended.  See ``schedstat`` in proc(5).
+    """
     try:
-        return int((_PROC / "task" / str(thread) / "schedstat").read_text().split()[0]) / 1e9
+        ran, waited, _ = (_PROC / "task" / str(thread) / "schedstat").read_text().split()
     except OSError:
-        return 0.0
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9

@@ -21,7 +21,7 @@ from tests.transport.contract.rigs import Lender, nixl_options, nixl_rig
 from transport.address import unpack
 from transport.errors import BackendFailure, BadAddress, OutOfBounds, PeerLost
 from transport.nixl.agent import Agent
-from transport.nixl.progress import DRIVE_S
+from transport.nixl.progress import BACK_OFF_S, DRIVE_S
 from transport.nixl.transport import NixlTransport, load_library
 from transport.testing.contract import (
     ARENA_BYTES,
@@ -74,6 +74,7 @@ class TestNixlOverTcp(_WithLender, TransportContract):
         self, rig: Rig
     ) -> None:
         rig.check_read((0, 0, 64))
+        time.sleep(BACK_OFF_S)  # it may have met others on its core
         resting = min(_cpu_share(0.1) for _ in range(3))
         self.lender.pause()
         stuck = rig.reader.read(rig.peer, rig.spans((64, 64, 64)))
@@ -85,7 +86,7 @@ class TestNixlOverTcp(_WithLender, TransportContract):
         rests = min(_cpu_share(0.1) for _ in range(3))
         self.lender.resume()
         assert rig.finish(stuck).ok
-        assert driven > 0.3
+        assert driven > 0.2
         assert max(resting, rests) < driven / 3
 
     def test_without_a_core_for_it_the_thread_never_spins(self) -> None:

@@ -26,6 +26,10 @@ from transport.nixl.progress import (
 class FakeProgressThread:
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.waited = 50.0
+
+    def waited_s(self) -> float:
+        return self.waited
 
     def drive(self) -> None:
         self.log.append("drive")
@@ -87,6 +91,27 @@ def test_a_read_that_hangs_takes_no_core_for_long(
     progress.moved()  # another one ended: bytes move again
     progress.update(1)
     assert thread.log == ["drive", "rest", "drive"]
+
+
+@pytest.mark.parametrize(("share", "backs_off"), [(0.1, False), (0.3, True)])
+def test_a_thread_that_has_to_wait_for_its_core_rests_for_a_while(
+    progress: AdaptiveProgress,
+    thread: FakeProgressThread,
+    clock: Clock,
+    share: float,
+    backs_off: bool,
+) -> None:
+    for _ in range(2):
+        progress.moved()
+        progress.update(1)
+        clock.now += 0.02
+        thread.waited += share * 0.02
+        progress.update(1)
+    assert thread.log == (["drive", "rest"] if backs_off else ["drive"])
+    clock.now += 1.1
+    progress.moved()
+    progress.update(1)
+    assert thread.log[-1] == "drive"
 
 
 def test_after_close_nothing_is_driven(
