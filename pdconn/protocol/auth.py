@@ -158,6 +158,21 @@ class _Side:
             self._failed = True
             raise
 
+    def opened(self, bodies: Sequence[bytes]) -> list[bytes]:
+        """The messages of sealed frames; as :meth:`feed`, for when :attr:`is_ready`.
+
+        Raises:
+            AuthError: one of them is not the next that the peer sealed.
+        """
+        theirs = self._theirs
+        if self._failed or theirs is None:
+            raise AuthError("frame", "none before the peer is authenticated", "one")
+        try:
+            return [_opened(theirs, body) for body in bodies]
+        except AuthError:
+            self._failed = True
+            raise
+
     def seal(self, body: bytes) -> bytes:
         """``body`` with its tag before it; frames must be sent in the order of sealing.
 

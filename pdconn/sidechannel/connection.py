@@ -22,8 +22,8 @@ from pdconn.sidechannel.session import AuthPolicy, SecureSession, SideChannelLos
 MAX_UNSENT = 1 << 26
 
 _CHUNK = 1 << 12
-"""Bytes of a recv.  Python allocates as much first and gives most of it back, so that a frame of 100
-bytes costs more than twice as much with a large one."""
+"""Bytes of a recv.  Python allocates as much first and gives most of it back: with a large one, a
+frame of 100 bytes costs more than twice as much."""
 
 _LARGE_CHUNK = 1 << 15
 """Of a recv after one that was full.  Above 128 KiB each takes new pages from the system."""
