@@ -58,6 +58,10 @@ TTL_S = 30.0
 LEAD_S = 0.05
 """From lending to the claim, from the claim to the renewal, from that to the end."""
 
+POLL_S = 0.001
+"""Between two looks of the readers: a send to a thread that waits for it would wake that up, and
+the sender pays for that. Engines on other hosts cost a lender no wake-up."""
+
 AHEAD_S = 0.5
 """Of the claims: how long before them requests are lent."""
 
@@ -141,7 +145,8 @@ class Crowd:
         ]
         heapq.heapify(due)
         while due:
-            self._hear(max(0.0, due[0][0] - time.monotonic()))
+            self._hear(0.0)
+            time.sleep(max(POLL_S, due[0][0] - time.monotonic()))
             while due and due[0][0] <= time.monotonic():
                 at, number, rank, what = heapq.heappop(due)
                 self._do(first + number, rank, what)
