@@ -10,8 +10,9 @@ again; decode ranks greet, claim, renew and report over TCP::
 The two arrows on the left are the whole thread boundary: no other thread touches the
 sessions, their leases or their counts.
 
-The queue is emptied after a socket was read and before its messages are handled, so a lease
-is in the table before a claim on it can be.  Lending does not wake the thread unless it
+The queue is emptied after sockets were read and before their messages are handled, so a lease
+is in the table before a claim on it can be.  The clock is read after the sockets as well: a claim
+holds from then on, and was sent earlier.  Lending does not wake the thread unless it
 would sleep longer than the lease lasts.
 """
 
@@ -23,13 +24,15 @@ import resource
 import selectors
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pdconn.integrity.lent import LentSums
 from pdconn.lender.admission import ConnectionLimits
 from pdconn.lender.checksums import RankSums
+from pdconn.lender.pace import TurnPacer
 from pdconn.lender.sessions import (
     Abort,
     AbortAll,
@@ -52,6 +55,12 @@ from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 
 log = logging.getLogger(__name__)
+
+_AT_ONCE = 32
+"""Sockets that are read before the messages of the first of them are handled."""
+
+_ACCEPTS = 16
+"""Connections that one turn takes in."""
 
 
 class SideChannelInUse(OSError):
@@ -110,6 +119,8 @@ class Lender:
         self._admission: AdmissionControl[Session] = AdmissionControl(self._limits)
         self._connections: dict[Session, Connection] = {}
         self._last = Turn()
+        self._pacer = TurnPacer()
+        self._rest_s = 0.0
         self._accept_from = math.inf
         self._sleeps_until = 0.0
         self._selector = selectors.DefaultSelector()
@@ -189,18 +200,15 @@ class Lender:
 
     def _turn(self) -> None:
         """Wait, handle what arrived, publish, reply, and close what stalled."""
-        ready = self._selector.select(self._timeout_s())
-        touched = []
-        for key, _ in ready:
-            if key.data is not None:
-                self._receive(key.data)
-                touched.append(key.data)
-            elif key.fileobj is self._listener:
-                self._accept()
-            else:
-                self._commands.drain()
+        timeout_s = self._timeout_s()
+        if self._rest_s > 0.0 and timeout_s != 0.0:
+            # Many readers send: let more arrive.  Nothing that is due is late by it.
+            time.sleep(self._rest_s if timeout_s is None else min(self._rest_s, timeout_s))
+            timeout_s = self._timeout_s()
+        touched = self._take_in(self._selector.select(timeout_s))
         self._apply_commands()
         now = self._clock()
+        self._rest_s = self._pacer.took(now)
         self._last = self._sessions.turn(now)
         touched += self._last.pending
         self._publish()  # before the replies, so that a reader is never ahead of the counts
@@ -213,6 +221,22 @@ class Lender:
             self._accept_from = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._publish()
+
+    def _take_in(self, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> list[Session]:
+        """Handle what arrived; returns the sessions that it arrived for."""
+        touched: list[Session] = []
+        for key, _ in ready:
+            if key.data is not None:
+                touched.append(key.data)
+            elif key.fileobj is self._listener:
+                for _ in range(_ACCEPTS):
+                    if not self._accept():
+                        break
+            else:
+                self._commands.drain()
+        for at in range(0, len(touched), _AT_ONCE):
+            self._receive(touched[at : at + _AT_ONCE])
+        return touched
 
     def _timeout_s(self) -> float | None:
         """How long to sleep; None until a socket is ready."""
@@ -237,11 +261,12 @@ class Lender:
             freed.clear()
             counts.clear()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take one connection in; whether another may wait."""
         try:
             sock, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
-            return
+            return False
         except OSError as error:  # no file descriptor or memory left: a retry would fail at once
             pause_s = self._limits.accept_pause_s
             log.warning(
@@ -250,19 +275,20 @@ class Lender:
             self._sessions.counts["accept_failed"] += 1
             self._selector.unregister(self._listener)
             self._accept_from = self._clock() + pause_s
-            return
+            return False
         refusal = self._admission.refusal(address[0])
         if refusal is not None:
             sock.close()
             self._sessions.counts["connections_refused"] += 1
             log.debug("pdconn: connection refused: %s peer=%s:%d", refusal, *address[:2])
-            return
+            return True
         try:
             self._open(sock, address)
         except OSError as error:  # the peer has closed, or the system cannot watch the socket
             log.warning("pdconn: connection failed: %s peer=%s:%d", error, *address[:2])
             self._sessions.counts["accept_failed"] += 1
             sock.close()
+        return True
 
     def _open(self, sock: socket.socket, address: tuple[str, int]) -> None:
         session = Session(f"{address[0]}:{address[1]}")
@@ -277,26 +303,35 @@ class Lender:
         if crowded_out is not None:
             self._time_out(crowded_out, "too many connections stall")
 
-    def _receive(self, session: Session) -> None:
+    def _receive(self, sessions: Sequence[Session]) -> None:
+        """Read all these sockets, then handle all messages at one time, read after the last."""
+        arrived = [(session, bodies) for session in sessions if (bodies := self._bodies(session))]
+        if not arrived:
+            return
+        self._apply_commands()
+        now = self._clock()
+        for session, bodies in arrived:
+            try:
+                for body in bodies:
+                    self._sessions.handle(session, decode_from_reader(body), now)
+                self._observe(session, not session.greeted, now)  # a whole frame is progress
+            except ProtocolError as error:
+                self._sessions.reject(session, error)
+
+    def _bodies(self, session: Session) -> list[bytes]:
+        """Messages of a session that are complete now."""
         connection = self._connections.get(session)
         if connection is None or session.leaving or connection.has_unsent:
-            return  # backpressure: do not read while our replies are unsent
+            return []  # backpressure: do not read while our replies are unsent
         try:
-            bodies = connection.receive()
-            self._apply_commands()
-            now = self._clock()
-            for body in bodies:
-                self._sessions.handle(session, decode_from_reader(body), now)
-            if bodies:  # a whole frame is progress
-                self._observe(session, not session.greeted, now)
+            return connection.receive()
         except Unauthenticated as error:
             self._sessions.counts["connections_unauthenticated"] += 1
             self._warn("pdconn: connection not authenticated: %s peer=%r", error, session.name)
             self._close(session, str(error))
         except SideChannelLost as error:
             self._close(session, str(error))
-        except ProtocolError as error:
-            self._sessions.reject(session, error)
+        return []
 
     def _reply(self, session: Session, now: float) -> None:
         """Send this turn's replies, and note whether the session stalls."""

@@ -201,7 +201,10 @@ class LenderSessions:
     def take_frames(self, session: Session) -> list[bytes]:
         """Bodies of the frames with the session's replies."""
         replies, session.replies = session.replies, []
-        if not any(id(reply) in self._frames for reply in replies):
+        for reply in replies:
+            if id(reply) in self._frames:
+                break
+        else:
             return encode_frames(replies)
         return [self._frames.get(id(reply)) or encode([reply]) for reply in replies]
 

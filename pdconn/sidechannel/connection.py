@@ -21,9 +21,12 @@ from pdconn.sidechannel.session import AuthPolicy, SecureSession, SideChannelLos
 
 MAX_UNSENT = 1 << 26
 
-_CHUNK = 1 << 15
-"""Bytes per recv.  Python allocates as much first; above 128 KiB that takes new pages from the
-system for every frame."""
+_CHUNK = 1 << 12
+"""Bytes of a recv.  Python allocates as much first and gives most of it back: with a large one, a
+frame of 100 bytes costs more than twice as much."""
+
+_LARGE_CHUNK = 1 << 15
+"""Of a recv after one that was full.  Above 128 KiB each takes new pages from the system."""
 
 
 class Connection:
@@ -60,6 +63,7 @@ class Connection:
         self._data: object = None
         self._reads = True
         self._watched = 0
+        self._chunk = _CHUNK
 
     @property
     def has_unsent(self) -> bool:
@@ -130,7 +134,7 @@ class Connection:
                 than allowed.
         """
         try:
-            data = self.socket.recv(_CHUNK)
+            data = self.socket.recv(self._chunk)
         except (BlockingIOError, InterruptedError):
             return []
         except ConnectionResetError as error:
@@ -139,6 +143,7 @@ class Connection:
             raise SideChannelLost(str(error)) from error
         if not data:
             raise self._session.closed("closed by the peer")
+        self._chunk = _LARGE_CHUNK if len(data) == self._chunk else _CHUNK
         unsent = len(self._session.out)
         try:
             bodies = self._session.feed(data)

@@ -136,7 +136,7 @@ class SecureSession:
         else:
             self._held += bodies
         in_tls = 0 if self._tls is None else self._tls.held_nbytes
-        return in_tls + sum(map(len, self._held))
+        return in_tls + sum(map(len, self._held)) if self._held else in_tls
 
     def feed(self, data: bytes) -> list[bytes]:
         """Bytes arrived; return the messages that they complete.
@@ -147,7 +147,7 @@ class SecureSession:
             Unauthenticated: the peer failed to authenticate, or a frame is not its own.
             SideChannelLost: a frame is longer than allowed, or the peer ended the session.
         """
-        if len(self._first) < 4:
+        if not self._has_received and len(self._first) < 4:
             self._first = (self._first + data[:4])[:4]
         try:
             bodies = self._split(data if self._tls is None else self._tls.feed(data))
@@ -214,15 +214,17 @@ class SecureSession:
         A handshake frame is fed byte by byte: the frame behind the last one may arrive
         with it, and has another limit.
         """
-        if self._auth is None:
+        auth = self._auth
+        if auth is None:
             return self._frames.feed(data)
+        if auth.is_ready:
+            return auth.opened(self._frames.feed(data))
         at = 0
         while not self._has_auth_done and at < len(data):
             for body in self._handshake.feed(data[at : at + 1]):
                 self._advance(body)
             at += 1
-        bodies = self._frames.feed(data[at:])
-        return [message for body in bodies for message in self._auth.feed(body)[0]]
+        return auth.opened(self._frames.feed(data[at:])) if auth.is_ready else []
 
     def _advance(self, body: bytes) -> None:
         assert self._auth is not None

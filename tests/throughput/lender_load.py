@@ -1,12 +1,13 @@
-"""Cost of 64 readers for a prefill engine: the lender's thread, and the scheduler's steps.
+"""Cost of 64 decode engines for a prefill engine: the lender's thread, and the scheduler's steps.
 
-    python -m tests.throughput.lender_load --json lender.json
+    python -m tests.throughput.lender_load --ranks 8 --json lender.json
 
-A real lender lends to 64 simulated readers, each on a connection of its own from another
-process.  A thousand times a second a request is lent, claimed, renewed and done, each
-message in a frame of its own.  Beside it a *scheduler* takes steps: half a millisecond of
-plain Python, which is most sensitive to a thread that holds the GIL, then a rest.  Phases
-with and without readers alternate.
+A real lender lends to simulated decode engines of so many ranks, each rank on an authenticated
+connection of its own from another process.  Every rank claims, renews and ends what its engine
+pulls, a thousand of each a second in all, each message in a frame of its own; the ranks of an
+engine do so within ``--jitter-ms``.  Beside it a *scheduler* takes steps: plain Python in slices,
+between which it releases the interpreter's lock as an engine does at every system call, then a
+rest.  Phases with and without readers alternate.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import contextlib
 import heapq
 import itertools
 import json
+import random
+import select
 import selectors
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +33,7 @@ import msgspec
 
 from pdconn.lab.ports import LOCALHOST
 from pdconn.lender.server import Lender
-from pdconn.protocol.framing import Frames, frame
+from pdconn.protocol.auth import Secret
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
     Claim,
@@ -46,18 +48,27 @@ from pdconn.protocol.messages import (
     Renew,
     Welcome,
 )
+from pdconn.sidechannel.connection import Connection
+from pdconn.sidechannel.dial import MAX_REPLIES, connecting_to, resolve
+from pdconn.sidechannel.security import Security
 from tests.fakes.pair import TRAITS, Cache
 
-READERS = 64
+SECRET = b"a secret of a benchmark on loopback"
 TTL_S = 30.0
 LEAD_S = 0.05
 """From lending to the claim, from the claim to the renewal, from that to the end."""
+
+POLL_S = 0.001
+"""Between two looks of the readers: a send to a thread that waits for it would wake that up, and
+the sender pays for that. Engines on other hosts cost a lender no wake-up."""
 
 AHEAD_S = 0.5
 """Of the claims: how long before them requests are lent."""
 
 STEP_S = 0.005
-_LOOPS = 6000
+_SLICES = 8
+"""Of a step: after each the lock is released, and a waiting thread may take it."""
+_LOOPS = 750
 
 
 @dataclass(frozen=True)
@@ -78,70 +89,105 @@ def digest(number: int) -> bytes:
 # The readers' process
 
 
+@dataclass(frozen=True)
+class Readers:
+    """How many decode engines of how many ranks, and how they connect and send.
+
+    ``jitter_s``: the ranks of an engine send the same message within so long.
+    """
+
+    engines: int
+    ranks: int
+    jitter_s: float
+    is_secured: bool
+
+    @property
+    def security(self) -> Security:
+        """Of both sides."""
+        return Security(Secret(SECRET)) if self.is_secured else Security()
+
+
 class Crowd:
     """Simulated readers on one thread: each sends what is due, and reads every answer."""
 
-    def __init__(self, port: int, readers: int) -> None:
+    def __init__(self, port: int, readers: Readers) -> None:
+        self._readers = readers
         self._selector = selectors.DefaultSelector()
-        self._socks = [self._greeted(port, number) for number in range(readers)]
+        security = readers.security
+        self._connections = [
+            self._greeted(port, number, security)
+            for number in range(readers.engines * readers.ranks)
+        ]
         self._seq = itertools.count(1)
+        self._random = random.Random(7)
         self.answers = {"granted": 0, "refused": 0}
 
-    def _greeted(self, port: int, number: int) -> socket.socket:
-        sock = socket.create_connection((LOCALHOST, port))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._say(sock, Hello(PROTOCOL_VERSION, f"d{number}", "boot"))
-        frames = Frames(1 << 24)
-        while not frames.feed(sock.recv(1 << 18)):
-            pass
-        sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, frames)
-        return sock
+    def _greeted(self, port: int, number: int, security: Security) -> Connection:
+        sock = connecting_to(resolve(LOCALHOST, port))
+        policy = security.for_reader(LOCALHOST, f"{LOCALHOST}:{port}")
+        connection = Connection(sock, 1 << 24, policy=policy, max_later=MAX_REPLIES)
+        connection.watch(self._selector, connection, connecting=True)
+        self._selector.select(5.0)
+        connection.send([_encoded(Hello(PROTOCOL_VERSION, f"d{number}", "boot"))])
+        while not connection.receive():
+            self._selector.select(5.0)
+        return connection
 
     def run(self, first: int, rate: float, seconds: float) -> int:
-        """Claim, renew and end requests from ``first`` on; returns their number."""
-        count = int(rate * seconds)
+        """Claim, renew and end requests from ``first`` on; returns how many claims were made."""
+        ranks, jitter_s = self._readers.ranks, self._readers.jitter_s
+        count = int(rate / ranks * seconds)
         began = time.monotonic() + LEAD_S
-        due = [(began + n / rate, n, "claim") for n in range(count)]
+        due = [
+            (began + n * ranks / rate + self._random.uniform(0, jitter_s), n, rank, "claim")
+            for n in range(count)
+            for rank in range(ranks)
+        ]
+        heapq.heapify(due)
         while due:
-            wait = due[0][0] - time.monotonic()
-            for key, _ in self._selector.select(max(0.0, wait)):
-                self._hear(key)
+            self._hear(0.0)
+            time.sleep(max(POLL_S, due[0][0] - time.monotonic()))
             while due and due[0][0] <= time.monotonic():
-                at, number, what = heapq.heappop(due)
-                self._do(first + number, what)
+                at, number, rank, what = heapq.heappop(due)
+                self._do(first + number, rank, what)
                 if what != "done":
                     then = "renew" if what == "claim" else "done"
-                    heapq.heappush(due, (at + LEAD_S, number, then))
+                    heapq.heappush(due, (at + LEAD_S, number, rank, then))
         give_up = time.monotonic() + 5
-        while sum(self.answers.values()) < 3 * count and time.monotonic() < give_up:
-            for key, _ in self._selector.select(0.1):
-                self._hear(key)
-        return count
+        while sum(self.answers.values()) < 3 * count * ranks and time.monotonic() < give_up:
+            self._hear(0.1)
+        return count * ranks
 
-    def _do(self, number: int, what: str) -> None:
-        sock, request = self._socks[number % len(self._socks)], f"r{number}"
-        reader = Reader(f"p{number}", 0, 1)
+    def _do(self, number: int, rank: int, what: str) -> None:
+        readers = self._readers
+        connection = self._connections[number % readers.engines * readers.ranks + rank]
+        request, reader = f"r{number}", Reader(f"p{number}", rank, readers.ranks)
+        message: FromReader
         if what == "claim":
-            self._say(sock, Claim(next(self._seq), request, reader, digest(number)))
+            message = Claim(next(self._seq), request, reader, digest(number))
         elif what == "renew":
-            self._say(sock, Renew(next(self._seq), request, reader))
+            message = Renew(next(self._seq), request, reader)
         else:
-            self._say(sock, Confirm(next(self._seq), request, reader, digest(number)))
+            message = Confirm(next(self._seq), request, reader, digest(number))
+        connection.send([_encoded(message)])
 
-    @staticmethod
-    def _say(sock: socket.socket, message: FromReader | Hello) -> None:
-        sock.sendall(frame(msgspec.msgpack.encode([message])))
-
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        for body in key.data.feed(key.fileobj.recv(1 << 18)):  # type: ignore[union-attr]
-            for message in msgspec.msgpack.decode(body, type=list[Granted | Confirmed | Refused]):
-                self.answers["refused" if isinstance(message, Refused) else "granted"] += 1
+    def _hear(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            for body in key.data.receive():
+                for message in _answers.decode(body):
+                    self.answers["refused" if isinstance(message, Refused) else "granted"] += 1
 
 
-def crowd(port: int) -> None:
+_answers = msgspec.msgpack.Decoder(list[Granted | Confirmed | Refused])
+
+
+def _encoded(message: FromReader) -> bytes:
+    return msgspec.msgpack.encode([message])
+
+
+def crowd(port: int, of: Readers) -> None:
     """Run the commands on standard input, one a line."""
-    readers = Crowd(port, READERS)
+    readers = Crowd(port, of)
     print("ready", flush=True)
     for line in sys.stdin:
         first, rate, seconds = line.split()
@@ -157,8 +203,10 @@ def step() -> float:
     """Seconds that the scheduler's own work took."""
     began = time.perf_counter()
     total = 0
-    for number in range(_LOOPS):
-        total += number & 3
+    for _ in range(_SLICES):
+        for number in range(_LOOPS):
+            total += number & 3
+        select.select((), (), (), 0.0)
     return time.perf_counter() - began
 
 
@@ -205,9 +253,12 @@ class Scheduler:
 
 
 @contextlib.contextmanager
-def readers_of(lender: Lender) -> Iterator[subprocess.Popen[str]]:
+def readers_of(lender: Lender, readers: Readers) -> Iterator[subprocess.Popen[str]]:
     """The crowd, in a process of its own."""
     command = [sys.executable, "-m", "tests.throughput.lender_load", "--crowd", str(lender.port)]
+    command += ["--engines", str(readers.engines), "--ranks", str(readers.ranks)]
+    command += ["--jitter-ms", str(1e3 * readers.jitter_s)]
+    command += [] if readers.is_secured else ["--insecure"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -218,24 +269,26 @@ def readers_of(lender: Lender) -> Iterator[subprocess.Popen[str]]:
         child.stdin.close()
 
 
-def measure(rate: float, seconds: float, rounds: int) -> list[Phase]:
+def measure(readers: Readers, rate: float, seconds: float, rounds: int) -> list[Phase]:
     """Phases without and with readers, ``rounds`` of each."""
     cache = Cache("BHLNC", filled=False)
     rank = RankGeometry(0, 0, b"nowhere", cache.references)
-    lender = Lender(Welcome.of("prefill", "boot", TRAITS, (rank,)), LOCALHOST, 0)
+    welcome = Welcome.of("prefill", "boot", TRAITS, (rank,))
+    lender = Lender(welcome, LOCALHOST, 0, security=readers.security)
     phases = []
     try:
         clock = _cpu_clock("pdconn-lender")
         scheduler = Scheduler(lender)
-        with readers_of(lender) as child:
+        with readers_of(lender, readers) as child:
             for number in range(2 * rounds):
                 per_s = rate if number % 2 else 0.0
                 first = scheduler.lent
-                scheduler.lend_until(first + int(AHEAD_S * per_s))
+                lent_per_s = per_s / readers.ranks
+                scheduler.lend_until(first + int(AHEAD_S * lent_per_s))
                 before, began = time.clock_gettime(clock), time.monotonic()
                 if per_s:
                     _ask(child, first, per_s, seconds + AHEAD_S)
-                took = scheduler.run(per_s, seconds)
+                took = scheduler.run(lent_per_s, seconds)
                 spent = time.clock_gettime(clock) - before
                 elapsed = time.monotonic() - began
                 if per_s:
@@ -298,19 +351,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--rate", type=float, default=1000.0, help="requests a second (%(default)s)"
+        "--rate", type=float, default=1000.0, help="claims a second, of all (%(default)s)"
     )
+    parser.add_argument("--engines", type=int, default=64, help="that decode (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="of each engine (%(default)s)")
+    parser.add_argument(
+        "--jitter-ms", type=float, default=1.0, help="between ranks of one pull (%(default)s)"
+    )
+    parser.add_argument("--insecure", action="store_true", help="do not authenticate")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a phase (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="phases of each kind (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write all measurements")
     parser.add_argument("--crowd", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not min(options.rate, options.seconds, options.rounds) > 0:
-        parser.error("--rate, --seconds, --rounds: expected above 0")
+    positive = (options.rate, options.seconds, options.rounds, options.engines, options.ranks)
+    if not min(positive) > 0:
+        parser.error("--rate, --seconds, --rounds, --engines, --ranks: expected above 0")
+    readers = Readers(options.engines, options.ranks, options.jitter_ms / 1e3, not options.insecure)
     if options.crowd is not None:
-        crowd(options.crowd)
+        crowd(options.crowd, readers)
         return 0
-    phases = measure(options.rate, options.seconds, options.rounds)
+    phases = measure(readers, options.rate, options.seconds, options.rounds)
     for phase in phases:
         what = f"{phase.per_s:6.0f}/s" if phase.per_s else "no readers"
         print(
@@ -319,14 +380,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     found = summary(phases)
     print(
-        f"{READERS} readers, {options.rate:.0f} claims, renewals and dones a second each: "
+        f"{readers.engines} x {readers.ranks} readers, {options.rate:.0f} claims, renewals "
+        "and dones a second each: "
         f"{100 * found['lender_cpu']:.1f} % of a core, {100 * found['lender_cpu_least']:.1f} % "
         "in the phase with least; the scheduler's steps take "
         f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f})"
     )
     if options.json is not None:
         document = {
-            "readers": READERS,
+            "readers": f"{readers.engines} × {readers.ranks}",
+            "secured": readers.is_secured,
+            "jitter_ms": options.jitter_ms,
             "rate": options.rate,
             "summary": found,
             "phases": [asdict(phase) for phase in phases],
