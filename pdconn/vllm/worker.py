@@ -24,7 +24,6 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
-from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.accounts import hold_writer
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
@@ -40,6 +39,7 @@ from pdconn.vllm.cache.partial import block_tokens, partial_blocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.sleep import options_for_sleep
+from pdconn.vllm.memory.warm import BackendOptions, network_only, rehearse_pulls, warm_up_of
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.tracing.pulls import TracedPull, are_traced
@@ -85,6 +85,7 @@ class PdWorker:
         self._num_fetching = 0
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
+        self._rehearsed: list[object] = []
         self._is_idle = False
         self._lends = False
         self._rank = 0
@@ -115,6 +116,8 @@ class PdWorker:
         report_layout(self._settings.layout, layout.name, references)
         tp_size = self._config.parallel_config.tensor_parallel_size
         self._rank = pp.rank_in_group * tp_size + tp_rank
+        if self._settings.rehearse and transport.name == "nixl":
+            self._rehearse(transport)
         if transfer.is_kv_consumer:
             me = Rank(
                 engine_id=transfer.engine_id,
@@ -241,6 +244,7 @@ class PdWorker:
         if self._memory is not None:
             self._memory.close()
         self._puller = self._relays = self._memory = self._scratch = None
+        self._rehearsed = []
 
     def _wait(self) -> None:
         """Wait for whatever the engine's idle step waits for."""
@@ -298,7 +302,7 @@ class PdWorker:
         if faults.messages:
             self._relays = Relays(faults.messages, faults.seed + 1000 * me.rank)
         patience = Patience(settings.claim_timeout, settings.read_timeout, settings.drain_timeout)
-        warm_up = self._warm_up(me.references, transport)
+        warm_up, self._scratch = warm_up_of(settings.warm_peers, me.references, transport)
         through = None if self._relays is None else self._relays.through
         with wider_affinity():
             return Puller(
@@ -311,23 +315,19 @@ class PdWorker:
                 through=through,
             )
 
-    def _warm_up(self, references: KVCacheReferences, transport: Transport) -> WarmUp:
-        """The lenders to warm, and the page that probe reads go to."""
-        places = self._settings.warm_peers
-        if not places:
-            return WarmUp()
-        try:
-            scratch = _scratch_beside(references)
-            transport.register([scratch.memory])
-        except (TransportError, MemoryError) as error:
-            log.warning(
-                "pdconn: warm_peers: scratch registration failed; "
-                "peers are connected without a probe read: %s",
-                error,
+    def _rehearse(self, transport: Transport) -> None:
+        """Pull once from ourselves, as from a peer on this host and as from one on another."""
+        ours = self._settings.backend_options
+        options: list[BackendOptions] = [ours]
+        if "UCX" in self._settings.backends and (remote := network_only(ours)) is not None:
+            options.append(remote)
+        with wider_affinity():
+            self._rehearsed = rehearse_pulls(
+                transport,
+                [partial(self._open_nixl, "rehearsal", each) for each in options],
+                lends=self._lends,
+                pulls=self._config.kv_transfer_config.is_kv_consumer,
             )
-            return WarmUp(places)
-        self._scratch = scratch
-        return WarmUp(places, scratch.memory)
 
     def _open_transport(self, name: str) -> Transport:
         transport, choice = choose(
@@ -338,8 +338,8 @@ class PdWorker:
         log.info("pdconn: transport: %s: %s", choice, facts)
         return transport
 
-    def _open_nixl(self, name: str) -> Transport:
-        options = self._settings.backend_options
+    def _open_nixl(self, name: str, options: BackendOptions | None = None) -> Transport:
+        options = options or self._settings.backend_options
         if self._lends and self._config.model_config.enable_sleep_mode:
             options = options_for_sleep(options)
         return NixlTransport(
@@ -377,18 +377,6 @@ class PdWorker:
             tp_size=parallel.tensor_parallel_size,
             modules=layers,
         )
-
-
-def _scratch_beside(references: KVCacheReferences) -> Scratch:
-    """A page on the device of the KV memory.
-
-    Raises:
-        MemoryError: a GPU that has none to spare.
-    """
-    try:
-        return Scratch.on(references.memories()[0].device)
-    except RuntimeError as error:
-        raise MemoryError(str(error)) from error
 
 
 def _summary(references: KVCacheReferences) -> str:
