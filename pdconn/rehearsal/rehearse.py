@@ -79,16 +79,17 @@ class Stage:
         return cls(transport, page)
 
 
-def rehearse(reader: Stage, lender: Stage, limit_s: float = LIMIT_S) -> None:
+def rehearse(reader: Stage, lender: Stage, limit_s: float | None = None) -> None:
     """Pull a block from ``lender``'s page into ``reader``'s, checksums included.
 
     Both transports stay open, and disconnected from each other.
 
     Raises:
-        RehearsalFailed: the pull failed, or took longer than ``limit_s``.
+        RehearsalFailed: the pull failed, or took longer than ``limit_s`` (``LIMIT_S``).
         OSError: loopback cannot be listened at.
         TransportError: no address.
     """
+    limit_s = LIMIT_S if limit_s is None else limit_s
     security = Security(Secret(secrets.token_bytes(32)))
     boot, request = secrets.token_hex(8), _NAME
     lent = _references(lender.page.memory)

@@ -1,7 +1,7 @@
 """A router's life: bind, wait for engines, serve, drain.
 
     bind ──► wait (--wait) ──► listen ──► serve ──SIGTERM──► not ready ──► drain ──► exit
-      │         │                │                     (--drain-delay)  (--drain-timeout)
+      │         │ (--warm-up)    │                     (--drain-delay)  (--drain-timeout)
       └─────────┴────────────────┴─► CannotListen, EnginesMissing
 
 It binds its addresses before the wait, so that a port in use is reported at once, and listens
@@ -43,6 +43,7 @@ from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
+from pdconn.router.fleet.warm_up import FleetWarmUp
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.limits import LIMITS, Limits
 from pdconn.router.metrics import RouterMetrics
@@ -107,6 +108,7 @@ async def running_proxy(
         ):
             if config.wait_s is not None:
                 await _wait_for_engines(services, config, limits.ready_pause_s, on_ready)
+            await services.warm_up.wait()
             async with _listening(services.app, sock, config, services.tls):
                 yield Running(
                     config,
@@ -133,6 +135,7 @@ class _Services:
     probes: Probes
     tls: ServerTls | None
     reloader: Reloader
+    warm_up: FleetWarmUp
 
 
 @asynccontextmanager
@@ -151,6 +154,8 @@ async def _services(
         decodes_alone=config.decodes_alone,
         timeout_s=config.health_timeout_s,
     )
+    warm_up = FleetWarmUp(engines, client, config.warm_up_s)
+    health.when_up = warm_up.engine_up
     planner = PullPlanner.of(config.pull_above or 1)
     router = make_router(
         config,
@@ -172,7 +177,7 @@ async def _services(
         changes = engines.update(members)
         if changes:
             log.info("pdconn: fleet changed %s", changes)
-        for follower in (health, metrics, router.loads, router):
+        for follower in (health, metrics, router.loads, router, warm_up):
             follower.fleet_changed()
         feeds.fleet_changed(members)
 
@@ -182,8 +187,11 @@ async def _services(
             bodies = _admission(config, metrics, _files_of_fleet(engines, feeds))
             app = RouterApp(handover, probes, bodies, config, keys, tracing=tracing)
             reloader = Reloader(config.fleet, watch, keys, tls)
-            yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
+            yield _Services(
+                engines, health, metrics, router, app, admin, probes, tls, reloader, warm_up
+            )
     finally:
+        await warm_up.close()
         await handover.pulls.close(limits.patience_s)
         await handover.abandoned.close(limits.last_returns_s)
         await router.tokeniser.models.close()

@@ -46,7 +46,7 @@ from pdconn.vllm.tracing.pulls import TracedPull, are_traced
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
-from transport import Transport, TransportError
+from transport import Transport
 from transport.choose import choose, ucx_options
 from transport.faulty import FaultyTransport
 from transport.nixl.transport import NixlTransport

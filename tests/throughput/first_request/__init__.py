@@ -1,1 +1,1 @@
-"""The first request of fresh engines; see :mod:`tests.throughput.first_request.__main__`."""
+"""The first request of fresh engines: see ``__main__``."""

@@ -1,124 +1,171 @@
-"""quick"""
+"""The first request of fresh engines, beyond the first request of a fresh engine alone.
+
+    python -m tests.throughput.first_request --json first_request.json
+
+Every round starts new engines of every kind, waits until all serve, freezes those that are not
+measured, and sends each kind its first requests of 200 tokens, all with other tokens.  A kind's
+*beyond* is its first request's time to first token less that of the engine alone, of the same
+round.  ``two`` has no connector and shows what a second cold engine of vLLM costs; in kinds that
+end in ``used`` both engines have answered ordinary requests before, so what their first handed
+over request takes longer than the next is the connector's and UCX's alone.
+"""
 
 from __future__ import annotations
-import argparse, json, os, sys, time
-from dataclasses import replace, dataclass
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from pdconn.bench.serving.lineup import CONNECTORS, engine_specs
-from pdconn.lab.client import Client, prefill_only
+
+from pdconn.bench.serving.lineup import CORES
 from pdconn.lab.compare import make_prompts
 from pdconn.lab.engine import running
 from pdconn.lab.model import SPECS, write_model
+from pdconn.lab.table import table
+from tests.throughput.first_request.kinds import (
+    ALONE,
+    KINDS,
+    Taken,
+    ask,
+    running_alone,
+    specs_of,
+)
+
+Round = Mapping[str, list[Taken]]
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--kinds", nargs="+", default=["alone", "cold"])
-    p.add_argument("--cores", default="apart")
-    p.add_argument("--rounds", type=int, default=1)
-    p.add_argument("--requests", type=int, default=4)
-    p.add_argument("--dir", type=Path, default=Path(".work/first"))
-    p.add_argument("--extra", default="{}")
-    p.add_argument("--env", default="{}")
-    o = p.parse_args()
-    model = write_model(o.dir / "models", SPECS["handover"])
-    env = json.loads(o.env)
-    for rnd in range(o.rounds):
-        specs = []
-        names = []
-        for kind in o.kinds:
-            if kind == "alone":
-                s = engine_specs(["alone"], model, o.cores)
-                s = [replace(s[0], name="alone")]
-            elif kind == "apart":
-                s = engine_specs(["alone"], model, o.cores) + engine_specs(
-                    ["alone"], model, o.cores
-                )
-                s = [replace(s[0], name="apart-p"), replace(s[1], name="apart-d", cpus=(1,))]
-            else:
-                conn = "in-tree" if kind == "in-tree" else "pdconn"
-                s = engine_specs([conn], model, o.cores)
-                P, D = s
-                P = replace(P, name=f"{kind}-p", env={**P.env, **env, "FT_NAME": f"{kind}-p"})
-                D = replace(D, name=f"{kind}-d", env={**D.env, **env, "FT_NAME": f"{kind}-d"})
-                if "FT_DIR" in env and conn == "pdconn":
-                    P, D = (
-                        replace(
-                            e,
-                            kv_transfer_config={
-                                **e.kv_transfer_config,
-                                "kv_connector_module_path": "firsttrace",
-                            },
-                        )
-                        for e in (P, D)
-                    )
-                if conn == "pdconn":
-                    extra = json.loads(o.extra)
-                    if kind.startswith("warmed"):
-                        extra["warm_peers"] = [f"{P.host}:{P.side_channel_port}"]
-                    D = replace(
-                        D,
-                        kv_transfer_config={
-                            **D.kv_transfer_config,
-                            "kv_connector_extra_config": {**extra},
-                        },
-                    )
-                s = [P, D]
-            names.append((kind, len(s)))
-            specs += s
-        t0 = time.monotonic()
-        with running(specs, o.dir / "run", timeout_s=280) as engines:
-            print(
-                f"boot {time.monotonic() - t0:.1f}",
-                [round(e.boot_s, 1) for e in engines],
-                flush=True,
+@dataclass(frozen=True)
+class Row:
+    """One kind over all rounds; medians, in seconds.
+
+    Attributes:
+        first_s, next_s: time to first token of the first request, and of those after it.
+        beyond_alone_s: ``first_s`` beyond the engine alone's, round by round.
+        beyond_next_s: the first request beyond the next ones of the same engines.
+        answer_s: the first request to its last token.
+    """
+
+    kind: str
+    words: str
+    first_s: float
+    next_s: float
+    beyond_alone_s: float
+    worst_beyond_alone_s: float
+    beyond_next_s: float
+    answer_s: float
+
+
+def measure(options: argparse.Namespace) -> list[Round]:
+    """Fresh engines of every kind in every round."""
+    model = write_model(options.directory / "models", SPECS[options.model])
+    rounds = []
+    for number in range(options.rounds):
+        names = list(dict.fromkeys([ALONE, *options.kinds]))
+        specs = {name: specs_of(name, model, options.cores) for name in names}
+        every = [spec for of_kind in specs.values() for spec in of_kind]
+        run = options.directory / "run"
+        with running(every, run, timeout_s=900) as started:
+            left = list(started)
+            engines = {name: [left.pop(0) for _ in specs[name]] for name in names}
+            for engine in started:
+                engine.pause()
+            taken: dict[str, list[Taken]] = {}
+            for at, name in enumerate(names[number % len(names) :] + names[: number % len(names)]):
+                seed = 1000 * options.seed + 100 * number + at
+                prompts = make_prompts([options.tokens] * options.requests, seed=seed)
+                with running_alone(engines[name], options.settle):
+                    taken[name] = ask(name, engines[name], prompts, run)
+                shown = ", ".join(f"{1e3 * each.first_token_s:.0f}" for each in taken[name])
+                print(f"round {number}: {name}: {shown} ms", file=sys.stderr, flush=True)
+        rounds.append(taken)
+    return rounds
+
+
+def rows(rounds: Sequence[Round]) -> list[Row]:
+    """A row per kind.
+
+    >>> fast, slow = Taken(0.1, 0.2), Taken(0.3, 0.4)
+    >>> [row.beyond_alone_s for row in rows([{"alone": [fast, fast], "cold": [slow, fast]}])]
+    [0.0, 0.19999999999999998]
+    """
+    made = []
+    for name in rounds[0]:
+        firsts = [taken[name][0] for taken in rounds]
+        later = [one.first_token_s for taken in rounds for one in taken[name][1:]]
+        beyond = [taken[name][0].first_token_s - taken[ALONE][0].first_token_s for taken in rounds]
+        first, then = (
+            statistics.median(one.first_token_s for one in firsts),
+            statistics.median(later),
+        )
+        made.append(
+            Row(
+                name,
+                KINDS[name].words,
+                first,
+                then,
+                statistics.median(beyond),
+                max(beyond),
+                first - then,
+                statistics.median(one.last_token_s for one in firsts),
             )
-            time.sleep(2.5)
-            left = list(engines)
-            groups = []
-            for kind, n in names:
-                groups.append((kind, left[:n]))
-                del left[:n]
-            for e in engines:
-                e.pause()
-            for kind, es in groups:
-                for e in es:
-                    e.resume()
-                time.sleep(0.5)
-                prompts = make_prompts([200] * o.requests, seed=77 + 100 * rnd)
-                cs = [Client(e.url) for e in es]
-                if kind.endswith("used"):
-                    for c in cs:
-                        for pr in make_prompts([200, 200], seed=5 + rnd):
-                            c.stream(pr, 8)
-                out = []
-                for pr in prompts:
-                    if kind == "alone":
-                        t = cs[0].stream(pr, 8)
-                        out.append((0, t.first_token_s, t.last_token_s))
-                    elif kind == "apart":
-                        b = time.perf_counter()
-                        cs[0].complete(pr, 1)
-                        q = time.perf_counter() - b
-                        t = cs[1].stream(pr[-1:], 8)
-                        out.append((q, t.first_token_s, t.last_token_s))
-                    else:
-                        print("  at", time.monotonic())
-                        b = time.perf_counter()
-                        tk = prefill_only(cs[0], pr)
-                        q = time.perf_counter() - b
-                        t = cs[1].stream(pr, 8, kv_transfer_params=tk)
-                        out.append((q, t.first_token_s, t.last_token_s))
-                print(
-                    kind,
-                    " | ".join(
-                        f"P {1e3 * a:.0f} D {1e3 * b:.0f} = {1e3 * (a + b):.0f} (all {1e3 * (a + c):.0f})"
-                        for a, b, c in out
-                    ),
-                    flush=True,
-                )
-                for e in es:
-                    e.pause()
+        )
+    return made
 
 
-main()
+def render(made: Sequence[Row]) -> str:
+    """A row per kind, in milliseconds."""
+    lines = [
+        [row.kind]
+        + [
+            f"{1e3 * value:.0f}"
+            for value in (
+                row.first_s,
+                row.next_s,
+                row.beyond_next_s,
+                row.beyond_alone_s,
+                row.worst_beyond_alone_s,
+                row.answer_s,
+            )
+        ]
+        for row in made
+    ]
+    head = ["", "first\nms", "next\nms", "beyond\nnext", "beyond\nalone", "worst", "answer\nms"]
+    return table(head, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="beside the engine alone")
+    add("--rounds", type=int, default=3, help="starts of all engines (%(default)s)")
+    add("--requests", type=int, default=3, help="of each kind (%(default)s)")
+    add("--tokens", type=int, default=200, help="of each prompt (%(default)s)")
+    add("--settle", type=float, default=0.5, help="seconds between waking engines and the first")
+    add("--cores", choices=CORES, default="apart", help=f"how engines share them: {dict(CORES)}")
+    add("--model", choices=SPECS, default="handover")
+    add("--seed", type=int, default=1)
+    add("--directory", type=Path, default=Path(".work/first_request"), help="for models and logs")
+    add("--json", type=Path, help="where to write all measurements")
+    options = parser.parse_args(arguments)
+    rounds = measure(options)
+    made = rows(rounds)
+    print(render(made))
+    if options.json is not None:
+        document = {
+            "settings": {key: str(value) for key, value in vars(options).items()},
+            "kinds": [asdict(row) for row in made],
+            "rounds": [
+                {name: [asdict(one) for one in taken] for name, taken in of_round.items()}
+                for of_round in rounds
+            ],
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
