@@ -61,14 +61,14 @@ class RehearsalFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class PagedTransport:
     """A transport with a page of host memory registered, which must outlive the transport."""
 
     transport: Transport
     page: Scratch
 
     @classmethod
-    def on(cls, transport: Transport) -> Stage:
+    def on(cls, transport: Transport) -> PagedTransport:
         """Register a new page.
 
         Raises:
@@ -79,7 +79,7 @@ class Stage:
         return cls(transport, page)
 
 
-def rehearse(reader: Stage, lender: Stage, limit_s: float | None = None) -> None:
+def rehearse(reader: PagedTransport, lender: PagedTransport, limit_s: float | None = None) -> None:
     """Pull a block from ``lender``'s page into ``reader``'s, checksums included.
 
     Both transports stay open, and disconnected from each other.

@@ -18,8 +18,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from pdconn.router.access.keys import ApiKeys
 from pdconn.router.access.tls import ServerTls
@@ -44,13 +46,16 @@ from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
 from pdconn.router.fleet.warm_up import FleetWarmUp
+from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.limits import LIMITS, Limits
 from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy, Role
+from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +159,6 @@ async def _services(
         decodes_alone=config.decodes_alone,
         timeout_s=config.health_timeout_s,
     )
-    warm_up = FleetWarmUp(engines, client, config.warm_up_s)
-    health.when_up = warm_up.engine_up
     planner = PullPlanner.of(config.pull_above or 1)
     router = make_router(
         config,
@@ -170,6 +173,8 @@ async def _services(
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
+    warm_up = FleetWarmUp(engines, client, config.warm_up_s, partial(_send, handover))
+    health.when_up = warm_up.engine_up
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -199,6 +204,14 @@ async def _services(
         await health.close()
         await client.close()
         await asyncio.to_thread(tracing.close)
+
+
+async def _send(handover: Handover, raw: bytes) -> None:
+    """Take a body of the router's own through it."""
+    headers = CIMultiDict({"Content-Type": "application/json"})
+    request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
+    async with await handover.answer(request) as answer:
+        await answer.rest()
 
 
 @asynccontextmanager

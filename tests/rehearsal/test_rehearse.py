@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdconn.rehearsal.rehearse import RehearsalFailed, Stage, rehearse
+from pdconn.rehearsal.rehearse import PagedTransport, RehearsalFailed, rehearse
 from transport import Memory, PeerId, ReadId, Spans
 from transport.inprocess.network import InProcessNetwork
 from transport.inprocess.transport import InProcessTransport, Lost
@@ -45,13 +45,18 @@ class Watched(InProcessTransport):
         return super().read(peer, spans)
 
 
-def stages() -> tuple[Watched, Stage, Stage, InProcessNetwork]:
+def stages() -> tuple[Watched, PagedTransport, PagedTransport, InProcessNetwork]:
     network = InProcessNetwork()
     reader = Watched(network, "reader")
-    return reader, Stage.on(reader), Stage.on(InProcessTransport(network, "lender")), network
+    return (
+        reader,
+        PagedTransport.on(reader),
+        PagedTransport.on(InProcessTransport(network, "lender")),
+        network,
+    )
 
 
-def page_bytes(stage: Stage) -> bytes:
+def page_bytes(stage: PagedTransport) -> bytes:
     offset = stage.page.memory.base - stage.page.tensor.data_ptr()
     return stage.page.tensor.numpy()[offset : offset + stage.page.memory.nbytes].tobytes()
 
@@ -97,7 +102,10 @@ def test_a_corrupted_block_fails_the_rehearsal() -> None:
 
     network = InProcessNetwork()
     reader = Corrupting(network, "reader")
-    ours, theirs = Stage.on(reader), Stage.on(InProcessTransport(network, "lender"))
+    ours, theirs = (
+        PagedTransport.on(reader),
+        PagedTransport.on(InProcessTransport(network, "lender")),
+    )
     with pytest.raises(RehearsalFailed, match="orrupted"):
         rehearse(ours, theirs)
 
@@ -110,10 +118,10 @@ def first_connection_s(rehearsed: bool) -> float:
             NixlTransport("reader", huge_pages=False) as reader,
             NixlTransport("peer", huge_pages=False) as peer,
         ):
-            ours, theirs = Stage.on(reader), Stage.on(peer)
+            ours, theirs = PagedTransport.on(reader), PagedTransport.on(peer)
             if rehearsed:
                 with NixlTransport("partner", huge_pages=False) as partner:
-                    rehearse(ours, Stage.on(partner))
+                    rehearse(ours, PagedTransport.on(partner))
             address = theirs.transport.address()
             began = time.thread_time()
             reader.connect(address)

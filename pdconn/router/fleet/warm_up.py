@@ -6,6 +6,7 @@ joins or comes back::
 
     /v1/models ──► name of the model
     prefill: the prompt, one token ──► ticket ──► decode: the same prompt, two tokens
+    the router itself: one request on a client's way, which counts as none
 
 One hand-over at a time, each engine once before any engine twice.  A pair that fails is tried
 again after a pause that grows; a pair that an engine refuses (with 4xx, or without a ticket) is
@@ -16,17 +17,22 @@ bounded; and it marks no engine as down.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 from multidict import CIMultiDict
 
+from pdconn.router.errors import Refusal
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.openai.bodies import TICKET_FIELD, find_ticket, lend_params
+from pdconn.router.openai.bodies import find_ticket, lend_params
+from pdconn.router.openai.requests import TICKET_FIELD
+from pdconn.router.routing.models import base_models
 from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
@@ -39,6 +45,9 @@ _PATH = "/v1/completions"
 _HEADERS = {"Content-Type": "application/json"}
 
 
+Send = Callable[[bytes], Awaitable[None]]
+
+
 class Pair(NamedTuple):
     """Two engines, one of which hands over to the other."""
 
@@ -47,7 +56,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pauses:
+class WarmUpPauses:
     """Seconds between two rounds with failures: ``first_s``, then twice as long each time."""
 
     first_s: float = 1.0
@@ -62,15 +71,6 @@ class NotYet(Exception):
     """An engine does not answer; perhaps it will."""
 
 
-class _Card(msgspec.Struct):
-    id: str
-    parent: str | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
 class FleetWarmUp:
     """Keeps every pair of the fleet warm.
 
@@ -78,6 +78,7 @@ class FleetWarmUp:
         engines: those to warm.
         client: their connections.
         limit_s: how long :meth:`wait` waits; None warms nothing.
+        send: takes a body through the router as if a client had sent it.
         pauses: between rounds with failures.
         pair_s: the time of one hand-over.
     """
@@ -87,13 +88,15 @@ class FleetWarmUp:
         engines: EngineRegistry,
         client: EngineClient,
         limit_s: float | None,
+        send: Send,
         *,
-        pauses: Pauses = Pauses(),
+        pauses: WarmUpPauses = WarmUpPauses(),
         pair_s: float = PAIR_S,
     ) -> None:
         self._engines = engines
         self._client = client
         self._limit_s = limit_s
+        self._send = send
         self._pauses = pauses
         self._pair_s = pair_s
         self._done: dict[Pair, bool] = {}
@@ -121,7 +124,10 @@ class FleetWarmUp:
         self._begin()
         if self._task is None:
             return
-        await asyncio.wait([self._task], timeout=self._limit_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limit_s):
+                await asyncio.wait([self._task])
+                await self._send_one()
         log.info("pdconn: warmed up pairs=%d of=%d", self.num_warm, len(self._pairs()))
 
     async def close(self) -> None:
@@ -169,11 +175,19 @@ class FleetWarmUp:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._pauses.longest_s)
 
+    async def _send_one(self) -> None:
+        """The router's own paths, too, are taken for the first time once."""
+        warm = next((pair for pair, is_warm in self._done.items() if is_warm), None)
+        if warm is None:
+            return
+        try:
+            fields, _ = _fields(await self._model(warm.prefill))
+            await self._send(msgspec.json.encode({**fields, "max_tokens": 2, "stream": True}))
+        except (Refused, NotYet, Refusal, ConnectFailed, ConnectionLost) as error:
+            log.debug("pdconn: warm-up of the router failed: %s", error)
+
     async def _hand_over(self, pair: Pair) -> None:
-        model = await self._model(pair.prefill)
-        salt = secrets.token_hex(8)  # a prompt of its own: a cached one would not be handed over
-        prompt = " ".join([salt, *(f"w{number}" for number in range(_WORDS))])
-        fields: dict[str, object] = {"model": model, "prompt": prompt, "temperature": 0}
+        fields, salt = _fields(await self._model(pair.prefill))
         lend = {**fields, "max_tokens": 1, TICKET_FIELD: lend_params()}
         ticket = find_ticket(await self._post(pair.prefill, lend, salt))
         if ticket is None:
@@ -185,10 +199,9 @@ class FleetWarmUp:
             raw = await answer.rest()
             _check(engine, "/v1/models", answer.status)
         try:
-            cards = msgspec.json.decode(raw, type=_Cards).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            names = base_models(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(f"{engine}: /v1/models: {error}") from error
-        names = [card.id for card in cards if card.parent is None]
         if not names:
             raise Refused(f"{engine}: /v1/models names no model")
         return names[0]
@@ -202,6 +215,13 @@ class FleetWarmUp:
             return raw
 
 
+def _fields(model: str) -> tuple[dict[str, object], str]:
+    """A request and its salt: a prompt of its own, as a cached one would not be handed over."""
+    salt = secrets.token_hex(8)
+    prompt = " ".join([salt, *(f"w{number}" for number in range(_WORDS))])
+    return {"model": model, "prompt": prompt, "temperature": 0}, salt
+
+
 def _check(engine: str, path: str, status: int) -> None:
     if status == 200:
         return
@@ -209,4 +229,4 @@ def _check(engine: str, path: str, status: int) -> None:
     raise Refused(what) if 400 <= status < 500 and status not in (408, 429) else NotYet(what)
 
 
-__all__ = ["FleetWarmUp", "Pair", "Pauses"]
+__all__ = ["FleetWarmUp", "Pair", "WarmUpPauses"]

@@ -176,6 +176,16 @@ class ModelCatalog:
         return max((one for one in found if one is not None), default=None)
 
 
+def base_models(listed: bytes) -> list[str]:
+    """The models, without adapters, in an engine's answer to ``GET /v1/models``.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is no such answer.
+    """
+    cards = msgspec.json.decode(listed, type=_Cards).data
+    return [card.id for card in cards if card.parent is None]
+
+
 def _bases(cards: dict[str, _Card]) -> list[_Card]:
     return [card for card in cards.values() if card.parent is None]
 

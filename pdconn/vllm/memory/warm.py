@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdconn.puller.warmup import WarmUp
 from pdconn.puller.warmup_state import Place
-from pdconn.rehearsal.rehearse import RehearsalFailed, Stage, rehearse
+from pdconn.rehearsal.rehearse import PagedTransport, RehearsalFailed, rehearse
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
 from transport import Transport, TransportError
@@ -36,12 +36,12 @@ def rehearse_pulls(
     began = time.monotonic()
     kept: list[object] = []
     try:
-        ours = Stage.on(transport)
+        ours = PagedTransport.on(transport)
         kept.append(ours.page)
         for open_partner in partners:
             partner = open_partner()
             kept.append(partner)  # until it is closed nothing of it may be collected
-            theirs = Stage.on(partner)
+            theirs = PagedTransport.on(partner)
             kept.append(theirs.page)
             if pulls:
                 rehearse(ours, theirs)

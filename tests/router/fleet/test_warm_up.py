@@ -13,10 +13,10 @@ from aiohttp import web
 
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.fleet.warm_up import FleetWarmUp, Pauses
+from pdconn.router.fleet.warm_up import FleetWarmUp, WarmUpPauses
 from tests.fakes.fake_engine import FakeEngine, Leases, Seen, deployment, error, in_loop, until
 
-PAUSES = Pauses(0.01, 0.02)
+PAUSES = WarmUpPauses(0.01, 0.02)
 
 
 def asked(engine: FakeEngine) -> list[Seen]:
@@ -36,6 +36,7 @@ class Fleet:
     leases: Leases
     engines: EngineRegistry
     warm_up: FleetWarmUp
+    sent: list[bytes]
 
 
 @asynccontextmanager
@@ -52,9 +53,14 @@ async def fleet(
         engines = EngineRegistry([e.url for e in prefill], [e.url for e in decode])
         client = EngineClient(2.0)
         stack.push_async_callback(client.close)
-        warm_up = FleetWarmUp(engines, client, limit_s, pauses=PAUSES, pair_s=5.0)
+        sent: list[bytes] = []
+
+        async def send(raw: bytes) -> None:
+            sent.append(raw)
+
+        warm_up = FleetWarmUp(engines, client, limit_s, send, pauses=PAUSES, pair_s=5.0)
         stack.push_async_callback(warm_up.close)
-        yield Fleet(prefill, decode, leases, engines, warm_up)
+        yield Fleet(prefill, decode, leases, engines, warm_up, sent)
 
 
 @in_loop
@@ -81,7 +87,11 @@ async def test_each_engine_is_warm_before_any_comes_again() -> None:
 @in_loop
 async def test_the_router_warms_its_fleet_before_it_listens() -> None:
     async with deployment(1, 2, warm_up_s=20.0) as d:
-        assert [len(asked(engine)) for engine in (*d.prefill, *d.decode)] == [2, 1, 1]
+        of_pairs, of_the_router = 2, 1
+        assert len(asked(d.prefill[0])) == of_pairs + of_the_router
+        assert sum(len(asked(engine)) for engine in d.decode) == of_pairs + of_the_router
+        assert all(map(asked, d.decode))
+        assert d.outcome("ok") == 0, "no client has asked"
         assert (await d.complete()).status == 200
 
 
@@ -149,6 +159,7 @@ async def test_an_engine_that_lends_nothing_is_left_alone() -> None:
         await f.warm_up.wait()
         assert f.warm_up.num_warm == 0
         assert not asked(f.decode[0])
+        assert not f.sent, "a request through the router would fail, too"
 
 
 @in_loop

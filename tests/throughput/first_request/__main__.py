@@ -34,6 +34,8 @@ from tests.throughput.first_request.kinds import (
     specs_of,
 )
 
+DEFAULT_KINDS = [name for name in KINDS if not name.endswith("-used")]
+
 Round = Mapping[str, list[Taken]]
 
 
@@ -140,8 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="beside the engine alone")
-    add("--rounds", type=int, default=3, help="starts of all engines (%(default)s)")
+    add("--kinds", nargs="+", choices=KINDS, default=DEFAULT_KINDS, help="beside the engine alone")
+    add("--rounds", type=int, default=2, help="starts of all engines (%(default)s)")
     add("--requests", type=int, default=3, help="of each kind (%(default)s)")
     add("--tokens", type=int, default=200, help="of each prompt (%(default)s)")
     add("--settle", type=float, default=0.5, help="seconds between waking engines and the first")
