@@ -45,7 +45,7 @@ from registration.references import (
 from registration.scratch import PAGE_NBYTES, Scratch
 from transport import HOST, Memory, Transport
 
-LIMIT_S = 2.0
+LIMIT_S = 5.0
 """How long a rehearsal may take until its read has settled; closing is bounded by the puller."""
 
 _HOST = "127.0.0.1"

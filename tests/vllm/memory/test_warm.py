@@ -44,9 +44,12 @@ def test_a_rehearsal_is_one_line_of_the_log(
     assert f"lends={lends} pulls={pulls} partners=2 seconds=" in line
 
 
-def test_a_partner_that_does_not_start_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [TransportUnavailable, OSError, KeyError])
+def test_a_partner_that_does_not_start_is_a_warning(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     def broken() -> Transport:
-        raise TransportUnavailable("no such backend")
+        raise error("no such backend")
 
     transport = InProcessTransport(InProcessNetwork(), "ours")
     rehearse_pulls(transport, [broken], lends=True, pulls=True)
