@@ -76,6 +76,7 @@ class ProxyConfig:
     drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
     wait_s: float | None = None
+    warm_up_s: float | None = None
     require_prefill: bool = False
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
@@ -128,6 +129,7 @@ class ProxyConfig:
             ("--drain-delay", self.drain_delay_s, 0.0),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
             ("--wait", self.wait_s, 0.0),
+            ("--warm-up", self.warm_up_s, 0.0),
         ):
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise BadSetting(option, f"seconds, at least {least:g}", value)

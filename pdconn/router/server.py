@@ -1,7 +1,7 @@
 """A router's life: bind, wait for engines, serve, drain.
 
     bind ──► wait (--wait) ──► listen ──► serve ──SIGTERM──► not ready ──► drain ──► exit
-      │         │                │                     (--drain-delay)  (--drain-timeout)
+      │         │ (--warm-up)    │                     (--drain-delay)  (--drain-timeout)
       └─────────┴────────────────┴─► CannotListen, EnginesMissing
 
 It binds its addresses before the wait, so that a port in use is reported at once, and listens
@@ -18,8 +18,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from pdconn.router.access.keys import ApiKeys, EngineKey
 from pdconn.router.access.tls import ServerTls
@@ -43,13 +45,17 @@ from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.health import Health
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.sources import FleetWatch, Members
+from pdconn.router.fleet.warm_up import FleetWarmUp
+from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.limits import LIMITS, Limits
 from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.reload import Reloader
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import Policy, Role
+from pdconn.router.routing.routed_request import RoutedRequest
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +113,7 @@ async def running_proxy(
         ):
             if config.wait_s is not None:
                 await _wait_for_engines(services, config, limits.ready_pause_s, on_ready)
+            await services.warm_up.wait()
             async with _listening(services.app, sock, config, services.tls):
                 yield Running(
                     config,
@@ -133,6 +140,7 @@ class _Services:
     probes: Probes
     tls: ServerTls | None
     reloader: Reloader
+    warm_up: FleetWarmUp
 
 
 @asynccontextmanager
@@ -167,6 +175,8 @@ async def _services(
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
+    warm_up = FleetWarmUp(engines, client, config.warm_up_s, partial(_send, handover))
+    health.when_up = warm_up.engine_up
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -174,7 +184,7 @@ async def _services(
         changes = engines.update(members)
         if changes:
             log.info("pdconn: fleet changed %s", changes)
-        for follower in (health, metrics, router.loads, router):
+        for follower in (health, metrics, router.loads, router, warm_up):
             follower.fleet_changed()
         feeds.fleet_changed(members)
 
@@ -186,8 +196,11 @@ async def _services(
                 handover, probes, bodies, config, keys, engine_key=engine_key, tracing=tracing
             )
             reloader = Reloader(config.fleet, watch, keys, engine_key, tls)
-            yield _Services(engines, health, metrics, router, app, admin, probes, tls, reloader)
+            yield _Services(
+                engines, health, metrics, router, app, admin, probes, tls, reloader, warm_up
+            )
     finally:
+        await warm_up.close()
         await handover.pulls.close(limits.patience_s)
         await handover.abandoned.close(limits.last_returns_s)
         await router.tokeniser.models.close()
@@ -195,6 +208,14 @@ async def _services(
         await health.close()
         await client.close()
         await asyncio.to_thread(tracing.close)
+
+
+async def _send(handover: Handover, raw: bytes) -> None:
+    """Take a body of the router's own through it."""
+    headers = CIMultiDict({"Content-Type": "application/json"})
+    request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
+    async with await handover.answer(request) as answer:
+        await answer.rest()
 
 
 @asynccontextmanager

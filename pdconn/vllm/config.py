@@ -71,6 +71,7 @@ class Settings:
     drain_timeout: float = 5.0
     verify: Verify = Verify.OFF
     warm_peers: tuple[Place, ...] = ()
+    rehearse: bool = True
     debug_faults: Faults = field(default_factory=Faults)
     security: Security = field(default_factory=Security)
     store: StoreSettings | None = None
@@ -341,6 +342,11 @@ KEYS: tuple[Key, ...] = (
         "warm_peers", "list of `host:port`", "none", parse_places, "decode",
         "Side channels of prefill engines, as their tickets name them. Decode greets them, "
         "connects and reads a page before the first request, and again when they restart.",
+    ),
+    Key(
+        "rehearse", "true, false", "true", flag, "both",
+        "At the start, pull a page from ourselves, so that the first request's pull does nothing "
+        "for the first time. Takes about 0.2 s; a failure is a warning.",
     ),
     Key(
         "store", "store settings", "none", None, "both",

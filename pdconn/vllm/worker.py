@@ -24,7 +24,6 @@ from pdconn.protocol.ticket import BlockList
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
-from pdconn.puller.warmup import WarmUp
 from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.accounts import hold_writer
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
@@ -39,14 +38,15 @@ from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.cache.partial import block_tokens, partial_blocks
 from pdconn.vllm.config import Settings
 from pdconn.vllm.memory.layout import report_layout
-from pdconn.vllm.memory.opening import open_transport
+from pdconn.vllm.memory.opening import open_nixl, open_transport
+from pdconn.vllm.memory.warm import BackendOptions, network_only, rehearse_pulls, warm_up_of
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.tracing.pulls import TracedPull, are_traced
 from registration import RegisteredKVMemory
 from registration.references import KVCacheReferences
 from registration.scratch import Scratch
-from transport import Transport, TransportError
+from transport import Transport
 from transport.faulty import FaultyTransport
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class PdWorker:
         self._num_fetching = 0
         self._relays: Relays | None = None
         self._scratch: Scratch | None = None
+        self._rehearsed: list[object] = []
         self._is_idle = False
         self._lends = False
         self._rank = 0
@@ -112,6 +113,8 @@ class PdWorker:
         report_layout(self._settings.layout, layout.name, references)
         tp_size = self._config.parallel_config.tensor_parallel_size
         self._rank = pp.rank_in_group * tp_size + tp_rank
+        if self._settings.rehearse and transport.name == "nixl":
+            self._rehearse(transport)
         if transfer.is_kv_consumer:
             me = Rank(
                 engine_id=transfer.engine_id,
@@ -238,6 +241,7 @@ class PdWorker:
         if self._memory is not None:
             self._memory.close()
         self._puller = self._relays = self._memory = self._scratch = None
+        self._rehearsed = []
 
     def _wait(self) -> None:
         """Wait for whatever the engine's idle step waits for."""
@@ -295,7 +299,7 @@ class PdWorker:
         if faults.messages:
             self._relays = Relays(faults.messages, faults.seed + 1000 * me.rank)
         patience = Patience(settings.claim_timeout, settings.read_timeout, settings.drain_timeout)
-        warm_up = self._warm_up(me.references, transport)
+        warm_up, self._scratch = warm_up_of(settings.warm_peers, me.references, transport)
         through = None if self._relays is None else self._relays.through
         with wider_affinity():
             return Puller(
@@ -308,23 +312,23 @@ class PdWorker:
                 through=through,
             )
 
-    def _warm_up(self, references: KVCacheReferences, transport: Transport) -> WarmUp:
-        """The lenders to warm, and the page that probe reads go to."""
-        places = self._settings.warm_peers
-        if not places:
-            return WarmUp()
-        try:
-            scratch = _scratch_beside(references)
-            transport.register([scratch.memory])
-        except (TransportError, MemoryError) as error:
-            log.warning(
-                "pdconn: warm_peers: scratch registration failed; "
-                "peers are connected without a probe read: %s",
-                error,
+    def _rehearse(self, transport: Transport) -> None:
+        """Pull once from ourselves, as from a peer on this host and as from one on another."""
+        ours = self._settings.backend_options
+        options: list[BackendOptions] = [ours]
+        if "UCX" in self._settings.backends and (remote := network_only(ours)) is not None:
+            options.append(remote)
+        openers = [
+            partial(open_nixl, self._settings, self._config, "rehearsal", each, lends=self._lends)
+            for each in options
+        ]
+        with wider_affinity():
+            self._rehearsed = rehearse_pulls(
+                transport,
+                openers,
+                lends=self._lends,
+                pulls=self._config.kv_transfer_config.is_kv_consumer,
             )
-            return WarmUp(places)
-        self._scratch = scratch
-        return WarmUp(places, scratch.memory)
 
     def _references(self, kv_caches: dict[str, Any], tp_rank: int) -> KVCacheReferences:
         model, parallel = self._config.model_config, self._config.parallel_config
@@ -347,18 +351,6 @@ class PdWorker:
             tp_size=parallel.tensor_parallel_size,
             modules=layers,
         )
-
-
-def _scratch_beside(references: KVCacheReferences) -> Scratch:
-    """A page on the device of the KV memory.
-
-    Raises:
-        MemoryError: a GPU that has none to spare.
-    """
-    try:
-        return Scratch.on(references.memories()[0].device)
-    except RuntimeError as error:
-        raise MemoryError(str(error)) from error
 
 
 def _summary(references: KVCacheReferences) -> str:

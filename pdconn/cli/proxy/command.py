@@ -45,7 +45,15 @@ _SAME = (
 """Options that settings have the names of."""
 _SECONDS = (
     *("stall_timeout", "connect_timeout", "prefill_timeout", "request_timeout", "queue_timeout"),
-    *("tokenize_timeout", "health_timeout", "lease", "wait", "drain_delay", "drain_timeout"),
+    *(
+        "tokenize_timeout",
+        "health_timeout",
+        "lease",
+        "wait",
+        "warm_up",
+        "drain_delay",
+        "drain_timeout",
+    ),
 )
 """Options that settings have the names of with ``_s`` after them."""
 

@@ -55,6 +55,11 @@ def _configure_times(parser: argparse.ArgumentParser) -> None:
 
     wait = "before listening, wait up to this long for the engines' /health (no wait)"
     seconds("--wait", None, wait)
+    warm_up = (
+        "before listening, hand a short prompt over between all engines, for at most this long; "
+        "the rest, and engines that join or come back, meanwhile (no warm-up)"
+    )
+    seconds("--warm-up", None, warm_up)
     delay = "on SIGTERM, first answer /readyz with 503 for this long and serve on"
     seconds("--drain-delay", 0.0, delay)
     seconds("--drain-timeout", 30.0, "on SIGTERM, wait up to this long for running requests")

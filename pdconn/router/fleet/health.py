@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from multidict import CIMultiDict
 
@@ -27,7 +27,11 @@ _NOT_PROBED = "not probed yet"
 
 
 class Health:
-    """Keeps the outages of ``EngineRegistry`` up to date."""
+    """Keeps the outages of ``EngineRegistry`` up to date.
+
+    Attributes:
+        when_up: called with each engine that is up again.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class Health:
         self._probes: dict[asyncio.Task[None], str] = {}
         self._closed = False
         self._round: asyncio.Task[dict[str, str | None]] | None = None
+        self.when_up: Callable[[str], object] = lambda engine: None
 
     async def close(self) -> None:
         """Stop probing."""
@@ -103,6 +108,7 @@ class Health:
         if self._engines.mark_up(engine):
             self._metrics.engine_up(engine, up=True)
             log.info("pdconn: engine up engine=%s", engine)
+            self.when_up(engine)
 
     async def probe(self, engine: str) -> str | None:
         """Request one engine's ``/health``: None if it is healthy, else the reason."""

@@ -67,6 +67,11 @@ _SHAPES_HASHES = ("model", "cache_salt")
 RETURN_MODEL = "pdconn-returns-a-ticket"
 
 
+def lend_params() -> dict[str, object]:
+    """``kv_transfer_params`` of a request whose blocks are to be lent."""
+    return dict(_LEND)
+
+
 def prefill_body(
     body: ParsedBody, source: Raw | None = None, *, returns_tokens: bool = False
 ) -> bytes:

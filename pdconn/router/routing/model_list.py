@@ -208,6 +208,16 @@ class ModelList:
         return {card.id: card for card in cards}
 
 
+def base_models(listed: bytes) -> list[str]:
+    """The models, without adapters, in an engine's answer to ``GET /v1/models``.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: it is no such answer.
+    """
+    cards = msgspec.json.decode(listed, type=_Cards).data
+    return [card.id for card in cards if card.parent is None]
+
+
 def _bases(cards: Mapping[str, Card]) -> list[Card]:
     return [card for card in cards.values() if card.parent is None]
 

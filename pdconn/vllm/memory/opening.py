@@ -13,6 +13,7 @@ from pdconn.sidechannel.affinity import spare_cores, wider_affinity
 from pdconn.vllm.config import Settings
 from pdconn.vllm.memory.cores import bound_cores
 from pdconn.vllm.memory.sleep import options_for_sleep
+from pdconn.vllm.memory.warm import BackendOptions
 from transport import Transport
 from transport.choose import choose, ucx_options
 from transport.nixl.transport import NixlTransport
@@ -30,16 +31,7 @@ def open_transport(settings: Settings, config: VllmConfig, name: str, *, lends: 
     drive_on = cores_beside_model(settings, config)
 
     def nixl() -> Transport:
-        options = settings.backend_options
-        if lends and config.model_config.enable_sleep_mode:
-            options = options_for_sleep(options)
-        return NixlTransport(
-            name,
-            backends=settings.backends,
-            backend_options=options,
-            huge_pages=settings.huge_pages,
-            drive_on=drive_on,
-        )
+        return open_nixl(settings, config, name, lends=lends, drive_on=drive_on)
 
     def ucx() -> Transport:
         options = ucx_options(settings.backend_options)
@@ -50,6 +42,32 @@ def open_transport(settings: Settings, config: VllmConfig, name: str, *, lends: 
     facts = ", ".join(f"{key} {value}" for key, value in transport.describe().items())
     log.info("pdconn: transport: %s: %s", choice, facts)
     return transport
+
+
+def open_nixl(
+    settings: Settings,
+    config: VllmConfig,
+    name: str,
+    options: BackendOptions | None = None,
+    *,
+    lends: bool,
+    drive_on: frozenset[int] | None = frozenset(),
+) -> NixlTransport:
+    """Open NIXL as ``settings`` say, or with other ``options`` of its backends.
+
+    Raises:
+        TransportUnavailable: it is not available here, or invalid options.
+    """
+    options = settings.backend_options if options is None else options
+    if lends and config.model_config.enable_sleep_mode:
+        options = options_for_sleep(options)
+    return NixlTransport(
+        name,
+        backends=settings.backends,
+        backend_options=options,
+        huge_pages=settings.huge_pages,
+        drive_on=drive_on,
+    )
 
 
 def cores_beside_model(settings: Settings, config: VllmConfig) -> frozenset[int] | None:

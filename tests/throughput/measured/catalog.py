@@ -319,6 +319,27 @@ _LIST = (
         needs=(_NIXL,),
     ),
     Benchmark(
+        "first_request",
+        "What does the first request of fresh engines take beyond that of a fresh engine alone?",
+        "Prompts of 200 tokens, a small hybrid model on CPUs, one core for each engine; new "
+        "engines in every round. *Next* are the requests after the first, of the same engines. "
+        "`rehearse` is off where nothing is prepared.",
+        (Command("first_request", "python -m tests.throughput.first_request"),),
+        10,
+        (
+            Table(
+                ("first_request",),
+                "kinds",
+                {"engines": "{words:s}", "first, ms": "{first_s:ms.0f}",
+                 "next, ms": "{next_s:ms.0f}",
+                 "beyond one cold engine, ms": "{beyond_alone_s:ms.0f}"},
+                {},
+            ),
+        ),
+        drop=frozenset({"settings", "rounds"}),
+        **_ENGINES,
+    ),
+    Benchmark(
         "ucx_backend",
         "What does `transport: ucx` reach beside NIXL?",
         "TCP between two processes, 64 MiB in random blocks, in turns in one run. Medians of 9 "

@@ -225,6 +225,24 @@ def test_warm() -> None:
     )
 
 
+def test_first_request() -> None:
+    kinds = [
+        {"words": words, "first_s": first, "next_s": then, "beyond_alone_s": beyond}
+        for words, first, then, beyond in (
+            ("one engine", 0.0922, 0.0311, 0.0),
+            ("a pair", 0.1094, 0.0784, 0.0172),
+        )
+    ]
+    assert made("first_request", first_request={"kinds": kinds}) == lines(
+        """
+        | engines | first, ms | next, ms | beyond one cold engine, ms |
+        | --- | --- | --- | --- |
+        | one engine | 92 | 31 | 0 |
+        | a pair | 109 | 78 | 17 |
+        """
+    )
+
+
 def test_ucx_backend() -> None:
     size = {"block_kib": 1024, "nixl": 1.6823, "ucx": 1.7688, "ratio": 1.0614, "low": 0.894,
             "high": 1.3076}  # fmt: skip

@@ -52,7 +52,8 @@ def test_200_prompts_one_after_another_through_a_proxy_that_knows_nothing(
 def test_decode_knows_prefill_beforehand_if_configured_to(pair: PdPair) -> None:
     prompt = tuple(range(300, 400))
     prefill_then_decode(pair.prefill, pair.decode, prompt, 1)
-    assert pair.has_logged("pdconn: ready to read from ")
+    lender = pair.prefill_engine.spec
+    assert pair.has_logged(f" at {lender.host}:{lender.side_channel_port}\n")
     assert pair.has_logged("pdconn: warm: ", 60.0 if pair.configuration.warms else 0.0) == (
         pair.configuration.warms
     )

@@ -1,0 +1,232 @@
+"""Warm-up of the fleet: a short prompt from every prefill to every decode engine, before clients'.
+
+An engine's first request loads much that later ones find, and so does the first hand-over between
+two engines.  With ``--warm-up`` the router makes both before it listens, and again where an engine
+joins or comes back::
+
+    /v1/models ──► name of the model
+    prefill: the prompt, one token ──► ticket ──► decode: the same prompt, two tokens
+    the router itself: one request on a client's way, which counts as none
+
+One hand-over at a time, each engine once before any engine twice.  A pair that fails is tried
+again after a pause that grows; a pair that an engine refuses (with 4xx, or without a ticket) is
+left alone.  No client waits for a warm-up but those of the time before the router listens, which is
+bounded; and it marks no engine as down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from multidict import CIMultiDict
+
+from pdconn.router.errors import Refusal
+from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.openai.bodies import find_ticket, lend_params
+from pdconn.router.openai.requests import TICKET_FIELD
+from pdconn.router.routing.model_list import base_models
+from pdconn.router.routing.policy import Role
+
+log = logging.getLogger(__name__)
+
+PAIR_S = 30.0
+"""The time of one hand-over; a cold engine may compile for longer, and is tried again."""
+
+_WORDS = 64
+_PATH = "/v1/completions"
+_HEADERS = {"Content-Type": "application/json"}
+
+
+Send = Callable[[bytes], Awaitable[None]]
+
+
+class Pair(NamedTuple):
+    """Two engines, one of which hands over to the other."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpPauses:
+    """Seconds between two rounds with failures: ``first_s``, then twice as long each time."""
+
+    first_s: float = 1.0
+    longest_s: float = 30.0
+
+
+class Refused(Exception):
+    """An engine will never take part; the text says why."""
+
+
+class NotYet(Exception):
+    """An engine does not answer; perhaps it will."""
+
+
+class FleetWarmUp:
+    """Keeps every pair of the fleet warm.
+
+    Args:
+        engines: those to warm.
+        client: their connections.
+        limit_s: how long :meth:`wait` waits; None warms nothing.
+        send: takes a body through the router as if a client had sent it.
+        pauses: between rounds with failures.
+        pair_s: the time of one hand-over.
+    """
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        client: EngineClient,
+        limit_s: float | None,
+        send: Send,
+        *,
+        pauses: WarmUpPauses = WarmUpPauses(),
+        pair_s: float = PAIR_S,
+    ) -> None:
+        self._engines = engines
+        self._client = client
+        self._limit_s = limit_s
+        self._send = send
+        self._pauses = pauses
+        self._pair_s = pair_s
+        self._done: dict[Pair, bool] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._closed = limit_s is None
+
+    @property
+    def num_warm(self) -> int:
+        """Pairs whose hand-over has succeeded."""
+        return sum(self._done.values())
+
+    def fleet_changed(self) -> None:
+        """Warm what joined, forget what left."""
+        pairs = set(self._pairs())
+        self._done = {pair: warm for pair, warm in self._done.items() if pair in pairs}
+        self._begin()
+
+    def engine_up(self, engine: str) -> None:
+        """An engine answers again, so it may be another boot."""
+        self._done = {pair: warm for pair, warm in self._done.items() if engine not in pair}
+        self._begin()
+
+    async def wait(self) -> None:
+        """Wait until no pair is left to warm, or ``limit_s``; the rest is warmed meanwhile."""
+        self._begin()
+        if self._task is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limit_s):
+                await asyncio.wait([self._task])
+                await self._send_one()
+        log.info("pdconn: warmed up pairs=%d of=%d", self.num_warm, len(self._pairs()))
+
+    async def close(self) -> None:
+        """Stop."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        if not self._closed and (self._task is None or self._task.done()) and self._cold():
+            self._task = asyncio.create_task(self._run(), name="warm up the fleet")
+
+    def _pairs(self) -> list[Pair]:
+        """All pairs, in an order in which each engine comes early."""
+        prefill, decode = (self._engines.live(role) for role in (Role.PREFILL, Role.DECODE))
+        count = max(len(prefill), len(decode))
+        places = [(at, (at + shift) % count) for shift in range(count) for at in range(count)]
+        return [
+            Pair(prefill[one], decode[other])
+            for one, other in places
+            if one < len(prefill) and other < len(decode) and prefill[one] != decode[other]
+        ]
+
+    def _cold(self) -> list[Pair]:
+        return [pair for pair in self._pairs() if pair not in self._done]
+
+    async def _run(self) -> None:
+        pause_s = self._pauses.first_s
+        while cold := self._cold():
+            failed = False
+            for pair in cold:
+                try:
+                    async with asyncio.timeout(self._pair_s):
+                        await self._hand_over(pair)
+                except Refused as error:
+                    self._done[pair] = False
+                    log.info("pdconn: not warmed up prefill=%s decode=%s why=%r", *pair, str(error))
+                except (NotYet, ConnectFailed, ConnectionLost, TimeoutError) as error:
+                    failed = True
+                    log.debug("pdconn: warm-up failed prefill=%s decode=%s: %s", *pair, error)
+                else:
+                    self._done[pair] = True
+            if failed:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._pauses.longest_s)
+
+    async def _send_one(self) -> None:
+        """The router's own paths, too, are taken for the first time once."""
+        warm = next((pair for pair, is_warm in self._done.items() if is_warm), None)
+        if warm is None:
+            return
+        try:
+            fields, _ = _fields(await self._model(warm.prefill))
+            await self._send(msgspec.json.encode({**fields, "max_tokens": 2, "stream": True}))
+        except (Refused, NotYet, Refusal, ConnectFailed, ConnectionLost) as error:
+            log.debug("pdconn: warm-up of the router failed: %s", error)
+
+    async def _hand_over(self, pair: Pair) -> None:
+        fields, salt = _fields(await self._model(pair.prefill))
+        lend = {**fields, "max_tokens": 1, TICKET_FIELD: lend_params()}
+        ticket = find_ticket(await self._post(pair.prefill, lend, salt))
+        if ticket is None:
+            raise Refused(f"{pair.prefill} returns no ticket")
+        await self._post(pair.decode, {**fields, "max_tokens": 2, TICKET_FIELD: ticket}, salt)
+
+    async def _model(self, engine: str) -> str:
+        async with await self._client.get(engine, "/v1/models", CIMultiDict()) as answer:
+            raw = await answer.rest()
+            _check(engine, "/v1/models", answer.status)
+        try:
+            names = base_models(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refused(f"{engine}: /v1/models: {error}") from error
+        if not names:
+            raise Refused(f"{engine}: /v1/models names no model")
+        return names[0]
+
+    async def _post(self, engine: str, fields: dict[str, object], salt: str) -> bytes:
+        headers = CIMultiDict({**_HEADERS, "X-Request-Id": f"pdconn-warm-up-{salt}"})
+        body = msgspec.json.encode(fields)
+        async with await self._client.post(engine, _PATH, body, headers) as answer:
+            raw = await answer.rest()
+            _check(engine, _PATH, answer.status)
+            return raw
+
+
+def _fields(model: str) -> tuple[dict[str, object], str]:
+    """A request and its salt: a prompt of its own, as a cached one would not be handed over."""
+    salt = secrets.token_hex(8)
+    prompt = " ".join([salt, *(f"w{number}" for number in range(_WORDS))])
+    return {"model": model, "prompt": prompt, "temperature": 0}, salt
+
+
+def _check(engine: str, path: str, status: int) -> None:
+    if status == 200:
+        return
+    what = f"{engine}: {path} answered {status}"
+    raise Refused(what) if 400 <= status < 500 and status not in (408, 429) else NotYet(what)
+
+
+__all__ = ["FleetWarmUp", "Pair", "WarmUpPauses"]

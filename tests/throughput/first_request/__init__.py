@@ -1,0 +1,1 @@
+"""The first request of fresh engines: see ``__main__``."""
