@@ -9,6 +9,7 @@ the Welcome, and the lender compares their digest with what it lent.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ MAX_BLOCKS = 1 << 22
 _BLOCKS_PER_TOKEN = 4
 _SPARE_BLOCKS = 4096
 _MAX_BLOCK_ID = 2**31 - 1
+_HEAD = struct.Struct("<qq")
+_LITTLE_ENDIAN = np.dtype("<i8")
 _EXACT = float(1 << 53)
 _PORTS = (1, 65535)
 _TOKENS = (0, 1 << 31)
@@ -161,8 +164,8 @@ def block_digest(blocks: Sequence[BlockList]) -> bytes:
     """16 bytes that differ when any group's blocks do (BLAKE2b)."""
     digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for group in blocks:
-        digest.update(np.array([group.first, len(group.ids)], dtype="<i8").tobytes())
-        digest.update(group.array.astype("<i8", copy=False).tobytes())
+        digest.update(_HEAD.pack(group.first, len(group.ids)))
+        digest.update(group.array.astype(_LITTLE_ENDIAN, copy=False).data)
     return digest.digest()
 
 
@@ -176,7 +179,7 @@ def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None
         expected = f"{len(num_blocks)} lists, one per KV cache group of prefill"
         raise TicketError("remote_block_ids", expected, len(blocks))
     for group, (listed, count) in enumerate(zip(blocks, num_blocks, strict=True)):
-        highest = int(listed.array.max(initial=0))
+        highest = int(np.maximum.reduce(listed.array, initial=0))
         if highest and highest >= count:
             field = f"remote_block_ids[{group}][{listed.ids.index(highest)}]"
             raise TicketError(field, f"0 to {count - 1}", highest)

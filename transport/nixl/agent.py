@@ -30,7 +30,14 @@ from typing import Any, Literal
 import numpy as np
 
 from transport.errors import BackendFailure, TransportError, TransportUnavailable
-from transport.nixl.errors import INVALIDATED, UNLOADABLE, UNREGISTERED, error_classes, mapper
+from transport.nixl.errors import (
+    INVALIDATED,
+    UNLOADABLE,
+    UNREGISTERED,
+    as_ours,
+    error_classes,
+    mapper,
+)
 from transport.types import U64, Device, Memory, Spans
 
 _log = logging.getLogger(__name__)
@@ -189,8 +196,10 @@ class Agent:
             PeerLost: the connection is gone; nothing can be written.
             BackendFailure: anything else; runs posted before the bad one may be in flight.
         """
-        with self._mapped(f"read from {transfer.peer}", INVALIDATED):
+        try:
             return _progress(self._raw.transfer(transfer.request))
+        except self._errors as error:
+            raise as_ours(error, f"read from {transfer.peer}", INVALIDATED) from error
 
     def check(self, transfer: Transfer) -> Progress:
         """Whether a posted READ has ended.
@@ -198,8 +207,10 @@ class Agent:
         Raises:
             PeerLost, BackendFailure: it has ended, and failed.
         """
-        with self._mapped(f"read from {transfer.peer}", INVALIDATED):
+        try:
             return _progress(self._raw.check_xfer_state(transfer.request))
+        except self._errors as error:
+            raise as_ours(error, f"read from {transfer.peer}", INVALIDATED) from error
 
     def telemetry(self, transfer: Transfer) -> Telemetry | None:
         """What a finished READ cost, or None where telemetry is off."""
