@@ -15,15 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
-from pdconn.planning.runs import AlikeTemplates, Columns, Pairs, alike, spans_of
-from pdconn.planning.template import I64, Template, build_templates
+from pdconn.planning.pairs import Located, Pairs
+from pdconn.planning.runs import (
+    FEW_RUNS,
+    AlikeTemplates,
+    Columns,
+    Run,
+    alike,
+    few_spans,
+    many_spans,
+)
+from pdconn.planning.template import Template, build_templates
 from pdconn.planning.topology import match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
-from transport import Spans
+from transport import Device, Spans
 
 MAX_RUNS = 1 << 22
 """Runs of one pull; planning takes about 80 bytes per run."""
@@ -159,7 +166,7 @@ class Pairing:
         for number, template in enumerate(self.templates):
             group = self.ours.groups[template.our_group]
             pairs = _pairs(template, need, lent[template.their_group], group)
-            count = len(pairs.ours)
+            count = len(pairs)
             moved.add(template.sub_block_nbytes, count, pairs, group)
             runs += count * len(template.nbytes)
             if runs > MAX_RUNS:
@@ -169,22 +176,30 @@ class Pairing:
                 if group.window is not None:
                     first = (pairs.holes + pairs.hits) * template.sub_block_tokens
                     begins[template.our_group] = max(first, begins.get(template.our_group, 0))
-        reads = self._reads(found)
+        reads = self._few_reads(found) if runs <= FEW_RUNS else self._many_reads(found)
         num_runs = sum(len(spans) for _, spans in reads)
         return Plan(reads, moved.total(), num_runs, tuple(sorted(begins.items())))
 
-    def _reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
+    def _few_reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
         """The spans of each rank of the peer, in order of the ranks."""
-        parts: dict[int, list[Columns]] = {}
-        devices = {}
+        parts: dict[int, list[Run]] = {}
         for some in self._alike:
-            columns = some.columns(found)
-            if columns is not None:
-                rank = some.template.their_rank
-                parts.setdefault(rank, []).append(columns)
-                devices.setdefault(rank, some.template.their_device)
-        ours = self.ours.tensors[0].device
-        return tuple((rank, spans_of(of, ours, devices[rank])) for rank, of in parts.items())
+            if runs := some.few(found):
+                parts.setdefault(some.template.their_rank, []).extend(runs)
+        ours, theirs = self.ours.tensors[0].device, self._devices()
+        return tuple((rank, few_spans(of, ours, theirs[rank])) for rank, of in parts.items())
+
+    def _many_reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
+        """The same with arrays."""
+        parts: dict[int, list[Columns]] = {}
+        for some in self._alike:
+            if (columns := some.columns(found)) is not None:
+                parts.setdefault(some.template.their_rank, []).append(columns)
+        ours, theirs = self.ours.tensors[0].device, self._devices()
+        return tuple((rank, many_spans(of, ours, theirs[rank])) for rank, of in parts.items())
+
+    def _devices(self) -> dict[int, Device]:
+        return {some.template.their_rank: some.template.their_device for some in self._alike}
 
 
 @dataclass(slots=True)
@@ -265,12 +280,14 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
     tokens, lacking = template.sub_block_tokens, need.tokens[template.our_group]
     reach = window_start(group, lacking.stop) // tokens
     pulled = sub_blocks(group, lacking, tokens)
-    ours, our_sub = _located(
-        pulled, template.our_block_tokens // tokens, need.blocks[template.our_group]
+    ours, theirs = need.blocks[template.our_group], lent
+    return Pairs(
+        Located(pulled, template.our_block_tokens // tokens, ours),
+        Located(pulled, template.their_block_tokens // tokens, theirs),
+        pulled.start * tokens,
+        holes=reach,
+        hits=pulled.start - reach,
     )
-    theirs, their_sub = _located(pulled, template.their_block_tokens // tokens, lent)
-    hits = pulled.start - reach
-    return Pairs(ours, our_sub, theirs, their_sub, pulled.start * tokens, reach, hits)
 
 
 def _state_pair(template: Template, need: Need, lent: BlockList) -> Pairs:
@@ -283,27 +300,10 @@ def _state_pair(template: Template, need: Need, lent: BlockList) -> Pairs:
     def at(block_tokens: int) -> range:
         return range(last.start // block_tokens, last.start // block_tokens + len(last))
 
-    ours, _ = _located(at(template.our_block_tokens), 1, need.blocks[template.our_group])
-    theirs, _ = _located(at(template.their_block_tokens), 1, lent)
-    return Pairs(ours, None, theirs, None, last.start, holes=0, hits=0)
-
-
-def _located(wanted: range, per_block: int, blocks: BlockList) -> tuple[I64, I64 | None]:
-    """Block id (0 where the list has none) and sub-block index of each of ``wanted``.
-
-    Blocks that are not divided have no index, and their ids are a piece of the list itself.
-    """
-    ids = blocks.array
-    if per_block == 1:
-        start, stop = wanted.start - blocks.first, wanted.stop - blocks.first
-        if 0 <= start <= stop <= len(ids):
-            return ids[start:stop], None
-    numbers = np.arange(wanted.start, wanted.stop, dtype=np.int64)
-    position = numbers // per_block - blocks.first
-    if len(position) and position[0] >= 0 and position[-1] < len(ids):
-        found = ids[position]
-    else:
-        inside = (position >= 0) & (position < len(ids))
-        found = np.zeros(len(numbers), dtype=np.int64)
-        found[inside] = ids[position[inside]]
-    return found, None if per_block == 1 else numbers % per_block
+    return Pairs(
+        Located(at(template.our_block_tokens), 1, need.blocks[template.our_group]),
+        Located(at(template.their_block_tokens), 1, lent),
+        last.start,
+        holes=0,
+        hits=0,
+    )

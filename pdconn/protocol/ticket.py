@@ -28,8 +28,6 @@ MAX_BLOCKS = 1 << 22
 _BLOCKS_PER_TOKEN = 4
 _SPARE_BLOCKS = 4096
 _MAX_BLOCK_ID = 2**31 - 1
-_HEAD = struct.Struct("<qq")
-_LITTLE_ENDIAN = np.dtype("<i8")
 _EXACT = float(1 << 53)
 _PORTS = (1, 65535)
 _TOKENS = (0, 1 << 31)
@@ -164,8 +162,7 @@ def block_digest(blocks: Sequence[BlockList]) -> bytes:
     """16 bytes that differ when any group's blocks do (BLAKE2b)."""
     digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for group in blocks:
-        digest.update(_HEAD.pack(group.first, len(group.ids)))
-        digest.update(group.array.astype(_LITTLE_ENDIAN, copy=False).data)
+        digest.update(struct.pack(f"<qq{len(group.ids)}q", group.first, len(group.ids), *group.ids))
     return digest.digest()
 
 
@@ -179,7 +176,7 @@ def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None
         expected = f"{len(num_blocks)} lists, one per KV cache group of prefill"
         raise TicketError("remote_block_ids", expected, len(blocks))
     for group, (listed, count) in enumerate(zip(blocks, num_blocks, strict=True)):
-        highest = int(np.maximum.reduce(listed.array, initial=0))
+        highest = max(listed.ids, default=0)
         if highest and highest >= count:
             field = f"remote_block_ids[{group}][{listed.ids.index(highest)}]"
             raise TicketError(field, f"0 to {count - 1}", highest)

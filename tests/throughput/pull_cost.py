@@ -9,8 +9,9 @@ Python, and hashes with the interpreter's lock released, as a model's kernels do
 and without pulls alternate, and the model has a core of its own where there are two.
 
 held
-    processor time of the puller's and the reader's thread, but for that of NIXL's post, which
-    copies with the lock released.  The rest holds the lock, or is a system call.
+    processor time of the puller's and the reader's thread, but for what lets go of the lock:
+    NIXL's post, which copies, and the system calls ``send``, ``recv`` and ``epoll_wait``.  The
+    stopwatch around those is in it.
 lost
     the time that a model's steps take beyond those of phases without pulls, for each pull.
     It has everything in it: waits for the lock, wake-ups, and what the model's own thread posts
@@ -24,6 +25,8 @@ import contextlib
 import hashlib
 import json
 import os
+import selectors
+import socket
 import statistics
 import subprocess
 import sys
@@ -33,8 +36,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from pdconn.lab.table import table
 from pdconn.planning.plan import Need
@@ -54,6 +55,8 @@ from tests.throughput.engines.partner import LendingPartner, Memory
 
 THREADS = ("pdconn-puller", "pdconn-reader")
 POST = "NIXL's post"
+SYSTEM = ("send", "recv", "epoll_wait")
+UNLOCKED = (POST, *SYSTEM)
 GROUPS, LAYERS, WINDOW, HEADS, BLOCK, TOKEN_NBYTES = 3, 2, 64, 4, 32, 256
 _PYTHON_LOOPS, _HASHED, _PARTS = 400, bytes(1 << 15), 60
 _GIVE_UP_S = 10.0
@@ -118,15 +121,18 @@ def lender(options: argparse.Namespace) -> Iterator[Callable[[int], list[Ticket]
 
 @dataclass
 class Watch:
-    """Calls of a function on one thread: how many, and their processor time."""
+    """Calls of a function, on other threads than ``but``: how many, and their processor time."""
 
     calls: int = 0
     cpu_s: float = 0.0
+    but: int | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, watched."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self.but:
+                return function(*args, **kwargs)
             began = time.thread_time()
             try:
                 return function(*args, **kwargs)
@@ -201,9 +207,7 @@ class Model:
     def _need(self, ticket: Ticket) -> Need:
         lists = tuple(
             BlockList(lent.first, ours.ids[-len(lent.ids) :])
-            for lent, ours in zip(
-                ticket.blocks, self._memory.lists(ticket.num_tokens), strict=True
-            )
+            for lent, ours in zip(ticket.blocks, self._memory.lists(ticket.num_tokens), strict=True)
         )
         return Need.of(0, ticket.num_tokens - 1, lists)
 
@@ -219,9 +223,8 @@ def measure(options: argparse.Namespace) -> list[Phase]:
     """Phases without and with pulls, in turns, after one that does not count."""
     like = shape(options.layout, options.blocks)
     memory = Memory(like, "reader")
-    watches = _watch(memory.transport)
     me = Rank("reader", 0, 1, 0, memory.references, memory.traits)
-    with lender(options) as ask:
+    with _watching(memory.transport) as watches, lender(options) as ask:
         puller = Puller(me, memory.transport)
         try:
             _pin()
@@ -262,12 +265,42 @@ def _phase(
     )
 
 
-def _watch(transport: Any) -> dict[str, Watch]:
-    """Watch the calls of NIXL that let go of the lock."""
+class WatchedSelector(selectors.DefaultSelector):
+    """Whose waiting is watched."""
+
+    watch = Watch()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector: Any = _WatchedPoll(self._selector, self.watch)  # type: ignore[has-type]
+
+
+class _WatchedPoll:
+    """An ``epoll`` object with its ``poll`` watched."""
+
+    def __init__(self, real: Any, watch: Watch) -> None:
+        self.poll = watch.around(real.poll)
+        for name in ("register", "unregister", "modify", "close", "fileno"):
+            setattr(self, name, getattr(real, name))
+
+
+@contextlib.contextmanager
+def _watching(transport: Any) -> Iterator[dict[str, Watch]]:
+    """Watch the calls that let go of the lock, on all threads but this one."""
+    watches = {name: Watch(but=threading.get_ident()) for name in UNLOCKED}
     raw = transport._agent._raw
-    watches = {POST: Watch()}
     raw.transfer = watches[POST].around(raw.transfer)
-    return watches
+    WatchedSelector.watch = watches["epoll_wait"]
+    before = selectors.DefaultSelector
+    selectors.DefaultSelector = WatchedSelector  # type: ignore[misc]
+    for name in ("send", "recv"):
+        setattr(socket.socket, name, watches[name].around(getattr(socket.socket, name)))
+    try:
+        yield watches
+    finally:
+        selectors.DefaultSelector = before  # type: ignore[misc]
+        for name in ("send", "recv"):
+            delattr(socket.socket, name)
 
 
 def _pin() -> None:
@@ -295,7 +328,10 @@ def summary(phases: Sequence[Phase]) -> dict[str, Any]:
     """Medians over the phases with pulls; microseconds for each pull."""
     busy, quiet = ([p for p in phases if bool(p.pulls) is pulls] for pulls in (True, False))
     cpu = {name: statistics.median(p.cpu_us[name] for p in busy) for name in busy[0].cpu_us}
-    held = [sum(p.cpu_us[name] for name in THREADS) - p.cpu_us[POST] for p in busy]
+    held = [
+        sum(p.cpu_us[name] for name in THREADS) - sum(p.cpu_us[name] for name in UNLOCKED)
+        for p in busy
+    ]
     lost = []
     for without, with_pulls in zip(quiet, busy, strict=True):
         usual = statistics.mean(without.steps_ms)
@@ -344,7 +380,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + ", ".join(f"{key} {found[key]:.2f}" for key in found if key[:4] in ("quie", "busy"))
     )
     if options.json is not None:
-        document = {"cores": os.cpu_count(), "summary": found, "phases": [asdict(p) for p in phases]}
+        document = {
+            "cores": os.cpu_count(),
+            "summary": found,
+            "phases": [asdict(p) for p in phases],
+        }
         options.json.write_text(json.dumps(document) + "\n")
     return 0
 
