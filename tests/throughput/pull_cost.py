@@ -347,6 +347,10 @@ def summary(phases: Sequence[Phase]) -> dict[str, Any]:
         for part, at in (("p50", 0.5), ("p99", 0.99))
     }
     took = sorted(ms for p in busy for ms in p.took_ms)
+    parts = [
+        {"what": name, "us": us, "calls": statistics.median(p.calls.get(name, 0) for p in busy)}
+        for name, us in cpu.items()
+    ]
     return {
         "held_us": statistics.median(held),
         "held_least_us": min(held),
@@ -354,8 +358,7 @@ def summary(phases: Sequence[Phase]) -> dict[str, Any]:
         "lost_least_us": min(lost),
         "pull_p50_ms": took[len(took) // 2],
         "pull_p99_ms": took[int(0.99 * len(took))],
-        "cpu_us": cpu,
-        "calls": {n: statistics.median(p.calls[n] for p in busy) for n in busy[0].calls},
+        "parts": parts,
         **steps,
     }
 
@@ -368,10 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     phases = measure(options)
     found = summary(phases)
-    rows = [
-        [name, f"{us:.0f}", f"{found['calls'].get(name, 0):.1f}"]
-        for name, us in found["cpu_us"].items()
-    ]
+    rows = [[part["what"], f"{part['us']:.0f}", f"{part['calls']:.1f}"] for part in found["parts"]]
     print(table(["of each pull", "us", "calls"], rows))
     print(
         f"held {found['held_us']:.0f} us a pull (least {found['held_least_us']:.0f}), "
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {
             "cores": os.cpu_count(),
             "summary": found,
-            "phases": [asdict(p) for p in phases],
+            "phases": [asdict(phase) for phase in phases],
         }
         options.json.write_text(json.dumps(document) + "\n")
     return 0
