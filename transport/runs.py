@@ -42,7 +42,9 @@ def merge_runs(
     for addresses in sides:
         follows = addresses[:-1] + nbytes[:-1] == addresses[1:]
         joins = follows if joins is None else joins & follows
-    if joins is None or not joins.any():
+    if joins is None or not np.logical_or.reduce(joins):
         return None
-    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    begins = np.ones(len(nbytes), dtype=np.bool_)
+    np.logical_not(joins, out=begins[1:])
+    first = begins.nonzero()[0]
     return first, np.add.reduceat(nbytes, first)

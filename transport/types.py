@@ -86,6 +86,7 @@ class Spans:
     nbytes: U64
     local_device: Device = HOST
     remote_device: Device = HOST
+    _is_merged: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("local", "remote", "nbytes"):
@@ -94,17 +95,29 @@ class Spans:
                 raise BadSpans(
                     f"{name}: expected uint64 of shape (n,), got {column.dtype} {column.shape}"
                 )
-        if not len(self.local) == len(self.remote) == len(self.nbytes):
+        count = len(self.nbytes)
+        if not len(self.local) == len(self.remote) == count:
             raise BadSpans(
                 "columns differ in length: "
-                f"local {len(self.local)}, remote {len(self.remote)}, nbytes {len(self.nbytes)}"
+                f"local {len(self.local)}, remote {len(self.remote)}, nbytes {count}"
             )
-        if len(self.nbytes) and not self.nbytes.all():
+        if not count:
+            return
+        if not np.minimum.reduce(self.nbytes):
             raise BadSpans(f"run {int(np.argmin(self.nbytes))} has 0 bytes")
-        for name in ("local", "remote"):
-            column = getattr(self, name)
-            if len(column) and (column > _LAST_ADDRESS - self.nbytes).any():
-                raise BadSpans(f"{name}: an address lies beyond 63 bits")
+        last = _LAST_ADDRESS - self.nbytes
+        if np.logical_or.reduce(np.maximum(self.local, self.remote) > last):
+            name = "local" if (self.local > last).any() else "remote"
+            raise BadSpans(f"{name}: an address lies beyond 63 bits")
+
+    @classmethod
+    def merged(
+        cls, local: U64, remote: U64, nbytes: U64, local_device: Device, remote_device: Device
+    ) -> Spans:
+        """Spans of which no run joins the one before it; :meth:`coalesced` trusts that."""
+        spans = cls(local, remote, nbytes, local_device, remote_device)
+        object.__setattr__(spans, "_is_merged", True)
+        return spans
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -120,11 +133,13 @@ class Spans:
         Run i+1 joins run i when it continues it on both sides.  Order is kept,
         so a caller that lists blocks in ascending order merges the most.
         """
+        if self._is_merged:
+            return self
         merged = merge_runs(self.nbytes, self.local, self.remote)
         if merged is None:
             return self
         first, nbytes = merged
-        return Spans(
+        return Spans.merged(
             self.local[first], self.remote[first], nbytes, self.local_device, self.remote_device
         )
 

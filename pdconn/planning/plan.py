@@ -13,23 +13,24 @@ either side in the rest fails the plan, because a byte would be missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pdconn.planning.errors import (
-    BlockOutOfRange,
-    Incompatible,
-    MissingBlock,
-    PlanningError,
-    TooManyRuns,
+from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
+from pdconn.planning.pairs import Located, Pairs
+from pdconn.planning.runs import (
+    FEW_RUNS,
+    AlikeTemplates,
+    Columns,
+    Run,
+    alike,
+    few_spans,
+    many_spans,
 )
-from pdconn.planning.template import I64, Side, Template, build_templates
+from pdconn.planning.template import Template, build_templates
 from pdconn.planning.topology import match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
-from transport import Spans
+from transport import Device, Spans
 
 MAX_RUNS = 1 << 22
 """Runs of one pull; planning takes about 80 bytes per run."""
@@ -118,6 +119,10 @@ class Pairing:
     templates: tuple[Template, ...]
     lent_num_blocks: tuple[int, ...]
     ranks: tuple[int, ...]
+    _alike: tuple[AlikeTemplates, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_alike", alike(self.templates))
 
     @classmethod
     def of(
@@ -155,55 +160,73 @@ class Pairing:
                 raise PlanningError(
                     f"{whose} block lists: expected {groups}, one per group, got {len(lists)}"
                 )
-        moved = Moved()
-        runs = 0
-        parts: dict[int, list[Spans]] = {}
+        moved, runs = _Tally(), 0
+        found: dict[int, Pairs] = {}
         begins: dict[int, int] = {}
-        for template in self.templates:
+        for number, template in enumerate(self.templates):
             group = self.ours.groups[template.our_group]
             pairs = _pairs(template, need, lent[template.their_group], group)
-            moved += self._moved(template, pairs)
-            runs += len(pairs.ours) * len(template.nbytes)
+            count = len(pairs)
+            moved.add(template.sub_block_nbytes, count, pairs, group)
+            runs += count * len(template.nbytes)
             if runs > MAX_RUNS:
                 raise TooManyRuns(f"runs of one pull: expected at most {MAX_RUNS}, got {runs}")
-            if len(pairs.ours):
+            if count:
+                found[number] = pairs
                 if group.window is not None:
                     first = (pairs.holes + pairs.hits) * template.sub_block_tokens
                     begins[template.our_group] = max(first, begins.get(template.our_group, 0))
-                spans = _spans(template, pairs, self.ours)
-                parts.setdefault(template.their_rank, []).append(spans)
-        reads = tuple((rank, _joined(spans)) for rank, spans in sorted(parts.items()))
+        reads = self._few_reads(found) if runs <= FEW_RUNS else self._many_reads(found)
         num_runs = sum(len(spans) for _, spans in reads)
-        return Plan(reads, moved, num_runs, tuple(sorted(begins.items())))
+        return Plan(reads, moved.total(), num_runs, tuple(sorted(begins.items())))
 
-    def _moved(self, template: Template, pairs: _Pairs) -> Moved:
-        each = template.sub_block_nbytes
-        group = self.ours.groups[template.our_group]
-        windowed = group.window is not None
-        pulled = len(pairs.ours) * each
+    def _few_reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
+        """The spans of each rank of the peer, in order of the ranks."""
+        parts: dict[int, list[Run]] = {}
+        for some in self._alike:
+            if runs := some.few(found):
+                parts.setdefault(some.template.their_rank, []).extend(runs)
+        ours, theirs = self.ours.tensors[0].device, self._devices()
+        return tuple((rank, few_spans(of, ours, theirs[rank])) for rank, of in parts.items())
+
+    def _many_reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
+        """The same with arrays."""
+        parts: dict[int, list[Columns]] = {}
+        for some in self._alike:
+            if (columns := some.columns(found)) is not None:
+                parts.setdefault(some.template.their_rank, []).append(columns)
+        ours, theirs = self.ours.tensors[0].device, self._devices()
+        return tuple((rank, many_spans(of, ours, theirs[rank])) for rank, of in parts.items())
+
+    def _devices(self) -> dict[int, Device]:
+        return {some.template.their_rank: some.template.their_device for some in self._alike}
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Adds up what :class:`Moved` says."""
+
+    full: int = 0
+    window: int = 0
+    saved_by_window: int = 0
+    saved_by_hits: int = 0
+    state: int = 0
+
+    def add(self, each: int, count: int, pairs: Pairs, group: KVCacheGroupReference) -> None:
+        """``count`` sub-blocks of ``each`` bytes are pulled of ``group``."""
         if group.kind is AttentionKind.STATE:
-            return Moved(state=pulled)
-        return Moved(
-            full=0 if windowed else pulled,
-            window=pulled if windowed else 0,
-            saved_by_window=pairs.holes * each if windowed else 0,
-            saved_by_hits=pairs.hits * each,
-        )
+            self.state += count * each
+            return
+        if group.window is None:
+            self.full += count * each
+        else:
+            self.window += count * each
+            self.saved_by_window += pairs.holes * each
+        self.saved_by_hits += pairs.hits * each
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """Sub-blocks to move: block ids and sub-block indices of both sides, shape (n,).
-
-    ``holes`` lie before the window; ``hits`` are held already.
-    """
-
-    ours: I64
-    our_sub: I64
-    theirs: I64
-    their_sub: I64
-    holes: int
-    hits: int
+    def total(self) -> Moved:
+        """The sum."""
+        return Moved(self.full, self.window, self.saved_by_window, self.saved_by_hits, self.state)
 
 
 def window_start(group: KVCacheGroupReference, until: int) -> int:
@@ -245,7 +268,7 @@ def sub_blocks(group: KVCacheGroupReference, lacking: range, tokens: int) -> ran
     return range(max(window_start(group, lacking.stop), lacking.start) // tokens, end)
 
 
-def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> _Pairs:
+def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupReference) -> Pairs:
     """Pair the sub-blocks that a later token will read and that we lack.
 
     With unequal block sizes a block of ours can begin before the window; its sub-blocks there are
@@ -257,91 +280,30 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
     tokens, lacking = template.sub_block_tokens, need.tokens[template.our_group]
     reach = window_start(group, lacking.stop) // tokens
     pulled = sub_blocks(group, lacking, tokens)
-    wanted = np.arange(pulled.start, pulled.stop, dtype=np.int64)
-    ours, our_sub = _located(
-        wanted, template.our_block_tokens // tokens, need.blocks[template.our_group]
+    ours, theirs = need.blocks[template.our_group], lent
+    return Pairs(
+        Located(pulled, template.our_block_tokens // tokens, ours),
+        Located(pulled, template.their_block_tokens // tokens, theirs),
+        pulled.start * tokens,
+        holes=reach,
+        hits=pulled.start - reach,
     )
-    theirs, their_sub = _located(wanted, template.their_block_tokens // tokens, lent)
-    _bounded(template, wanted * tokens, ours, theirs)
-    return _Pairs(ours, our_sub, theirs, their_sub, holes=reach, hits=pulled.start - reach)
 
 
-def _state_pair(template: Template, need: Need, lent: BlockList) -> _Pairs:
+def _state_pair(template: Template, need: Need, lent: BlockList) -> Pairs:
     """The one block that holds the state after the last token, under either id.
 
     A state has no tokens, so the block sizes of the two sides need not agree.
     """
-    last = np.array(need.tokens[template.our_group][-1:], dtype=np.int64)
-    ours, _ = _located(last // template.our_block_tokens, 1, need.blocks[template.our_group])
-    theirs, _ = _located(last // template.their_block_tokens, 1, lent)
-    _bounded(template, last, ours, theirs)
-    sub = np.zeros_like(last)
-    return _Pairs(ours, sub, theirs, sub, holes=0, hits=0)
+    last = need.tokens[template.our_group][-1:]
 
+    def at(block_tokens: int) -> range:
+        return range(last.start // block_tokens, last.start // block_tokens + len(last))
 
-def _located(wanted: I64, per_block: int, blocks: BlockList) -> tuple[I64, I64]:
-    """Block id (0 where the list has none) and sub-block index of each of ``wanted``, ascending."""
-    ids = blocks.array
-    position = wanted // per_block - blocks.first
-    if len(position) and position[0] >= 0 and position[-1] < len(ids):
-        found = ids[position]
-    else:
-        inside = (position >= 0) & (position < len(ids))
-        found = np.zeros(len(wanted), dtype=np.int64)
-        found[inside] = ids[position[inside]]
-    return found, wanted % per_block
-
-
-def _bounded(template: Template, tokens: I64, ours: I64, theirs: I64) -> None:
-    """Refuse holes where bytes are needed, and ids beyond a cache.
-
-    Raises:
-        MissingBlock: the first token that has no block on one side.
-        BlockOutOfRange: the highest id of one side.
-    """
-    group = f"group {template.our_group}"
-    for ids, missing in ((ours, "have no block of ours"), (theirs, "are needed and not lent")):
-        if not ids.all():
-            at = int(tokens[np.argmin(ids != 0)])
-            raise MissingBlock(f"{group}: tokens from {at} on {missing}")
-    for side, ids, num_blocks in (
-        ("ours", ours, template.our_num_blocks),
-        ("theirs", theirs, template.their_num_blocks),
-    ):
-        highest = int(ids.max(initial=0))
-        if highest and highest >= num_blocks:
-            raise BlockOutOfRange(f"{group}: block id, {side} {highest} of {num_blocks} blocks")
-
-
-def _spans(template: Template, pairs: _Pairs, ours: KVCacheReferences) -> Spans:
-    """Every run of every pair, by our address, so that neighbours in memory can merge.
-
-    An engine allocates block ids in any order, and layers may lie outside of blocks.
-    """
-    local = _addresses(template.ours, pairs.ours, pairs.our_sub)
-    remote = _addresses(template.theirs, pairs.theirs, pairs.their_sub)
-    shape = len(pairs.ours), len(template.nbytes)
-    nbytes = np.broadcast_to(template.nbytes.astype(np.uint64), shape).reshape(-1)
-    if (local[1:] < local[:-1]).any():
-        order = np.argsort(local)
-        local, remote, nbytes = local[order], remote[order], nbytes[order]
-    return Spans(local, remote, nbytes, ours.tensors[0].device, template.their_device)
-
-
-def _addresses(side: Side, ids: I64, sub: I64) -> NDArray[np.uint64]:
-    table = side.start[None, :] + ids[:, None] * side.stride[None, :]
-    if sub.any():
-        table += sub[:, None] * side.step[None, :]
-    return table.ravel().view(np.uint64)
-
-
-def _joined(parts: list[Spans]) -> Spans:
-    if len(parts) == 1:
-        return parts[0].coalesced()
-    return Spans(
-        np.concatenate([part.local for part in parts]),
-        np.concatenate([part.remote for part in parts]),
-        np.concatenate([part.nbytes for part in parts]),
-        parts[0].local_device,
-        parts[0].remote_device,
-    ).coalesced()
+    return Pairs(
+        Located(at(template.our_block_tokens), 1, need.blocks[template.our_group]),
+        Located(at(template.their_block_tokens), 1, lent),
+        last.start,
+        holes=0,
+        hits=0,
+    )

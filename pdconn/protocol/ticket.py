@@ -9,6 +9,7 @@ the Welcome, and the lender compares their digest with what it lent.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,8 +162,7 @@ def block_digest(blocks: Sequence[BlockList]) -> bytes:
     """16 bytes that differ when any group's blocks do (BLAKE2b)."""
     digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for group in blocks:
-        digest.update(np.array([group.first, len(group.ids)], dtype="<i8").tobytes())
-        digest.update(group.array.astype("<i8", copy=False).tobytes())
+        digest.update(struct.pack(f"<qq{len(group.ids)}q", group.first, len(group.ids), *group.ids))
     return digest.digest()
 
 
@@ -176,7 +176,7 @@ def check_blocks(blocks: Sequence[BlockList], num_blocks: Sequence[int]) -> None
         expected = f"{len(num_blocks)} lists, one per KV cache group of prefill"
         raise TicketError("remote_block_ids", expected, len(blocks))
     for group, (listed, count) in enumerate(zip(blocks, num_blocks, strict=True)):
-        highest = int(listed.array.max(initial=0))
+        highest = max(listed.ids, default=0)
         if highest and highest >= count:
             field = f"remote_block_ids[{group}][{listed.ids.index(highest)}]"
             raise TicketError(field, f"0 to {count - 1}", highest)

@@ -133,7 +133,6 @@ class QueuedRead:
 
     Attributes:
         tag: what its result is delivered under.
-        ends: running sums of its runs' bytes.
         posted: bytes that were posted so far.
         periods: when each settled chunk was posted, and when it was seen to settle.
     """
@@ -141,7 +140,6 @@ class QueuedRead:
     tag: object
     peer: PeerId
     spans: Spans
-    ends: U64
     total: int
     posted: int = 0
     begun: bool = False
@@ -149,12 +147,12 @@ class QueuedRead:
     stats: list[ReadStats] = field(default_factory=list)
     periods: list[tuple[float, float]] = field(default_factory=list)
     error: TransportError | None = None
+    _ends: U64 | None = None
 
     @classmethod
     def of(cls, tag: object, peer: PeerId, spans: Spans) -> QueuedRead:
         """Nothing of it is posted yet."""
-        ends = np.cumsum(spans.nbytes)
-        return cls(tag, peer, spans, ends, int(ends[-1]) if len(ends) else 0)
+        return cls(tag, peer, spans, spans.total_bytes)
 
     @property
     def has_more(self) -> bool:
@@ -169,9 +167,12 @@ class QueuedRead:
     def cut(self, nbytes: int) -> ReadChunk:
         """The next ``nbytes`` bytes, or what is left of them."""
         start, self.begun = self.posted, True
-        self.posted = min(self.total, start + nbytes)
-        spans = _between(self.spans, self.ends, start, self.posted)
-        return ReadChunk(self, spans, self.posted - start)
+        self.posted = end = min(self.total, start + nbytes)
+        if end - start == self.total:
+            return ReadChunk(self, self.spans, self.total)
+        if self._ends is None:
+            self._ends = np.cumsum(self.spans.nbytes)
+        return ReadChunk(self, _between(self.spans, self._ends, start, end), end - start)
 
     def add(self, stats: ReadStats, at: float) -> None:
         """A chunk settled, as was seen at ``at`` seconds."""
@@ -180,6 +181,8 @@ class QueuedRead:
 
     def settled(self) -> Settled:
         """How the whole of it ended.  Chunks in flight at once do not count twice."""
+        if len(self.stats) == 1:
+            return Settled(self.stats[0], self.error)
         stats = ReadStats(
             sum(part.nbytes for part in self.stats),
             sum(part.num_descriptors for part in self.stats),
@@ -282,9 +285,10 @@ def _union(intervals: list[tuple[float, float]]) -> float:
 
 
 def _between(spans: Spans, ends: U64, start: int, end: int) -> Spans:
-    """Bytes ``[start, end)`` of ``spans``; a run that crosses either bound is cut in two."""
-    if (start, end) == (0, int(ends[-1]) if len(ends) else 0):
-        return spans
+    """Bytes ``[start, end)`` of ``spans``; a run that crosses either bound is cut in two.
+
+    ``ends`` are running sums of the runs' bytes.
+    """
     first = int(np.searchsorted(ends, np.uint64(start), side="right"))
     last = int(np.searchsorted(ends, np.uint64(end), side="left"))
     part = slice(first, last + 1)

@@ -150,7 +150,7 @@ class TransportJobs:
     @property
     def is_ready(self) -> bool:
         """Whether a chunk of some read waits to be posted, and may be."""
-        return any(reads.is_ready for reads in self._queues.values())
+        return self._ready_peer() is not None
 
     @property
     def poll_pause_s(self) -> float:
@@ -176,7 +176,7 @@ class TransportJobs:
 
     def post(self) -> bool:
         """Post one chunk, the peers taking turns; False if none may be.  May copy all of it."""
-        peer = next((peer for peer, reads in self._queues.items() if reads.is_ready), None)
+        peer = self._ready_peer()
         if peer is None:
             return False
         reads = self._queues[peer] = self._queues.pop(peer)  # last in line from now on
@@ -198,6 +198,13 @@ class TransportJobs:
                 self._ended(self._in_flight.pop(read), settled)
                 ended = True
         return ended
+
+    def _ready_peer(self) -> PeerId | None:
+        """The peer whose turn it is; None if nothing may be posted."""
+        for peer, reads in self._queues.items():
+            if reads.is_ready:
+                return peer
+        return None
 
     def _ended(self, chunk: ReadChunk, settled: Settled) -> None:
         read = chunk.read

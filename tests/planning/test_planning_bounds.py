@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pdconn.planning import plan as planning
+from pdconn.planning import runs
 from pdconn.planning.plan import Need, Pairing, Plan
 from pdconn.protocol.ticket import BlockList
 from tests.throughput import planning as bench
@@ -46,7 +46,7 @@ def test_a_plan_that_looks_at_the_whole_cache_is_noticed(monkeypatch: pytest.Mon
 
 def test_a_plan_that_takes_more_for_a_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every address kept a second time."""
-    real, kept = planning._addresses, []
+    real, kept = runs._addresses, []
 
     def hoarding(*names: object) -> object:
         made = real(*names)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_a_plan_that_takes_more_for_a_run_is_noticed(monkeypatch: pytest.MonkeyP
         kept.append(made.astype(np.complex128))
         return made
 
-    monkeypatch.setattr(planning, "_addresses", hoarding)
+    monkeypatch.setattr(runs, "_addresses", hoarding)
     row = memory_row("LBHNC", 32_768)
     assert row.nbytes_per_run > row.bound_nbytes
     assert not row.holds

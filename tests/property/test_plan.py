@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from pdconn.planning import plan as plans
+from pdconn.planning import runs
 from pdconn.planning.errors import PlanningError
 from pdconn.planning.plan import Pairing, Plan
 from pdconn.planning.template import build_templates
@@ -27,6 +30,19 @@ from transport import Spans
 @given(cases())
 def test_every_needed_byte_once_from_the_right_source(case: Case) -> None:
     case.check(case.plan())
+
+
+@drawn(60)
+@given(cases())
+def test_few_runs_are_laid_out_as_many_are(case: Case) -> None:
+    """Without arrays as with them: the oracle above sees few, engines with long prompts many."""
+    planned = []
+    for most in (0, runs.FEW_RUNS):
+        with mock.patch.object(plans, "FEW_RUNS", most):
+            planned.append(case.plan())
+    many, few = planned
+    assert _columns(few) == _columns(many)
+    assert (few.moved, few.num_runs, few.begins) == (many.moved, many.num_runs, many.begins)
 
 
 @drawn(60)

@@ -30,7 +30,14 @@ from typing import Any, Literal
 import numpy as np
 
 from transport.errors import BackendFailure, TransportError, TransportUnavailable
-from transport.nixl.errors import INVALIDATED, UNLOADABLE, UNREGISTERED, error_classes, mapper
+from transport.nixl.errors import (
+    INVALIDATED,
+    UNLOADABLE,
+    UNREGISTERED,
+    as_ours,
+    error_classes,
+    mapper,
+)
 from transport.types import U64, Device, Memory, Spans
 
 _log = logging.getLogger(__name__)
@@ -151,8 +158,11 @@ class Agent:
             BackendFailure: anything else.
         """
         try:
-            ours = self._listed(spans.local, spans.nbytes, spans.local_device)
-            theirs = self._listed(spans.remote, spans.nbytes, spans.remote_device)
+            rows = np.empty((2, len(spans), 3), dtype=np.uint64)  # both sides at once: fewer calls
+            rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = spans.local, spans.remote, spans.nbytes
+            rows[0, :, 2], rows[1, :, 2] = spans.local_device.index, spans.remote_device.index
+            ours = self._listed(rows[0], spans.local_device)
+            theirs = self._listed(rows[1], spans.remote_device)
             request = self._raw.initialize_xfer("READ", ours, theirs, peer, backends=self._backends)
         except self._errors:
             return self._prepare_by_steps(peer, spans)
@@ -189,8 +199,10 @@ class Agent:
             PeerLost: the connection is gone; nothing can be written.
             BackendFailure: anything else; runs posted before the bad one may be in flight.
         """
-        with self._mapped(f"read from {transfer.peer}", INVALIDATED):
+        try:
             return _progress(self._raw.transfer(transfer.request))
+        except self._errors as error:
+            raise as_ours(error, f"read from {transfer.peer}", INVALIDATED) from error
 
     def check(self, transfer: Transfer) -> Progress:
         """Whether a posted READ has ended.
@@ -198,8 +210,10 @@ class Agent:
         Raises:
             PeerLost, BackendFailure: it has ended, and failed.
         """
-        with self._mapped(f"read from {transfer.peer}", INVALIDATED):
+        try:
             return _progress(self._raw.check_xfer_state(transfer.request))
+        except self._errors as error:
+            raise as_ours(error, f"read from {transfer.peer}", INVALIDATED) from error
 
     def telemetry(self, transfer: Transfer) -> Telemetry | None:
         """What a finished READ cost, or None where telemetry is off."""
@@ -226,8 +240,8 @@ class Agent:
                 f"nixl cannot start {backend} with {options}: {error}"
             ) from error
 
-    def _listed(self, addresses: U64, nbytes: U64, device: Device) -> Any:
-        return self._raw.get_xfer_descs(_rows(addresses, nbytes, device), _SEGMENTS[device.kind])
+    def _listed(self, rows: U64, device: Device) -> Any:
+        return self._raw.get_xfer_descs(rows, _SEGMENTS[device.kind])
 
     def _side(self, agent: str, addresses: U64, nbytes: U64, device: Device) -> Any:
         rows = _rows(addresses, nbytes, device)

@@ -380,6 +380,43 @@ _LIST = (
         **_ENGINES,  # type: ignore[arg-type]
     ),
     Benchmark(
+        "pull_cost",
+        "What does a pull compute with the interpreter's lock held, beside a model?",
+        "20 pulls a second of 1024 tokens, 2.5 MB, from another process, beside a thread of Python "
+        "and hashes on a core of its own, without vLLM. Processor time of the puller's and the "
+        "reader's thread but for what lets go of the lock: NIXL's post, `send`, `recv`, "
+        "`epoll_wait`. *Lost* is what the other thread's steps take longer for. Medians of the "
+        "phases, microseconds a pull.",
+        (Command("pull", "python -m tests.throughput.pull_cost"),),
+        1,
+        (
+            Table(
+                ("pull",),
+                "",
+                {"held, µs": "**{summary.held_us:3}**", "least": "{summary.held_least_us:3}",
+                 "lost, µs": "{summary.lost_us:3}", "least of them": "{summary.lost_least_us:3}",
+                 "a pull takes, ms": "{summary.pull_p50_ms:3}"},
+            ),
+            Table(
+                ("pull",),
+                "summary.parts",
+                {"of a pull": "{what:s}", "µs": "{us:3}", "calls": "{calls:.1f}"},
+                {
+                    "pdconn-puller": "the puller's thread",
+                    "pdconn-reader": "the reader's thread",
+                    "NIXL's post": "of them NIXL's post",
+                    "send": "`send`",
+                    "recv": "`recv`",
+                    "epoll_wait": "`epoll_wait`",
+                    "engine: post, collect": "the engine's thread, in `post` and `collect`",
+                },
+            ),
+        ),
+        drop=frozenset({"phases"}),
+        packages=("nixl", "numpy"),
+        needs=(_NIXL,),
+    ),
+    Benchmark(
         "itl",
         "Do pulls slow down the tokens of requests that are running?",
         "Real vLLM: two requests stream while others, each for one token, come in beside them. "

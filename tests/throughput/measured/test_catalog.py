@@ -275,6 +275,25 @@ def test_engine_thread() -> None:
     ]
 
 
+def test_pull_cost() -> None:
+    summary = {
+        "held_us": 1234.0, "held_least_us": 999.4, "lost_us": 2000.0, "lost_least_us": 1500.0,
+        "pull_p50_ms": 3.456,
+        "parts": [{"what": "pdconn-puller", "us": 1500.0, "calls": 0.0},
+                  {"what": "NIXL's post", "us": 500.2, "calls": 1.0}],
+    }  # fmt: skip
+    assert made("pull_cost", pull={"summary": summary})[2:] == lines(
+        """
+        | **1 234** | 999 | 2 000 | 1 500 | 3.46 |
+
+        | of a pull | µs | calls |
+        | --- | --- | --- |
+        | the puller's thread | 1 500 | 0.0 |
+        | of them NIXL's post | 500 | 1.0 |
+        """
+    )
+
+
 def test_itl_lending() -> None:
     kinds = [
         {"kind": kind, "per_s": 10.0, "p50": p50, "p99": p99}

@@ -1,0 +1,246 @@
+"""The runs of a plan: block pairs times templates, as columns of addresses.
+
+A plan is made for every pull, on a thread that shares the interpreter's lock with the model.
+What it takes is the number of operations.  So groups whose templates are alike are laid out at
+once: vLLM's groups overlay each other in one allocation, so those of a hybrid model usually are::
+
+    group 0   ids 7 9        ┐
+    group 1   ids 4 8        ├─►  ids 7 9 4 8 1 3 5  ─►  one column of addresses
+    group 2   ids 1 3 5      ┘
+
+And a few runs are laid out without arrays: forty operations of numpy on what the caches have
+forgotten since the pull before take longer than a loop over forty blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+
+from pdconn.planning.pairs import Pairs, check_ids
+from pdconn.planning.template import I64, Side, Template
+from transport import BadSpans, Device, Spans
+from transport.runs import merge_runs
+from transport.types import U64
+
+FEW_RUNS = 256
+"""Up to so many runs of a plan are laid out without arrays."""
+
+Run = tuple[int, int, int]
+"""Our address, theirs, and bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Runs from one rank of the peer: the columns of :class:`transport.Spans`, not yet merged."""
+
+    local: U64
+    remote: U64
+    nbytes: U64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikeTemplates:
+    """Templates, each with its number, that say the same of every block.
+
+    Attributes:
+        run_nbytes: bytes of a run, where all have as many.
+        rows: of each run our start, stride and step, theirs, and bytes; none of many.
+    """
+
+    numbered: tuple[tuple[int, Template], ...]
+    run_nbytes: int | None
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def template(self) -> Template:
+        """One of them."""
+        return self.numbered[0][1]
+
+    def few(self, pairs: Mapping[int, Pairs]) -> list[Run]:
+        """As :meth:`columns`, without arrays."""
+        runs: list[Run] = []
+        for number, template in self.numbered:
+            if number in pairs:
+                runs += self._few_of(template, pairs[number])
+        runs.sort()
+        return runs
+
+    def columns(self, pairs: Mapping[int, Pairs]) -> Columns | None:
+        """Every run of every pair, by our address, so that neighbours in memory can merge.
+
+        An engine allocates block ids in any order, and layers may lie outside of blocks.
+
+        Args:
+            pairs: of each template, by its number; those without any are left out.
+
+        Raises:
+            MissingBlock, BlockOutOfRange: an id is a hole, or beyond its cache.
+        """
+        used = [pairs[number] for number, _ in self.numbered if number in pairs]
+        if not used:
+            return None
+        template = self.template
+        ours, our_sub = _joined([one.ours.arrays() for one in used])
+        theirs, their_sub = _joined([one.theirs.arrays() for one in used])
+        if not (
+            _all_in(ours, template.our_num_blocks) and _all_in(theirs, template.their_num_blocks)
+        ):
+            for number, each in self.numbered:
+                if number in pairs:
+                    check_ids(each, pairs[number])
+        local = _addresses(template.ours, ours, our_sub)
+        remote = _addresses(template.theirs, theirs, their_sub)
+        order = np.argsort(local) if (local[1:] < local[:-1]).any() else None
+        if order is not None:
+            local, remote = local[order], remote[order]
+        if self.run_nbytes is not None:
+            return Columns(local, remote, np.full(len(local), self.run_nbytes, np.uint64))
+        shape = len(ours), len(template.nbytes)
+        nbytes = np.broadcast_to(template.nbytes.astype(np.uint64), shape).reshape(-1)
+        return Columns(local, remote, nbytes if order is None else nbytes[order])
+
+    def _few_of(self, template: Template, pairs: Pairs) -> list[Run]:
+        (ours, our_sub), (theirs, their_sub) = pairs.ours.lists(), pairs.theirs.lists()
+        if not (
+            0 < min(ours) <= max(ours) < template.our_num_blocks
+            and 0 < min(theirs) <= max(theirs) < template.their_num_blocks
+        ):
+            check_ids(template, pairs)
+        if len(self.rows) == 1 and our_sub is None and their_sub is None:
+            our_start, our_stride, _, their_start, their_stride, _, nbytes = self.rows[0]
+            return [
+                (our_start + our * our_stride, their_start + their * their_stride, nbytes)
+                for our, their in zip(ours, theirs, strict=True)
+            ]
+        return [
+            (
+                our_start + our * our_stride + our_at * our_step,
+                their_start + their * their_stride + their_at * their_step,
+                nbytes,
+            )
+            for our, our_at, their, their_at in zip(
+                ours, our_sub or repeat(0), theirs, their_sub or repeat(0), strict=False
+            )
+            for our_start, our_stride, our_step, their_start, their_stride, their_step, nbytes
+            in self.rows
+        ]  # fmt: skip
+
+
+def alike(templates: Sequence[Template]) -> tuple[AlikeTemplates, ...]:
+    """``templates`` by what they say, in order of the peer's ranks."""
+    found: dict[tuple[object, ...], list[tuple[int, Template]]] = {}
+    for number, template in enumerate(templates):
+        found.setdefault(_says(template), []).append((number, template))
+    made = [
+        AlikeTemplates(tuple(some), _equal(some[0][1].nbytes), _rows(some[0][1]))
+        for some in found.values()
+    ]
+    return tuple(sorted(made, key=lambda some: some.template.their_rank))
+
+
+def few_spans(runs: Sequence[Run], ours: Device, theirs: Device) -> Spans:
+    """All runs of one rank of the peer, neighbours merged.
+
+    Raises:
+        BadSpans: an address that is none.
+    """
+    local: list[int] = []
+    remote: list[int] = []
+    sizes: list[int] = []
+    our_end = their_end = -1
+    for our, their, nbytes in runs:
+        if our == our_end and their == their_end:
+            sizes[-1] += nbytes
+        else:
+            local.append(our)
+            remote.append(their)
+            sizes.append(nbytes)
+        our_end, their_end = our + nbytes, their + nbytes
+    try:
+        columns = [np.array(column, dtype=np.uint64) for column in (local, remote, sizes)]
+    except OverflowError as error:
+        raise BadSpans(f"an address lies beyond 63 bits: {error}") from error
+    return Spans.merged(columns[0], columns[1], columns[2], ours, theirs)
+
+
+def many_spans(parts: Sequence[Columns], ours: Device, theirs: Device) -> Spans:
+    """As :func:`few_spans`, of arrays; at least one part."""
+    if len(parts) == 1:
+        local, remote, nbytes = parts[0].local, parts[0].remote, parts[0].nbytes
+    else:
+        local = np.concatenate([part.local for part in parts])
+        remote = np.concatenate([part.remote for part in parts])
+        nbytes = np.concatenate([part.nbytes for part in parts])
+    merged = merge_runs(nbytes, local, remote)
+    if merged is not None:
+        first, nbytes = merged
+        local, remote = local[first], remote[first]
+    return Spans.merged(local, remote, nbytes, ours, theirs)
+
+
+def _says(template: Template) -> tuple[object, ...]:
+    """What must be equal for two templates to be laid out at once."""
+    return (
+        template.their_rank,
+        template.their_device,
+        template.our_num_blocks,
+        template.their_num_blocks,
+        *(column.tobytes() for column in _columns(template)),
+    )
+
+
+def _columns(template: Template) -> tuple[I64, ...]:
+    ours, theirs = template.ours, template.theirs
+    return (
+        ours.start, ours.stride, ours.step, theirs.start, theirs.stride, theirs.step,
+        template.nbytes,
+    )  # fmt: skip
+
+
+def _rows(template: Template) -> tuple[tuple[int, ...], ...]:
+    if len(template.nbytes) > FEW_RUNS:
+        return ()
+    return tuple(zip(*(column.tolist() for column in _columns(template)), strict=True))
+
+
+def _equal(numbers: I64) -> int | None:
+    """The number that all of them are, if it is one."""
+    if not len(numbers) or not (numbers == numbers[0]).all():
+        return None
+    return int(numbers[0])
+
+
+def _all_in(ids: I64, num_blocks: int) -> bool:
+    """Whether every id is from 1 to ``num_blocks - 1``; there is one at least.
+
+    As unsigned numbers, what is below 1 is very large once 1 is taken away.
+    """
+    return int(np.maximum.reduce(ids.view(np.uint64) - np.uint64(1))) < num_blocks - 1
+
+
+def _joined(located: list[tuple[I64, I64 | None]]) -> tuple[I64, I64 | None]:
+    """Ids and sub-blocks of all; no sub-blocks if all are the first of their block."""
+    if len(located) == 1:
+        return located[0]
+    ids = np.concatenate([each for each, _ in located])
+    if all(sub is None for _, sub in located):
+        return ids, None
+    subs = [np.zeros_like(each) if sub is None else sub for each, sub in located]
+    return ids, np.concatenate(subs)
+
+
+def _addresses(side: Side, ids: I64, sub: I64 | None) -> U64:
+    """Where each run of each block begins, block by block."""
+    if len(side.start) == 1 and sub is None:  # the usual case, without a second axis
+        table = ids * side.stride
+        table += side.start
+        return table.view(np.uint64)
+    table = ids[:, None] * side.stride[None, :]
+    table += side.start[None, :]
+    if sub is not None:
+        table += sub[:, None] * side.step[None, :]
+    return table.ravel().view(np.uint64)
