@@ -215,7 +215,7 @@ class Sleeper:
         while not self._ended.is_set():
             poll.poll(5)
             if lazy:
-                self._ended.wait(0.005)
+                self._ended.wait(0.2)
 
     @property
     def found(self) -> WorkerEvents:
