@@ -175,7 +175,17 @@ async def _services(
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
-    warm_up = FleetWarmUp(engines, client, config.warm_up_s, partial(_send, handover))
+
+    def authorization() -> str | None:
+        return None if engine_key is None else engine_key.authorization
+
+    warm_up = FleetWarmUp(
+        engines,
+        client,
+        config.warm_up_s,
+        partial(_send, handover, authorization),
+        authorization=authorization,
+    )
     health.when_up = warm_up.engine_up
     probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
@@ -210,9 +220,11 @@ async def _services(
         await asyncio.to_thread(tracing.close)
 
 
-async def _send(handover: Handover, raw: bytes) -> None:
+async def _send(handover: Handover, authorization: Callable[[], str | None], raw: bytes) -> None:
     """Take a body of the router's own through it."""
     headers = CIMultiDict({"Content-Type": "application/json"})
+    if (key := authorization()) is not None:
+        headers["Authorization"] = key
     request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
     async with await handover.answer(request) as answer:
         await answer.rest()

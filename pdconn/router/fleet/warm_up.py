@@ -79,6 +79,7 @@ class FleetWarmUp:
         client: their connections.
         limit_s: how long :meth:`wait` waits; None warms nothing.
         send: takes a body through the router as if a client had sent it.
+        authorization: the ``Authorization`` that engines ask for now, if any.
         pauses: between rounds with failures.
         pair_s: the time of one hand-over.
     """
@@ -90,6 +91,7 @@ class FleetWarmUp:
         limit_s: float | None,
         send: Send,
         *,
+        authorization: Callable[[], str | None] = lambda: None,
         pauses: WarmUpPauses = WarmUpPauses(),
         pair_s: float = PAIR_S,
     ) -> None:
@@ -97,6 +99,7 @@ class FleetWarmUp:
         self._client = client
         self._limit_s = limit_s
         self._send = send
+        self._authorization = authorization
         self._pauses = pauses
         self._pair_s = pair_s
         self._done: dict[Pair, bool] = {}
@@ -195,7 +198,7 @@ class FleetWarmUp:
         await self._post(pair.decode, {**fields, "max_tokens": 2, TICKET_FIELD: ticket}, salt)
 
     async def _model(self, engine: str) -> str:
-        async with await self._client.get(engine, "/v1/models", CIMultiDict()) as answer:
+        async with await self._client.get(engine, "/v1/models", self._headers()) as answer:
             raw = await answer.rest()
             _check(engine, "/v1/models", answer.status)
         try:
@@ -207,12 +210,16 @@ class FleetWarmUp:
         return names[0]
 
     async def _post(self, engine: str, fields: dict[str, object], salt: str) -> bytes:
-        headers = CIMultiDict({**_HEADERS, "X-Request-Id": f"pdconn-warm-up-{salt}"})
+        headers = self._headers(**_HEADERS, **{"X-Request-Id": f"pdconn-warm-up-{salt}"})
         body = msgspec.json.encode(fields)
         async with await self._client.post(engine, _PATH, body, headers) as answer:
             raw = await answer.rest()
             _check(engine, _PATH, answer.status)
             return raw
+
+    def _headers(self, **fields: str) -> CIMultiDict[str]:
+        authorization = self._authorization()
+        return CIMultiDict(fields | ({"Authorization": authorization} if authorization else {}))
 
 
 def _fields(model: str) -> tuple[dict[str, object], str]:

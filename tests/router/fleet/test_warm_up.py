@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -191,3 +192,17 @@ async def test_the_table_forgets_engines_that_left() -> None:
         f.engines.update([])
         f.warm_up.fleet_changed()
         assert f.warm_up.num_warm == 0
+
+
+@in_loop
+async def test_engines_that_ask_for_a_key_are_warmed_with_the_routers(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("good\n")
+    async with deployment(1, 1, warm_up_s=20.0, engine_key_file=str(key)) as d:
+        seen = [one for engine in (*d.prefill, *d.decode) for one in asked(engine)]
+        assert len(seen) == 4
+        assert {one.headers.get("Authorization") for one in seen} == {"Bearer good"}
+    async with deployment(1, 1, warm_up_s=20.0) as d:
+        seen = asked(d.prefill[0])
+        assert {one.headers.get("Authorization") for one in seen} == {None}
