@@ -40,7 +40,7 @@ class Ended:
     seconds: float
 
 
-class Keeper(Protocol):
+class RunningKeeper(Protocol):
     """A running keeper, as ``subprocess.Popen`` is one: its pipes, and when it ends."""
 
     @property
@@ -76,7 +76,7 @@ class Process(Closing):
         self._keeper = self._start_keeper(command, None if env is None else dict(env))
         self.pid = self._read_pid()
 
-    def _start_keeper(self, command: Sequence[str], env: dict[str, str] | None) -> Keeper:
+    def _start_keeper(self, command: Sequence[str], env: dict[str, str] | None) -> RunningKeeper:
         with self.log.open("ab") as sink:
             return subprocess.Popen(
                 [sys.executable, "-S", str(_KEEPER), str(self._grace_s), str(self.log), *command],

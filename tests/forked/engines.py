@@ -16,7 +16,7 @@ from functools import partial
 from typing import IO
 
 from pdconn.lab import engine as lab
-from pdconn.lab.process import Keeper, Process
+from pdconn.lab.process import Process, RunningKeeper
 from tests.forked.server import MESSAGE_NBYTES
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -170,7 +170,7 @@ class ForkedProcess(Process):
         """Whether it was."""
         return isinstance(self._keeper, ForkedKeeper)
 
-    def _start_keeper(self, command: Sequence[str], env: dict[str, str] | None) -> Keeper:
+    def _start_keeper(self, command: Sequence[str], env: dict[str, str] | None) -> RunningKeeper:
         interpreter = [sys.executable, "-m", self.module]
         if env is None or list(command[:3]) != interpreter:
             return super()._start_keeper(command, env)

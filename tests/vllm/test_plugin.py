@@ -106,6 +106,7 @@ def test_vllm_forks_if_it_computes_with_one_thread(
     assert at_fork == [leave_to_parent]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, as the model is imported
 def test_a_models_class_is_looked_at_where_it_is_used(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
