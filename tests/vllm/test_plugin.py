@@ -119,7 +119,7 @@ def test_a_models_class_is_looked_at_where_it_is_used(
         started.append(words)
         raise OSError("no processes here")
 
-    monkeypatch.setattr(registry.subprocess, "run", run)
+    monkeypatch.setattr(registry, "subprocess", SimpleNamespace(run=run))
     with pytest.raises(OSError, match="no processes here"):
         model.inspect_model_cls()
     assert len(started) == 1
