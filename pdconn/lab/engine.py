@@ -39,7 +39,7 @@ class Engine(Closing):
     """One vLLM server in its own process group, from ``launch`` to ``stop``.
 
     Its log is ``directory/NAME.log``, new for each launch.  ``cache`` is
-    vLLM's cache folder, beside the log by default.
+    vLLM's cache folder, beside the log by default.  ``start`` is how its process is made.
     """
 
     def __init__(
@@ -49,12 +49,14 @@ class Engine(Closing):
         *,
         cache: Path | None = None,
         grace_s: float = 20.0,
+        start: type[Process] = Process,
     ) -> None:
         self.spec = spec
         self.log = directory / f"{spec.name}.log"
         self.boot_s: float | None = None
         self._cache = cache or directory / "vllm-cache"
         self._grace_s = grace_s
+        self._start = start
         self._process: Process | None = None
         self._launched = 0.0
 
@@ -82,7 +84,7 @@ class Engine(Closing):
         self.log.write_bytes(b"")
         self.boot_s = None
         self._launched = time.monotonic()
-        self._process = Process(
+        self._process = self._start(
             self.spec.name,
             self.spec.command(),
             self.log.resolve(),
@@ -161,13 +163,14 @@ def running(
     progress: Progress = no_progress,
     progress_s: float = PROGRESS_S,
     clock: Callable[[], float] = time.monotonic,
+    start: type[Process] = Process,
 ) -> Iterator[tuple[Engine, ...]]:
     """Start engines together, yield them when all serve, stop them at the end.
 
     Raises:
         PortInUse, EngineDied, EngineStartTimeout: all engines are stopped.
     """
-    engines = tuple(Engine(spec, directory, cache=cache) for spec in specs)
+    engines = tuple(Engine(spec, directory, cache=cache, start=start) for spec in specs)
     try:
         for engine in engines:
             engine.launch()

@@ -25,15 +25,18 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,16 +54,45 @@ class Swept:
     left: list[str]
 
 
+class Child(Protocol):
+    """A running command, as ``subprocess.Popen`` is one."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Its exit status, negative for a signal."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
 def main(arguments: list[str]) -> int:
     """``keeper GRACE_S LOG COMMAND…``: returns 0 if no process is left."""
     grace_s, log, command = float(arguments[0]), arguments[1], arguments[2:]
+    return keep(grace_s, lambda scratch: _start(command, log, scratch))
+
+
+def keep(grace_s: float, start: Callable[[str], Child]) -> int:
+    """Start a command and keep it; ``start`` is given a folder for its temporary files.
+
+    A ``start`` that forks may leave by ``SystemExit`` in the new process, which then tidies up
+    nothing that is the keeper's.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signals = _signal_socket()
-    with tempfile.TemporaryDirectory(prefix="pdconn-", ignore_cleanup_errors=True) as scratch:
-        child = _start(command, log, scratch)
-        _say({"pid": child.pid})
-        exit_code = _wait(child, signals, grace_s)
-        swept = sweep()
+    scratch = tempfile.mkdtemp(prefix="pdconn-")
+    try:
+        child = start(scratch)
+    except Exception:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    _say({"pid": child.pid})
+    exit_code = _wait(child, signals, grace_s)
+    swept = sweep()
+    shutil.rmtree(scratch, ignore_errors=True)
     _say({"exit_code": exit_code, "killed": swept.killed, "left": swept.left})
     return 1 if swept.left else 0
 
@@ -75,11 +107,11 @@ def _start(command: list[str], log: str, scratch: str) -> subprocess.Popen[bytes
             stderr=subprocess.STDOUT,
             env={**os.environ, "TMPDIR": scratch},
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - the keeper has one thread
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - the keeper has one thread
         )
 
 
-def _wait(child: subprocess.Popen[bytes], signals: socket.socket, grace_s: float) -> int:
+def _wait(child: Child, signals: socket.socket, grace_s: float) -> int:
     """Wait until the command ends or is asked to end; returns its exit status."""
     ended = os.pidfd_open(child.pid)
     try:
@@ -91,7 +123,7 @@ def _wait(child: subprocess.Popen[bytes], signals: socket.socket, grace_s: float
         os.close(ended)
 
 
-def _end(child: subprocess.Popen[bytes], ended: int, grace_s: float) -> None:
+def _end(child: Child, ended: int, grace_s: float) -> None:
     """SIGTERM, wait, SIGKILL.
 
     Only the command gets SIGTERM, not its group: a server ends its own children in
@@ -187,7 +219,8 @@ def _signal_socket() -> socket.socket:
     return ours
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from pdconn.lab.errors import EngineDied, LeftBehind
 from transport.closing import Closing
@@ -40,6 +40,20 @@ class Ended:
     seconds: float
 
 
+class RunningKeeper(Protocol):
+    """A running keeper, as ``subprocess.Popen`` is one: its pipes, and when it ends."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
 class Process(Closing):
     """A command and all that it starts; nothing of it is left after ``close``.
 
@@ -59,24 +73,28 @@ class Process(Closing):
         self.log = log
         self._grace_s = grace_s
         self._ended: Ended | None = None
-        with log.open("ab") as sink:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-S", str(_KEEPER), str(grace_s), str(log), *command],
+        self._keeper = self._start_keeper(command, None if env is None else dict(env))
+        self.pid = self._read_pid()
+
+    def _start_keeper(self, command: Sequence[str], env: dict[str, str] | None) -> RunningKeeper:
+        with self.log.open("ab") as sink:
+            return subprocess.Popen(
+                [sys.executable, "-S", str(_KEEPER), str(self._grace_s), str(self.log), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,  # why a command could not be run
-                env=None if env is None else dict(env),
+                env=env,
                 start_new_session=True,
             )
-        self.pid = self._read_pid()
 
     def _read_pid(self) -> int:
         """The command's pid; raises if it could not be started at all."""
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
         if not line:
-            self._keeper.communicate()
-            raise EngineDied(self.name, self._keeper.returncode, self.log, self.tail())
+            self.ask_to_end()
+            self._keeper.stdout.close()
+            raise EngineDied(self.name, self._keeper.wait(_MARGIN_S), self.log, self.tail())
         return int(json.loads(line)["pid"])
 
     def ended(self) -> Ended | None:

@@ -142,8 +142,13 @@ def fork_engines() -> None:
     survive a fork, and with one thread there is none.  With more, vLLM spawns as before.
     A library reads the cores for its threads from the environment as it is loaded, which
     is before the fork; so a worker is forked by a thread that is bound to the worker's cores.
+
+    And let it look at a model's class within the API server.  vLLM starts a process for that the
+    first time, lest CUDA begins in the server; it imports vLLM anew, too, and what the server
+    imports of a model its forks have as well.
     """
     import torch
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
@@ -163,6 +168,7 @@ def fork_engines() -> None:
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     OMPProcessManager.configure_omp_envs = configure_omp_envs
+    registry._run_in_subprocess = lambda look: look()
     os.register_at_fork(after_in_child=leave_to_parent)
 
 

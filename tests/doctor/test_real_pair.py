@@ -12,9 +12,10 @@ import pytest
 
 from pdconn.cli.main import main
 from pdconn.doctor.local.used import read_ucx_log
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.model import write_model
 from tests.doctor.healthy import ids
+from tests.forked.engines import running
 from tests.vllm.engines.engines import Configuration, cache_beside, engine, secret_beside
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(900)]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from pdconn.vllm.plugin import ShutdownSignal, drain_s, fork_engines, leave_to_p
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
@@ -85,6 +87,7 @@ def at_fork(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(spawning))
     with_variables = OMPProcessManager.configure_omp_envs
     monkeypatch.setattr(OMPProcessManager, "configure_omp_envs", with_variables)
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
     monkeypatch.setattr(
         os, "register_at_fork", lambda *, after_in_child: hooks.append(after_in_child)
     )
@@ -101,6 +104,28 @@ def test_vllm_forks_if_it_computes_with_one_thread(
     CpuPlatform.check_and_update_config(SimpleNamespace())
     assert os.environ[METHOD] == method
     assert at_fork == [leave_to_parent]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, as the model is imported
+def test_a_models_class_is_looked_at_where_it_is_used(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Elsewhere vLLM is imported once more.  The control: vLLM starts a process for it."""
+    model = registry._LazyRegisteredModel("vllm.model_executor.models.llama", "LlamaForCausalLM")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    started: list[object] = []
+
+    def run(*words: Any, **options: Any) -> Any:
+        started.append(words)
+        raise OSError("no processes here")
+
+    monkeypatch.setattr(registry, "subprocess", SimpleNamespace(run=run))
+    with pytest.raises(OSError, match="no processes here"):
+        model.inspect_model_cls()
+    assert len(started) == 1
+    request.getfixturevalue("at_fork")
+    assert model.inspect_model_cls().is_text_generation_model
+    assert len(started) == 1
 
 
 @pytest.mark.usefixtures("at_fork")

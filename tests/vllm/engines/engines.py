@@ -20,10 +20,11 @@ from typing import Any
 
 from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.compare import Answer, compare, make_prompts, spread_lengths
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine, stop_all, wait_ready
 from pdconn.lab.ports import free_ports
 from pdconn.lab.proxy import running_proxy
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import ForkedProcess, running
 
 MAX_MODEL_LEN = 2048
 MAX_TOKENS = 6
@@ -321,10 +322,15 @@ def alone(model: Path, directory: Path, beside: EngineSpec) -> Iterator[tuple[En
         block_tokens=BLOCK,
         kv_cache_mib=512,
     )
-    failing = Engine(beside, directory, cache=cache_beside(model))
-    failing.launch()
+    cache = cache_beside(model)
+    # As users start it, and so with another seed of ``hash()`` than its pairs; meanwhile the
+    # process that all others are forked from imports vLLM.
+    reference = Engine(spec, directory, cache=cache)
+    failing = Engine(beside, directory, cache=cache, start=ForkedProcess)
     try:
-        with running([spec], directory, cache=cache_beside(model)) as (engine,):
-            yield engine, failing
+        reference.launch()
+        failing.launch()
+        wait_ready([reference])
+        yield reference, failing
     finally:
-        failing.stop()
+        stop_all([reference, failing])

@@ -28,11 +28,12 @@ from typing import Self
 
 from pdconn.lab.client import Client, prefill_only, prefill_then_decode
 from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.engine import Engine, running, wait_ready
+from pdconn.lab.engine import Engine, wait_ready
 from pdconn.lab.errors import EngineDied, RequestRefused
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from pdconn.protocol.messages import Granted, Welcome
+from tests.forked.engines import running
 from tests.vllm.engines.engines import (
     BLOCK,
     MAX_MODEL_LEN,

@@ -8,6 +8,8 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import Answer, compare, make_prompts
+from pdconn.lab.engine import Engine
+from tests.forked.engines import ForkedProcess
 from tests.vllm.engines.engines import (
     MAX_TOKENS,
     PREEMPTING,
@@ -57,6 +59,18 @@ def test_decode_knows_prefill_beforehand_if_configured_to(pair: PdPair) -> None:
     assert pair.has_logged("pdconn: warm: ", 60.0 if pair.configuration.warms else 0.0) == (
         pair.configuration.warms
     )
+
+
+def test_a_pair_is_forked_and_the_engine_that_it_is_compared_with_is_not(
+    pair: PdPair, started_alone: tuple[Engine, Engine]
+) -> None:
+    """An environment that stops :mod:`tests.forked` would cost every start ten seconds."""
+    made = {each.spec.name: each._process for each in (pair.prefill_engine, pair.decode_engine)}
+    assert {n: isinstance(p, ForkedProcess) and p.forked for n, p in made.items()} == {
+        "prefill": True,
+        "decode": True,
+    }
+    assert not isinstance(started_alone[0]._process, ForkedProcess)
 
 
 def test_32_prompts_at_once_through_our_proxy(pair: PdPair, expected: Expected) -> None:

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from pdconn.lab.client import Client
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import SERVED_NAME, EngineSpec
 from pdconn.router.events.caches import PrefixCaches, PrefixLookup
@@ -30,6 +30,7 @@ from pdconn.router.prefix.groups import GroupSpec, Needs
 from pdconn.router.prefix.hashing import Extras, HashScheme
 from pdconn.router.prefix.index import Pod
 from pdconn.router.routing.policy import Role
+from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 
 BLOCK = 32

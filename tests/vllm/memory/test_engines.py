@@ -11,10 +11,11 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.model import write_model
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import running
 from tests.vllm.engines.engines import BLOCK, MAX_MODEL_LEN, Configuration, cache_beside, engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(900)]

@@ -20,8 +20,9 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.compare import Answer, make_prompts
-from pdconn.lab.engine import Engine, running, wait_ready
+from pdconn.lab.engine import Engine, wait_ready
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, Handover, Prompt, engine
 from tests.vllm.engines.families.models import Family

@@ -9,8 +9,8 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import compare, distance, make_prompts
-from pdconn.lab.engine import running
 from pdconn.lab.ports import free_ports
+from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import engine, handing_over
 from tests.vllm.engines.families.models import GPT_OSS, LLAMA_4, MLA, Family

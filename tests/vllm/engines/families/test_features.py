@@ -10,10 +10,10 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_only, prefill_then_decode
 from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.engine import running
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import TINY, write_model
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, engine, lend_most
 from tests.vllm.engines.families.models import Family

@@ -14,9 +14,10 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import running
 from tests.vllm.engines.engines import BLOCK, Configuration, Expected, cache_beside, engine
 
 pytestmark = pytest.mark.matrix

@@ -16,9 +16,10 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_only
 from pdconn.lab.compare import Answer, make_prompts
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.errors import RequestRefused
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import running
 from tests.vllm.engines.engines import (
     BLOCK,
     MAX_TOKENS,

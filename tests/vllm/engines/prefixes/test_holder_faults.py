@@ -16,7 +16,8 @@ import pytest
 
 from pdconn.lab.client import Client, lend_prefix, prefill_only
 from pdconn.lab.compare import Answer, compare, make_prompts
-from pdconn.lab.engine import Engine, running, wait_ready
+from pdconn.lab.engine import Engine, wait_ready
+from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside
 from tests.vllm.engines.families.handover import COARSE, NUM_TOKENS, Prompt, engine
 from tests.vllm.engines.families.models import GPT_OSS

@@ -16,9 +16,10 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_only, prefill_then_decode
 from pdconn.lab.compare import Answer, compare
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
+from tests.forked.engines import running
 from tests.vllm.engines.engines import BLOCK, MAX_MODEL_LEN, Expected, Prompt, cache_beside
 from tests.vllm.engines.families.models import GPT_OSS
 from tests.vllm.engines.store.stores import (

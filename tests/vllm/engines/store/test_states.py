@@ -11,9 +11,10 @@ import pytest
 
 from pdconn.lab.client import Client
 from pdconn.lab.compare import Mismatch, compare, make_prompts
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import Engine
 from pdconn.lab.spec import EngineSpec
 from pdconn.store.format.footer import decode_footer
+from tests.forked.engines import running
 from tests.vllm.engines.engines import cache_beside
 from tests.vllm.engines.families.handover import NUM_TOKENS, Prompt, engine
 from tests.vllm.engines.families.models import GRANITE_4_H
