@@ -153,14 +153,11 @@ async def _services(
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
+    timeout_s = config.health_timeout_s
     health = Health(
-        engines,
-        client,
-        metrics,
-        decodes_alone=config.decodes_alone,
-        timeout_s=config.health_timeout_s,
+        engines, client, metrics, decodes_alone=config.decodes_alone, timeout_s=timeout_s
     )
-    planner = PullPlanner.of(config.pull_above or 1)
+    probes, planner = Probes(health), PullPlanner.of(config.pull_above or 1)
     router = make_router(
         config,
         policy,
@@ -175,19 +172,8 @@ async def _services(
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
-
-    def authorization() -> str | None:
-        return None if engine_key is None else engine_key.authorization
-
-    warm_up = FleetWarmUp(
-        engines,
-        client,
-        config.warm_up_s,
-        partial(_send, handover, authorization),
-        authorization=authorization,
-    )
+    warm_up = _warm_up(config, engines, client, handover, engine_key)
     health.when_up = warm_up.engine_up
-    probes = Probes(health)
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
     def fleet_changed(members: Members) -> None:
@@ -218,6 +204,20 @@ async def _services(
         await health.close()
         await client.close()
         await asyncio.to_thread(tracing.close)
+
+
+def _warm_up(
+    config: ProxyConfig,
+    engines: EngineRegistry,
+    client: EngineClient,
+    handover: Handover,
+    engine_key: EngineKey | None,
+) -> FleetWarmUp:
+    def authorization() -> str | None:
+        return None if engine_key is None else engine_key.authorization
+
+    send = partial(_send, handover, authorization)
+    return FleetWarmUp(engines, client, config.warm_up_s, send, authorization=authorization)
 
 
 async def _send(handover: Handover, authorization: Callable[[], str | None], raw: bytes) -> None:

@@ -45,10 +45,15 @@ _AWAKE = 0.25
 """The least share of the trial in which a thread that does not sleep ran, or waited for a core."""
 
 _LOOK_S = 0.01
-_CROWDED = 0.2
+_WEIGHT = 0.25
+_CROWDED = 0.3
+"""A thread that is driven and waits for a core for so much of the time, on average over the last
+looks, is in somebody's way, a model's or the lender's.  Alone on two cores it waits for 0.01 of the
+median look and 0.5 of one in ten; beside a model and a lender on one of them, for 0.5 of most."""
+
 BACK_OFF_S = 1.0
-"""A thread that is driven and waits for a core for so much of the time is in somebody's way, a
-model's or the lender's: it rests for a while."""
+_MOST_BACK_OFF_S = 16.0
+"""How long it rests then; longer each time that it was in the way again."""
 
 _PROC = Path("/proc/self")
 
@@ -175,7 +180,9 @@ class AdaptiveProgress:
     clock: Callable[[], float] = time.monotonic
     _until: float = field(default=0.0, init=False)
     _not_before: float = field(default=0.0, init=False)
+    _back_off_s: float = field(default=BACK_OFF_S, init=False)
     _looked: tuple[float, float] = field(default=(0.0, 0.0), init=False)
+    _waiting: float = field(default=0.0, init=False)
     _drives: bool = field(default=False, init=False)
 
     @property
@@ -203,14 +210,20 @@ class AdaptiveProgress:
                 self.thread.drive()
             else:
                 self.thread.rest()
+                if now >= self._not_before:  # the reads ended, and it was in nobody's way
+                    self._back_off_s = BACK_OFF_S
 
     def _look_for_others(self, now: float) -> None:
-        """Back off if the thread had to wait for its core."""
+        """Back off if the thread keeps waiting for its core."""
         assert self.thread is not None
         (since, before), waited = self._looked, self.thread.waited_s()
-        if waited - before > _CROWDED * (now - since):
-            self._not_before = now + BACK_OFF_S
+        share = (waited - before) / (now - since)
+        self._waiting += _WEIGHT * (share - self._waiting)
         self._looked = now, waited
+        if self._waiting > _CROWDED:
+            self._not_before = now + self._back_off_s
+            self._back_off_s = min(2 * self._back_off_s, _MOST_BACK_OFF_S)
+            self._waiting = 0.0
 
     def close(self) -> None:
         """Let the thread go, at rest; must precede the end of the agent."""

@@ -206,11 +206,11 @@ _LIST = (
     Benchmark(
         "lender_load",
         "What do readers cost a lender, and the scheduler in its process?",
-        "64 readers over loopback, each sending claims, renewals and dones at the same rate. "
-        "Times of scheduler steps are relative to steps without readers.",
+        "64 readers of 8 ranks over loopback, with a secret, sending claims, renewals and dones "
+        "at the same rate. Times of scheduler steps are relative to steps without readers.",
         (
-            Command("in_all", "python -m tests.throughput.lender_load --rate 333.3"),
-            Command("each", "python -m tests.throughput.lender_load"),
+            Command("in_all", "python -m tests.throughput.lender_load --ranks 8 --rate 333.3"),
+            Command("each", "python -m tests.throughput.lender_load --ranks 8"),
         ),
         2,
         (
@@ -338,6 +338,42 @@ _LIST = (
         ),
         drop=frozenset({"settings", "rounds"}),
         **_ENGINES,
+    ),
+    Benchmark(
+        "tcp_progress",
+        "What does it bring to keep NIXL's progress thread awake while reads over TCP are in "
+        "flight, and what does a model beside it notice?",
+        "256 MiB between two processes of one host, blocks in random order on the lender's side, "
+        "one READ in one piece; medians, GB/s. `rest` never keeps a thread awake "
+        "(`progress_cores: 0`), `adaptive` is the default, `spin` keeps both sides' awake "
+        "throughout. Then beside a model that is bound to the first of two cores.",
+        (
+            Command("quiet", "python -m tests.throughput.tcp.progress --rounds 15"),
+            Command("busy", "python -m tests.throughput.tcp.progress --busy"),
+        ),
+        2,
+        (
+            Table(
+                ("quiet",),
+                "settings",
+                {"setting": "`{setting:s}`", "blocks of 256 KiB": "{kib_256:.2f}",
+                 "of 1 MiB": "{kib_1024:.2f}", "one READ": "{single:.2f}"},
+            ),
+            Table(
+                ("busy",),
+                "settings",
+                {"beside a model": "`{setting:s}`", "blocks of 256 KiB": "{kib_256:.2f}",
+                 "of 1 MiB": "{kib_1024:.2f}", "one READ": "{single:.2f}"},
+            ),
+            Table(
+                ("busy",),
+                "model_steps",
+                {"the model's step": "{setting:s}", "µs": "{step_us:.0f}",
+                 "times that without reads": "{times:.3f}"},
+            ),
+        ),
+        packages=("nixl",),
+        needs=(_NIXL,),
     ),
     Benchmark(
         "ucx_backend",

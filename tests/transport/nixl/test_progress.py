@@ -93,25 +93,45 @@ def test_a_read_that_hangs_takes_no_core_for_long(
     assert thread.log == ["drive", "rest", "drive"]
 
 
-@pytest.mark.parametrize(("share", "backs_off"), [(0.1, False), (0.3, True)])
-def test_a_thread_that_has_to_wait_for_its_core_rests_for_a_while(
-    progress: AdaptiveProgress,
-    thread: FakeProgressThread,
-    clock: Clock,
-    share: float,
-    backs_off: bool,
+def _driven(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock, *shares: float
 ) -> None:
-    for _ in range(2):
-        progress.moved()
-        progress.update(1)
-        clock.now += 0.02
-        thread.waited += share * 0.02
-        progress.update(1)
-    assert thread.log == (["drive", "rest"] if backs_off else ["drive"])
-    clock.now += 1.1
+    """One look after the other, at which it had waited for its core for ``shares`` of the time."""
     progress.moved()
     progress.update(1)
-    assert thread.log[-1] == "drive"
+    for share in shares:
+        clock.now += 0.01
+        thread.waited += share * 0.01
+        progress.moved()
+        progress.update(1)
+
+
+def test_a_thread_that_keeps_waiting_for_its_core_rests_longer_each_time(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+) -> None:
+    for pause in (1.0, 2.0, 4.0):
+        thread.log.clear()
+        _driven(progress, thread, clock, *[0.5] * 8)
+        assert thread.log == ["drive", "rest"]
+        clock.now += pause - 0.1
+        progress.moved()
+        progress.update(1)
+        assert thread.log == ["drive", "rest"]
+        clock.now += 0.2
+    thread.log.clear()
+    _driven(progress, thread, clock, 0.0, 0.0)
+    progress.update(0)  # in nobody's way this time
+    _driven(progress, thread, clock, *[0.5] * 8)
+    clock.now += 1.1
+    _driven(progress, thread, clock, 0.0)
+    assert thread.log == ["drive", "rest", "drive", "rest", "drive"]
+
+
+def test_a_thread_that_waits_for_a_moment_goes_on(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+) -> None:
+    _driven(progress, thread, clock, *[0.0, 0.01, 0.6, 0.02] * 20)
+    assert thread.log == ["drive"]
 
 
 def test_after_close_nothing_is_driven(

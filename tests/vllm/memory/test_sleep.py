@@ -30,9 +30,9 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.memory import sleep
+    from pdconn.vllm.memory.opening import open_nixl
     from pdconn.vllm.memory.sleep import IS_TOLD, check_sleep, options_for_sleep
     from pdconn.vllm.supported import check_supported
-    from pdconn.vllm.worker import PdWorker
 
 
 class Deaf(PdconnConnector):
@@ -413,12 +413,10 @@ def test_only_lenders_that_may_sleep_are_restricted(
 ) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(
-        "pdconn.vllm.worker.NixlTransport", lambda name, **options: opened.append(options)
+        "pdconn.vllm.memory.opening.NixlTransport", lambda name, **options: opened.append(options)
     )
     vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
-    worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), vllm_config, None)  # type: ignore[arg-type]
-    worker._lends = lends
-    worker._open_nixl("name")
+    open_nixl(read_settings({}, "127.0.0.1", 1, 0), vllm_config, "name", lends=lends)
     [options] = opened
     assert options["backend_options"].get("UCX", {}).get("engine_config") == config
 

@@ -41,7 +41,6 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.metadata import welcome_of
-    from pdconn.vllm.worker import PdWorker
 
 from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
@@ -253,7 +252,9 @@ def rig(
     monkeypatch.setattr(worker, "get_pp_group", lambda: stage)
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(
-        PdWorker, "_open_transport", lambda self, name: InProcessTransport(network, name)
+        worker,
+        "open_transport",
+        lambda settings, config, name, *, lends: InProcessTransport(network, name),
     )
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     both = Rig(network, decode)

@@ -1,6 +1,6 @@
 """Reads over TCP with NIXL's progress thread at rest, adaptive, and always awake, in one run.
 
-    python -m tests.throughput.tcp_progress [--rounds 9] [--busy] [--json FILE]
+    python -m tests.throughput.tcp.progress [--rounds 9] [--busy] [--json FILE]
 
 Two processes on this host read ``TOTAL`` bytes in blocks of each size, in random order on the
 lender's side, polled as decode's reader thread does; ``single`` is one READ in one piece.  The
@@ -31,11 +31,11 @@ from transport import Memory, Spans
 from transport.nixl.transport import NixlTransport
 
 TOTAL = 256 << 20
-SIZES = {"256 KiB": 256 << 10, "1024 KiB": 1 << 20, "single": TOTAL}
+SIZES = {"kib_256": 256 << 10, "kib_1024": 1 << 20, "single": TOTAL}
 SETTINGS = ("rest", "adaptive", "spin")
 _PAUSES_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001)
-_MODULE = "tests.throughput.tcp_progress"
-_ROOT = Path(__file__).parents[2]
+_MODULE = "tests.throughput.tcp.progress"
+_ROOT = Path(__file__).parents[3]
 
 
 def opened(name: str, setting: str, cores: set[int]) -> NixlTransport:
@@ -221,13 +221,19 @@ def measured(rounds: int, *, busy: bool) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "busy": busy,
-        "gbps": {
-            setting: {size: round(statistics.median(rates), 2) for size, rates in sizes.items()}
+        "settings": [
+            {"setting": setting}
+            | {size: round(statistics.median(rates), 2) for size, rates in sizes.items()}
             for setting, sizes in found.items()
-        },
-        "model_step_us": {
-            setting: round(statistics.median(seen) * 1e6, 1) for setting, seen in steps.items()
-        },
+        ],
+        "model_steps": [
+            {
+                "setting": setting,
+                "step_us": round(statistics.median(seen) * 1e6, 1),
+                "times": round(statistics.median(seen) / statistics.median(steps["no reads"]), 3),
+            }
+            for setting, seen in steps.items()
+        ],
     }
 
 
@@ -246,12 +252,11 @@ def main() -> None:
         compute(options.compute)
         return
     results = measured(options.rounds, busy=options.busy)
-    for setting, sizes in results["gbps"].items():
-        print(
-            f"{setting:10}", "  ".join(f"{size} {rate:5.2f} GB/s" for size, rate in sizes.items())
-        )
-    for setting, step_us in results["model_step_us"].items():
-        print(f"model's step, {setting}: {step_us:.1f} us")
+    print("GB/s    256 KiB  1024 KiB  single")
+    for row in results["settings"]:
+        print(f"{row['setting']:9}{row['kib_256']:6.2f}{row['kib_1024']:10.2f}{row['single']:8.2f}")
+    for row in results["model_steps"]:
+        print(f"model's step, {row['setting']}: {row['step_us']:.1f} us, times {row['times']:.3f}")
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
 
