@@ -224,15 +224,16 @@ class Scheduler:
             self._lender.lend(f"r{each}", digest(each), TTL_S)
         self.lent = max(self.lent, number)
 
-    def run(self, rate: float, seconds: float) -> list[float]:
-        """Take steps for so long, lending well before readers claim; what each took."""
+    def run(self, rate: float, seconds: float, until: int) -> list[float]:
+        """Take steps for so long, lending well before readers claim, in the end every request
+        before ``until``; what each step took."""
         first, began, took = self.lent, time.monotonic(), []
         while (now := time.monotonic() - began) < seconds:
             self.lend_until(first + int(min(now, seconds) * rate))
             self.collect()
             took.append(step())
             time.sleep(max(0.0, STEP_S - took[-1]))
-        self.lend_until(first + int(seconds * rate))
+        self.lend_until(until)
         return took
 
     def collect(self) -> None:
@@ -288,7 +289,8 @@ def measure(readers: Readers, rate: float, seconds: float, rounds: int) -> list[
                 before, began = time.clock_gettime(clock), time.monotonic()
                 if per_s:
                     _ask(child, first, per_s, seconds + AHEAD_S)
-                took = scheduler.run(lent_per_s, seconds)
+                until = first + int(lent_per_s * (seconds + AHEAD_S))
+                took = scheduler.run(lent_per_s, seconds, until)
                 spent = time.clock_gettime(clock) - before
                 elapsed = time.monotonic() - began
                 if per_s:
@@ -388,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.json is not None:
         document = {
-            "readers": f"{readers.engines} × {readers.ranks}",
+            "readers": readers.engines * readers.ranks,
             "secured": readers.is_secured,
             "jitter_ms": options.jitter_ms,
             "rate": options.rate,
