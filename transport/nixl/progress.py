@@ -15,8 +15,8 @@ behind in which UCX keeps no data beside the descriptors, as ``/proc/self/fdinfo
 the right one was found is seen from the thread, which must then use its core.  Where any of
 this fails the thread rests, as NIXL has it.
 
-Only a thread of the *reader* is driven.  Measured (``docs/benchmarks.md``): the lender's
-thread is kept busy by what it sends, and spinning beside that gains nothing.
+Only a thread of the *reader* is driven.  The lender's is kept busy by what it sends: on two cores
+driving it as well was slower more often than faster (``docs/benchmarks.md``).
 """
 
 from __future__ import annotations
