@@ -251,6 +251,20 @@ def test_ucx_backend() -> None:
     ]
 
 
+def test_tcp_progress() -> None:
+    quiet = {"setting": "spin", "kib_256": 2.4567, "kib_1024": 3.0, "single": 4.128}
+    busy = {"setting": "rest", "kib_256": 1.2, "kib_1024": 1.5, "single": 2.0}
+    step = {"setting": "adaptive", "step_us": 2678.61, "times": 1.01}
+    lines = made(
+        "tcp_progress",
+        quiet={"settings": [quiet], "model_steps": []},
+        busy={"settings": [busy], "model_steps": [step]},
+    )
+    assert "| `spin` | 2.46 | 3.00 | 4.13 |" in lines
+    assert "| `rest` | 1.20 | 1.50 | 2.00 |" in lines
+    assert "| adaptive | 2679 | 1.010 |" in lines
+
+
 # Engines and their users
 
 
