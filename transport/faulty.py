@@ -31,6 +31,7 @@ from random import Random
 from transport.base import Transport
 from transport.errors import BackendFailure, PeerLost, TransportError
 from transport.fault_schedule import check_chances, check_seconds, drawn, in_words
+from transport.forwarding import ForwardingTransport
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
 
 _KINDS = ("fail", "stall", "delay", "corrupt", "kill")
@@ -90,7 +91,7 @@ def kill_ourselves() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FaultyTransport(Transport):
+class FaultyTransport(ForwardingTransport):
     """``inner``, with ``faults`` drawn from ``rng`` for every read.
 
     Args:
@@ -108,7 +109,7 @@ class FaultyTransport(Transport):
         clock: Callable[[], float] = time.monotonic,
         kill: Callable[[], None] = kill_ourselves,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
         self._rng = rng
         self._clock = clock
@@ -117,10 +118,6 @@ class FaultyTransport(Transport):
         self._ids = itertools.count()
         self._reads: dict[ReadId, _Waiting | _Posted | Settled] = {}
         self.counts: Counter[str] = Counter()
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
 
     def register(self, memories: Sequence[Memory]) -> None:
         """As ``Transport.register``.
@@ -133,9 +130,6 @@ class FaultyTransport(Transport):
             if self._faults.corrupt and memory.device.kind != "cpu":
                 raise BackendFailure(f"corrupt: expected host memory, got {memory.device}")
         self._inner.register(memories)
-
-    def address(self) -> bytes:
-        return self._inner.address()
 
     def connect(self, address: bytes) -> PeerId:
         peer = self._inner.connect(address)
@@ -162,10 +156,6 @@ class FaultyTransport(Transport):
         self._reads[read] = state
         self.counts.update(faults & {"fail"} or faults & {"stall"} or faults & {"delay"})
         return read
-
-    @property
-    def poll_pause_s(self) -> float:
-        return self._inner.poll_pause_s
 
     def poll(self, read: ReadId) -> Settled | None:
         state = self._reads[read]

@@ -240,9 +240,8 @@ def _times(
     measured: ProbeFacts | None,
 ) -> channels.PullTimes | None:
     """What bounds a pull: the speed of a probe, if one was measured, else the link's."""
-    is_measured = measured is not None and measured.error is None
     speed = None if questions.link is None else questions.link.bytes_per_s
-    if measured is not None and is_measured:
+    if is_measured := measured is not None and measured.error is None:
         speed = measured.pull_bytes_per_s
     if speed is None or max_tokens is None:
         return None

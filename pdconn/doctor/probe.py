@@ -26,7 +26,7 @@ from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
 from pdconn.doctor.findings import Finding, fault, one_line, warning
 from pdconn.doctor.local.limits import sized
-from pdconn.doctor.local.used import SETTING, used_transports
+from pdconn.doctor.local.used import SETTING, listed_counts, used_transports
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.link import Link
 from pdconn.forecast.shapes import built_in
@@ -131,8 +131,7 @@ def seen_probe(facts: ProbeFacts) -> str:
 
 
 def _used(facts: ProbeFacts) -> str:
-    listed = ", ".join(f"{how} ({count})" for how, count in facts.used)
-    return listed or "transports that it does not tell"
+    return listed_counts(facts.used) or "transports that it does not tell"
 
 
 def judge_probe(facts: ProbeFacts, link: Link | None = None) -> Iterator[Finding]:

@@ -89,10 +89,12 @@ def keep(grace_s: float, start: Callable[[str], Child]) -> int:
     except Exception:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    _say({"pid": child.pid})
-    exit_code = _wait(child, signals, grace_s)
-    swept = sweep()
-    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        _say({"pid": child.pid})
+        exit_code = _wait(child, signals, grace_s)
+        swept = sweep()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     _say({"exit_code": exit_code, "killed": swept.killed, "left": swept.left})
     return 1 if swept.left else 0
 

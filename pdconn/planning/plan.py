@@ -12,16 +12,15 @@ either side in the rest fails the plan, because a byte would be missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
 from pdconn.planning.pairs import Located, Pairs
 from pdconn.planning.runs import (
     FEW_RUNS,
     AlikeTemplates,
-    Columns,
-    Run,
     alike,
     few_spans,
     many_spans,
@@ -31,6 +30,9 @@ from pdconn.planning.topology import match_pieces
 from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind, KVCacheGroupReference, KVCacheReferences
 from transport import Device, Spans
+
+Part = TypeVar("Part")
+"""Runs as a way to lay them out has them."""
 
 MAX_RUNS = 1 << 22
 """Runs of one pull; planning takes about 80 bytes per run."""
@@ -176,30 +178,26 @@ class Pairing:
                 if group.window is not None:
                     first = (pairs.holes + pairs.hits) * template.sub_block_tokens
                     begins[template.our_group] = max(first, begins.get(template.our_group, 0))
-        reads = self._few_reads(found) if runs <= FEW_RUNS else self._many_reads(found)
+        if runs <= FEW_RUNS:
+            reads = self._reads(lambda some: some.few(found), few_spans)
+        else:
+            reads = self._reads(lambda some: some.columns(found), many_spans)
         num_runs = sum(len(spans) for _, spans in reads)
         return Plan(reads, moved.total(), num_runs, tuple(sorted(begins.items())))
 
-    def _few_reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
+    def _reads(
+        self,
+        lay_out: Callable[[AlikeTemplates], Part | None],
+        join: Callable[[list[Part], Device, Device], Spans],
+    ) -> tuple[tuple[int, Spans], ...]:
         """The spans of each rank of the peer, in order of the ranks."""
-        parts: dict[int, list[Run]] = {}
+        parts: dict[tuple[int, Device], list[Part]] = {}
         for some in self._alike:
-            if runs := some.few(found):
-                parts.setdefault(some.template.their_rank, []).extend(runs)
-        ours, theirs = self.ours.tensors[0].device, self._devices()
-        return tuple((rank, few_spans(of, ours, theirs[rank])) for rank, of in parts.items())
-
-    def _many_reads(self, found: dict[int, Pairs]) -> tuple[tuple[int, Spans], ...]:
-        """The same with arrays."""
-        parts: dict[int, list[Columns]] = {}
-        for some in self._alike:
-            if (columns := some.columns(found)) is not None:
-                parts.setdefault(some.template.their_rank, []).append(columns)
-        ours, theirs = self.ours.tensors[0].device, self._devices()
-        return tuple((rank, many_spans(of, ours, theirs[rank])) for rank, of in parts.items())
-
-    def _devices(self) -> dict[int, Device]:
-        return {some.template.their_rank: some.template.their_device for some in self._alike}
+            if (part := lay_out(some)) is not None:
+                template = some.template
+                parts.setdefault((template.their_rank, template.their_device), []).append(part)
+        ours = self.ours.tensors[0].device
+        return tuple((rank, join(of, ours, theirs)) for (rank, theirs), of in parts.items())
 
 
 @dataclass(slots=True)

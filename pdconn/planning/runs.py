@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -60,14 +60,14 @@ class AlikeTemplates:
         """One of them."""
         return self.numbered[0][1]
 
-    def few(self, pairs: Mapping[int, Pairs]) -> list[Run]:
+    def few(self, pairs: Mapping[int, Pairs]) -> list[Run] | None:
         """As :meth:`columns`, without arrays."""
         runs: list[Run] = []
         for number, template in self.numbered:
             if number in pairs:
                 runs += self._few_of(template, pairs[number])
         runs.sort()
-        return runs
+        return runs or None
 
     def columns(self, pairs: Mapping[int, Pairs]) -> Columns | None:
         """Every run of every pair, by our address, so that neighbours in memory can merge.
@@ -142,8 +142,8 @@ def alike(templates: Sequence[Template]) -> tuple[AlikeTemplates, ...]:
     return tuple(sorted(made, key=lambda some: some.template.their_rank))
 
 
-def few_spans(runs: Sequence[Run], ours: Device, theirs: Device) -> Spans:
-    """All runs of one rank of the peer, neighbours merged.
+def few_spans(parts: Sequence[Sequence[Run]], ours: Device, theirs: Device) -> Spans:
+    """All runs of one rank of the peer, neighbours merged; at least one part.
 
     Raises:
         BadSpans: an address that is none.
@@ -152,7 +152,7 @@ def few_spans(runs: Sequence[Run], ours: Device, theirs: Device) -> Spans:
     remote: list[int] = []
     sizes: list[int] = []
     our_end = their_end = -1
-    for our, their, nbytes in runs:
+    for our, their, nbytes in chain.from_iterable(parts):
         if our == our_end and their == their_end:
             sizes[-1] += nbytes
         else:
@@ -168,7 +168,7 @@ def few_spans(runs: Sequence[Run], ours: Device, theirs: Device) -> Spans:
 
 
 def many_spans(parts: Sequence[Columns], ours: Device, theirs: Device) -> Spans:
-    """As :func:`few_spans`, of arrays; at least one part."""
+    """As :func:`few_spans`, of arrays."""
     if len(parts) == 1:
         local, remote, nbytes = parts[0].local, parts[0].remote, parts[0].nbytes
     else:

@@ -78,7 +78,7 @@ class RouterApp:
         config: ProxyConfig,
         keys: ApiKeys | None,
         *,
-        engine_key: EngineKey | None,
+        engine_key: EngineKey,
         tracing: Tracing,
     ) -> None:
         self._tracing = tracing
@@ -286,8 +286,8 @@ class RouterApp:
         if not self._config.passes_authorization:
             headers.popall("Authorization", None)
             headers.popall(KEY_HEADER, None)
-            if self._engine_key is not None:
-                headers["Authorization"] = self._engine_key.authorization
+            if (authorization := self._engine_key.authorization()) is not None:
+                headers["Authorization"] = authorization
         elif KEY_HEADER in headers and "Authorization" not in headers:
             headers["Authorization"] = f"Bearer {headers[KEY_HEADER]}"  # all that vLLM looks at
         return request_id, headers

@@ -61,7 +61,7 @@ def make_router(
     metrics: RouterMetrics,
     planner: PullPlanner,
     limits: Limits,
-    engine_key: EngineKey | None,
+    engine_key: EngineKey,
 ) -> RequestRouter:
     """What decides for each request."""
     return RequestRouter(
@@ -92,7 +92,7 @@ def _tokeniser(
     client: EngineClient,
     config: ProxyConfig,
     limits: Limits,
-    engine_key: EngineKey | None,
+    engine_key: EngineKey,
 ) -> Tokeniser:
     return Tokeniser(
         engines,
@@ -100,6 +100,6 @@ def _tokeniser(
         timeout_s=config.tokenize_timeout_s,
         most_tokens=limits.most_tokens,
         max_nbytes=limits.most_token_nbytes,
-        engine_key=lambda: None if engine_key is None else engine_key.authorization,
+        authorization=engine_key.authorization,
         tells_models=config.tells_models,
     )

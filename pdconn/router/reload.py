@@ -26,7 +26,7 @@ class Reloader:
     fleet_file: str | None
     watch: FleetWatch
     keys: ApiKeys | None
-    engine_key: EngineKey | None
+    engine_key: EngineKey
     tls: ServerTls | None
 
     async def reload(self) -> tuple[BadSetting, ...]:

@@ -148,15 +148,13 @@ async def _services(
     config: ProxyConfig, policy: Policy, limits: Limits
 ) -> AsyncIterator[_Services]:
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
-    engine_key = None if config.engine_key_file is None else EngineKey(config.engine_key_file)
+    engine_key = EngineKey(config.engine_key_file)
     tls, tracing = config.make_tls(), config.make_tracing()
     engines = EngineRegistry(first_backoff_s=limits.first_backoff_s)
     metrics = RouterMetrics(engines)
     client = EngineClient(config.connect_timeout_s)
-    timeout_s = config.health_timeout_s
-    health = Health(
-        engines, client, metrics, decodes_alone=config.decodes_alone, timeout_s=timeout_s
-    )
+    alone, timeout_s = config.decodes_alone, config.health_timeout_s
+    health = Health(engines, client, metrics, decodes_alone=alone, timeout_s=timeout_s)
     probes, planner = Probes(health), PullPlanner.of(config.pull_above or 1)
     router = make_router(
         config,
@@ -172,7 +170,9 @@ async def _services(
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
-    warm_up = _warm_up(config, engines, client, handover, engine_key)
+    warm_up = FleetWarmUp(
+        engines, client, config.warm_up_s, partial(_send, handover), engine_key.authorization
+    )
     health.when_up = warm_up.engine_up
     admin = AdminApp(DebugPage(router, feeds.statuses), metrics, probes)
 
@@ -206,25 +206,8 @@ async def _services(
         await asyncio.to_thread(tracing.close)
 
 
-def _warm_up(
-    config: ProxyConfig,
-    engines: EngineRegistry,
-    client: EngineClient,
-    handover: Handover,
-    engine_key: EngineKey | None,
-) -> FleetWarmUp:
-    def authorization() -> str | None:
-        return None if engine_key is None else engine_key.authorization
-
-    send = partial(_send, handover, authorization)
-    return FleetWarmUp(engines, client, config.warm_up_s, send, authorization=authorization)
-
-
-async def _send(handover: Handover, authorization: Callable[[], str | None], raw: bytes) -> None:
+async def _send(handover: Handover, raw: bytes, headers: CIMultiDict[str]) -> None:
     """Take a body of the router's own through it."""
-    headers = CIMultiDict({"Content-Type": "application/json"})
-    if (key := authorization()) is not None:
-        headers["Authorization"] = key
     request = RoutedRequest("pdconn-warm-up", headers, parse_body(Route.COMPLETIONS, raw))
     async with await handover.answer(request) as answer:
         await answer.rest()

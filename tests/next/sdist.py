@@ -5,14 +5,12 @@ They are fetched when a test runs, and none is kept in this repository.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.next.tree import NotHad, environment
+from tests.next.tree import NotHad, environment, pip_download
 
 _DOWNLOAD_S = 300.0
 _BACKEND = """
@@ -36,28 +34,17 @@ def download(version: str, into: Path) -> None:
     Raises:
         NotHad: with what pip said last.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(into)]
     with tempfile.TemporaryDirectory() as folder:
         backend = Path(folder) / "setuptools"
         backend.mkdir()
         (backend / "__init__.py").touch()
         (backend / "build_meta.py").write_text(_BACKEND)
-        try:
-            ended = subprocess.run(
-                [*command, f"vllm=={version}"],
-                check=False,
-                env=environment(None, Path(folder)),
-                capture_output=True,
-                text=True,
-                timeout=_DOWNLOAD_S,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotHad(f"vllm=={version}: pip took longer than {_DOWNLOAD_S:.0f} s") from error
-    if ended.returncode:
-        said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
-        why = "; ".join(said) or ended.stderr[-500:] or f"exit status {ended.returncode}"
-        raise NotHad(f"vllm=={version}: pip download failed: {why}")
+        pip_download(
+            f"vllm=={version}",
+            *("--no-binary", ":all:", "--no-build-isolation", "--dest", str(into)),
+            env=environment(None, Path(folder)),
+            timeout_s=_DOWNLOAD_S,
+        )
 
 
 def obtain(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile, is_zipfile
@@ -28,14 +28,32 @@ def download(requirement: str, into: Path) -> None:
     Raises:
         NotHad: with what pip said last.
     """
+    pip_download(requirement, "--only-binary", ":all:", "--dest", str(into))
+
+
+def pip_download(
+    requirement: str,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = _DOWNLOAD_S,
+) -> None:
+    """Let pip download a package, and nothing that it depends on.
+
+    Raises:
+        NotHad: with what pip said last.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    command += ["--only-binary", ":all:", "--dest", str(into), requirement]
     try:
         ended = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=_DOWNLOAD_S
+            [*command, *options, requirement],
+            check=False,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise NotHad(f"{requirement}: pip took longer than {_DOWNLOAD_S:.0f} s") from error
+        raise NotHad(f"{requirement}: pip took longer than {timeout_s:.0f} s") from error
     if ended.returncode:
         said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
         why = "; ".join(said) or ended.stderr[-500:] or f"exit status {ended.returncode}"

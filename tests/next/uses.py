@@ -86,12 +86,13 @@ USES: dict[str, str] = {
     "vllm.v1.attention.backend:AttentionBackend": "get_name",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "supported_kv_cache_layouts",
     "vllm.platforms.cpu:CpuPlatform": "check_and_update_config",
+    "vllm.model_executor.models:registry": "_run_in_subprocess",
     "vllm.utils.ompmultiprocessing:OMPProcessManager": "configure_omp_envs skip_setup cpu_lists",
     "vllm.distributed.device_communicators.shm_broadcast:SpinCondition": "wait last_read"
     " busy_loop_s",
     "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2": "get_kv_cache_spec",
 }
-"""By ``module:class``: the names of it that ``pdconn.vllm`` reads, calls or replaces."""
+"""By ``module:class``, or ``package:module``: its names that ``pdconn.vllm`` uses or replaces."""
 
 REPLACED = (
     "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
@@ -100,6 +101,7 @@ REPLACED = (
     "SingleTypeKVCacheManager.max_admission_blocks_per_request",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.supported_kv_cache_layouts",
     "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+    "vllm.model_executor.models:registry._run_in_subprocess",
     "vllm.utils.ompmultiprocessing:OMPProcessManager.configure_omp_envs",
     "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait",
     "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",

@@ -76,10 +76,14 @@ def read_ucx_log(path: str) -> UsedTransports:
     return used_transports(path, text.splitlines())
 
 
+def listed_counts(counts: Iterable[tuple[str, int]]) -> str:
+    """By what was read, and how often: ``zero-copy cma/memory (546)``."""
+    return ", ".join(f"{how} ({count})" for how, count in counts)
+
+
 def seen_used(used: UsedTransports) -> str:
     """A line of it."""
-    listed = ", ".join(f"{how} ({count})" for how, count in used.counts)
-    return f"{used.where}: UCX read by {listed or 'nothing that it told of'}"
+    return f"{used.where}: UCX read by {listed_counts(used.counts) or 'nothing that it told of'}"
 
 
 def judge_used(logs: Iterable[UsedTransports]) -> Iterator[Finding]:

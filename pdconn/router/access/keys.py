@@ -60,20 +60,19 @@ class ApiKeys:
 
 
 class EngineKey:
-    """The key that engines ask for (``vllm serve --api-key``), in a file of its own.
+    """The key that engines ask for (``vllm serve --api-key``), in a file of its own, if any.
 
     Raises:
         BadSetting: the file cannot be read, is open to others, or holds no single good key.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | None) -> None:
         self._path = path
-        self._key = _only_key(path)
+        self.reload()
 
-    @property
-    def authorization(self) -> str:
-        """The value of ``Authorization``."""
-        return f"Bearer {self._key}"
+    def authorization(self) -> str | None:
+        """The value of ``Authorization``; None without a key."""
+        return None if self._key is None else f"Bearer {self._key}"
 
     def reload(self) -> None:
         """Read the file again.
@@ -81,7 +80,7 @@ class EngineKey:
         Raises:
             BadSetting: as at the start; the key of before stays.
         """
-        self._key = _only_key(self._path)
+        self._key = None if self._path is None else _only_key(self._path)
 
 
 def requiring(keys: ApiKeys) -> Middleware:

@@ -47,6 +47,10 @@ _PROBE_AFTER_S, _PROBE_EVERY_S = 6, 3
 _ONE_PIECE_NBYTES = 1 << 20
 
 
+Authorization = Callable[[], str | None]
+"""The ``Authorization`` that the router itself asks engines with now, if any."""
+
+
 class ConnectFailed(Exception):
     """There was no connection: the engine has not seen the request."""
 

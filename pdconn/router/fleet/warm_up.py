@@ -28,7 +28,12 @@ import msgspec
 from multidict import CIMultiDict
 
 from pdconn.router.errors import Refusal
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.client import (
+    Authorization,
+    ConnectFailed,
+    ConnectionLost,
+    EngineClient,
+)
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.bodies import find_ticket, lend_params
 from pdconn.router.openai.requests import TICKET_FIELD
@@ -45,7 +50,7 @@ _PATH = "/v1/completions"
 _HEADERS = {"Content-Type": "application/json"}
 
 
-Send = Callable[[bytes], Awaitable[None]]
+Send = Callable[[bytes, CIMultiDict[str]], Awaitable[None]]
 
 
 class Pair(NamedTuple):
@@ -63,7 +68,7 @@ class WarmUpPauses:
     longest_s: float = 30.0
 
 
-class Refused(Exception):
+class TakesNoPart(Exception):
     """An engine will never take part; the text says why."""
 
 
@@ -78,7 +83,7 @@ class FleetWarmUp:
         engines: those to warm.
         client: their connections.
         limit_s: how long :meth:`wait` waits; None warms nothing.
-        send: takes a body through the router as if a client had sent it.
+        send: takes a body and headers through the router as if a client had sent them.
         authorization: the ``Authorization`` that engines ask for now, if any.
         pauses: between rounds with failures.
         pair_s: the time of one hand-over.
@@ -90,8 +95,8 @@ class FleetWarmUp:
         client: EngineClient,
         limit_s: float | None,
         send: Send,
+        authorization: Authorization = lambda: None,
         *,
-        authorization: Callable[[], str | None] = lambda: None,
         pauses: WarmUpPauses = WarmUpPauses(),
         pair_s: float = PAIR_S,
     ) -> None:
@@ -166,7 +171,7 @@ class FleetWarmUp:
                 try:
                     async with asyncio.timeout(self._pair_s):
                         await self._hand_over(pair)
-                except Refused as error:
+                except TakesNoPart as error:
                     self._done[pair] = False
                     log.info("pdconn: not warmed up prefill=%s decode=%s why=%r", *pair, str(error))
                 except (NotYet, ConnectFailed, ConnectionLost, TimeoutError) as error:
@@ -185,8 +190,9 @@ class FleetWarmUp:
             return
         try:
             fields, _ = _fields(await self._model(warm.prefill))
-            await self._send(msgspec.json.encode({**fields, "max_tokens": 2, "stream": True}))
-        except (Refused, NotYet, Refusal, ConnectFailed, ConnectionLost) as error:
+            raw = msgspec.json.encode({**fields, "max_tokens": 2, "stream": True})
+            await self._send(raw, self._headers(**_HEADERS))
+        except (TakesNoPart, NotYet, Refusal, ConnectFailed, ConnectionLost) as error:
             log.debug("pdconn: warm-up of the router failed: %s", error)
 
     async def _hand_over(self, pair: Pair) -> None:
@@ -194,7 +200,7 @@ class FleetWarmUp:
         lend = {**fields, "max_tokens": 1, TICKET_FIELD: lend_params()}
         ticket = find_ticket(await self._post(pair.prefill, lend, salt))
         if ticket is None:
-            raise Refused(f"{pair.prefill} returns no ticket")
+            raise TakesNoPart(f"{pair.prefill} returns no ticket")
         await self._post(pair.decode, {**fields, "max_tokens": 2, TICKET_FIELD: ticket}, salt)
 
     async def _model(self, engine: str) -> str:
@@ -204,9 +210,9 @@ class FleetWarmUp:
         try:
             names = base_models(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Refused(f"{engine}: /v1/models: {error}") from error
+            raise TakesNoPart(f"{engine}: /v1/models: {error}") from error
         if not names:
-            raise Refused(f"{engine}: /v1/models names no model")
+            raise TakesNoPart(f"{engine}: /v1/models names no model")
         return names[0]
 
     async def _post(self, engine: str, fields: dict[str, object], salt: str) -> bytes:
@@ -233,7 +239,7 @@ def _check(engine: str, path: str, status: int) -> None:
     if status == 200:
         return
     what = f"{engine}: {path} answered {status}"
-    raise Refused(what) if 400 <= status < 500 and status not in (408, 429) else NotYet(what)
+    raise TakesNoPart(what) if 400 <= status < 500 and status not in (408, 429) else NotYet(what)
 
 
 __all__ = ["FleetWarmUp", "Pair", "WarmUpPauses"]

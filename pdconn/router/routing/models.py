@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from multidict import CIMultiDict
 
 from pdconn.router.errors import UnknownModel
+from pdconn.router.fleet.client import Authorization
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.model_list import Ask, ModelList, ModelView
 from pdconn.router.routing.policy import Role
@@ -37,9 +38,6 @@ MOST_KEYS = 256
 MOST_QUESTIONS = 32
 """To engines at a time that are asked with clients' keys."""
 
-EngineKey = Callable[[], str | None]
-"""The router's own key for engines, as a value of ``Authorization``."""
-
 
 class ModelCatalog:
     """The models of every engine, as each client may know of them.
@@ -48,7 +46,7 @@ class ModelCatalog:
         engines: those to ask.
         ask: how.
         timeout_s: for an answer, and until the next try after one that failed.
-        engine_key: the router's own key.
+        authorization: with the router's own key.
         is_told: whether clients may be told of the list that was got with that key.
     """
 
@@ -57,14 +55,14 @@ class ModelCatalog:
         engines: EngineRegistry,
         ask: Ask,
         timeout_s: float,
-        engine_key: EngineKey = lambda: None,
+        authorization: Authorization = lambda: None,
         *,
         is_told: bool = True,
     ) -> None:
         self._engines = engines
         self._ask = ask
         self._timeout_s = timeout_s
-        self._engine_key = engine_key
+        self._authorization = authorization
         self._is_told = is_told
         self._shared = ModelList(ask, timeout_s)
         self._view = ModelView({})
@@ -89,7 +87,7 @@ class ModelCatalog:
             again: ask, and wait for the answers, unless that was done just now.
         """
         live = (*self._engines.live(Role.DECODE), *self._engines.live(Role.PREFILL))
-        key = self._engine_key()
+        key = self._authorization()
         fleet = frozenset(self._engines.names)
         await self._update(self._shared, live, _with_key(headers, key), fleet, again=again)
         refusing = [] if key is not None else [n for n in live if n in self._shared.refused]

@@ -25,12 +25,17 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from pdconn.router.errors import BadBody
-from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
+from pdconn.router.fleet.client import (
+    Authorization,
+    ConnectFailed,
+    ConnectionLost,
+    EngineClient,
+)
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.requests import Direct, ParsedBody, Route, kind_of
 from pdconn.router.prefix.hashing import BadInput, Extras
 from pdconn.router.routing.model_list import CannotTokenise, KeyRefused, ModelView
-from pdconn.router.routing.models import EngineKey, ModelCatalog
+from pdconn.router.routing.models import ModelCatalog
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RoutedRequest
 
@@ -100,7 +105,7 @@ class Tokeniser:
         engines: those to ask.
         client: how to ask them.
         timeout_s, most_tokens, max_nbytes: bounds; see the constants.
-        engine_key, tells_models: as ``ModelCatalog`` has them.
+        authorization, tells_models: as ``ModelCatalog`` has them.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Tokeniser:
         timeout_s: float = TIMEOUT_S,
         most_tokens: int = MOST_TOKENS,
         max_nbytes: int = MAX_NBYTES,
-        engine_key: EngineKey = lambda: None,
+        authorization: Authorization = lambda: None,
         tells_models: bool = True,
     ) -> None:
         self._engines = engines
@@ -120,7 +125,9 @@ class Tokeniser:
         self._most_tokens = most_tokens
         self._max_nbytes = max_nbytes
         self._turn = 0
-        self.models = ModelCatalog(engines, self._ask, timeout_s, engine_key, is_told=tells_models)
+        self.models = ModelCatalog(
+            engines, self._ask, timeout_s, authorization, is_told=tells_models
+        )
 
     async def serving(self, request: RoutedRequest) -> frozenset[str] | None:
         """The engines that serve the model of a request; None: all do.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
@@ -56,7 +57,7 @@ async def fleet(
         stack.push_async_callback(client.close)
         sent: list[bytes] = []
 
-        async def send(raw: bytes) -> None:
+        async def send(raw: bytes, headers: CIMultiDict[str]) -> None:
             sent.append(raw)
 
         warm_up = FleetWarmUp(engines, client, limit_s, send, pauses=PAUSES, pair_s=5.0)
