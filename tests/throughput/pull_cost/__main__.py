@@ -25,8 +25,6 @@ import contextlib
 import hashlib
 import json
 import os
-import selectors
-import socket
 import statistics
 import subprocess
 import sys
@@ -52,11 +50,10 @@ from registration.references import (
 )
 from tests.fakes.layouts import layout_memory
 from tests.throughput.engines.partner import LendingPartner, Memory
+from tests.throughput.engines.threads import cpu_clock
+from tests.throughput.pull_cost.watch import UNLOCKED, Watch, watching
 
 THREADS = ("pdconn-puller", "pdconn-reader")
-POST = "NIXL's post"
-SYSTEM = ("send", "recv", "epoll_wait")
-UNLOCKED = (POST, *SYSTEM)
 GROUPS, LAYERS, WINDOW, HEADS, BLOCK, TOKEN_NBYTES = 3, 2, 64, 4, 32, 256
 _PYTHON_LOOPS, _HASHED, _PARTS = 400, bytes(1 << 15), 60
 _GIVE_UP_S = 10.0
@@ -117,30 +114,6 @@ def lender(options: argparse.Namespace) -> Iterator[Callable[[int], list[Ticket]
 
 
 # The reader's process
-
-
-@dataclass
-class Watch:
-    """Calls of a function, on other threads than ``but``: how many, and their processor time."""
-
-    calls: int = 0
-    cpu_s: float = 0.0
-    but: int | None = None
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, watched."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self.but:
-                return function(*args, **kwargs)
-            began = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.cpu_s += time.thread_time() - began
-                self.calls += 1
-
-        return watched
 
 
 @dataclass
@@ -224,11 +197,11 @@ def measure(options: argparse.Namespace) -> list[Phase]:
     like = shape(options.layout, options.blocks)
     memory = Memory(like, "reader")
     me = Rank("reader", 0, 1, 0, memory.references, memory.traits)
-    with _watching(memory.transport) as watches, lender(options) as ask:
+    with watching(memory.transport) as watches, lender(options) as ask:
         puller = Puller(me, memory.transport)
         try:
             _pin()
-            clocks = {name: _cpu_clock(name) for name in THREADS}
+            clocks = {name: cpu_clock(name) for name in THREADS}
             model = Model(puller, memory, options)
             watches["engine: post, collect"] = model.posts
             model.run(ask(20), 1.0)
@@ -265,44 +238,6 @@ def _phase(
     )
 
 
-class WatchedSelector(selectors.DefaultSelector):
-    """Whose waiting is watched."""
-
-    watch = Watch()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._selector: Any = _WatchedPoll(self._selector, self.watch)  # type: ignore[has-type]
-
-
-class _WatchedPoll:
-    """An ``epoll`` object with its ``poll`` watched."""
-
-    def __init__(self, real: Any, watch: Watch) -> None:
-        self.poll = watch.around(real.poll)
-        for name in ("register", "unregister", "modify", "close", "fileno"):
-            setattr(self, name, getattr(real, name))
-
-
-@contextlib.contextmanager
-def _watching(transport: Any) -> Iterator[dict[str, Watch]]:
-    """Watch the calls that let go of the lock, on all threads but this one."""
-    watches = {name: Watch(but=threading.get_ident()) for name in UNLOCKED}
-    raw = transport._agent._raw
-    raw.transfer = watches[POST].around(raw.transfer)
-    WatchedSelector.watch = watches["epoll_wait"]
-    before = selectors.DefaultSelector
-    selectors.DefaultSelector = WatchedSelector  # type: ignore[misc]
-    for name in ("send", "recv"):
-        setattr(socket.socket, name, watches[name].around(getattr(socket.socket, name)))
-    try:
-        yield watches
-    finally:
-        selectors.DefaultSelector = before  # type: ignore[misc]
-        for name in ("send", "recv"):
-            delattr(socket.socket, name)
-
-
 def _pin() -> None:
     """The model gets the first core, everything else the second."""
     cores = sorted(os.sched_getaffinity(0))
@@ -313,12 +248,6 @@ def _pin() -> None:
     for process in ("self", *children):
         for thread in map(int, os.listdir(f"/proc/{process}/task")):
             os.sched_setaffinity(thread, cores[:1] if thread == main else cores[1:2])
-
-
-def _cpu_clock(name: str) -> int:
-    [thread] = [thread for thread in threading.enumerate() if thread.name == name]
-    assert thread.ident is not None
-    return time.pthread_getcpuclockid(thread.ident)
 
 
 # Results
