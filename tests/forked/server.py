@@ -156,4 +156,3 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as ours:
         serve(ours, sys.argv[2:])
     os._exit(0)  # it only has what its forks use, and says so at length
-    os._exit(0)  # it only has what its forks use, and says so at length
