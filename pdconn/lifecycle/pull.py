@@ -24,6 +24,13 @@ read settles, or after ``drain_s`` at the latest.  In the latter case the report
 blocks are quarantined: the engine may not use them until the read settles and they are
 *released*.
 
+Each message costs the lender more than what it says.  So pulls from one lender renew together:
+when one is due, the others are asked to *renew along*, and do if most of their own wait is over::
+
+    first   ├─────────────────────► due: renews
+    second       ├─────────────────────►  two thirds are over: renews along, sooner than due
+    third                   ├─────────────────────►  not yet
+
 The deadline counts from *sending* the claim or renewal that was granted, so it passes
 here before it passes at the lender, if both clocks run alike.  It spares reads that cannot be
 confirmed any more.  What is believed does not depend on it: a virtual machine that was frozen for
@@ -41,8 +48,15 @@ from enum import StrEnum
 RENEWALS_PER_TTL = 3
 """A renewal is sent after a third of the time-to-live, so two may be lost."""
 
+RENEWS_ALONG_FROM = 2 / 3
+"""Of the wait for a renewal: from then on it is sent along with another pull's that is due.
+
+So a pull renews at most 1.5 times as often as alone.  What is sent to one lender, where all leases
+last equally long, is more than a third of a wait apart, however many pulls hold claims there.
+"""
+
 MIN_RENEWAL_S = 0.05
-"""A third of this is the least time between two renewals of one pull."""
+"""A third of this is the least time that a pull waits for its next renewal to be due."""
 
 _EXPIRED = "the claim expired and no renewal was answered"
 
@@ -188,8 +202,8 @@ class Pull:
     """
 
     __slots__ = (
-        "_deadline", "_patience", "_reason", "_renew_at", "_sent", "_seq", "_verify", "_wait_until",
-        "state", "wanted",
+        "_deadline", "_patience", "_reason", "_renew_at", "_renew_from", "_sent", "_seq", "_verify",
+        "_wait_until", "state", "wanted",
     )  # fmt: skip
 
     def __init__(self, patience: Patience, now: float, verify: bool = False) -> None:
@@ -199,6 +213,7 @@ class Pull:
         self._wait_until = now + patience.claim_s
         self._deadline = now
         self._renew_at: float | None = None
+        self._renew_from = now
         self._sent: dict[int, float] = {}
         self._seq = 0
         self.wanted = False
@@ -232,7 +247,7 @@ class Pull:
             return []
         self._sent = {other: at for other, at in self._sent.items() if other > seq}
         self._deadline = max(self._deadline, sent + ttl_s)
-        self._renew_at = sent + ttl_s / RENEWALS_PER_TTL
+        self._await_renewal(sent, ttl_s)
         self._enter("granted")
         if now >= self._deadline:
             return self.fail("the claim had expired when its grant arrived", now)
@@ -301,6 +316,12 @@ class Pull:
             return [ReportFailed(self._reason or "failed", quarantined=True)]
         return self._tick_claim(now) if state in _RENEWING else []
 
+    def renew_along(self, now: float) -> list[Effect]:
+        """Another pull renews its claim on the same lender: renew this one too, or wait on."""
+        if self._renew_at is None or now < self._renew_from:
+            return []
+        return self._send_renewal(now) if self.state in _RENEWING and now < self._deadline else []
+
     def next_deadline(self) -> float | None:
         """When ``tick`` may do something, or None when only an event can."""
         if self.state in ENDED or self.state is PullState.QUARANTINED:
@@ -341,8 +362,17 @@ class Pull:
     def _renew(self, now: float) -> list[Effect]:
         if self._renew_at is None or now < self._renew_at:
             return []
-        self._renew_at = now + max(self._deadline - now, MIN_RENEWAL_S) / RENEWALS_PER_TTL
+        return self._send_renewal(now)
+
+    def _send_renewal(self, now: float) -> list[Effect]:
+        self._await_renewal(now, max(self._deadline - now, MIN_RENEWAL_S))
         return [SendRenew(self._next_seq(now))]
+
+    def _await_renewal(self, sent: float, left_s: float) -> None:
+        """The last claim or renewal was sent at ``sent``, when ``left_s`` were left of the time."""
+        wait_s = left_s / RENEWALS_PER_TTL
+        self._renew_at = sent + wait_s
+        self._renew_from = sent + RENEWS_ALONG_FROM * wait_s
 
     def _read_if_wanted(self, now: float) -> list[Effect]:
         if not self.wanted or not self._enter("wanted"):

@@ -13,13 +13,13 @@ A host without the secret that dials learns a nonce and nothing else: the lender
 proof only after it has checked the reader's, and the reader sends no message before it has
 checked the lender's.
 
-Everything is derived from the secret *and both nonces* (HKDF's extract and expand,
-RFC 5869)::
+Everything is derived from the secret *and both nonces* (HKDF's extract and expand, RFC 5869, with
+HMAC-SHA256); tags are those of keyed BLAKE2b (RFC 7693), which takes less time for each frame::
 
     session = HMAC(label ‖ version ‖ r ‖ l ‖ endpoint, secret)
     HMAC(session, "reader proves"),  HMAC(session, "lender proves")    the proofs
     HMAC(session, "reader seals"),   HMAC(session, "lender seals")     keys of tags
-    tag     = HMAC(key of the sender, sequence number ‖ body), 16 bytes
+    tag     = BLAKE2b(key of the sender, sequence number ‖ body), 16 bytes
 
 So no frame of one connection is valid on another (fresh nonces), in the other direction
 (labels), or elsewhere in the stream (sequence numbers).  The *endpoint* is the ``host:port``
@@ -37,10 +37,13 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from enum import IntEnum
+from hashlib import blake2b
 
 from pdconn.protocol.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
+"""Of the handshake and of tags; version 1 made tags with HMAC-SHA256."""
+
 NONCE_NBYTES = 32
 TAG_NBYTES = 16
 MIN_SECRET_NBYTES = 16
@@ -98,15 +101,13 @@ class _Seal:
     """Tags of one direction: each is valid for one body at one position in the stream."""
 
     def __init__(self, session: bytes, label: bytes) -> None:
-        key = hmac.digest(session, label, "sha256")
-        self._keyed = hmac.new(key, digestmod="sha256")  # copied: half of a new one's cost
+        self._key = hmac.digest(session, label, "sha256")
         self._next = 0
 
     def tag(self, body: bytes) -> bytes:
-        made = self._keyed.copy()
-        made.update(self._next.to_bytes(8, "big") + body)
+        numbered = self._next.to_bytes(8, "big") + body
         self._next += 1
-        return made.digest()[:TAG_NBYTES]
+        return blake2b(numbered, digest_size=TAG_NBYTES, key=self._key).digest()
 
 
 class _Side:

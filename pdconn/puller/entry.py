@@ -1,9 +1,10 @@
-"""A request in work at a decode rank: its state, its times, and what it makes of results."""
+"""A request in work at a decode rank: its state, its times, its alarm, what it makes of results."""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdconn.lifecycle.pull import (
@@ -182,3 +183,55 @@ class PullEntry:
         problem = known.problem()
         counts["pulls_verified" if problem is None else "pulls_corrupted"] += 1
         return self.machine.verified(problem, now)
+
+
+class PullAlarms:
+    """When the machines of ``entries``, by request, must be ticked.
+
+    One alarm of an entry counts, and it may be too early: what was put off is set anew when it is
+    the next to ring, which costs less than to find it in the heap before.
+    """
+
+    def __init__(self, entries: Mapping[str, PullEntry]) -> None:
+        self._entries = entries
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def set(self, entry: PullEntry) -> None:
+        """Tick the entry at its machine's deadline, or sooner."""
+        deadline = entry.machine.next_deadline()
+        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
+            heapq.heappush(self._heap, (deadline, entry.request))
+            entry.alarm = deadline
+
+    def first(self) -> float | None:
+        """When the next machine must be ticked, not sooner; None when only events can matter."""
+        entry = self._next()
+        return None if entry is None else entry.alarm
+
+    def due(self, now: float) -> list[PullEntry]:
+        """Take the entries to tick at ``now``; their alarms are over."""
+        due = []
+        while (entry := self._next()) is not None and self._heap[0][0] <= now:
+            heapq.heappop(self._heap)
+            entry.alarm = None
+            due.append(entry)
+        return due
+
+    def _next(self) -> PullEntry | None:
+        """The entry whose alarm rings first, after what would ring for nothing is dropped."""
+        while self._heap:
+            at, request = self._heap[0]
+            entry = self._entries.get(request)
+            if entry is None or entry.alarm != at:
+                heapq.heappop(self._heap)
+                continue
+            deadline = entry.machine.next_deadline()
+            if deadline is not None and deadline <= at:
+                return entry
+            heapq.heappop(self._heap)
+            entry.alarm = None
+            self.set(entry)
+        return None

@@ -15,7 +15,6 @@ is an event in the peer table, and each call ends by handling those (:meth:`Pull
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from pdconn.protocol.messages import (
 )
 from pdconn.protocol.ticket import check_blocks
 from pdconn.puller.commands import ClaimTicket, Command, FailPull, ReadBlocks
-from pdconn.puller.entry import Measured, PullEntry
+from pdconn.puller.entry import Measured, PullAlarms, PullEntry
 from pdconn.puller.peers import (
     MAX_PEERS,
     Dialer,
@@ -95,7 +94,7 @@ class Pulls:
         self._clock = clock
         self._entries: dict[str, PullEntry] = {}
         self._by_pull: dict[str, PullEntry] = {}
-        self._alarms: list[tuple[float, str]] = []
+        self._alarms = PullAlarms(self._entries)
         self.unplanned: deque[PullEntry] = deque()
         self.peers = PeerTable(me.engine_id, me.pair, post, dialer, max_peers)
         self.warmup = PeerWarmup(
@@ -140,7 +139,7 @@ class Pulls:
         if peer.state is PeerState.READY:
             self._greeted(entry)
         else:
-            self._set_alarm(entry)
+            self._alarms.set(entry)
 
     def _start_read(self, command: ReadBlocks) -> None:
         entry, now = self._entries.get(command.request), self._clock()
@@ -250,31 +249,35 @@ class Pulls:
     def next_deadline(self) -> float | None:
         """When :meth:`tick` should run next, or None when only an event can matter."""
         warmup = self.warmup.alarm
-        first = self._alarms[0][0] if self._alarms else warmup
-        return first if warmup is None or first is None else min(first, warmup)
+        first = self._alarms.first()
+        return min((at for at in (first, warmup) if at is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Tick the machines whose time has come."""
         if self.warmup.alarm is not None and self.warmup.alarm <= now:
             self.warmup.tick(now)
-        due: dict[str, None] = {}
-        while self._alarms and self._alarms[0][0] <= now:
-            due[heapq.heappop(self._alarms)[1]] = None
-        for request in due:
-            if (entry := self._entries.get(request)) is not None:
-                entry.alarm = None
-                self._tick(entry, now)
+        renewing: dict[Peer, None] = {}
+        for entry in self._alarms.due(now):
+            if self._tick(entry, now):
+                renewing[entry.peer] = None
+        for peer in renewing:
+            for entry in self._using(peer):
+                if effects := entry.machine.renew_along(now):
+                    self._perform(entry, effects)
         self._drain()
 
-    def _tick(self, entry: PullEntry, now: float) -> None:
-        was = entry.machine.state
-        self._perform(entry, entry.machine.tick(now))
+    def _tick(self, entry: PullEntry, now: float) -> bool:
+        """Returns whether the entry renews its claim."""
+        was, effects = entry.machine.state, entry.machine.tick(now)
+        renews = any(isinstance(effect, machine.SendRenew) for effect in effects)
+        self._perform(entry, effects)
         is_over = entry.machine.state in ENDED
         if is_over and was is PullState.GREETING:
             self.peers.close(entry.peer, "no greeting in time")
         elif is_over and was in (PullState.CLAIMING, PullState.CONFIRMING):
             self.peers.retire(entry.peer, f"a pull was not answered in time while {was}")
             self._forget_peer_if_idle(entry.peer)
+        return renews
 
     def handle(self, result: JobResult) -> None:
         """A job that was posted is done."""
@@ -312,7 +315,7 @@ class Pulls:
         if entry.machine.state in ENDED:
             self._forget_if_over(entry)
         else:
-            self._set_alarm(entry)
+            self._alarms.set(entry)
 
     def _perform_one(self, entry: PullEntry, effect: Effect) -> list[Effect]:
         """Returns what the machine asks for next."""
@@ -362,17 +365,6 @@ class Pulls:
         self.peers.unsent[entry.peer] = None
         self._post(Sum(entry, begun.expected))
         return []
-
-    def _set_alarm(self, entry: PullEntry) -> None:
-        """Tick the entry at its machine's deadline, or sooner.
-
-        One alarm of an entry counts, and it may ring too early: what was put off is set anew
-        when it rings, which costs less than to find it in the heap before.
-        """
-        deadline = entry.machine.next_deadline()
-        if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
-            heapq.heappush(self._alarms, (deadline, entry.request))
-            entry.alarm = deadline
 
     def _forget_if_over(self, entry: PullEntry, even_if_unasked: bool = False) -> None:
         """Drop an entry that is reported.  One that failed unasked waits for the asking."""

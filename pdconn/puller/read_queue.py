@@ -118,6 +118,19 @@ class ChunkSizer:
     def __init__(self, nbytes: int = FIRST_NBYTES, least: int = LEAST_NBYTES) -> None:
         self.chunk_nbytes = nbytes
         self._least = least
+        self._nbytes_per_s = math.inf
+
+    def expected_s(self, nbytes: int) -> float:
+        """Seconds that a chunk takes at the pace of the last long one; 0.0 if none may be expected.
+
+        That is so before there was one, and for short chunks: latencies decide how long they take.
+        """
+        return nbytes / self._nbytes_per_s if nbytes >= self._least else 0.0
+
+    def learn_pace(self, nbytes: int, seconds: float) -> None:
+        """A chunk took ``seconds``, in which the peer sent nothing else."""
+        if nbytes >= self._least and seconds > 0:
+            self._nbytes_per_s = nbytes / seconds
 
     def learn(self, stats: ReadStats) -> None:
         """Learn from a settled chunk.  Short ones tell of latencies and not of the link."""
@@ -212,6 +225,7 @@ class PeerReadQueue:
         self._queue: FairQueue[QueuedRead] = FairQueue()
         self._open: dict[QueuedRead, None] = {}
         self._in_flight_nbytes = 0
+        self._settled_at = self._expected_at = -math.inf
 
     def add(self, tag: object, peer: PeerId, spans: Spans) -> None:
         """Queue a read."""
@@ -249,6 +263,11 @@ class PeerReadQueue:
             self._queue.done()
         return part
 
+    def expected_at(self, part: ReadChunk, now: float) -> float:
+        """When ``part``, posted at ``now`` seconds, should have arrived, after those before it."""
+        self._expected_at = max(now, self._expected_at) + self._sizer.expected_s(part.nbytes)
+        return self._expected_at
+
     def settled(self, part: ReadChunk, settled: Settled, at: float) -> bool:
         """A chunk can write nothing any more, as was seen at ``at`` seconds.
 
@@ -261,8 +280,13 @@ class PeerReadQueue:
         read.add(settled.stats, at)
         if settled.error is None:
             self._sizer.learn(settled.stats)
+            began = max(self._settled_at, at - settled.stats.transfer_s)
+            self._sizer.learn_pace(part.nbytes, at - began)
         else:
             read.error = read.error or settled.error
+        self._settled_at = at
+        if not self._in_flight_nbytes:
+            self._expected_at = at
         if not read.is_over:
             return False
         del self._open[read]

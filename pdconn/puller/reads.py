@@ -1,18 +1,13 @@
-"""The reads of a decode rank: jobs for its transport, and the thread that carries them out.
+"""The reads of a decode rank: jobs for its transport, and their results.
 
-Posting a read may copy the whole of it before it returns, so it happens on a thread of its
-own: neither the engine nor the thread that renews claims ever waits for a copy.
-
-``TransportJobs`` is the work without the thread: a simulation reads in virtual time with the
-code that ``ReaderThread`` runs.  Long reads are posted in chunks, so that short ones get
-their turn (:mod:`pdconn.puller.read_queue`).
+This is the work without the thread (:mod:`pdconn.puller.reader_thread`): a simulation reads in
+virtual time with the same code.  Long reads are posted in chunks, so that short ones get their
+turn (:mod:`pdconn.puller.read_queue`).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,11 +23,21 @@ from transport.errors import BadAddress
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 5.0
-"""How long closing waits for reads in flight; their memory is gone afterwards."""
+QUICK_NBYTES = 4 << 20
+"""Where posting copies (shared memory), this takes half a millisecond: about what it takes to wake
+another thread and to be woken by it, and less than a plan."""
+
+QUICK_RUNS = 512
+"""Each costs about a microsecond to post."""
 
 _PAUSES_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001)
 """Between polls of a read in flight: quick at first, then a thousand a second."""
+
+_RARELY_S = 0.004
+_EXPECTED_SHARE = 0.8
+"""Reads that may be expected to last are polled every ``_RARELY_S`` seconds until this share of
+their time has passed: each poll takes the interpreter's lock, and UCX's lock from the thread that
+moves the bytes.  A read that ends sooner than expected is noticed that much later at most."""
 
 _HANGING = 5000
 """Polls without a result after which a read is taken to hang, and polled every ``_HANGING_S``."""
@@ -112,6 +117,14 @@ Job = Connect | Disconnect | Read | Sum
 JobResult = Connected | ReadSettled | Summed
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A chunk that was posted; before ``soon_at`` seconds it is not expected to settle."""
+
+    chunk: ReadChunk
+    soon_at: float
+
+
 class TransportJobs:
     """Carries out jobs on a transport, on the thread that calls it.
 
@@ -133,8 +146,9 @@ class TransportJobs:
         self._clock = clock
         self._sizer = sizer or ChunkSizer()
         self._queues: dict[PeerId, PeerReadQueue] = {}
-        self._in_flight: dict[ReadId, ReadChunk] = {}
+        self._in_flight: dict[ReadId, _InFlight] = {}
         self._users: Counter[PeerId] = Counter()
+        self._proven: set[PeerId] = set()
         self._addresses: dict[PeerId, bytes] = {}
         self._memory = AnyMemory()
 
@@ -152,10 +166,31 @@ class TransportJobs:
         """Whether a chunk of some read waits to be posted, and may be."""
         return self._ready_peer() is not None
 
-    @property
-    def poll_pause_s(self) -> float:
-        """As ``Transport.poll_pause_s``."""
-        return self._transport.poll_pause_s
+    def is_quick(self, read: Read) -> bool:
+        """Whether ``read`` can be posted now in no more time than a short copy takes.
+
+        It is short, nothing else is read, and the peer was read from before: the first read
+        connects, which may take long.  Only the thread that connects is bound to a GPU, so device
+        memory is left to it.
+        """
+        spans = read.spans
+        return (
+            not self._queues
+            and read.peer in self._proven
+            and len(spans) <= QUICK_RUNS
+            and spans.total_bytes <= QUICK_NBYTES
+            and spans.local_device.kind == spans.remote_device.kind == "cpu"
+        )
+
+    def pause_s(self, idle_polls: int) -> float:
+        """Seconds until the next poll, after ``idle_polls`` in a row in which nothing settled."""
+        soon_at = min((each.soon_at for each in self._in_flight.values()), default=0.0)
+        if self._clock() + _RARELY_S < soon_at:
+            return _RARELY_S
+        if idle_polls > _HANGING:
+            return _HANGING_S
+        pause = _PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)]
+        return max(pause, self._transport.poll_pause_s)
 
     def do(self, job: Job) -> None:
         """Carry out a job.  A read is only queued: :meth:`post` begins it."""
@@ -169,6 +204,7 @@ class TransportJobs:
             if self._users[job.peer] <= 0:
                 del self._users[job.peer]
                 self._addresses.pop(job.peer, None)
+                self._proven.discard(job.peer)
                 self._transport.disconnect(job.peer)
         else:
             reads = self._queues.setdefault(job.peer, PeerReadQueue(self._sizer))
@@ -181,12 +217,14 @@ class TransportJobs:
             return False
         reads = self._queues[peer] = self._queues.pop(peer)  # last in line from now on
         chunk = reads.next()
+        began = self._clock()
         try:
             posted = self._transport.read(peer, chunk.spans)
         except TransportError as error:
             self._ended(chunk, Settled(_NOTHING, error))
         else:
-            self._in_flight[posted] = chunk
+            soon_at = began + _EXPECTED_SHARE * (reads.expected_at(chunk, began) - began)
+            self._in_flight[posted] = _InFlight(chunk, soon_at)
         return True
 
     def poll(self) -> bool:
@@ -195,7 +233,7 @@ class TransportJobs:
         for read in list(self._in_flight):
             settled = self._transport.poll(read)
             if settled is not None:
-                self._ended(self._in_flight.pop(read), settled)
+                self._ended(self._in_flight.pop(read).chunk, settled)
                 ended = True
         return ended
 
@@ -210,6 +248,8 @@ class TransportJobs:
         read = chunk.read
         reads = self._queues[read.peer]
         now = self._clock()
+        if settled.ok and read.peer in self._users:
+            self._proven.add(read.peer)
         if reads.settled(chunk, settled, now):
             if not len(reads):
                 del self._queues[read.peer]
@@ -251,88 +291,3 @@ class TransportJobs:
         peer = PeerId(named_in(address))
         if self._users[peer] > 0 and self._addresses[peer] != address:
             raise BadAddress(f"{peer} is in use under another address")
-
-
-class ReaderThread:
-    """Runs jobs in order and hands their results to ``deliver``, on this thread.
-
-    Args:
-        transport: owned from now on, and closed by :meth:`close`.
-        deliver: must not block; also gets ReaderStopped when this thread dies.
-        sizer: as of :class:`TransportJobs`.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        deliver: Callable[[JobResult | ReaderStopped], None],
-        clock: Callable[[], float] = steady,
-        sizer: ChunkSizer | None = None,
-    ) -> None:
-        self._transport_jobs = TransportJobs(transport, deliver, clock, sizer)
-        self._deliver = deliver
-        self._clock = clock
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="pdconn-reader", daemon=True)
-        self._thread.start()
-
-    def post(self, job: Job) -> None:
-        """Queue a job; never blocks."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Finish the queued jobs, wait a while for reads in flight, close the transport."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            log.critical("pdconn: the reader thread stopped", exc_info=True)
-            self._deliver(ReaderStopped(f"{type(error).__name__}: {error}"))
-        finally:
-            self._transport_jobs.close()
-
-    def _work(self) -> None:
-        stop_by: float | None = None
-        idle_polls = 0
-        while stop_by is None or (self._is_busy and self._clock() < stop_by):
-            try:
-                job = self._next_job(idle_polls)
-            except queue.Empty:
-                idle_polls += 1
-            else:
-                idle_polls = 0
-                if job is None:
-                    stop_by = self._clock() + DRAIN_S
-                else:
-                    self._transport_jobs.do(job)
-                    if isinstance(job, Read):
-                        continue  # a read that arrives now may go before what waits to be posted
-            posted = self._transport_jobs.post()
-            if self._transport_jobs.poll() or posted:
-                idle_polls = 0
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._transport_jobs.is_ready or len(self._transport_jobs) > 0
-
-    def _next_job(self, idle_polls: int) -> Job | None:
-        """A job, or None to stop; waits for as long as there is nothing else to do.
-
-        Raises:
-            queue.Empty: there is no job, but reads to post or poll.
-        """
-        if self._transport_jobs.is_ready:
-            return self._jobs.get_nowait()
-        if len(self._transport_jobs):
-            pause = _pause_after(idle_polls, self._transport_jobs.poll_pause_s)
-            return self._jobs.get(timeout=pause)
-        return self._jobs.get()
-
-
-def _pause_after(idle_polls: int, least_s: float) -> float:
-    if idle_polls > _HANGING:
-        return _HANGING_S
-    return max(_PAUSES_S[min(idle_polls, len(_PAUSES_S) - 1)], least_s)

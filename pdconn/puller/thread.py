@@ -24,7 +24,8 @@ from pdconn.puller.dialer import LookedUp, Resolve, SocketDialer
 from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
-from pdconn.puller.reads import JobResult, ReaderStopped, ReaderThread
+from pdconn.puller.reader_thread import ReaderThread
+from pdconn.puller.reads import Job, JobResult, Read, ReaderStopped
 from pdconn.puller.results import NO_RESULTS, PullResults, Report
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
@@ -87,14 +88,15 @@ class Puller:
         self._awaited: set[str] = set()
         self._broken: str | None = None
         self._stopping = False
-        self._reader = ReaderThread(transport, self._inbox.put, clock)
+        self._may_read_now = False
+        self._reader = ReaderThread(transport, self._hear, clock)
         self._dialer = SocketDialer(
             self._selector, self._inbox.put, security or Security(), through, resolve
         )
         self._pulls = Pulls(
             me,
             self._dialer,
-            self._reader.post,
+            self._post_job,
             clock,
             patience=patience or Patience(),
             verify=verify,
@@ -103,6 +105,24 @@ class Puller:
         )
         self._thread = threading.Thread(target=self._run, name="pdconn-puller", daemon=True)
         self._thread.start()
+
+    def _post_job(self, job: Job) -> None:
+        """Have the reader do ``job``, or one short read a turn ourselves.
+
+        Of many that are due at once the others are copied while we plan and say what is due.
+        """
+        if self._may_read_now and isinstance(job, Read):
+            self._may_read_now = not self._reader.read_now(job)
+            if not self._may_read_now:
+                return
+        self._reader.post(job)
+
+    def _hear(self, result: JobResult | ReaderStopped) -> None:
+        """A result of the reader.  Our own thread looks for items before it sleeps."""
+        if threading.current_thread() is self._thread:
+            self._inbox.put_quietly(result)
+        else:
+            self._inbox.put(result)
 
     def post(self, command: Command) -> None:
         """Have ``command`` carried out, after those before it; never blocks."""
@@ -183,9 +203,10 @@ class Puller:
 
     def _turn(self, wake_at: float | None) -> float | None:
         """Wait until ``wake_at`` for something to do, and do it; returns when to wake next."""
-        pulls = self._pulls
+        pulls, self._may_read_now = self._pulls, True
         timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
-        for key, events in self._selector.select(0.0 if pulls.unplanned else timeout_s):
+        has_work = pulls.unplanned or self._inbox.items
+        for key, events in self._selector.select(0.0 if has_work else timeout_s):
             if key.data is None:
                 self._inbox.drain()
                 continue
@@ -193,15 +214,7 @@ class Puller:
                 pulls.serve(key.data)
             if events & selectors.EVENT_WRITE:
                 pulls.flush(key.data)
-        for item in self._inbox.take():
-            if isinstance(item, Command):
-                pulls.apply(item)
-            elif isinstance(item, JobResult):
-                pulls.handle(item)
-            elif isinstance(item, LookedUp):
-                self._dialer.looked_up(item, pulls.peers)
-            else:
-                self._break(item.error)
+        self._take_items()
         pulls.tick(self._clock())
         if pulls.reports or pulls.counts:
             self._hand_over()  # before the lenders hear of it: the engine may be waiting
@@ -209,6 +222,20 @@ class Puller:
         if pulls.reports or pulls.counts:
             self._hand_over()
         return wake_at
+
+    def _take_items(self) -> None:
+        """Handle what was posted, and what short reads that it leads to have come to."""
+        pulls = self._pulls
+        while items := self._inbox.take():
+            for item in items:
+                if isinstance(item, Command):
+                    pulls.apply(item)
+                elif isinstance(item, JobResult):
+                    pulls.handle(item)
+                elif isinstance(item, LookedUp):
+                    self._dialer.looked_up(item, pulls.peers)
+                else:
+                    self._break(item.error)
 
     def _hand_over(self) -> None:
         """Let the engine have what the pulls report and count."""

@@ -29,7 +29,7 @@ class Limits:
     first_backoff_s: float = registry.FIRST_BACKOFF_S
     patience_s: float = abandoned.PATIENCE_S
     most_ticket_returns: int = ticket_return.MOST_RETURNS
-    last_returns_s: float = 3.0
+    last_returns_s: float = 4.0
     most_tokens: int = tokenize.MOST_TOKENS
     most_token_nbytes: int = tokenize.MAX_NBYTES
 

@@ -206,15 +206,41 @@ def test_a_failed_proof_cannot_be_tried_again() -> None:
     [
         (b"", "does the peer have a secret"),
         (b"\x91\x85\xa4type\xa5hello", "does the peer have a secret"),
-        (b"pdconn-auth\x09\x01" + bytes(32), "handshake version: expected 1, got 9"),
-        (b"pdconn-auth\x01\x03" + bytes(32), r"expected 1 \(hello\), got 3"),
-        (b"pdconn-auth\x01\x01" + bytes(31), "hello, bytes: expected 45, got 44"),
-        (b"pdconn-auth\x01\x01" + bytes(900), "hello, bytes: expected 45, got 913"),
+        (b"pdconn-auth\x09\x01" + bytes(32), "handshake version: expected 2, got 9"),
+        (b"pdconn-auth\x01\x01" + bytes(32), "handshake version: expected 2, got 1"),
+        (b"pdconn-auth\x02\x03" + bytes(32), r"expected 1 \(hello\), got 3"),
+        (b"pdconn-auth\x02\x01" + bytes(31), "hello, bytes: expected 45, got 44"),
+        (b"pdconn-auth\x02\x01" + bytes(900), "hello, bytes: expected 45, got 913"),
     ],
 )
 def test_what_is_no_hello_is_named(body: bytes, text: str) -> None:
     with pytest.raises(AuthError, match=text):
         sides()[1].feed(body)
+
+
+def test_a_reader_names_the_version_of_an_older_lender() -> None:
+    reader, _ = sides()
+    with pytest.raises(AuthError, match="handshake version: expected 2, got 1"):
+        reader.feed(b"pdconn-auth\x01\x02" + L)
+
+
+def test_proofs_and_tags_are_those_that_openssl_computes() -> None:
+    """``openssl dgst -sha256 -mac HMAC`` and ``openssl mac -macopt size:16 BLAKE2BMAC``."""
+    endpoint = "lender.example:7777"
+    reader = ReaderAuth(Secret(SECRET), R, endpoint)
+    lender = LenderAuth(Secret(SECRET), L, (endpoint,))
+    proofs = [frame[13:].hex() for frame in shake(reader, lender)[2:]]
+    assert proofs == [
+        "bd4082c68f4687a86a7af2bc60d42aa73cdce5a19e34054d7d15d5e08b7721c8",
+        "c98bc9c4d1f06b97905eb6bb958fd8a4e9b23b2badf0304a8d1a106288cac161",
+    ]
+    tags = [side.seal(b"claim")[:TAG_NBYTES].hex() for side in (reader, reader, lender, lender)]
+    assert tags == [
+        "121001ce1c0a48bcf3fe023a644d927a",
+        "aa8d8bde5bc257b5adbd3944d972b95f",
+        "82ae3970be668ee944c68be50083a296",
+        "4a70aa3c5e1c8a3a64b61104aaf5f9ca",
+    ]
 
 
 def test_a_secret_is_the_same_with_one_newline_and_has_16_bytes() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdconn.puller.read_queue import CHUNK_S, MOST_NBYTES, ChunkSizer, PeerReadQueue, QueuedRead
-from pdconn.puller.reads import JobResult, Read, ReaderThread, ReadSettled, TransportJobs
+from pdconn.puller.reader_thread import ReaderThread
+from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
 from transport import BackendFailure, Memory, PeerId, PeerUnknown, ReadStats, Settled, Spans
 from transport.inprocess.faults import Failing, Held
 from transport.inprocess.network import InProcessNetwork

@@ -4,77 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from pdconn.lifecycle.pull import Patience, PullState
+from pdconn.lifecycle.pull import PullState
 from pdconn.planning.plan import Need
 from pdconn.protocol.messages import (
     Confirmed,
     FromLender,
     Granted,
-    RankGeometry,
     RefusalReason,
     Refused,
     Rejected,
-    Welcome,
-    encode,
 )
-from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.commands import ClaimTicket, ReadBlocks
-from pdconn.puller.peers import Peer
-from pdconn.puller.pulls import Pulls
-from pdconn.puller.rank import Rank
-from pdconn.puller.reads import Connect, Connected, Job
+from pdconn.puller.commands import ReadBlocks
 from pdconn.puller.results import FailedPull
-from tests.fakes.connection_end import ConnectionEnd
-from tests.fakes.pair import TRAITS, Cache
-from transport import PeerId
-
-BLOCKS = (BlockList(0, (1, 2, 3)),)
-CLAIM_S = 10.0
-
-
-class OneRank:
-    """The pulls of a rank, and lenders that say what the test wants."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.memory = Cache("BHLNC", filled=False)
-        self._jobs: list[Job] = []
-        me = Rank("d", 0, 1, 0, self.memory.references, TRAITS)
-        self.pulls = Pulls(
-            me, self, self._jobs.append, lambda: self.now, patience=Patience(claim_s=CLAIM_S)
-        )
-
-    def dial(self, peer: Peer) -> None:
-        """As ``pdconn.puller.peers.Dialer.dial``."""
-        peer.connection = ConnectionEnd()
-
-    def claim(self, request: str, lender: str) -> None:
-        """Claim a ticket of ``lender``; ``request`` names the pull, too."""
-        ticket = Ticket(f"p{lender}", f"b{lender}", request, lender, 1, 12, "0" * 32, BLOCKS)
-        self.pulls.apply(ClaimTicket(request, request, ticket))
-
-    def peer(self, lender: str) -> Peer:
-        return next(peer for peer in self.pulls.peers if peer.key.host == lender)
-
-    def hear(self, lender: str, *messages: FromLender) -> None:
-        """All in one frame."""
-        peer = self.peer(lender)
-        assert isinstance(peer.connection, ConnectionEnd)
-        peer.connection.arrived.append(encode(messages))
-        self.pulls.serve(peer)
-
-    def greet(self, lender: str) -> None:
-        """The lender says what it is, and the transport reaches it."""
-        rank = RankGeometry(0, 0, b"address", self.memory.references)
-        self.hear(lender, Welcome.of(f"p{lender}", f"b{lender}", TRAITS, (rank,)))
-        jobs, self._jobs[:] = list(self._jobs), []
-        for job in jobs:
-            assert isinstance(job, Connect)
-            self.pulls.handle(Connected(job.tag, PeerId(lender), None))
-        self.pulls.finish_turn()
-
-    def state(self, request: str) -> PullState:
-        return self.pulls._entries[request].machine.state
+from tests.puller.renewals.one_rank import BLOCKS, CLAIM_S, OneRank
 
 
 @pytest.fixture

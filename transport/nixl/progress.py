@@ -102,7 +102,7 @@ class ProgressThread:
     """The progress thread of a UCX backend, tried for a moment.
 
     Args:
-        cores: that the thread may run on from now on; empty leaves it as it is.
+        cores: that the thread may run on while it is driven; empty leaves it where it is.
 
     Raises:
         OSError: its descriptor is not known, or it cannot be kept awake.
@@ -113,6 +113,7 @@ class ProgressThread:
             seen = len(worker.descriptors)
             raise OSError(f"event descriptors of UCX: expected one, found {seen}")
         self._is_driven = False
+        self._cores: tuple[set[int], set[int]] | None = None
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._events = select.epoll.fromfd(os.dup(worker.descriptors[0]))  # closes what it gets
@@ -123,7 +124,10 @@ class ProgressThread:
         try:
             self._thread = self._try(worker.threads)
             if cores:
-                os.sched_setaffinity(self._thread, set(cores))
+                at_rest = os.sched_getaffinity(self._thread)
+                os.sched_setaffinity(self._thread, set(cores))  # raises if there are none of these
+                os.sched_setaffinity(self._thread, at_rest)
+                self._cores = at_rest, set(cores)
         except OSError:
             self.close()
             raise
@@ -132,6 +136,7 @@ class ProgressThread:
         """Let the thread spin; harmless while it does."""
         if not self._is_driven:
             self._is_driven = True
+            self._bind()
             os.eventfd_write(self._awake, 1)
 
     def rest(self) -> None:
@@ -139,6 +144,13 @@ class ProgressThread:
         if self._is_driven:
             self._is_driven = False
             os.eventfd_read(self._awake)
+            self._bind()
+
+    def _bind(self) -> None:
+        """Keep a thread that spins off the model's cores; one that rests may wake up on any."""
+        if self._cores is not None:
+            with contextlib.suppress(OSError):  # the machine's cores have changed
+                os.sched_setaffinity(self._thread, self._cores[self._is_driven])
 
     def waited_s(self) -> float:
         """Seconds that the thread was able to run and had no core, since it began."""

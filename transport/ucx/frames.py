@@ -2,7 +2,7 @@
 
     reader                                         lender
     ReaderHello(session, worker address) ────►     connects back to the reader
-    PieceRequest(session, number, tag, runs) ►     checked, gathered, sent as one
+    PieceRequest(session, number, tag, runs) ►     checked, sent as one message
         ◄── the runs' bytes, tagged with the request's tag
     PieceRequest(…)  ────────────────────────►
         ◄── PieceRefused(session, tag, reason), and a message that is too long
@@ -15,7 +15,7 @@ cannot make us allocate, connect or answer; and a frame recorded before a restar
 is invalid after it.  The numbers of a session's frames only grow, so that a
 frame cannot be replayed either.
 
-    "pdU1" | kind u8 | 0 u8 | count u16 | number u64 | tag u64 | session 16 | body | mac 32
+    "pdU2" | kind u8 | 0 u8 | count u16 | number u64 | tag u64 | session 16 | body | mac 32
     body:   ReaderHello   the address of the reader's worker, ``count`` bytes
             PieceRequest  ``count`` addresses u64, then ``count`` lengths u32
             PieceRefused  ``count`` bytes of UTF-8: the reason; number 1: out of bounds
@@ -39,6 +39,12 @@ from transport.ucx.library import EAGER_BYTES
 SessionId = NewType("SessionId", bytes)
 """16 random bytes that a reader draws for each connection."""
 
+PROTOCOL = "pdU2"
+"""The version of these frames and of what is agreed on pieces; an address names it.
+
+``pdU1``: pieces of several runs had 512 KiB at most, since both sides copied them.
+"""
+
 SECRET_BYTES = 32
 SESSION_BYTES = 16
 MAC_BYTES = 32
@@ -49,12 +55,17 @@ MAX_FRAME_BYTES = EAGER_BYTES - 512
 """512 bytes are left for UCX's own headers."""
 
 _HEAD = struct.Struct("<4sBBHQQ16s")
-_MAGIC = b"pdU1"
+_MAGIC = PROTOCOL.encode()
+SAME_PDCONN = "run the same pdconn on both sides"
 _LAST_ADDRESS = np.uint64(2**63 - 1)
 
 
 class BadFrame(TransportError):
     """The bytes are not a valid frame, or their sender does not hold the secret."""
+
+
+class OtherProtocol(BadFrame):
+    """The sender holds the secret and speaks another version of the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,7 @@ def decode(data: bytes, secret: bytes) -> Frame:
     """The frame in ``data``, if its sender holds ``secret``.
 
     Raises:
+        OtherProtocol: the sender does, and speaks another version.
         BadFrame: the sender does not; or it is not a frame, with what was expected.
     """
     if not _HEAD.size + MAC_BYTES <= len(data) <= MAX_FRAME_BYTES:
@@ -141,8 +153,10 @@ def decode(data: bytes, secret: bytes) -> Frame:
     if not hmac.compare_digest(mac, _mac(plain, secret)):
         raise BadFrame(f"frame of {len(data)} bytes is not authenticated by our secret")
     magic, kind, zero, count, number, tag, session = _HEAD.unpack_from(plain)
-    if magic != _MAGIC or zero != 0 or kind not in _BODIES:
-        raise BadFrame(f"frame {magic!r}, kind {kind}, {zero}: expected {_MAGIC!r}, 1 to 3, 0")
+    if magic != _MAGIC:
+        raise OtherProtocol(f"frame of protocol {magic!r}, expected {_MAGIC!r}: {SAME_PDCONN}")
+    if zero != 0 or kind not in _BODIES:
+        raise BadFrame(f"frame of kind {kind}, {zero}: expected 1 to 3, 0")
     return _BODIES[kind](SessionId(session), number, tag, count, plain[_HEAD.size :])
 
 

@@ -1,13 +1,13 @@
-"""Answering readers: each piece that is requested is checked, gathered and sent.
+"""Answering readers: each piece that is requested is checked and sent from where it lies.
 
 All state that a reader can make us hold is bounded (:class:`LenderLimits`): the number of
 sessions, the requests that each may have queued (more is a breach, and ends the session),
-the messages in flight to each, and the staging buffers of all.  Readers are served in
-turn, one piece each.
+and the messages in flight, to each and to all.  A message has no buffer of its own: UCX
+reads what is lent, until the message is done.  Readers are served in turn, one piece each.
 
-A reader that stops receiving (a stopped process, a lost route) keeps the buffers of what
-is in flight to it.  If others need buffers then, it is dropped after ``stall_s``: its
-reads fail, theirs go on.
+A reader that stops receiving (a stopped process, a lost route) keeps its messages in
+flight.  If others wait because all together have no more, it is dropped after ``stall_s``:
+its reads fail, theirs go on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transport.regions import Regions
 from transport.types import HOST, Memory
 from transport.ucx.frames import (
     BadFrame,
+    OtherProtocol,
     PieceRefused,
     PieceRequest,
     ReaderHello,
@@ -31,15 +32,16 @@ from transport.ucx.frames import (
     decode,
     encode,
 )
-from transport.ucx.gather import Bytes, bytes_at, gather
-from transport.ucx.pieces import MAX_PIECE_BYTES, STAGED_BYTES, Runs
+from transport.ucx.pieces import MAX_PIECE_BYTES, Runs
+from transport.ucx.runs import RunsRequest
 from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 _log = logging.getLogger(__name__)
 
-_MAX_SPARE_BUFFERS = 8
 _MAX_ENDED = 4096
 _LIVENESS_S = 1.0
+_ZEROS = np.zeros(64 << 10, dtype=np.uint8)
+"""What messages that are too long are made of, however many are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,64 +51,24 @@ class LenderLimits:
     Attributes:
         readers: open sessions; beyond it the oldest idle one is dropped.
         queued: requests of one reader that wait to be answered.
-        sending: messages in flight to one reader.
-        buffers: staging buffers of all readers, ``STAGED_BYTES`` each.
-        stall_s: how long a reader may keep buffers that others wait for.
+        sending: messages in flight to one reader; a refusal is two, and may be one above it.
+        in_flight: messages in flight to all readers, likewise.
+        stall_s: how long a reader may keep messages in flight while others wait to send.
     """
 
     readers: int = 4096
     queued: int = 32
     sending: int = 16
-    buffers: int = 128
+    in_flight: int = 1024
     stall_s: float = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingMessage:
-    """A message in flight since ``since``, s; UCX may read its bytes until it is done.
+    """A message in flight since ``since``, s; UCX may read its bytes until it is done."""
 
-    ``buffer`` is the staging buffer that it was gathered in, if any.
-    """
-
-    request: UcxRequest
-    buffer: Bytes | None
+    request: UcxRequest | RunsRequest
     since: float
-
-
-class StagingBuffers:
-    """Buffers of ``STAGED_BYTES``, at most ``limit`` at a time; a few are kept for reuse.
-
-    A buffer is returned once its message is done, whichever way it ended, and never
-    before: until then UCX may read it.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._spare: list[Bytes] = []
-        self.taken = 0
-
-    def take(self) -> Bytes | None:
-        """A buffer with arbitrary content, or None at the limit."""
-        if self.taken == self._limit:
-            return None
-        self.taken += 1
-        return self._spare.pop() if self._spare else np.empty(STAGED_BYTES, dtype=np.uint8)
-
-    def give_back(self, buffer: Bytes) -> None:
-        """Return a buffer that nothing uses any more."""
-        self.taken -= 1
-        if len(self._spare) < _MAX_SPARE_BUFFERS:
-            self._spare.append(buffer)
-
-    def reclaim(self, messages: list[OutgoingMessage]) -> list[OutgoingMessage]:
-        """Return the buffers of finished ``messages``; gives those still in flight."""
-        in_flight = []
-        for message in messages:
-            if not message.request.done:
-                in_flight.append(message)
-            elif message.buffer is not None:
-                self.give_back(message.buffer)
-        return in_flight
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +107,7 @@ class UcxLender:
         self._readers: dict[SessionId, RemoteReader] = {}
         self._ended: dict[SessionId, None] = {}
         self._ending: list[OutgoingMessage] = []
-        self._buffers = StagingBuffers(self.limits.buffers)
+        self._in_flight = 0
         self._liveness_at = 0.0
 
     @property
@@ -161,8 +123,7 @@ class UcxLender:
     @property
     def num_sending(self) -> int:
         """Messages that UCX may still read from."""
-        readers = tuple(self._readers.values())  # a snapshot: other threads may ask as well
-        return len(self._ending) + sum(len(reader.sending) for reader in readers)
+        return self._in_flight
 
     def handle(self, data: bytes) -> None:
         """Handle one frame from the network; its sender is not known yet."""
@@ -172,6 +133,9 @@ class UcxLender:
                 self._open_session(frame)
             elif isinstance(frame, PieceRequest):
                 self._queue(frame)
+        except OtherProtocol as error:
+            self.refused_frames += 1
+            _log.warning("pdconn: ucx: a reader is not served: %s", error)
         except TransportError as error:
             self.refused_frames += 1
             _log.debug("pdconn: ucx lender refused a frame: %s", error)
@@ -180,8 +144,9 @@ class UcxLender:
         """Send what can be sent; returns whether anything was done."""
         self._drop_broken()
         worked = self._reclaim_ending()
-        for reader in list(self._readers.values()):
-            if reader.requests or reader.sending:
+        for session, reader in list(self._readers.items()):
+            is_served = session in self._readers  # else another's turn has dropped it
+            if is_served and (reader.requests or reader.sending):
                 worked |= self._serve(reader)
         return worked
 
@@ -216,7 +181,7 @@ class UcxLender:
 
     def _serve(self, reader: RemoteReader) -> bool:
         before = len(reader.sending)
-        reader.sending = self._buffers.reclaim(reader.sending)
+        reader.sending = self._unfinished(reader.sending)
         worked = len(reader.sending) < before
         if not reader.endpoint.alive:
             self._drop(reader, "its connection broke")
@@ -230,54 +195,45 @@ class UcxLender:
             return True
 
     def _answer(self, reader: RemoteReader, request: PieceRequest) -> bool:
-        """Send the piece, or why it is refused; False while there is no buffer for it."""
-        refused = self._refusal(request)
-        if refused is not None:
-            reader.requests.popleft()
-            frame = np.frombuffer(encode(refused, self._secret), dtype=np.uint8)
-            self._send(reader, frame, FRAME_TAG, None)
-            self._send(reader, _too_long(request), request.tag, None)
-            return True
-        runs = Runs(request.addresses, request.nbytes).merged()
-        if len(runs.nbytes) == 1:
-            message, buffer = bytes_at(int(runs.addresses[0]), runs.total_bytes), None
-        else:
-            buffer = self._buffers.take()
-            if buffer is None:
-                return self._drop_slowest()
-            message = buffer[: runs.total_bytes]
-            gather(runs, message)
+        """Send the piece, or why it is refused; False while too much is in flight."""
+        if self._in_flight >= self.limits.in_flight:
+            return self._drop_slowest()
         reader.requests.popleft()
-        self._send(reader, message, request.tag, buffer)
+        refused = self._refusal(request)
+        if refused is None:
+            runs = Runs(request.addresses, request.nbytes).merged()
+        else:
+            frame = np.frombuffer(encode(refused, self._secret), dtype=np.uint8)
+            self._sent(reader, reader.endpoint.send(frame, FRAME_TAG))
+            runs = _too_long(request)
+        self._sent(reader, reader.endpoint.send_runs(runs, request.tag))
         return True
 
     def _refusal(self, request: PieceRequest) -> PieceRefused | None:
         outside = self.lent.outside("remote", request.addresses, request.nbytes, HOST)
         if outside is not None:
             return PieceRefused(request.session, request.tag, True, str(outside))
-        runs = Runs(request.addresses, request.nbytes).merged()
-        limit = MAX_PIECE_BYTES if len(runs.nbytes) == 1 else STAGED_BYTES
-        if runs.total_bytes <= limit:
+        nbytes = int(request.nbytes.sum())
+        if nbytes <= MAX_PIECE_BYTES:
             return None
-        reason = f"piece of {runs.total_bytes} bytes, at most {limit}"
+        reason = f"piece of {nbytes} bytes, at most {MAX_PIECE_BYTES}"
         return PieceRefused(request.session, request.tag, False, reason)
 
-    def _send(self, reader: RemoteReader, message: Bytes, tag: int, buffer: Bytes | None) -> None:
-        try:
-            request = reader.endpoint.send(message, tag)
-        except TransportError:
-            if buffer is not None:
-                self._buffers.give_back(buffer)
-            raise
-        reader.sending.append(OutgoingMessage(request, buffer, self._clock()))
+    def _sent(self, reader: RemoteReader, request: UcxRequest | RunsRequest) -> None:
+        self._in_flight += 1
+        reader.sending.append(OutgoingMessage(request, self._clock()))
+
+    def _unfinished(self, messages: list[OutgoingMessage]) -> list[OutgoingMessage]:
+        in_flight = [message for message in messages if not message.request.done]
+        self._in_flight -= len(messages) - len(in_flight)
+        return in_flight
 
     def _drop_slowest(self) -> bool:
-        """Drop the reader that has kept its buffers longest, if that is ``stall_s`` or more."""
-        readers = self._readers.values()
-        holding = [r for r in readers if any(m.buffer is not None for m in r.sending)]
-        if not holding:
+        """Drop the reader with the oldest message in flight, if that is ``stall_s`` old."""
+        sending = [reader for reader in self._readers.values() if reader.sending]
+        if not sending:
             return False
-        slowest = min(holding, key=lambda reader: reader.sending[0].since)
+        slowest = min(sending, key=lambda reader: reader.sending[0].since)
         if self._clock() - slowest.sending[0].since < self.limits.stall_s:
             return False
         self._drop(slowest, f"it received nothing for {self.limits.stall_s:g} s and others wait")
@@ -287,7 +243,7 @@ class UcxLender:
         before = len(self._ending)
         if before:
             self._worker.cancel_lost()
-            self._ending = self._buffers.reclaim(self._ending)
+            self._ending = self._unfinished(self._ending)
         return len(self._ending) < before
 
     def _drop(self, reader: RemoteReader, reason: str) -> None:
@@ -298,6 +254,7 @@ class UcxLender:
             del self._ended[next(iter(self._ended))]
         reader.requests.clear()
         self._ending += reader.sending
+        reader.sending = []
         try:
             reader.endpoint.close()
         except TransportError as error:
@@ -312,13 +269,19 @@ class UcxLender:
                 self._drop(reader, "its connection broke")
 
 
-def _too_long(request: PieceRequest) -> Bytes:
+def _too_long(request: PieceRequest) -> Runs:
     """A message that fails the receive of a piece, whether or not its reader learns why.
 
     UCX fails a receive when more bytes come than it has room for, and writes none of them.
     It accepts a message that is shorter, so an empty one would pass for the piece.
     """
-    return np.zeros(min(int(request.nbytes.sum()), MAX_PIECE_BYTES) + 1, dtype=np.uint8)
+    nbytes = min(int(request.nbytes.sum()), MAX_PIECE_BYTES) + 1
+    whole, rest = divmod(nbytes, len(_ZEROS))
+    lengths = [len(_ZEROS)] * whole + [rest] * (rest > 0)
+    return Runs(
+        np.full(len(lengths), _ZEROS.ctypes.data, dtype=np.uint64),
+        np.array(lengths, dtype=np.uint64),
+    )
 
 
 def lendable(memories: Regions) -> Regions:

@@ -1,15 +1,13 @@
 """A read, cut into pieces: each is one request, one message and one receive.
 
-A piece is some bytes that are gathered from runs of the lender's memory and
-scattered to runs of ours.  Either side may be a single run, as it mostly is when
-blocks are large; then nothing is copied on that side.
+A piece is a stretch of the read's bytes, up to ``MAX_PIECE_BYTES`` and ``MAX_RUNS`` runs,
+which UCX takes from the lender's runs and puts into ours:
 
     spans        ██ ██ ██ ██ ██████████████████████ ██ ██
-    pieces      [ 1: small, staged ][ 2: direct ][ 3 ][ 4 ]
+    pieces      [ 1: 4 runs  and ][ 2: 1 run ][ 3: 3 runs ]
 
-Small neighbours are put together until a piece has ``STAGED_BYTES``; a long run
-is cut into direct pieces.  Pieces are made one by one, as the window allows, so a
-read of a million runs costs nothing in advance.
+A run that does not fit is continued in the next piece.  Pieces are made one by one, as the
+window allows, so a read of a million runs costs nothing in advance.
 """
 
 from __future__ import annotations
@@ -21,12 +19,6 @@ import numpy as np
 from transport.runs import merge_runs
 from transport.types import U64, Spans
 from transport.ucx.frames import MAX_RUNS
-
-STAGED_BYTES = 512 << 10
-"""Most bytes that one staging buffer holds."""
-
-DIRECT_BYTES = 256 << 10
-"""A run of this many bytes is a piece of its own: copying it costs more than a request."""
 
 MAX_PIECE_BYTES = 4 << 20
 
@@ -67,45 +59,30 @@ class PieceCutter:
     def __init__(self, spans: Spans) -> None:
         self._spans = spans.coalesced()
         self._ends = np.cumsum(self._spans.nbytes)
-        self._large = np.flatnonzero(self._spans.nbytes >= DIRECT_BYTES)
-        self._next = 0
-        self._into = 0  # bytes of run ``_next`` that are in earlier pieces
+        self._total = int(self._ends[-1])
+        self._given = 0  # bytes in earlier pieces
 
     @property
     def exhausted(self) -> bool:
         """Whether there is no further piece."""
-        return self._next == len(self._spans)
+        return self._given == self._total
 
     def next(self) -> ReadPiece:
         """The next piece; there must be one."""
         assert not self.exhausted
-        large = int(self._spans.nbytes[self._next]) >= DIRECT_BYTES
-        return self._direct() if large else self._staged()
-
-    def _direct(self) -> ReadPiece:
-        run, into = self._next, self._into
-        left = int(self._spans.nbytes[run]) - into
-        nbytes = min(left, MAX_PIECE_BYTES)
-        self._into += nbytes
-        if nbytes == left:
-            self._next, self._into = run + 1, 0
-        return _piece(
-            self._spans.local[run : run + 1] + np.uint64(into),
-            self._spans.remote[run : run + 1] + np.uint64(into),
-            np.array([nbytes], dtype=np.uint64),
+        begin, ends = np.uint64(self._given), self._ends
+        first = int(np.searchsorted(ends, begin, side="right"))
+        most = begin + np.uint64(MAX_PIECE_BYTES)
+        end = min(most, ends[min(first + MAX_RUNS, len(ends)) - 1])
+        last = int(np.searchsorted(ends, end, side="left")) + 1
+        spans, self._given = self._spans, int(end)
+        nbytes = spans.nbytes[first:last].copy()
+        skipped = begin - (ends[first] - nbytes[0])  # bytes of the first run in earlier pieces
+        nbytes[-1] -= ends[last - 1] - end
+        nbytes[0] -= skipped
+        local, remote = spans.local[first:last].copy(), spans.remote[first:last].copy()
+        local[0] += skipped
+        remote[0] += skipped
+        return ReadPiece(
+            Runs(local, nbytes).merged(), Runs(remote, nbytes).merged(), int(end - begin)
         )
-
-    def _staged(self) -> ReadPiece:
-        first = self._next
-        given = self._ends[first] - self._spans.nbytes[first]
-        fits = int(np.searchsorted(self._ends, given + np.uint64(STAGED_BYTES), side="right"))
-        at = int(np.searchsorted(self._large, first))
-        large = int(self._large[at]) if at < len(self._large) else len(self._spans)
-        last = min(fits, large, first + MAX_RUNS)
-        self._next = last
-        spans = self._spans
-        return _piece(spans.local[first:last], spans.remote[first:last], spans.nbytes[first:last])
-
-
-def _piece(local: U64, remote: U64, nbytes: U64) -> ReadPiece:
-    return ReadPiece(Runs(local, nbytes).merged(), Runs(remote, nbytes).merged(), int(nbytes.sum()))

@@ -1,19 +1,20 @@
-"""Reading from lenders: pieces are requested, a few at a time, and put in place.
+"""Reading from lenders: pieces are requested, a few at a time, and land in place.
 
     read ──► queued ──piece requested──► outstanding ──all pieces done──► settled
 
 For every piece a receive is posted *before* the lender is asked, so data never waits in
-UCX's own memory.  From then until UCX completes the receive the piece can be written,
-and its read is not settled, whatever else happens:
+UCX's own memory; it lands in the read's own runs.  From then until UCX completes the
+receive the piece can be written, and its read is not settled, whatever else happens:
 
 * The lender is paused: the receives wait with it.
-* The lender refuses: a message that is too long fails the receive; no byte changed.
+* The lender refuses: its reason cancels the receive, and a message that is too long fails
+  it where the reason was lost on the way; no byte changed.
   (UCX does not report that a message was too short.)
-* We disconnect, or the lender dies: the connection is cut, UCX cancels what was not
-  matched and ends what was, and each receive reports when that is so.
+* We disconnect, or the lender dies: the connection is cut, what no message was matched with
+  is cancelled, UCX ends what was, and each receive reports when that is so.
 
-At most ``WINDOW`` pieces of a lender are outstanding, which bounds the staging buffers
-that its reads can hold.  Several reads from one lender take turns, a piece each.
+At most ``WINDOW`` pieces of a lender are outstanding, which bounds what its reads can make
+UCX hold.  Several reads from one lender take turns, a piece each.
 """
 
 from __future__ import annotations
@@ -37,15 +38,13 @@ from transport.ucx.frames import (
     encode,
     session_in,
 )
-from transport.ucx.gather import Bytes, bytes_at, scatter
-from transport.ucx.pieces import STAGED_BYTES, PieceCutter, ReadPiece
+from transport.ucx.pieces import PieceCutter
+from transport.ucx.runs import RunsRequest
 from transport.ucx.worker import FRAME_TAG, Endpoint, UcxRequest, UcxWorker
 
 _log = logging.getLogger(__name__)
 
-WINDOW = 16
-_MAX_SPARE_BUFFERS = 32
-"""Staging buffers that are kept for the next piece, of any lender."""
+WINDOW = 8
 
 _DATA = 1 << 63
 
@@ -71,12 +70,10 @@ class UcxRead:
 
 @dataclass(slots=True, eq=False)
 class OutstandingPiece:
-    """A piece whose receive is posted; ``buffer`` if it must be scattered afterwards."""
+    """A piece whose receive is posted."""
 
     read: UcxRead
-    piece: ReadPiece
-    request: UcxRequest
-    buffer: Bytes | None
+    request: RunsRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +123,6 @@ class UcxReader:
         self._clock = clock
         self._draw = draw
         self._lenders: dict[SessionId, RemoteLender] = {}
-        self._spare: list[Bytes] = []
 
     @property
     def num_outstanding(self) -> int:
@@ -171,12 +167,13 @@ class UcxReader:
             _log.debug("pdconn: ucx reader refused a frame: %s", error)
             return
         if isinstance(frame, PieceRefused) and frame.tag in lender.outstanding:
-            read = lender.outstanding[frame.tag].read
+            piece = lender.outstanding[frame.tag]
             kind = OutOfBounds if frame.out_of_bounds else BackendFailure
-            read.error = read.error or kind(f"{lender.id}: {frame.reason}")
+            piece.read.error = piece.read.error or kind(f"{lender.id}: {frame.reason}")
+            piece.request.cancel()
 
     def step(self) -> bool:
-        """Put in place what came and request more; returns whether anything was done."""
+        """See what came and request more; returns whether anything was done."""
         worked = False
         for lender in list(self._lenders.values()):
             worked |= self._step_lender(lender)
@@ -201,24 +198,14 @@ class UcxReader:
         done = [tag for tag, piece in lender.outstanding.items() if piece.request.done]
         for tag in done:
             piece = lender.outstanding.pop(tag)
-            self._place(lender, piece)
+            try:
+                piece.request.check(f"read from {lender.id}")
+            except TransportError as error:
+                piece.read.error = piece.read.error or error
             piece.read.outstanding -= 1
             if piece.read.over:
                 self._end(lender, piece.read)
         return bool(done)
-
-    def _place(self, lender: RemoteLender, outstanding: OutstandingPiece) -> None:
-        read = outstanding.read
-        try:
-            outstanding.request.check(f"read from {lender.id}")
-        except TransportError as error:
-            read.error = read.error or error
-        if outstanding.buffer is None:
-            return
-        if read.error is None:
-            scatter(outstanding.request.array, outstanding.piece.local)
-        if len(self._spare) < _MAX_SPARE_BUFFERS:
-            self._spare.append(outstanding.buffer)
 
     def _request_pieces(self, lender: RemoteLender) -> bool:
         """Request pieces, one of each read in turn, until the window is full."""
@@ -247,14 +234,8 @@ class UcxReader:
             lender.session, lender.number, tag, piece.remote.addresses, piece.remote.nbytes
         )
         frame = encode(request, lender.secret)
-        buffer = None
-        if len(piece.local.nbytes) == 1:
-            into = bytes_at(int(piece.local.addresses[0]), piece.nbytes)
-        else:
-            buffer = self._spare.pop() if self._spare else np.empty(STAGED_BYTES, dtype=np.uint8)
-            into = buffer[: piece.nbytes]
-        receive = endpoint.receive(into, tag)
-        lender.outstanding[tag] = OutstandingPiece(read, piece, receive, buffer)
+        receive = self._worker.receive_runs(piece.local, tag)
+        lender.outstanding[tag] = OutstandingPiece(read, receive)
         read.outstanding += 1
         self._send_frame(lender, endpoint, frame)
 
@@ -286,6 +267,8 @@ class UcxReader:
                     lender.id,
                 )
             self._worker.cancel_lost()
+            for piece in lender.outstanding.values():
+                piece.request.cancel()
         for read in reads.values():
             read.error = error
             if read.over:

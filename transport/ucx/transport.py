@@ -1,11 +1,12 @@
 """The transport over UCX alone, through UCXX, for machines where NIXL does not load.
 
 UCXX offers messages and no one-sided READ, so a read is *answered*: our thread
-requests pieces from the lender's thread, which gathers and sends them.
+requests pieces from the lender's thread, which sends them.  UCX takes them from the lender's
+memory and puts them into ours itself; no copy is made in between.
 
     owner of the reader        its thread                 the lender's thread
-    read ───────────────────►  cut into pieces ─request─► check, gather
-                               receive, scatter ◄──────── send
+    read ───────────────────►  cut into pieces ─request─► check
+                               receive  ◄──────────────── send
     poll ◄── settled ─────────
 
 ``transport.ucx.frames`` describes the messages and how a reader authenticates,
@@ -42,7 +43,14 @@ from transport.errors import (
 from transport.hugepages import CollapseReport, collapse
 from transport.regions import Regions
 from transport.types import Memory, PeerId, ReadId, ReadStats, Settled, Spans
-from transport.ucx.frames import MAX_WORKER_ADDRESS_BYTES, SECRET_BYTES, SESSION_BYTES, SessionId
+from transport.ucx.frames import (
+    MAX_WORKER_ADDRESS_BYTES,
+    PROTOCOL,
+    SAME_PDCONN,
+    SECRET_BYTES,
+    SESSION_BYTES,
+    SessionId,
+)
 from transport.ucx.lender import lendable
 from transport.ucx.library import UcxLibrary, context_options, load_library
 from transport.ucx.reader import RemoteLender
@@ -56,6 +64,7 @@ class _Payload(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
     secret: bytes
     worker_address: bytes
+    protocol: str = "pdU1"  # which did not name itself
 
 
 class UcxTransport(Transport):
@@ -131,7 +140,7 @@ class UcxTransport(Transport):
 
     def address(self) -> bytes:
         self._check_open()
-        payload = _Payload(self._secret, self._thread.worker_address)
+        payload = _Payload(self._secret, self._thread.worker_address, PROTOCOL)
         return pack(_BACKEND, self.peer_id, msgspec.msgpack.encode(payload))
 
     def connect(self, address: bytes) -> PeerId:
@@ -237,12 +246,17 @@ def _remote_lender(envelope: Envelope) -> RemoteLender:
     """The lender at an address.
 
     Raises:
-        BadAddress: its payload is not that of a UCX transport.
+        BadAddress: its payload is not that of a UCX transport of our protocol.
     """
     try:
         payload = msgspec.msgpack.decode(envelope.payload, type=_Payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadAddress(f"address of {envelope.name!r}: {error}") from error
+    if payload.protocol != PROTOCOL:
+        raise BadAddress(
+            f"address of {envelope.name!r}: theirs is ucx protocol {payload.protocol[:8]!r}, "
+            f"ours {PROTOCOL!r}: {SAME_PDCONN}"
+        )
     size = len(payload.worker_address)
     if len(payload.secret) != SECRET_BYTES or not 0 < size <= MAX_WORKER_ADDRESS_BYTES:
         raise BadAddress(

@@ -5,9 +5,9 @@ off the worker at once: frames are handed out, everything else is received into 
 byte, which makes UCX drop it.  So a foreign process cannot fill our memory with messages
 that wait to be fetched.
 
-A message with a posted receive lands in the array given to ``receive``; the array is in
+A message with a posted receive lands in the runs given to ``receive_runs``; they are in
 use until the request is completed *and not before*.  UCX completes a request that was
-cancelled only when it will not touch the array any more; a request that was matched
+cancelled only when it will not touch the runs any more; a request that was matched
 with a message already is not cancelled, it ends with its connection.
 """
 
@@ -20,11 +20,16 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from transport.errors import TransportUnavailable
+from transport.errors import PeerLost, TransportUnavailable
 from transport.ucx.frames import MAX_FRAME_BYTES
-from transport.ucx.gather import Bytes
 from transport.ucx.library import UcxLibrary
+from transport.ucx.pieces import Runs
+from transport.ucx.runs import RunsMessages, RunsRequest
+from transport.ucx.selftest import runs_calls
+
+Bytes = NDArray[np.uint8]
 
 FRAME_TAG = 0x7064636F6E6E
 """Tags all frames; tags of data have their highest bit set."""
@@ -42,7 +47,7 @@ _NO_CACHE = (
 
 
 class UcxRequest:
-    """A message in flight; ``array`` is in use until ``done``."""
+    """A message of one buffer in flight; ``array`` is in use until ``done``."""
 
     __slots__ = ("_library", "_raw", "array")
 
@@ -54,22 +59,15 @@ class UcxRequest:
         """Whether UCX will neither read nor write ``array`` any more."""
         return bool(self._raw.completed)
 
-    def check(self, doing: str) -> None:
-        """Raise if it failed; call it once ``done``.
-
-        Raises:
-            PeerLost, BackendFailure: it failed.
-        """
-        with self._library.mapped(doing):
-            self._raw.check_error()
-
 
 class Endpoint:
     """A connection to one peer's worker."""
 
-    def __init__(self, library: UcxLibrary, endpoint: Any) -> None:
+    def __init__(self, library: UcxLibrary, messages: RunsMessages, endpoint: Any) -> None:
         self._library = library
+        self._messages = messages
         self._endpoint = endpoint
+        self._handle = int(endpoint.handle)
 
     @property
     def alive(self) -> bool:
@@ -83,12 +81,15 @@ class Endpoint:
             raw = self._endpoint.tag_send(self._library.array(array), api.UCXXTag(tag))
         return UcxRequest(self._library, raw, array)
 
-    def receive(self, array: Bytes, tag: int) -> UcxRequest:
-        """Post a receive for a message tagged ``tag`` of at most the array's size."""
-        with self._library.mapped("receive"):
-            api = self._library.api
-            raw = self._endpoint.tag_recv(self._library.array(array), api.UCXXTag(tag))
-        return UcxRequest(self._library, raw, array)
+    def send_runs(self, runs: Runs, tag: int) -> RunsRequest:
+        """Start sending ``runs`` as one message.
+
+        Raises:
+            PeerLost, BackendFailure: the connection broke or was closed, or UCX refused.
+        """
+        if self._endpoint is None:
+            raise PeerLost("send: the connection is closed")
+        return self._messages.send(self._handle, runs, tag)
 
     def close(self) -> None:
         """Cut the connection at once, whatever the peer does; its requests end soon."""
@@ -102,7 +103,8 @@ class UcxWorker:
     """Our worker.  ``wake_fd``: an eventfd that ends ``wait`` when it is written to.
 
     Raises:
-        TransportUnavailable, BackendFailure: UCX does not start with these options.
+        TransportUnavailable, BackendFailure: UCX does not start with these options, or its
+            functions are not those that we know.
     """
 
     def __init__(self, library: UcxLibrary, options: Mapping[str, str], wake_fd: int) -> None:
@@ -116,6 +118,7 @@ class UcxWorker:
                 raise TransportUnavailable(f"{_NO_CACHE}: {error}") from error
             self._worker = api.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
+            self._messages = RunsMessages(runs_calls(library), int(self._worker.handle))
             self.address: bytes = self._worker.address.tobytes()
         self.config: dict[str, str] = dict(self._context.config)
         self._any = (api.UCXXTag(0), api.UCXXTagMask(0))
@@ -136,9 +139,12 @@ class UcxWorker:
         """
         with self._library.mapped("connect"):
             address = self._library.api.UCXAddress.create_from_buffer(worker_address)
-            return Endpoint(
-                self._library, self._worker.create_endpoint_from_worker_address(address, True)
-            )
+            endpoint = self._worker.create_endpoint_from_worker_address(address, True)
+            return Endpoint(self._library, self._messages, endpoint)
+
+    def receive_runs(self, runs: Runs, tag: int) -> RunsRequest:
+        """Post a receive into ``runs`` for a message tagged ``tag`` of at most their size."""
+        return self._messages.receive(runs, tag)
 
     def progress(self) -> bool:
         """Let UCX work; returns whether there was anything to do."""

@@ -11,7 +11,8 @@ from pdconn.bench.errors import BenchError
 from pdconn.bench.transfer.methods import Method, ReadsByRank
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.reads import JobResult, Read, ReaderStopped, ReaderThread, ReadSettled
+from pdconn.puller.reader_thread import ReaderThread
+from pdconn.puller.reads import JobResult, Read, ReaderStopped, ReadSettled
 from pdconn.sidechannel.clock import steady
 from transport import PeerId, Settled, Transport
 

@@ -32,9 +32,10 @@ from pdconn.router.fleet.client import EngineAnswer
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.routing.routed_request import RoutedRequest, Stage
 
-#: Long for what it waits for, which takes milliseconds in a healthy engine.  The price: an
-#: engine learns up to this much later that the client has left.
-PATIENCE_S = 1.0
+#: Long for what it waits for, which takes milliseconds in a healthy engine, and a second where
+#: many engines share few cores.  The price: an engine learns up to this much later that the client
+#: has left.
+PATIENCE_S = 2.0
 
 #: Each holds its request's body.
 MOST_ABANDONED = 1024

@@ -4,10 +4,11 @@
 
 Every round starts new engines of every kind, waits until all serve, freezes those that are not
 measured, and sends each kind its first requests of 200 tokens, all with other tokens.  A kind's
-*beyond* is its first request's time to first token less that of the engine alone, of the same
-round.  ``two`` has no connector and shows what a second cold engine of vLLM costs; in kinds that
-end in ``used`` both engines have answered ordinary requests before, so what their first handed
-over request takes longer than the next is the connector's and UCX's alone.
+*beyond* is its first request's time to first token less that of the engine alone, or of ``two``,
+of the same round.  ``two`` has no connector and shows what a second cold engine of vLLM costs.
+In kinds that end in ``used`` both engines have answered ordinary requests before, so what their
+first handed over request takes longer than the next is the connector's and UCX's alone.  vLLM's
+processes sleep between looks instead of spinning, as the four of a pair would on two cores.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pdconn.lab.table import table
 from tests.throughput.first_request.kinds import (
     ALONE,
     KINDS,
+    TWO,
     Taken,
     ask,
     running_alone,
@@ -46,6 +48,7 @@ class Row:
     Attributes:
         first_s, next_s: time to first token of the first request, and of those after it.
         beyond_alone_s: ``first_s`` beyond the engine alone's, round by round.
+        beyond_two_s: the same beyond two engines without connector.
         beyond_next_s: the first request beyond the next ones of the same engines.
         answer_s: the first request to its last token.
     """
@@ -56,6 +59,7 @@ class Row:
     next_s: float
     beyond_alone_s: float
     worst_beyond_alone_s: float
+    beyond_two_s: float
     beyond_next_s: float
     answer_s: float
 
@@ -65,7 +69,7 @@ def measure(options: argparse.Namespace) -> list[Round]:
     model = write_model(options.directory / "models", SPECS[options.model])
     rounds = []
     for number in range(options.rounds):
-        names = list(dict.fromkeys([ALONE, *options.kinds]))
+        names = list(dict.fromkeys([ALONE, TWO, *options.kinds]))
         specs = {name: specs_of(name, model, options.cores) for name in names}
         every = [spec for of_kind in specs.values() for spec in of_kind]
         run = options.directory / "run"
@@ -90,14 +94,18 @@ def rows(rounds: Sequence[Round]) -> list[Row]:
     """A row per kind.
 
     >>> fast, slow = Taken(0.1, 0.2), Taken(0.3, 0.4)
-    >>> [row.beyond_alone_s for row in rows([{"alone": [fast, fast], "cold": [slow, fast]}])]
-    [0.0, 0.19999999999999998]
+    >>> found = rows([{"alone": [fast, fast], "two": [fast, fast], "cold": [slow, fast]}])
+    >>> [round(row.beyond_alone_s, 6) for row in found]
+    [0.0, 0.0, 0.2]
     """
     made = []
     for name in rounds[0]:
         firsts = [taken[name][0] for taken in rounds]
         later = [one.first_token_s for taken in rounds for one in taken[name][1:]]
-        beyond = [taken[name][0].first_token_s - taken[ALONE][0].first_token_s for taken in rounds]
+        beyond, beyond_two = (
+            [taken[name][0].first_token_s - taken[base][0].first_token_s for taken in rounds]
+            for base in (ALONE, TWO)
+        )
         first, then = (
             statistics.median(one.first_token_s for one in firsts),
             statistics.median(later),
@@ -110,6 +118,7 @@ def rows(rounds: Sequence[Round]) -> list[Row]:
                 then,
                 statistics.median(beyond),
                 max(beyond),
+                statistics.median(beyond_two),
                 first - then,
                 statistics.median(one.last_token_s for one in firsts),
             )
@@ -129,12 +138,22 @@ def render(made: Sequence[Row]) -> str:
                 row.beyond_next_s,
                 row.beyond_alone_s,
                 row.worst_beyond_alone_s,
+                row.beyond_two_s,
                 row.answer_s,
             )
         ]
         for row in made
     ]
-    head = ["", "first\nms", "next\nms", "beyond\nnext", "beyond\nalone", "worst", "answer\nms"]
+    head = [
+        "",
+        "first\nms",
+        "next\nms",
+        "beyond\nnext",
+        "beyond\nalone",
+        "worst",
+        "beyond\ntwo",
+        "answer\nms",
+    ]
     return table(head, lines)
 
 
@@ -142,7 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--kinds", nargs="+", choices=KINDS, default=DEFAULT_KINDS, help="beside the engine alone")
+    add(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=DEFAULT_KINDS,
+        help="beside the engine alone and two of them",
+    )
     add("--rounds", type=int, default=2, help="starts of all engines (%(default)s)")
     add("--requests", type=int, default=3, help="of each kind (%(default)s)")
     add("--tokens", type=int, default=200, help="of each prompt (%(default)s)")

@@ -47,6 +47,9 @@ class Kind:
     proxy: tuple[str, ...] | None = None
 
 
+_SLEEPING = {"PDCONN_PATIENT_READERS": "1"}
+"""vLLM's processes spin for a second after each message: of a pair, four for two cores."""
+
 _NO_REHEARSAL: Mapping[str, Any] = MappingProxyType({"rehearse": False})
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -82,7 +85,10 @@ def specs_of(name: str, model: Path, cores: str) -> list[EngineSpec]:
     if kind.connector is None and kind.pair:
         other = engine_specs([ALONE], model, cores)[0]
         specs.append(replace(other, cpus=None if other.cpus is None else (1,)))
-    named = [replace(spec, name=f"{name}-{number}") for number, spec in enumerate(specs)]
+    named = [
+        replace(spec, name=f"{name}-{number}", env={**spec.env, **_SLEEPING})
+        for number, spec in enumerate(specs)
+    ]
     if kind.connector is None:
         return named
     lender = f"{named[0].host}:{named[0].side_channel_port}"

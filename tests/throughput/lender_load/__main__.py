@@ -4,10 +4,13 @@
 
 A real lender lends to simulated decode engines of so many ranks, each rank on an authenticated
 connection of its own from another process.  Every rank claims, renews and ends what its engine
-pulls, a thousand of each a second in all, each message in a frame of its own; the ranks of an
-engine do so within ``--jitter-ms``.  Beside it a *scheduler* takes steps: plain Python in slices,
+pulls, a thousand of each a second in all; the ranks of an engine do so within ``--jitter-ms``.
+Renewals of a rank travel together, as real ranks send them; with ``--renew alone`` each has a
+frame of its own.  Beside it a *scheduler* takes steps: plain Python in slices,
 between which it releases the interpreter's lock as an engine does at every system call, then a
-rest.  Phases with and without readers alternate.
+rest.  Phases with and without readers alternate; one with readers begins once as much is renewed
+and ended as is claimed.  Readers note how long each claim takes to be granted, to a millisecond,
+in which each looks for answers.
 """
 
 from __future__ import annotations
@@ -20,22 +23,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pdconn.bench.percentile import percentile
 from pdconn.lab.ports import LOCALHOST
 from pdconn.lender.server import Lender
-from pdconn.protocol.messages import (
-    RankGeometry,
-    Welcome,
-)
+from pdconn.protocol.messages import RankGeometry, Welcome
 from tests.fakes.pair import TRAITS, Cache
 from tests.throughput.engines.threads import cpu_clock
-from tests.throughput.lender_load.crowd import Readers, crowd, digest
-
-TTL_S = 30.0
-
+from tests.throughput.lender_load.crowd import TTL_S, Readers, crowd, digest
 
 AHEAD_S = 0.5
 """Of the claims: how long before them requests are lent."""
@@ -48,12 +46,14 @@ _LOOPS = 750
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase: seconds of the lender's thread per second, and the scheduler's steps."""
+    """One phase: seconds of the lender's thread per second, the scheduler's steps, and claims."""
 
     per_s: float
     lender_cpu: float
     step_p50_ms: float
     step_p99_ms: float
+    claim_p50_ms: float | None
+    claim_p99_ms: float | None
 
 
 def step() -> float:
@@ -116,6 +116,7 @@ def readers_of(lender: Lender, readers: Readers) -> Iterator[subprocess.Popen[st
     command = [sys.executable, "-m", "tests.throughput.lender_load", "--crowd", str(lender.port)]
     command += ["--engines", str(readers.engines), "--ranks", str(readers.ranks)]
     command += ["--jitter-ms", str(1e3 * readers.jitter_s)]
+    command += ["--renew", "along" if readers.renew_along else "alone"]
     command += [] if readers.is_secured else ["--insecure"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -135,28 +136,43 @@ def measure(readers: Readers, rate: float, seconds: float, rounds: int) -> list[
     lender = Lender(welcome, LOCALHOST, 0, security=readers.security)
     phases = []
     try:
-        clock = cpu_clock("pdconn-lender")
-        scheduler = Scheduler(lender)
+        timed = Timed(Scheduler(lender), cpu_clock("pdconn-lender"), seconds)
         with readers_of(lender, readers) as child:
-            for number in range(2 * rounds):
-                per_s = rate if number % 2 else 0.0
-                first = scheduler.lent
-                lent_per_s = per_s / readers.ranks
-                scheduler.lend_until(first + int(AHEAD_S * lent_per_s))
-                before, began = time.clock_gettime(clock), time.monotonic()
-                if per_s:
-                    _ask(child, first, per_s, seconds + AHEAD_S)
-                until = first + int(lent_per_s * (seconds + AHEAD_S))
-                took = scheduler.run(lent_per_s, seconds, until)
-                spent = time.clock_gettime(clock) - before
-                elapsed = time.monotonic() - began
-                if per_s:
-                    _answered(child)
-                    scheduler.drain()
-                phases.append(_phase(per_s, spent / elapsed, took))
+            for _ in range(rounds):
+                phases.append(_phase(0.0, *timed.phase(0.0, timed.scheduler.lent), {}))
+                phases.append(_loaded(timed, child, readers, rate))
     finally:
         lender.close()
     return phases
+
+
+class Timed:
+    """Takes the times of phases of ``seconds``; ``clock`` is that of the lender's thread."""
+
+    def __init__(self, scheduler: Scheduler, clock: int, seconds: float) -> None:
+        self.scheduler = scheduler
+        self.seconds = seconds
+        self._clock = clock
+
+    def phase(self, lent_per_s: float, until: int) -> tuple[float, list[float]]:
+        """The lender's part of a core while so much is lent, and what each step took."""
+        before, began = time.clock_gettime(self._clock), time.monotonic()
+        took = self.scheduler.run(lent_per_s, self.seconds, until)
+        spent = time.clock_gettime(self._clock) - before
+        return spent / (time.monotonic() - began), took
+
+
+def _loaded(timed: Timed, child: subprocess.Popen[str], readers: Readers, rate: float) -> Phase:
+    """A phase with readers, once as many requests end as are claimed."""
+    scheduler, lent_per_s = timed.scheduler, rate / readers.ranks
+    first, ahead_s = scheduler.lent, AHEAD_S + readers.pull_s
+    scheduler.lend_until(first + int(AHEAD_S * lent_per_s))
+    _ask(child, first, rate, ahead_s + timed.seconds)
+    scheduler.run(lent_per_s, readers.pull_s, first + int(lent_per_s * ahead_s))
+    cpu, took = timed.phase(lent_per_s, first + int(lent_per_s * (ahead_s + timed.seconds)))
+    claims = _answered(child)
+    scheduler.drain()
+    return _phase(rate, cpu, took, claims)
 
 
 def _ask(child: subprocess.Popen[str], first: int, rate: float, seconds: float) -> None:
@@ -165,17 +181,20 @@ def _ask(child: subprocess.Popen[str], first: int, rate: float, seconds: float) 
     child.stdin.flush()
 
 
-def _answered(child: subprocess.Popen[str]) -> None:
-    """Wait for the crowd; everything must have been granted."""
+def _answered(child: subprocess.Popen[str]) -> dict[str, float]:
+    """Wait for the crowd, and return what it says; everything must have been granted."""
     assert child.stdout is not None
-    report = json.loads(child.stdout.readline())
+    report: dict[str, float] = json.loads(child.stdout.readline())
     if (report["granted"], report["refused"]) != (3 * report["count"], 0):
         raise RuntimeError(f"expected every claim granted, renewed and confirmed, got {report}")
+    return report
 
 
-def _phase(per_s: float, cpu: float, took: Sequence[float]) -> Phase:
-    ordered = sorted(1e3 * each for each in took)
-    return Phase(per_s, cpu, statistics.median(ordered), ordered[int(0.99 * len(ordered))])
+def _phase(per_s: float, cpu: float, took: Sequence[float], claims: Mapping[str, float]) -> Phase:
+    steps_ms = [1e3 * each for each in took]
+    p50_ms, p99_ms = statistics.median(steps_ms), percentile(steps_ms, 0.99)
+    of_claims = (claims.get("claim_p50_ms"), claims.get("claim_p99_ms"))
+    return Phase(per_s, cpu, p50_ms, p99_ms, *of_claims)
 
 
 def summary(phases: Sequence[Phase]) -> dict[str, float]:
@@ -197,11 +216,12 @@ def summary(phases: Sequence[Phase]) -> dict[str, float]:
         "lender_cpu_idle": median("lender_cpu", False),
         "step_p50_ratio": median("step_p50_ms", True) / median("step_p50_ms", False),
         "step_p99_ratio": median("step_p99_ms", True) / median("step_p99_ms", False),
+        "claim_p50_ms": median("claim_p50_ms", True),
+        "claim_p99_ms": median("claim_p99_ms", True),
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write the JSON."""
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--rate", type=float, default=1000.0, help="claims a second, of all (%(default)s)"
@@ -210,6 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="of each engine (%(default)s)")
     parser.add_argument(
         "--jitter-ms", type=float, default=1.0, help="between ranks of one pull (%(default)s)"
+    )
+    parser.add_argument(
+        "--renew",
+        choices=["along", "alone"],
+        default="along",
+        help="each rank's renewals together, or each in a frame of its own (%(default)s)",
     )
     parser.add_argument("--insecure", action="store_true", help="do not authenticate")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a phase (%(default)s)")
@@ -220,7 +246,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     positive = (options.rate, options.seconds, options.rounds, options.engines, options.ranks)
     if not min(positive) > 0:
         parser.error("--rate, --seconds, --rounds, --engines, --ranks: expected above 0")
-    readers = Readers(options.engines, options.ranks, options.jitter_ms / 1e3, not options.insecure)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the JSON."""
+    options = _options(arguments)
+    readers = Readers(
+        options.engines,
+        options.ranks,
+        options.jitter_ms / 1e3,
+        is_secured=not options.insecure,
+        renew_along=options.renew == "along",
+    )
     if options.crowd is not None:
         crowd(options.crowd, readers)
         return 0
@@ -237,13 +275,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "and dones a second each: "
         f"{100 * found['lender_cpu']:.1f} % of a core, {100 * found['lender_cpu_least']:.1f} % "
         "in the phase with least; the scheduler's steps take "
-        f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f})"
+        f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f}); "
+        f"claims take {found['claim_p50_ms']:.1f} ms (p99 {found['claim_p99_ms']:.1f})"
     )
     if options.json is not None:
         document = {
             "readers": readers.engines * readers.ranks,
             "secured": readers.is_secured,
             "jitter_ms": options.jitter_ms,
+            "renew": options.renew,
             "rate": options.rate,
             "summary": found,
             "phases": [asdict(phase) for phase in phases],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 import random
 import selectors
 import sys
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdconn.bench.percentile import percentile
 from pdconn.lab.ports import LOCALHOST
+from pdconn.lifecycle.pull import RENEWALS_PER_TTL, RENEWS_ALONG_FROM
 from pdconn.protocol.auth import Secret
 from pdconn.protocol.messages import (
     PROTOCOL_VERSION,
@@ -26,14 +29,21 @@ from pdconn.protocol.messages import (
     Reader,
     Refused,
     Renew,
+    encode,
 )
 from pdconn.sidechannel.connection import Connection
 from pdconn.sidechannel.dial import MAX_REPLIES, connecting_to, resolve
 from pdconn.sidechannel.security import Security
 
 SECRET = b"a secret of a benchmark on loopback"
+TTL_S = 30.0
+"""Of each lease."""
+
 LEAD_S = 0.05
-"""From lending to the claim, from the claim to the renewal, from that to the end."""
+"""From lending to the claim; from the claim to the renewal and from that to the end, at least."""
+
+BETWEEN_RENEWALS_S = TTL_S / RENEWALS_PER_TTL * (1 - RENEWS_ALONG_FROM)
+"""Of one reader whose pulls renew along: see :mod:`pdconn.lifecycle.pull`."""
 
 POLL_S = 0.001
 """Between two looks of the readers: a send to a thread that waits for it would wake that up, and
@@ -50,12 +60,20 @@ class Readers:
     """How many decode engines of how many ranks, and how they connect and send.
 
     ``jitter_s``: the ranks of an engine send the same message within so long.
+    ``renew_along``: renewals of a reader are sent together, ``BETWEEN_RENEWALS_S`` apart;
+    otherwise each is sent ``LEAD_S`` after its claim.
     """
 
     engines: int
     ranks: int
     jitter_s: float
     is_secured: bool
+    renew_along: bool
+
+    @property
+    def pull_s(self) -> float:
+        """From the claim of a pull to its end, within which it renews once."""
+        return 2 * LEAD_S + (BETWEEN_RENEWALS_S if self.renew_along else 0.0)
 
     @property
     def security(self) -> Security:
@@ -64,7 +82,14 @@ class Readers:
 
 
 class Crowd:
-    """Simulated readers on one thread: each sends what is due, and reads every answer."""
+    """Simulated readers on one thread: each sends what is due, and reads every answer.
+
+    What a reader has to send at one time is one frame.
+
+    Attributes:
+        answers: how many were granted or confirmed, and how many refused.
+        claims_s: seconds from sending each claim to reading its grant.
+    """
 
     def __init__(self, port: int, readers: Readers) -> None:
         self._readers = readers
@@ -76,7 +101,11 @@ class Crowd:
         ]
         self._seq = itertools.count(1)
         self._random = random.Random(7)
+        self._renews_at = [self._random.uniform(0, BETWEEN_RENEWALS_S) for _ in self._connections]
+        self._outgoing: dict[int, list[FromReader]] = {}
+        self._claimed: dict[int, float] = {}
         self.answers = {"granted": 0, "refused": 0}
+        self.claims_s: list[float] = []
 
     def _greeted(self, port: int, number: int, security: Security) -> Connection:
         sock = connecting_to(resolve(LOCALHOST, port))
@@ -84,7 +113,7 @@ class Crowd:
         connection = Connection(sock, 1 << 24, policy=policy, max_later=MAX_REPLIES)
         connection.watch(self._selector, connection, connecting=True)
         self._selector.select(5.0)
-        connection.send([_encoded(Hello(PROTOCOL_VERSION, f"d{number}", "boot"))])
+        connection.send([encode([Hello(PROTOCOL_VERSION, f"d{number}", "boot")])])
         while not connection.receive():
             self._selector.select(5.0)
         return connection
@@ -105,40 +134,59 @@ class Crowd:
             time.sleep(max(POLL_S, due[0][0] - time.monotonic()))
             while due and due[0][0] <= time.monotonic():
                 at, number, rank, what = heapq.heappop(due)
-                self._do(first + number, rank, what)
-                if what != "done":
-                    then = "renew" if what == "claim" else "done"
-                    heapq.heappush(due, (at + LEAD_S, number, rank, then))
+                reader = number % self._readers.engines * ranks + rank
+                self._do(reader, first + number, rank, what)
+                if what == "claim":
+                    heapq.heappush(due, (self._renewal(reader, at), number, rank, "renew"))
+                    heapq.heappush(due, (at + self._readers.pull_s, number, rank, "done"))
+            self._send()
         give_up = time.monotonic() + 5
         while sum(self.answers.values()) < 3 * count * ranks and time.monotonic() < give_up:
             self._hear(0.1)
         return count * ranks
 
-    def _do(self, number: int, rank: int, what: str) -> None:
-        readers = self._readers
-        connection = self._connections[number % readers.engines * readers.ranks + rank]
-        request, reader = f"r{number}", Reader(f"p{number}", rank, readers.ranks)
+    def _renewal(self, reader: int, claimed: float) -> float:
+        """When a reader renews what it claimed at ``claimed``."""
+        soonest = claimed + LEAD_S
+        if not self._readers.renew_along:
+            return soonest
+        phase = self._renews_at[reader]
+        periods = math.ceil((soonest - phase) / BETWEEN_RENEWALS_S)
+        return phase + periods * BETWEEN_RENEWALS_S
+
+    def _do(self, reader: int, number: int, rank: int, what: str) -> None:
+        request, who = f"r{number}", Reader(f"p{number}", rank, self._readers.ranks)
+        seq = next(self._seq)
         message: FromReader
         if what == "claim":
-            message = Claim(next(self._seq), request, reader, digest(number))
+            message = Claim(seq, request, who, digest(number))
         elif what == "renew":
-            message = Renew(next(self._seq), request, reader)
+            message = Renew(seq, request, who)
         else:
-            message = Confirm(next(self._seq), request, reader, digest(number))
-        connection.send([_encoded(message)])
+            message = Confirm(seq, request, who, digest(number))
+        self._outgoing.setdefault(reader, []).append(message)
+
+    def _send(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for reader, messages in outgoing.items():
+            now = time.monotonic()
+            for message in messages:
+                if isinstance(message, Claim):
+                    self._claimed[message.seq] = now
+            self._connections[reader].send([encode(messages)])
 
     def _hear(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
-            for body in key.data.receive():
+            bodies, now = key.data.receive(), time.monotonic()
+            for body in bodies:
                 for message in _answers.decode(body):
                     self.answers["refused" if isinstance(message, Refused) else "granted"] += 1
+                    claimed = self._claimed.pop(message.seq, None)
+                    if claimed is not None:
+                        self.claims_s.append(now - claimed)
 
 
 _answers = msgspec.msgpack.Decoder(list[Granted | Confirmed | Refused])
-
-
-def _encoded(message: FromReader) -> bytes:
-    return msgspec.msgpack.encode([message])
 
 
 def crowd(port: int, of: Readers) -> None:
@@ -147,6 +195,13 @@ def crowd(port: int, of: Readers) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         first, rate, seconds = line.split()
-        readers.answers = {"granted": 0, "refused": 0}
+        readers.answers, readers.claims_s = {"granted": 0, "refused": 0}, []
         count = readers.run(int(first), float(rate), float(seconds))
-        print(json.dumps({"count": count, **readers.answers}), flush=True)
+        claims_ms = sorted(1e3 * each for each in readers.claims_s)
+        report = {
+            "count": count,
+            **readers.answers,
+            "claim_p50_ms": percentile(claims_ms, 0.5),
+            "claim_p99_ms": percentile(claims_ms, 0.99),
+        }
+        print(json.dumps(report), flush=True)

@@ -207,23 +207,31 @@ _LIST = (
         "lender_load",
         "What do readers cost a lender, and the scheduler in its process?",
         "64 readers of 8 ranks over loopback, with a secret, sending claims, renewals and dones "
-        "at the same rate. Times of scheduler steps are relative to steps without readers.",
+        "at the same rate, each rank's renewals together. Times of scheduler steps are relative to "
+        "steps without readers; times of claims are the readers', which look for answers once a "
+        "millisecond.",
         (
             Command("in_all", "python -m tests.throughput.lender_load --ranks 8 --rate 333.3"),
             Command("each", "python -m tests.throughput.lender_load --ranks 8"),
+            Command(
+                "alone", "python -m tests.throughput.lender_load --ranks 8 --renew alone --rounds 3"
+            ),
         ),
-        2,
+        4,
         (
             Table(
-                ("in_all", "each"),
+                ("in_all", "each", "alone"),
                 "",
                 {"readers": "{readers}",
+                 "renewals": "{renew:s}",
                  "claims, renewals and dones a second, each": "{rate:.0f}",
                  "lender thread, of a core: median": "{summary.lender_cpu:%.1f} %",
                  "least": "{summary.lender_cpu_least:%.1f} %",
                  "without readers": "{summary.lender_cpu_idle:%.1f} %",
                  "scheduler steps, times: median": "{summary.step_p50_ratio:.2f}",
-                 "p99": "{summary.step_p99_ratio:.2f}"},
+                 "p99": "{summary.step_p99_ratio:.2f}",
+                 "claims, ms: median": "{summary.claim_p50_ms:.1f}",
+                 "p99 of claims": "{summary.claim_p99_ms:.1f}"},
             ),
         ),
         drop=frozenset({"phases"}),
@@ -270,17 +278,22 @@ _LIST = (
         "mooncake",
         "How does a pull compare with Mooncake's transfer engine?",
         "`mooncake-transfer-engine-non-cuda` (TCP for host memory only) reads the same blocks in "
-        "the same run: 2 048 tokens, 268 MB, GB/s.",
+        "the same run: 268 MB (at 64 KiB a block one of two ranks: 134 MB twice), GB/s.",
         (
             Command(
+                "small",
+                f"{_TRANSFER} --prefill tp=2 --decode tp=2 --prompt 2048 --block 1 --path tcp "
+                "--mooncake",
+            ),
+            Command(
                 "mooncake",
-                f"{_TRANSFER} --prompt 2048 --block 2,8 --path shm-huge,tcp --mooncake",
+                f"{_TRANSFER} --prompt 2048 --block 2,8,32 --path tcp,shm-huge --mooncake",
             ),
         ),
-        1,
+        2,
         (
             Table(
-                ("mooncake",),
+                ("small", "mooncake"),
                 "cases",
                 {"path": "{path:s}", "KiB a block": _KIB, "pdconn": _gbps("pdconn"),
                  "single READ": _gbps("raw"), "Mooncake, over TCP": _gbps("mooncake"),
@@ -332,7 +345,9 @@ _LIST = (
                 "kinds",
                 {"engines": "{words:s}", "first, ms": "{first_s:ms.0f}",
                  "next, ms": "{next_s:ms.0f}",
-                 "beyond one cold engine, ms": "{beyond_alone_s:ms.0f}"},
+                 "beyond one cold engine, ms": "{beyond_alone_s:ms.0f}",
+                 "worst": "{worst_beyond_alone_s:ms.0f}",
+                 "beyond two, ms": "{beyond_two_s:ms.0f}"},
                 {},
             ),
         ),

@@ -179,12 +179,15 @@ def test_waterfall() -> None:
 
 def test_lender_load() -> None:
     summary = {"lender_cpu": 0.2812, "lender_cpu_least": 0.2006, "lender_cpu_idle": 0.0,
-               "step_p50_ratio": 0.958, "step_p99_ratio": 1.31}  # fmt: skip
-    each = {"readers": 64, "rate": 1000.0, "summary": summary}
-    in_all = {"readers": 64, "rate": 333.3, "summary": {**summary, "lender_cpu": 0.0912}}
-    assert made("lender_load", each=each, in_all=in_all)[2:] == [
-        "| 64 | 333 | 9.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 |",
-        "| 64 | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 |",
+               "step_p50_ratio": 0.958, "step_p99_ratio": 1.31, "claim_p50_ms": 2.96,
+               "claim_p99_ms": 8.1}  # fmt: skip
+    each = {"readers": 64, "renew": "along", "rate": 1000.0, "summary": summary}
+    in_all = {**each, "rate": 333.3, "summary": {**summary, "lender_cpu": 0.0912}}
+    alone = {**each, "renew": "alone"}
+    assert made("lender_load", each=each, in_all=in_all, alone=alone)[2:] == [
+        "| 64 | along | 333 | 9.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |",
+        "| 64 | along | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |",
+        "| 64 | alone | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |",
     ]
 
 
@@ -196,8 +199,10 @@ def test_mooncake() -> None:
         "lines": [line("pdconn", 1.5, 0.75), line("raw", 2.0, 1.0), line("memcpy", 10.0, None),
                   line("mooncake", 1.2, 0.6)],
     }  # fmt: skip
-    assert made("mooncake", mooncake={"cases": [case]})[2:] == [
-        "| TCP on loopback | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |"
+    cases = {"small": {"cases": [case | {"path": "shm-huge"}]}, "mooncake": {"cases": [case]}}
+    assert made("mooncake", **cases)[2:] == [
+        "| CMA, huge pages | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |",
+        "| TCP on loopback | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |",
     ]
 
 
@@ -227,20 +232,27 @@ def test_warm() -> None:
 
 def test_first_request() -> None:
     kinds = [
-        {"words": words, "first_s": first, "next_s": then, "beyond_alone_s": beyond}
-        for words, first, then, beyond in (
-            ("one engine", 0.0922, 0.0311, 0.0),
-            ("a pair", 0.1094, 0.0784, 0.0172),
+        {
+            "words": words,
+            "first_s": first,
+            "next_s": then,
+            "beyond_alone_s": beyond,
+            "worst_beyond_alone_s": worst,
+            "beyond_two_s": beyond - 0.0101,
+        }
+        for words, first, then, beyond, worst in (
+            ("one engine", 0.0922, 0.0311, 0.0, 0.0),
+            ("a pair", 0.1094, 0.0784, 0.0172, 0.0514),
         )
     ]
     assert made("first_request", first_request={"kinds": kinds}) == lines(
         """
-        | engines | first, ms | next, ms | beyond one cold engine, ms |
-        | --- | --- | --- | --- |
-        | one engine | 92 | 31 | 0 |
-        | a pair | 109 | 78 | 17 |
+        | engines | first, ms | next, ms | beyond one cold engine, ms | worst | beyond two, ms |
+        | --- | --- | --- | --- | --- | --- |
+        | one engine | 92 | 31 | 0 | 0 | -10 |
+        | a pair | 109 | 78 | 17 | 51 | 7 |
         """
-    )
+    )  # fmt: skip
 
 
 def test_ucx_backend() -> None:

@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 
 from pdconn.bench.transfer.arena import BenchMemory
-from transport import Memory, Spans
+from pdconn.puller.read_queue import ChunkSizer
+from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
+from transport import Memory, PeerId, Spans
 from transport.nixl.transport import NixlTransport
 
 TOTAL = 256 << 20
 SIZES = {"kib_256": 256 << 10, "kib_1024": 1 << 20, "single": TOTAL}
 SETTINGS = ("rest", "adaptive", "spin")
-_PAUSES_S = (0.0, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001)
 _MODULE = "tests.throughput.tcp.progress"
 _ROOT = Path(__file__).parents[3]
 
@@ -125,6 +126,35 @@ def compute(core: int) -> None:
             steps = []
 
 
+class Reader:
+    """One setting's reads, carried out and polled with the code of decode's reader thread.
+
+    Reads are posted whole.  At ``least_pause_s`` seconds a thread that nobody tells us of is
+    kept awake: a poll would take UCX's lock from it.
+    """
+
+    def __init__(self, transport: NixlTransport, peer: PeerId) -> None:
+        self.transport = transport
+        self._peer = peer
+        self._results: list[JobResult] = []
+        self._jobs = TransportJobs(transport, self._results.append, sizer=ChunkSizer(TOTAL, TOTAL))
+        self.least_pause_s = 0.0
+
+    def read(self, spans: Spans) -> float:
+        """GB/s."""
+        began, polls = time.perf_counter(), 0
+        self._jobs.do(Read("read", self._peer, spans))
+        self._jobs.post()
+        while not self._jobs.poll():
+            time.sleep(max(self._jobs.pause_s(polls), self.least_pause_s))
+            polls += 1
+        seconds = time.perf_counter() - began
+        result = self._results.pop()
+        assert isinstance(result, ReadSettled)
+        assert result.settled.ok, result.settled.error
+        return TOTAL / seconds / 1e9
+
+
 class Contest:
     """A reader per setting, all connected to one lending process, and perhaps a busy model."""
 
@@ -137,21 +167,21 @@ class Contest:
         self._arena.fill(seed=1)
         told = self._lender.ask("addresses")
         self._base = told["base"]
-        self._readers = {}
+        self._readers: dict[str, Reader] = {}
         spare = cores - {min(cores)} if busy else cores
         for setting in SETTINGS:
             reader = self._stack.enter_context(opened(f"reader-{setting}", setting, spare))
             reader.register([self._arena.memory])
             peer = reader.connect(bytes.fromhex(told[setting]))
-            self._readers[setting] = reader, peer
-            if setting == "spin":
-                self._spinning = reader
+            self._readers[setting] = Reader(reader, peer)
         self._rng = np.random.default_rng(0)
 
     def keep_spin_awake(self) -> None:
         """Wake both threads of ``spin``; they do not rest again before :meth:`close`."""
-        self._lender.ask(f"spin {self._spinning.address().hex()}")
-        keep_awake(self._spinning)
+        spinning = self._readers["spin"]
+        self._lender.ask(f"spin {spinning.transport.address().hex()}")
+        keep_awake(spinning.transport)
+        spinning.least_pause_s = 0.001
 
     def spans(self, size: int) -> Spans:
         at = np.arange(TOTAL // size, dtype=np.uint64) * np.uint64(size)
@@ -170,15 +200,7 @@ class Contest:
 
     def read(self, setting: str, spans: Spans) -> float:
         """GB/s."""
-        reader, peer = self._readers[setting]
-        began, polls = time.perf_counter(), 0
-        read = reader.read(peer, spans)
-        while (settled := reader.poll(read)) is None:
-            pause = _PAUSES_S[min(polls, len(_PAUSES_S) - 1)]
-            time.sleep(max(pause, reader.poll_pause_s, 0.001 if setting == "spin" else 0.0))
-            polls += 1
-        assert settled.ok, settled.error
-        return TOTAL / (time.perf_counter() - began) / 1e9
+        return self._readers[setting].read(spans)
 
     def steps(self) -> float:
         """Median seconds of the model's steps since the last call."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdconn.puller.reads import Connect, Connected, JobResult, Read, ReaderStopped, ReaderThread
+from pdconn.puller.reader_thread import ReaderThread
+from pdconn.puller.reads import Connect, Connected, JobResult, Read, ReaderStopped
 from tests.transport.nixl.test_nixl import World
 from transport.address import pack
 from transport.errors import BackendFailure

@@ -273,6 +273,24 @@ def test_a_thread_is_kept_awake_and_let_go() -> None:
     assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
+def test_a_thread_is_bound_to_its_cores_only_while_it_is_driven() -> None:
+    """At rest it may wake up anywhere: on few cores, one that is bound waits behind a model."""
+    every = os.sched_getaffinity(0)
+    with closing(Sleeper(lazy=False)) as sleeper:
+        [number] = sleeper.found.threads
+        thread = ProgressThread(sleeper.found, {min(every)})
+        seen = [os.sched_getaffinity(number)]
+        for change in (thread.drive, thread.rest, thread.drive, thread.close):
+            change()
+            seen.append(os.sched_getaffinity(number))
+    assert seen == [every, {min(every)}, every, {min(every)}, every]
+
+
+def test_cores_that_this_machine_has_not_are_refused() -> None:
+    with closing(Sleeper(lazy=False)) as sleeper, pytest.raises(OSError, match="Invalid argument"):
+        ProgressThread(sleeper.found, {max(os.sched_getaffinity(0)) + 4096})
+
+
 def test_a_thread_that_sleeps_nevertheless_is_refused_and_nothing_is_left_behind() -> None:
     descriptors = set(os.listdir("/proc/self/fd"))
     with closing(Sleeper(lazy=True)) as sleeper, pytest.raises(OSError, match="stayed awake"):

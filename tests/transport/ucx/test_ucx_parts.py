@@ -1,23 +1,28 @@
-"""The parts of the UCX backend that need no UCX: frames, pieces, copies, the lender's bounds."""
+"""The parts of the UCX backend that need no UCX: frames, pieces, addresses."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.errors import PeerLost
+from transport.address import Envelope
+from transport.errors import BadAddress
 from transport.regions import Regions
 from transport.types import Memory, Spans
 from transport.ucx.frames import (
+    MAC_BYTES,
     MAX_FRAME_BYTES,
     MAX_RUNS,
+    PROTOCOL,
     BadFrame,
     Frame,
+    OtherProtocol,
     PieceRefused,
     PieceRequest,
     ReaderHello,
@@ -25,20 +30,14 @@ from transport.ucx.frames import (
     decode,
     encode,
 )
-from transport.ucx.gather import Bytes, bytes_at, gather, scatter
-from transport.ucx.lender import LenderLimits, UcxLender, lendable
+from transport.ucx.lender import UcxLender, lendable
 from transport.ucx.library import FIXED, context_options
-from transport.ucx.pieces import (
-    DIRECT_BYTES,
-    MAX_PIECE_BYTES,
-    STAGED_BYTES,
-    PieceCutter,
-    Runs,
-)
+from transport.ucx.pieces import MAX_PIECE_BYTES, PieceCutter, Runs
+from transport.ucx.runs import iov
+from transport.ucx.transport import _remote_lender
 
 SECRET = b"s" * 32
 SESSION = SessionId(b"0123456789abcdef")
-LIMITS = LenderLimits()
 
 
 def u64(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -115,7 +114,7 @@ def test_no_bytes_make_the_parser_fail_otherwise(data: bytes) -> None:
 
 SIZES = st.one_of(
     st.integers(1, 5000),
-    st.sampled_from([DIRECT_BYTES - 1, DIRECT_BYTES, MAX_PIECE_BYTES, 2 * MAX_PIECE_BYTES + 3]),
+    st.sampled_from([MAX_PIECE_BYTES - 1, MAX_PIECE_BYTES, 2 * MAX_PIECE_BYTES + 3]),
 )
 
 
@@ -130,9 +129,8 @@ def test_pieces_hold_every_byte_once_and_keep_their_bounds(
     cutter, local, remote = PieceCutter(spans), [], []
     while not cutter.exhausted:
         piece = cutter.next()
-        staged = len(piece.local.nbytes) > 1 or len(piece.remote.nbytes) > 1
-        assert 0 < piece.nbytes <= (STAGED_BYTES if staged else MAX_PIECE_BYTES)
-        assert len(piece.remote.nbytes) <= MAX_RUNS
+        assert 0 < piece.nbytes <= MAX_PIECE_BYTES
+        assert max(len(piece.remote.nbytes), len(piece.local.nbytes)) <= MAX_RUNS
         assert piece.local.total_bytes == piece.remote.total_bytes == piece.nbytes
         local.append(piece.local)
         remote.append(piece.remote)
@@ -146,33 +144,28 @@ def test_pieces_hold_every_byte_once_and_keep_their_bounds(
         assert (together.nbytes == expected.nbytes).all()
 
 
-@pytest.mark.parametrize("unit", [1, 3, 16, 64, 4096])
-@pytest.mark.parametrize("even", [True, False])
-def test_copies_equal_a_loop_and_touch_nothing_else(unit: int, even: bool) -> None:
-    rng = np.random.default_rng(unit)
-    memory = rng.integers(0, 255, 64 * 8 * unit, dtype=np.uint8)
-    slots = rng.permutation(64)[:40]
-    counts = np.full(40, 3) if even else rng.integers(1, 8, 40)
-    offsets, nbytes = slots * 8 * unit, counts * unit
-    runs = Runs((offsets + memory.ctypes.data).astype(np.uint64), nbytes.astype(np.uint64))
-    expected = np.concatenate([memory[o : o + n] for o, n in zip(offsets, nbytes, strict=True)])
-    got = np.zeros(len(expected), dtype=np.uint8)
-    gather(runs, got)
-    assert (got == expected).all()
-    blank = np.full_like(memory, 255)
-    there = Runs((offsets + blank.ctypes.data).astype(np.uint64), nbytes.astype(np.uint64))
-    scatter(got, there)
-    written = np.zeros(len(blank), dtype=bool)
-    for offset, length in zip(offsets, nbytes, strict=True):
-        written[offset : offset + length] = True
-    assert (blank[written] == memory[written]).all()
-    assert (blank[~written] == 255).all()
+def test_a_piece_has_as_many_runs_as_fit_and_no_more() -> None:
+    count = 2 * MAX_RUNS + 1
+    at = np.arange(count, dtype=np.uint64) * np.uint64(128) + np.uint64(4096)
+    cutter = PieceCutter(Spans(at, at[::-1].copy(), np.full(count, 64, dtype=np.uint64)))
+    pieces = []
+    while not cutter.exhausted:
+        pieces.append(cutter.next())
+    assert [len(piece.local.nbytes) for piece in pieces] == [MAX_RUNS, MAX_RUNS, 1]
 
 
-def test_bytes_at_are_the_memory_itself() -> None:
-    held = np.zeros(16, dtype=np.uint8)
-    bytes_at(held.ctypes.data + 4, 8)[:] = 7
-    assert held.tolist() == [0] * 4 + [7] * 8 + [0] * 4
+@pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, MAX_RUNS])
+def test_a_list_for_ucx_holds_the_runs_and_then_empty_ones(count: int) -> None:
+    runs = Runs(u64(*range(4096, 4096 + 8 * count, 8)), u64(*range(1, count + 1)))
+    array = iov(runs)
+    assert len(array) & (len(array) - 1) == 0
+    assert count <= len(array) < 2 * count
+    assert (array[:count] == np.stack([runs.addresses, runs.nbytes], axis=1)).all()
+    assert not array[count:, 1].any()
+    assert set(array[count:, 0]) <= {runs.addresses[-1]}, "an address that is registered"
+    # Two words each, as struct ucp_dt_iov { void *buffer; size_t length; } has them.
+    assert array.flags.c_contiguous
+    assert array.nbytes == 16 * len(array)
 
 
 def test_a_run_may_cross_between_lent_memories_that_touch_and_no_others() -> None:
@@ -197,163 +190,41 @@ def test_options_are_the_users_over_ours_but_for_what_safety_rests_on(
         assert context_options(None)[key] == value
 
 
-class FakeRequest:
-    def __init__(self) -> None:
-        self.done = False
+def test_a_reader_of_another_protocol_gets_a_typed_error_that_says_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    older = bytearray(encode(request(), SECRET)[:-MAC_BYTES])
+    assert older[:4] == PROTOCOL.encode()
+    older[:4] = b"pdU1"
+    frame = bytes(older) + hashlib.blake2b(older, key=SECRET, digest_size=MAC_BYTES).digest()
+    with pytest.raises(OtherProtocol, match=r"pdU1.*expected.*pdU2.*same pdconn"):
+        decode(frame, SECRET)
+    with pytest.raises(BadFrame, match="not authenticated"):  # as for any stranger
+        decode(frame, b"t" * 32)
+    lender = UcxLender(None, SECRET, lambda: 0.0)  # type: ignore[arg-type]
+    lender.handle(frame)
+    assert lender.refused_frames == 1
+    assert "same pdconn" in caplog.text
 
 
-class FakeEndpoint:
-    """A connection whose messages never leave; it remembers what was sent."""
-
-    def __init__(self) -> None:
-        self.alive = True
-        self.sent: list[tuple[int, int, FakeRequest]] = []
-
-    def send(self, array: Bytes, tag: int) -> FakeRequest:
-        if not self.alive:
-            raise PeerLost("gone")
-        self.sent.append((tag, len(array), FakeRequest()))
-        return self.sent[-1][2]
-
-    def close(self) -> None:
-        self.alive = False
-        for _, _, request in self.sent:
-            request.done = True
+def _address(payload: list[object]) -> Envelope:
+    return Envelope("ucx", 1, "lender-1", msgspec.msgpack.encode(payload), 0)
 
 
-class LenderRig:
-    """A lender with fake endpoints, 1 MiB of memory at ``base`` to lend, and a clock of its own."""
-
-    def __init__(self, limits: LenderLimits = LIMITS) -> None:
-        self.now = 0.0
-        self.endpoints: list[FakeEndpoint] = []
-        self.lender = UcxLender(self, SECRET, lambda: self.now, limits)  # type: ignore[arg-type]
-        self.held = np.zeros(1 << 20, dtype=np.uint8)
-        self.base = self.held.ctypes.data
-        self.lender.lent = Regions([Memory(self.base, 1 << 20)])
-
-    def connect(self, worker_address: bytes) -> FakeEndpoint:
-        self.endpoints.append(FakeEndpoint())
-        return self.endpoints[-1]
-
-    def cancel_lost(self) -> None:
-        pass
-
-    def hello(self, session: bytes) -> FakeEndpoint:
-        self.lender.handle(encode(ReaderHello(SessionId(session), b"w"), SECRET))
-        return self.endpoints[-1]
-
-    def ask(self, session: bytes, number: int, *, runs: int = 2) -> None:
-        frame = request(number, [self.base + 128 * i for i in range(runs)], [64] * runs)
-        self.lender.handle(encode(replace(frame, session=SessionId(session)), SECRET))
-
-    def settle(self) -> None:
-        while self.lender.step():
-            pass
+def test_an_address_of_another_protocol_is_refused_and_the_text_names_both() -> None:
+    with pytest.raises(BadAddress, match=r"theirs .*pdU1.*ours .*pdU2.*same pdconn"):
+        _remote_lender(_address([SECRET, b"worker"]))  # as pdU1 wrote it
+    with pytest.raises(BadAddress, match=r"theirs .*pdU3"):
+        _remote_lender(_address([SECRET, b"worker", "pdU3"]))
+    assert _remote_lender(_address([SECRET, b"worker", PROTOCOL])).secret == SECRET
 
 
-A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+def test_a_pdu1_reader_refuses_our_address() -> None:
+    class Older(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+        secret: bytes
+        worker_address: bytes
 
-
-def test_a_reader_never_has_more_on_its_way_than_its_share() -> None:
-    rig = LenderRig()
-    endpoint = rig.hello(A)
-    for number in range(1, LIMITS.queued + 1):
-        rig.ask(A, number)
-    rig.settle()
-    assert len(endpoint.sent) == LIMITS.sending == rig.lender.num_sending
-    for _, _, request in endpoint.sent[:2]:
-        request.done = True
-    rig.settle()
-    assert len(endpoint.sent) == LIMITS.sending + 2
-    assert rig.lender.num_sending == LIMITS.sending
-
-
-def test_a_reader_that_queues_more_than_it_may_loses_its_session_and_no_other() -> None:
-    rig = LenderRig()
-    greedy, modest = rig.hello(A), rig.hello(B)
-    for number in range(1, LIMITS.queued + 2):
-        rig.ask(A, number)
-    rig.ask(B, 1)
-    rig.settle()
-    assert not greedy.alive
-    assert modest.alive
-    assert len(modest.sent) == 1
-    assert rig.lender.num_readers == 1
-
-
-def test_readers_are_served_in_turn() -> None:
-    rig = LenderRig()
-    endpoints = [rig.hello(A), rig.hello(B)]
-    for number in range(1, 4):
-        rig.ask(A, number)
-    rig.ask(B, 1)
-    rig.lender.step()
-    assert [len(endpoint.sent) for endpoint in endpoints] == [1, 1]
-
-
-def test_a_frame_is_not_accepted_twice() -> None:
-    rig = LenderRig()
-    endpoint = rig.hello(A)
-    rig.ask(A, 1)
-    rig.ask(A, 1)
-    rig.settle()
-    assert len(endpoint.sent) == 1
-    rig.hello(A)
-    assert len(rig.endpoints) == 1
-    endpoint.alive = False
-    rig.now += 10.0
-    rig.settle()
-    assert rig.lender.num_readers == 0
-    rig.hello(A)  # nor after the session ended
-    rig.ask(A, 2)
-    assert rig.lender.num_readers == 0
-    assert rig.lender.refused_frames == 4
-
-
-def test_the_table_of_readers_is_bounded_and_gives_up_idle_ones() -> None:
-    rig = LenderRig(replace(LIMITS, readers=2))
-    busy, idle = rig.hello(A), rig.hello(B)
-    rig.ask(A, 1)
-    rig.hello(C)
-    assert (busy.alive, idle.alive) == (True, False)
-    assert rig.lender.num_readers == 2
-
-
-def test_a_stalled_reader_gives_up_its_buffers_when_others_wait() -> None:
-    rig = LenderRig(replace(LIMITS, buffers=1))
-    stalled, other = rig.hello(A), rig.hello(B)
-    rig.ask(A, 1)
-    rig.settle()
-    rig.ask(B, 1)
-    rig.now = LIMITS.stall_s / 2
-    rig.settle()
-    assert stalled.alive  # it may just be slow
-    assert not other.sent
-    rig.now = LIMITS.stall_s
-    rig.settle()
-    assert not stalled.alive
-    assert len(other.sent) == 1
-
-
-def test_a_stalled_reader_is_left_alone_while_no_other_waits() -> None:
-    rig = LenderRig()
-    stalled = rig.hello(A)
-    rig.ask(A, 1)
-    rig.settle()
-    rig.now = 100 * LIMITS.stall_s
-    rig.settle()
-    assert stalled.alive
-
-
-def test_a_piece_that_is_too_large_to_stage_is_refused() -> None:
-    rig = LenderRig()
-    huge = np.zeros(3 * STAGED_BYTES, dtype=np.uint8)
-    rig.lender.lent = Regions([Memory(huge.ctypes.data, huge.nbytes)])
-    endpoint = rig.hello(A)
-    base = huge.ctypes.data
-    frame = request(1, [base, base + 2 * STAGED_BYTES], [STAGED_BYTES, 64])
-    rig.lender.handle(encode(replace(frame, session=SessionId(A)), SECRET))
-    rig.settle()
-    assert [size for tag, size, _ in endpoint.sent if tag == 9] == [STAGED_BYTES + 64 + 1]
-    assert len(endpoint.sent) == 2  # the reason, and nothing
+    payload = msgspec.msgpack.encode([SECRET, b"worker", PROTOCOL])
+    with pytest.raises(msgspec.DecodeError):  # its BadAddress
+        msgspec.msgpack.decode(payload, type=Older)
+    msgspec.msgpack.decode(msgspec.msgpack.encode([SECRET, b"worker"]), type=Older)

@@ -231,9 +231,16 @@ def test_clients_that_leave_strand_nothing(quiet: PdPair, expected: Expected) ->
             leave(Client(url), tuple(reversed(prompt_of(number + 5))), wait_s)
         # The proxy lets decode learn of a request before it closes it.
         time.sleep(3)
-        assert quiet.lent_after_one_more(seconds=LEASE_S - 6) == 0.0
+        lent = quiet.lent_after_one_more(seconds=LEASE_S - 6)
+        assert lent == 0.0, pdconn_metrics(quiet.prefill) | pdconn_metrics(quiet.decode)
     other = prompt_of(0)
     assert compare(expected[other], through(quiet, other)) is None
+
+
+def pdconn_metrics(client: Client) -> dict[str, float]:
+    """An engine's figures of ours that are not 0, to tell what was stranded and where."""
+    found = client.metrics()
+    return {f"{client.url} {k}": v for k, v in found.items() if k.startswith("pdconn:") and v}
 
 
 def leave(client: Client, prompt: Prompt, wait_s: float) -> None:

@@ -19,7 +19,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
@@ -28,6 +27,7 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.memory import layout as layout_module
     from pdconn.vllm.memory.layout import report_layout, run_nbytes, wanted_layout
+    from tests.vllm.memory.backends import real_backends
 
 ASKED = (None, "auto", "none", *LAYOUTS)
 Resolve = Callable[[Any, list[list[str]]], KVCacheLayout]
@@ -45,19 +45,6 @@ def config(asked: object = None, mla: bool = False) -> Any:
         model_config=SimpleNamespace(use_mla=mla),
         cache_config=SimpleNamespace(kv_cache_layout=None),
     )
-
-
-def real_backends() -> list[Any]:
-    """Every backend class of vLLM that imports on this machine."""
-    found = []
-    for each in (*AttentionBackendEnum, *MambaAttentionBackendEnum):
-        try:
-            backend = each.get_class()
-            backend.supported_kv_cache_layouts()
-        except Exception:  # noqa: BLE001 - of libraries for other hardware, in every shape
-            continue
-        found.append(backend)
-    return found
 
 
 def offers() -> dict[str, list[str]]:

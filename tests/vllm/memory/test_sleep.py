@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pdconn.lab.ports import free_ports
-from pdconn.puller import reads
+from pdconn.puller import reader_thread
 from pdconn.vllm.config import ConfigError, read_settings
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps, rig
 from tests.vllm.test_producer import Pool
@@ -279,7 +279,7 @@ def test_decode_does_not_sleep_while_a_read_can_write(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory would be unmapped, or another's, when the read lands."""
-    monkeypatch.setattr(reads, "DRAIN_S", 0.2)
+    monkeypatch.setattr(reader_thread, "DRAIN_S", 0.2)
     both = make()
     both.network.script = lambda _: Held()
     both.decode.ask(both.lent("r"))

@@ -1,0 +1,79 @@
+"""The pulls of one rank in virtual time, and lenders that say what the test wants."""
+
+from __future__ import annotations
+
+from pdconn.lifecycle.pull import Patience, PullState
+from pdconn.protocol.messages import (
+    FromLender,
+    FromReader,
+    Hello,
+    RankGeometry,
+    Welcome,
+    decode_from_reader,
+    encode,
+)
+from pdconn.protocol.ticket import BlockList, Ticket
+from pdconn.puller.commands import ClaimTicket
+from pdconn.puller.peers import Peer
+from pdconn.puller.pulls import Pulls
+from pdconn.puller.rank import Rank
+from pdconn.puller.reads import Connect, Connected, Job
+from tests.fakes.connection_end import ConnectionEnd
+from tests.fakes.pair import TRAITS, Cache
+from transport import PeerId
+
+BLOCKS = (BlockList(0, (1, 2, 3)),)
+CLAIM_S = 10.0
+
+
+class OneRank:
+    """The pulls of a rank, and lenders that say what the test wants; ``now`` is the time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.memory = Cache("BHLNC", filled=False)
+        self._jobs: list[Job] = []
+        me = Rank("d", 0, 1, 0, self.memory.references, TRAITS)
+        self.pulls = Pulls(
+            me, self, self._jobs.append, lambda: self.now, patience=Patience(claim_s=CLAIM_S)
+        )
+
+    def dial(self, peer: Peer) -> None:
+        """As ``pdconn.puller.peers.Dialer.dial``."""
+        peer.connection = ConnectionEnd()
+
+    def claim(self, request: str, lender: str) -> None:
+        """Claim a ticket of ``lender``; ``request`` names the pull, too."""
+        ticket = Ticket(f"p{lender}", f"b{lender}", request, lender, 1, 12, "0" * 32, BLOCKS)
+        self.pulls.apply(ClaimTicket(request, request, ticket))
+
+    def peer(self, lender: str) -> Peer:
+        return next(peer for peer in self.pulls.peers if peer.key.host == lender)
+
+    def hear(self, lender: str, *messages: FromLender) -> None:
+        """All in one frame."""
+        peer = self.peer(lender)
+        assert isinstance(peer.connection, ConnectionEnd)
+        peer.connection.arrived.append(encode(messages))
+        self.pulls.serve(peer)
+
+    def greet(self, lender: str) -> None:
+        """The lender says what it is, and the transport reaches it."""
+        rank = RankGeometry(0, 0, b"address", self.memory.references)
+        self.hear(lender, Welcome.of(f"p{lender}", f"b{lender}", TRAITS, (rank,)))
+        jobs, self._jobs[:] = list(self._jobs), []
+        for job in jobs:
+            assert isinstance(job, Connect)
+            self.pulls.handle(Connected(job.tag, PeerId(lender), None))
+        self.pulls.finish_turn()
+
+    def frames(self, lender: str) -> list[list[FromReader]]:
+        """The messages of each frame that the lender was sent since the last call, but Hello."""
+        end = self.peer(lender).connection
+        assert isinstance(end, ConnectionEnd)
+        sent, end.sent = end.sent, []
+        frames = [decode_from_reader(body) for body in sent]
+        return [frame for frame in frames if not isinstance(frame[0], Hello)]
+
+    def state(self, request: str) -> PullState:
+        return self.pulls._entries[request].machine.state
