@@ -10,7 +10,8 @@ frame of its own.  Beside it a *scheduler* takes steps: plain Python in slices,
 between which it releases the interpreter's lock as an engine does at every system call, then a
 rest.  Phases with and without readers alternate; one with readers begins once as much is renewed
 and ended as is claimed.  Readers note how long each claim takes to be granted, to a millisecond,
-in which each looks for answers.
+in which each looks for answers.  With ``--lender python`` or ``c``, a lender answers that
+understands nothing (:mod:`tests.throughput.lender_load.bare`): what sockets alone cost.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pdconn.lender.server import Lender
 from pdconn.protocol.messages import RankGeometry, Welcome
 from tests.fakes.pair import TRAITS, Cache
 from tests.throughput.engines.threads import cpu_clock
+from tests.throughput.lender_load.bare import BareLender
 from tests.throughput.lender_load.crowd import TTL_S, Readers, crowd, digest
 
 AHEAD_S = 0.5
@@ -70,7 +72,7 @@ def step() -> float:
 class Scheduler:
     """Takes steps, lends and collects, as a prefill engine's scheduler does."""
 
-    def __init__(self, lender: Lender) -> None:
+    def __init__(self, lender: Lender | BareLender) -> None:
         self._lender = lender
         self.lent = 0
         self.freed = 0
@@ -111,7 +113,7 @@ class Scheduler:
 
 
 @contextlib.contextmanager
-def readers_of(lender: Lender, readers: Readers) -> Iterator[subprocess.Popen[str]]:
+def readers_of(lender: Lender | BareLender, readers: Readers) -> Iterator[subprocess.Popen[str]]:
     """The crowd, in a process of its own."""
     command = [sys.executable, "-m", "tests.throughput.lender_load", "--crowd", str(lender.port)]
     command += ["--engines", str(readers.engines), "--ranks", str(readers.ranks)]
@@ -128,12 +130,18 @@ def readers_of(lender: Lender, readers: Readers) -> Iterator[subprocess.Popen[st
         child.stdin.close()
 
 
-def measure(readers: Readers, rate: float, seconds: float, rounds: int) -> list[Phase]:
-    """Phases without and with readers, ``rounds`` of each."""
+def lender_for(readers: Readers) -> Lender:
+    """A lender of a small cache."""
     cache = Cache("BHLNC", filled=False)
     rank = RankGeometry(0, 0, b"nowhere", cache.references)
     welcome = Welcome.of("prefill", "boot", TRAITS, (rank,))
-    lender = Lender(welcome, LOCALHOST, 0, security=readers.security)
+    return Lender(welcome, LOCALHOST, 0, security=readers.security)
+
+
+def measure(
+    lender: Lender | BareLender, readers: Readers, rate: float, seconds: float, rounds: int
+) -> list[Phase]:
+    """Phases without and with readers, ``rounds`` of each."""
     phases = []
     try:
         timed = Timed(Scheduler(lender), cpu_clock("pdconn-lender"), seconds)
@@ -200,6 +208,7 @@ def _phase(per_s: float, cpu: float, took: Sequence[float], claims: Mapping[str,
 def summary(phases: Sequence[Phase]) -> dict[str, float]:
     """Medians over the phases with readers, and their steps over those without.
 
+    Those of claims are left out where answers do not say which claim they are to.
     Processor time grows with what neighbours of a virtual machine do, so the least of the
     phases is given as well.
     """
@@ -210,15 +219,17 @@ def summary(phases: Sequence[Phase]) -> dict[str, float]:
     def median(field: str, loaded: bool) -> float:
         return statistics.median(values(field, loaded))
 
-    return {
+    found = {
         "lender_cpu": median("lender_cpu", True),
         "lender_cpu_least": min(values("lender_cpu", True)),
         "lender_cpu_idle": median("lender_cpu", False),
         "step_p50_ratio": median("step_p50_ms", True) / median("step_p50_ms", False),
         "step_p99_ratio": median("step_p99_ms", True) / median("step_p99_ms", False),
-        "claim_p50_ms": median("claim_p50_ms", True),
-        "claim_p99_ms": median("claim_p99_ms", True),
     }
+    if None not in values("claim_p50_ms", True):
+        found["claim_p50_ms"] = median("claim_p50_ms", True)
+        found["claim_p99_ms"] = median("claim_p99_ms", True)
+    return found
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -237,6 +248,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="along",
         help="each rank's renewals together, or each in a frame of its own (%(default)s)",
     )
+    parser.add_argument(
+        "--lender",
+        choices=["ours", "python", "c"],
+        default="ours",
+        help="the real one, or one that understands nothing; that needs --insecure --renew alone "
+        "(%(default)s)",
+    )
     parser.add_argument("--insecure", action="store_true", help="do not authenticate")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a phase (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="phases of each kind (%(default)s)")
@@ -246,6 +264,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     positive = (options.rate, options.seconds, options.rounds, options.engines, options.ranks)
     if not min(positive) > 0:
         parser.error("--rate, --seconds, --rounds, --engines, --ranks: expected above 0")
+    if options.lender != "ours" and not (options.insecure and options.renew == "alone"):
+        parser.error("--lender: expected --insecure and --renew alone beside it")
     return options
 
 
@@ -262,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.crowd is not None:
         crowd(options.crowd, readers)
         return 0
-    phases = measure(readers, options.rate, options.seconds, options.rounds)
+    lender = lender_for(readers) if options.lender == "ours" else BareLender(options.lender)
+    phases = measure(lender, readers, options.rate, options.seconds, options.rounds)
     for phase in phases:
         what = f"{phase.per_s:6.0f}/s" if phase.per_s else "no readers"
         print(
@@ -275,15 +296,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "and dones a second each: "
         f"{100 * found['lender_cpu']:.1f} % of a core, {100 * found['lender_cpu_least']:.1f} % "
         "in the phase with least; the scheduler's steps take "
-        f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f}); "
-        f"claims take {found['claim_p50_ms']:.1f} ms (p99 {found['claim_p99_ms']:.1f})"
+        f"{found['step_p50_ratio']:.2f} times as long (p99 {found['step_p99_ratio']:.2f})"
     )
+    if "claim_p50_ms" in found:
+        print(f"claims take {found['claim_p50_ms']:.1f} ms (p99 {found['claim_p99_ms']:.1f})")
     if options.json is not None:
         document = {
             "readers": readers.engines * readers.ranks,
             "secured": readers.is_secured,
             "jitter_ms": options.jitter_ms,
             "renew": options.renew,
+            "lender": options.lender,
             "rate": options.rate,
             "summary": found,
             "phases": [asdict(phase) for phase in phases],

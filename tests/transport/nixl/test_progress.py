@@ -220,22 +220,30 @@ def test_where_two_could_be_it_both_are_named(tmp_path: Path) -> None:
 
 
 class Sleeper:
-    """A thread that waits for an epoll set, as NIXL's does; a lazy one is never awake."""
+    """A thread that waits for an epoll set, as NIXL's does; a deaf one sleeps and hears nothing."""
 
-    def __init__(self, *, lazy: bool) -> None:
+    def __init__(self, *, deaf: bool) -> None:
         self.before = ProcessState.now()
         self.events = select.epoll()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(lazy,))
+        self._thread = threading.Thread(target=self._ended.wait if deaf else self._run)
         self._thread.start()
+        if deaf:
+            self._until_asleep()
 
-    def _run(self, lazy: bool) -> None:
+    def _run(self) -> None:
         poll = select.poll()
         poll.register(self.events, select.POLLIN)
         while not self._ended.is_set():
             poll.poll(5)
-            if lazy:
-                self._ended.wait(0.2)
+
+    def _until_asleep(self) -> None:
+        """It started, and then neither ran nor waited for a core for a while."""
+        [thread] = self.found.threads
+        seen, now = None, _times(thread)
+        while now != seen or now[0] == 0 or _state(thread) != "S":
+            time.sleep(0.05)
+            seen, now = now, _times(thread)
 
     @property
     def found(self) -> WorkerEvents:
@@ -248,11 +256,19 @@ class Sleeper:
         self.events.close()
 
 
+def _times(thread: int) -> tuple[int, int]:
+    """Nanoseconds that it ran, and that it waited for a core."""
+    ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+    return int(ran), int(waited)
+
+
+def _state(thread: int) -> str:
+    return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def _used_by(threads: tuple[int, ...], seconds: float) -> float:
     def used() -> int:
-        return sum(
-            int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in threads
-        )
+        return sum(_times(one)[0] for one in threads)
 
     before = used()
     time.sleep(seconds)
@@ -261,7 +277,7 @@ def _used_by(threads: tuple[int, ...], seconds: float) -> float:
 
 def test_a_thread_is_kept_awake_and_let_go() -> None:
     descriptors = set(os.listdir("/proc/self/fd"))
-    with closing(Sleeper(lazy=False)) as sleeper:
+    with closing(Sleeper(deaf=False)) as sleeper:
         worker = sleeper.found
         thread = ProgressThread(worker, os.sched_getaffinity(0))
         resting = _used_by(worker.threads, 0.1)
@@ -276,7 +292,7 @@ def test_a_thread_is_kept_awake_and_let_go() -> None:
 def test_a_thread_is_bound_to_its_cores_only_while_it_is_driven() -> None:
     """At rest it may wake up anywhere: on few cores, one that is bound waits behind a model."""
     every = os.sched_getaffinity(0)
-    with closing(Sleeper(lazy=False)) as sleeper:
+    with closing(Sleeper(deaf=False)) as sleeper:
         [number] = sleeper.found.threads
         thread = ProgressThread(sleeper.found, {min(every)})
         seen = [os.sched_getaffinity(number)]
@@ -287,12 +303,12 @@ def test_a_thread_is_bound_to_its_cores_only_while_it_is_driven() -> None:
 
 
 def test_cores_that_this_machine_has_not_are_refused() -> None:
-    with closing(Sleeper(lazy=False)) as sleeper, pytest.raises(OSError, match="Invalid argument"):
+    with closing(Sleeper(deaf=False)) as sleeper, pytest.raises(OSError, match="Invalid argument"):
         ProgressThread(sleeper.found, {max(os.sched_getaffinity(0)) + 4096})
 
 
 def test_a_thread_that_sleeps_nevertheless_is_refused_and_nothing_is_left_behind() -> None:
     descriptors = set(os.listdir("/proc/self/fd"))
-    with closing(Sleeper(lazy=True)) as sleeper, pytest.raises(OSError, match="stayed awake"):
+    with closing(Sleeper(deaf=True)) as sleeper, pytest.raises(OSError, match="stayed awake"):
         ProgressThread(sleeper.found)
     assert set(os.listdir("/proc/self/fd")) == descriptors
