@@ -186,7 +186,7 @@ class PullEntry:
 
 
 class PullAlarms:
-    """When the machines of ``entries``, by request, must be ticked.
+    """When the machines of ``entries``, by pull, must be ticked.
 
     One alarm of an entry counts, and it may be too early: what was put off is set anew when it is
     the next to ring, which costs less than to find it in the heap before.
@@ -203,7 +203,7 @@ class PullAlarms:
         """Tick the entry at its machine's deadline, or sooner."""
         deadline = entry.machine.next_deadline()
         if deadline is not None and (entry.alarm is None or deadline < entry.alarm):
-            heapq.heappush(self._heap, (deadline, entry.request))
+            heapq.heappush(self._heap, (deadline, entry.reader.pull))
             entry.alarm = deadline
 
     def first(self) -> float | None:
@@ -223,8 +223,8 @@ class PullAlarms:
     def _next(self) -> PullEntry | None:
         """The entry whose alarm rings first, after what would ring for nothing is dropped."""
         while self._heap:
-            at, request = self._heap[0]
-            entry = self._entries.get(request)
+            at, pull = self._heap[0]
+            entry = self._entries.get(pull)
             if entry is None or entry.alarm != at:
                 heapq.heappop(self._heap)
                 continue

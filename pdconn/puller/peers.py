@@ -91,7 +91,7 @@ class Peer:
         welcome: what it said of itself; ``pairing`` and, once they are needed, ``checks``
             are made of it.
         ranks: its ranks that the transport reaches; ``connecting`` are still to come.
-        pulls: the requests that use it.
+        pulls: the pulls that use it.
         reason: why it was closed; ``untrusted`` if it did not authenticate.
         retired: it serves the pulls that use it to their end, and no new ones.
     """

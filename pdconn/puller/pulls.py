@@ -94,7 +94,7 @@ class Pulls:
         self._clock = clock
         self._entries: dict[str, PullEntry] = {}
         self._by_pull: dict[str, PullEntry] = {}
-        self._alarms = PullAlarms(self._entries)
+        self._alarms = PullAlarms(self._by_pull)
         self.unplanned: deque[PullEntry] = deque()
         self.peers = PeerTable(me.engine_id, me.pair, post, dialer, max_peers)
         self.warmup = PeerWarmup(
@@ -135,7 +135,7 @@ class Pulls:
             is_awaited=command.is_awaited,
         )
         self._entries[request] = self._by_pull[command.pull] = entry
-        peer.pulls[request] = None
+        peer.pulls[command.pull] = None
         if peer.state is PeerState.READY:
             self._greeted(entry)
         else:
@@ -373,7 +373,7 @@ class Pulls:
         if self._entries.get(entry.request) is entry:
             del self._entries[entry.request]
         self._by_pull.pop(entry.reader.pull, None)
-        entry.peer.pulls.pop(entry.request, None)
+        entry.peer.pulls.pop(entry.reader.pull, None)
         self._forget_peer_if_idle(entry.peer)
 
     def _forget_peer_if_idle(self, peer: Peer) -> None:
@@ -384,7 +384,7 @@ class Pulls:
             self.peers.forget(peer)
 
     def _using(self, peer: Peer) -> Iterator[PullEntry]:
-        """The peer's requests; what ends one of them may end others on the way."""
-        for request in list(peer.pulls):
-            if (entry := self._entries.get(request)) is not None:
+        """The peer's pulls; what ends one of them may end others on the way."""
+        for pull in list(peer.pulls):
+            if (entry := self._by_pull.get(pull)) is not None:
                 yield entry

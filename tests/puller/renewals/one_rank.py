@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdconn.lifecycle.pull import Patience, PullState
+from pdconn.planning.plan import Need
 from pdconn.protocol.messages import (
     FromLender,
     FromReader,
@@ -13,14 +14,14 @@ from pdconn.protocol.messages import (
     encode,
 )
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.puller.commands import ClaimTicket
+from pdconn.puller.commands import ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Peer
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.rank import Rank
-from pdconn.puller.reads import Connect, Connected, Job
+from pdconn.puller.reads import Connect, Connected, Job, Read, ReadSettled
 from tests.fakes.connection_end import ConnectionEnd
 from tests.fakes.pair import TRAITS, Cache
-from transport import PeerId
+from transport import PeerId, ReadStats, Settled
 
 BLOCKS = (BlockList(0, (1, 2, 3)),)
 CLAIM_S = 10.0
@@ -42,10 +43,21 @@ class OneRank:
         """As ``pdconn.puller.peers.Dialer.dial``."""
         peer.connection = ConnectionEnd()
 
-    def claim(self, request: str, lender: str) -> None:
-        """Claim a ticket of ``lender``; ``request`` names the pull, too."""
+    def claim(self, request: str, lender: str, pull: str | None = None) -> None:
+        """Claim a ticket of ``lender``; ``request`` names the pull, too, unless one is given."""
         ticket = Ticket(f"p{lender}", f"b{lender}", request, lender, 1, 12, "0" * 32, BLOCKS)
-        self.pulls.apply(ClaimTicket(request, request, ticket))
+        self.pulls.apply(ClaimTicket(request, pull or request, ticket))
+
+    def read(self, request: str) -> None:
+        """Have the reader read what is claimed."""
+        self.pulls.apply(ReadBlocks(request, Need.of(0, 12, BLOCKS)))
+
+    def settle(self) -> None:
+        """All reads that were posted have ended."""
+        jobs, self._jobs[:] = list(self._jobs), []
+        for job in jobs:
+            assert isinstance(job, Read)
+            self.pulls.handle(ReadSettled(job.tag, Settled(ReadStats(1, 1, 0.0, 0.0)), self.now))
 
     def peer(self, lender: str) -> Peer:
         return next(peer for peer in self.pulls.peers if peer.key.host == lender)
