@@ -248,7 +248,7 @@ def test_a_transport_that_closes_has_freed_its_requests() -> None:
     freed: list[int] = []
     watched = replace_calls(calls, posted, freed)
     try:
-        from tests.transport.ucx.test_ucx import MIB, pair
+        from tests.transport.ucx.pairs import MIB, pair
 
         with pair(8 * MIB) as pairs:
             assert pairs.is_fine(64 << 10)

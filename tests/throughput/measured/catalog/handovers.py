@@ -1,0 +1,135 @@
+"""Benchmarks of requests that are handed over from prefill to decode, as a user sees them."""
+
+from __future__ import annotations
+
+from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, package
+from tests.throughput.measured.catalog.shared import CONTESTANTS, ENGINE, ENGINES, NIXL
+
+_HANDOVER = "python -m tests.throughput.handover"
+_SAMPLES = frozenset({"settings", "first_s", "prefill_s", "between_tokens_s"})
+_BINDINGS = {"reserved": "vLLM's own, one core reserved", "apart": "one core for each engine"}
+
+FIRST_REQUEST = Benchmark(
+    "first_request",
+    "What does the first request of fresh engines take beyond that of a fresh engine alone?",
+    "Prompts of 200 tokens, a small hybrid model on CPUs, one core for each engine; new "
+    "engines in every round. *Next* are the requests after the first, of the same engines. "
+    "`rehearse` is off where nothing is prepared.",
+    (Command("first_request", "python -m tests.throughput.first_request"),),
+    10,
+    (
+        Table(
+            ("first_request",),
+            "kinds",
+            {"engines": "{words:s}", "first, ms": "{first_s:ms.0f}",
+             "next, ms": "{next_s:ms.0f}",
+             "beyond one cold engine, ms": "{beyond_alone_s:ms.0f}",
+             "worst": "{worst_beyond_alone_s:ms.0f}",
+             "beyond two, ms": "{beyond_two_s:ms.0f}"},
+            {},
+        ),
+    ),
+    drop=frozenset({"settings", "rounds"}),
+    **ENGINES,
+)  # fmt: skip
+
+SERVE = Benchmark(
+    "serve",
+    "What do users see: time to first token (TTFT), time between tokens (ITL), goodput?",
+    "Five small engines behind the same `pdconn proxy`: pdconn and the in-tree NixlConnector, "
+    "each a prefill and a decode engine on a core of its own, and one engine on one core. "
+    "Prompts of 1000 tokens, answers of 32, one at a time, in turns in one run. Bounds: 500 ms "
+    "TTFT, 50 ms ITL. Milliseconds, median and 99th percentile (of 12: the worst).",
+    (Command("serve", "pdconn bench serve --rounds 3 --requests 4"),),
+    5,
+    (
+        Table(
+            ("serve",),
+            "contestants",
+            {"ms": "{contestant:s}",
+             **{name: f"{{{key}.p50_s:ms3}}, {{{key}.p99_s:ms3}}"
+                for name, key in (("TTFT", "ttft"), ("ITL", "itl"), ("handover", "handover"))},
+             "within bounds": "{met} of {requests}",
+             "goodput, requests/s": "{goodput_per_s:.2f}", "wrong": "{wrong}"},
+            CONTESTANTS,
+        ),
+    ),
+    drop=frozenset({"turns", "manifest"}),
+    **ENGINES,  # type: ignore[arg-type]
+)  # fmt: skip
+
+DEMO = Benchmark(
+    "demo",
+    "What moves, and what does not?",
+    "`make demo`: 16 generated tokens, layout BHLNC, two window groups of 64 tokens. "
+    "The last two prompts were asked before.",
+    (Command("demo", "pdconn demo"),),
+    2,
+    (
+        Table(
+            ("demo",),
+            "",
+            {"prompt tokens": "{prompt_tokens}", "full attention, MB": "{full_bytes:MB.3f}",
+             "windows, MB": "{window_bytes:MB.3f}",
+             "not moved: windows": "{saved_by_window_bytes:MB.3f}",
+             "not moved: prefix hits": "{saved_by_hits_bytes:MB.3f}",
+             "descriptors": "{descriptors}"},
+        ),
+    ),
+    packages=("vllm", "nixl"),
+    needs=(ENGINE, NIXL, package("matplotlib")),
+)  # fmt: skip
+
+VERIFY = Benchmark(
+    "verify",
+    "What does `verify` add to the handover?",
+    "As `handover`, one core for each engine; milliseconds.",
+    (
+        Command(
+            "handover",
+            f"{_HANDOVER} --connectors pdconn pdconn-sample pdconn-always"
+            " --cores apart --rounds 8 --lengths 1000 3000",
+        ),
+    ),
+    5,
+    (
+        Table(
+            ("handover",),
+            "measured",
+            {"": "{contestant:s}", "tokens": "{tokens}", "median, ms": "{median_s:ms3}",
+             "worst, ms": "{worst_s:ms3}"},
+            CONTESTANTS,
+        ),
+    ),
+    drop=_SAMPLES,
+    **ENGINES,  # type: ignore[arg-type]
+)  # fmt: skip
+
+HANDOVER = Benchmark(
+    "handover",
+    "How long after prefill's answer does decode stream its first token?",
+    "Two cores, no GPU, a 6-layer hybrid model (hidden 256, window 64), prompts of 200, 1000 "
+    "and 3000 tokens, 15 each, in turns in one run, with cores bound in two ways; beside it "
+    "the median prefill (0: the same engine computes it).",
+    (Command("reserved", _HANDOVER), Command("apart", f"{_HANDOVER} --cores apart")),
+    40,
+    (
+        Table(
+            ("reserved", "apart"),
+            "measured",
+            {"binding": "{run:s}", "": "{contestant:s}", "tokens": "{tokens}",
+             "prefill, ms": "{prefill_median_s:ms3}", "median, ms": "{median_s:ms3}",
+             "worst, ms": "{worst_s:ms3}", "failed": "{failed}"},
+            {**CONTESTANTS, **_BINDINGS},
+        ),
+        Table(
+            ("reserved", "apart"),
+            "ratios",
+            {"binding": "{run:s}", "ratio": "{claim:s}", "measured": "{ratio:2}",
+             "target, at most": "{bound:.2f}"},
+            _BINDINGS,
+        ),
+    ),
+    drop=_SAMPLES,
+    **ENGINES,  # type: ignore[arg-type]
+)  # fmt: skip

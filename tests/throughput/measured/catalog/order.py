@@ -1,0 +1,44 @@
+"""Every benchmark, in the order in which they run; one that is not listed here does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tests.throughput.measured.catalog import (
+    handovers,
+    interference,
+    one_process,
+    router,
+    transfers,
+)
+from tests.throughput.measured.catalog.entry import Benchmark
+
+_LIST = (
+    one_process.PLANNING,
+    one_process.CHECKSUMS,
+    transfers.WATERFALL,
+    interference.LENDER_LOAD,
+    transfers.TRANSFER,
+    transfers.MOONCAKE,
+    transfers.WARM,
+    handovers.FIRST_REQUEST,
+    transfers.TCP_PROGRESS,
+    transfers.UCX_BACKEND,
+    interference.ENGINE_THREAD,
+    interference.PULL_COST,
+    interference.ITL,
+    interference.ITL_LENDING,
+    handovers.SERVE,
+    router.ROUTING,
+    router.PROXY_COST,
+    router.TRACE,
+    router.LINKS,
+    router.MOONCAKE_TRACE,
+    router.REAL_TRACE,
+    handovers.DEMO,
+    handovers.VERIFY,
+    handovers.HANDOVER,
+)
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({each.name: each for each in _LIST})

@@ -1,0 +1,179 @@
+"""Benchmarks of the router: what it costs, and what its choices save."""
+
+from __future__ import annotations
+
+import os
+
+from tests.multinode.namespaces import why_not
+from tests.throughput.measured.catalog.entry import Benchmark, Command, Need, Table
+from tests.throughput.measured.catalog.shared import ENGINE, ENGINES, NIXL
+from tests.throughput.mooncake.__main__ import TRACE_VARIABLE
+
+_MOONCAKE = (
+    "python -m tests.throughput.mooncake --requests 500 --tokens-per-block 512 --prefill-rate 40000"
+)
+_LINKS = "python -m tests.throughput.links"
+
+ROUTING = Benchmark(
+    "routing",
+    "How long does the router score a prompt, and how many events does it apply?",
+    "Scoring with index look-ups, beside a list scan with free look-ups; windows of 1024 "
+    "tokens.",
+    (Command("routing", "python -m tests.throughput.routing"),),
+    1,
+    (
+        Table(
+            ("routing",),
+            "",
+            {"": "{what:s}", "router": "{ours:3} {unit:s}", "list scan": "{scan:3} {unit:s}"},
+            {"us": "µs"},
+        ),
+    ),
+)  # fmt: skip
+
+PROXY_COST = Benchmark(
+    "proxy_cost",
+    "What does the proxy add to a request, and how old is an event when it counts?",
+    "32 streams of 50 tokens a second, one hop (decode alone) and two (prefill and decode): "
+    "without look-up, with engines without events, and with prompts of 1000 tokens looked up.",
+    (Command("cost", "python -m tests.throughput.proxy_cost"),),
+    4,
+    (
+        Table(
+            ("cost",),
+            "cost",
+            {"": "{name:s}", "tokens/s beside direct": "{ratio:.3f}",
+             "first token, ms later": "{added_ms:.1f}",
+             "of the rounds": "{spread_ms[0]:.1f} to {spread_ms[1]:.1f}"},
+        ),
+        Table(
+            ("cost",),
+            "lag",
+            {"from an engine's event to the index": "{name:s}", "median, ms": "{median_ms:.1f}",
+             "p95": "{p95_ms:.1f}", "worst": "{worst_ms:.1f}"},
+        ),
+    ),
+    packages=("aiohttp",),
+)  # fmt: skip
+
+TRACE = Benchmark(
+    "trace",
+    "How much does routing by prefix compute less than round-robin?",
+    "A multi-turn trace with shared system prompts: 80 conversations of 4 turns over 2 prefill "
+    "and 2 decode engines, fresh for each policy. The engines are fake but for their caches: "
+    "vLLM's own KV cache manager (one full and one window group), its events and its sockets. "
+    "Ideal is one cache for all that keeps everything. With answers of 100 to 300 tokens: "
+    "larger caches, 5000 tokens computed a second; once with full attention only.",
+    (
+        Command("trace", "python -m tests.throughput.trace"),
+        Command(
+            "pulls",
+            "python -m tests.throughput.trace --policies 'prefix + pulls' prefix "
+            "--answers 100 300 --prefill-rate 5000 --blocks 4000",
+        ),
+        Command(
+            "full",
+            "python -m tests.throughput.trace --policies 'prefix + pulls' prefix "
+            "--answers 100 300 --prefill-rate 5000 --blocks 4000 --no-window",
+        ),
+    ),
+    3,
+    (
+        Table(
+            ("trace", "pulls", "full"),
+            "",
+            {"answers": "{run:s}",
+             "policy": "{policy:s}", "by decode alone": "{alone} of {requests}",
+             "tokens computed, of all": "{computed}, {computed_share:%.1f} %",
+             "of ideal reuse": "{ideal_share:%.1f} %", "tokens pulled": "{pulled}",
+             "predicted = reported": "{agreement:%.1f} % of requests",
+             "TTFT median, p95": "{ttft_ms:.0f}, {ttft_p95_ms:.0f} ms"},
+            names={
+                "trace": "10 to 40 tokens",
+                "pulls": "100 to 300 tokens",
+                "full": "100 to 300, no windows",
+            },
+        ),
+    ),
+    packages=("vllm",),
+    needs=(ENGINE,),
+)  # fmt: skip
+
+LINKS = Benchmark(
+    "links",
+    "How often does the router take the better of pulling a prefix and computing it?",
+    "A holder and a puller in network namespaces, joined by a cable of each rate (`tbf`): real "
+    "pulls by NIXL over TCP, of as many bytes as gpt-oss-120b keeps of 512 to 4096 tokens. "
+    "Computing takes a known time: 30 ms and 2500 tokens a second, or 20 000. The planner "
+    "begins with what it assumes; both ways are timed, and ways within 5 % are both right.",
+    (
+        Command("slow", f"{_LINKS} --gbits 0.2 --requests 40"),
+        Command("others", f"{_LINKS} --gbits 1 10 --requests 100"),
+        Command("large", f"{_LINKS} --gbits 10 --requests 100 --prefill-rate 20000"),
+    ),
+    5,
+    (
+        Table(
+            ("slow", "others", "large"),
+            "links",
+            {"computed, tokens/s": "{run:s}", "link, Gbit/s": "{gbit_s:.1f}",
+             "requests": "{outcome.requests}",
+             "pulling is faster": "{outcome.pull_better:%.0f} %",
+             "pulled": "{outcome.pulled:%.0f} %", "right": "**{outcome.right:%.1f} %**",
+             "after the first 10": "{outcome.right_warm:%.1f} %",
+             "time beyond the best choices": "{outcome.over_best:%.1f} %"},
+            names={"slow": "2 500", "others": "2 500", "large": "20 000"},
+        ),
+    ),
+    drop=frozenset({"settings", "judged"}),
+    packages=("nixl",),
+    needs=(NIXL, Need("root, for network namespaces", lambda: why_not() is None)),
+)  # fmt: skip
+
+MOONCAKE_TRACE = Benchmark(
+    "mooncake_trace",
+    "And of Mooncake's published trace of conversations?",
+    "Its first 500 requests over 2 prefill and 2 decode engines as above, with full attention "
+    "only, at the trace's sizes and times. Each engine computes 40 000 tokens a second and "
+    "caches one million, or three. Ideal is one cache for all that keeps everything. The "
+    "variable `PDCONN_MOONCAKE_TRACE` names the file (`conversation_trace.jsonl` of Mooncake's "
+    "repository).",
+    (
+        Command("1", _MOONCAKE),
+        Command("3", f"{_MOONCAKE} --cache-tokens 3000000"),
+    ),
+    18,
+    (
+        Table(
+            ("1", "3"),
+            "",
+            {"caches, tokens": "{run:s}", "policy": "{policy:s}",
+             "tokens computed, of all": "{computed} of {prompt_tokens}",
+             "of ideal reuse": "{ideal_share:%.1f} %", "tokens pulled": "{pulled}",
+             "TTFT median, p95": "{ttft_ms:.0f}, {ttft_p95_ms:.0f} ms"},
+            names={"1": "1 million", "3": "3 million"},
+        ),
+    ),
+    packages=("vllm",),
+    needs=(ENGINE, Need(TRACE_VARIABLE, lambda: TRACE_VARIABLE in os.environ)),
+)  # fmt: skip
+
+REAL_TRACE = Benchmark(
+    "real_trace",
+    "Does routing by prefix also pay with real engines?",
+    "Real vLLM, one prefill and one decode engine on two cores, 36 turns of 6 conversations, "
+    "every answer compared with one engine alone. The only choice is whether to hand over.",
+    (Command("trace", "python -m tests.throughput.real_trace"),),
+    3,
+    (
+        Table(
+            ("trace",),
+            "",
+            {"policy": "{policy:s}", "by decode alone": "{alone} of {requests}",
+             "tokens computed by prefill": "{prefill_computed}",
+             "by decode": "{decode_computed}",
+             "TTFT median, p95": "{ttft_ms:.0f}, {ttft_p95_ms:.0f} ms", "wrong": "{wrong}"},
+        ),
+    ),
+    **ENGINES,  # type: ignore[arg-type]
+)  # fmt: skip

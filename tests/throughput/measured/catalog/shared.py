@@ -1,0 +1,22 @@
+"""What entries of several themes need of a machine, and the words that their tables share."""
+
+from __future__ import annotations
+
+from tests.throughput.measured.catalog.entry import package
+
+NIXL = package("nixl")
+ENGINE = package("vllm")
+ENGINES = {"packages": ("vllm", "nixl"), "needs": (ENGINE, NIXL)}
+PATHS = {
+    "shm-huge": "CMA, huge pages",
+    "shm": "CMA, 4 KiB pages",
+    "tcp": "TCP on loopback",
+}
+CONTESTANTS = {
+    "alone": "one engine alone",
+    "single": "one engine alone",
+    "in-tree": "vLLM's in-tree NixlConnector",
+    "pdconn": "**pdconn**",
+    "pdconn-sample": "pdconn, `verify: sample`",
+    "pdconn-always": "pdconn, `verify: always`",
+}

@@ -1,0 +1,115 @@
+"""Measured tables of handovers, from a small result to the Markdown, by hand."""
+
+from __future__ import annotations
+
+from tests.throughput.measured.rendered.made import lines, made
+
+
+def row(contestant: str, tokens: int, *numbers: float, failed: int = 0) -> dict[str, object]:
+    median, worst, prefill = numbers
+    return {"contestant": contestant, "tokens": tokens, "median_s": median, "worst_s": worst,
+            "prefill_median_s": prefill, "failed": failed}  # fmt: skip
+
+
+def test_handover() -> None:
+    claim = "pdconn, 3000 tokens: median handover / full prefill"
+    reserved = {
+        "measured": [row("alone", 1, 0.0117, 0.044, 0.0),
+                     row("in-tree", 3000, 30.107, 68.4, 1.6, failed=2)],
+        "ratios": [{"claim": claim, "ratio": 0.0668, "bound": 0.15, "holds": True}],
+    }  # fmt: skip
+    apart = {
+        "measured": [row("in-tree", 3000, 0.0883, 3.391, 1.923),
+                     row("alone", 1, 0.0125, 0.067, 0.0)],
+        "ratios": [{"claim": claim, "ratio": 0.2, "bound": 0.15, "holds": False}],
+    }  # fmt: skip
+    assert made("handover", reserved=reserved, apart=apart) == lines(
+        """
+        | binding | | tokens | prefill, ms | median, ms | worst, ms | failed |
+        | --- | --- | --- | --- | --- | --- | --- |
+        | vLLM's own, one core reserved | one engine alone | 1 | 0 | 11.7 | 44.0 | 0 |
+        | vLLM's own, one core reserved | vLLM's in-tree NixlConnector | 3 000 | 1 600 | 30 107 | 68 400 | 2 |
+        | one core for each engine | vLLM's in-tree NixlConnector | 3 000 | 1 923 | 88.3 | 3 391 | 0 |
+        | one core for each engine | one engine alone | 1 | 0 | 12.5 | 67.0 | 0 |
+
+        | binding | ratio | measured | target, at most |
+        | --- | --- | --- | --- |
+        | vLLM's own, one core reserved | pdconn, 3000 tokens: median handover / full prefill | 0.067 | 0.15 |
+        | one core for each engine | pdconn, 3000 tokens: median handover / full prefill | 0.20 | 0.15 |
+        """  # noqa: E501
+    )
+
+
+def test_verify() -> None:
+    measured = [
+        row("alone", 1, 0.01, 0.02, 0.0),
+        row("pdconn", 3000, 0.0297, 0.05, 0.4),
+        row("pdconn-sample", 1000, 0.03, 0.1, 0.1),
+        row("pdconn-always", 3000, 0.0355, 0.2, 0.1),
+    ]
+    assert made("verify", handover={"measured": measured}) == lines(
+        """
+        | | tokens | median, ms | worst, ms |
+        | --- | --- | --- | --- |
+        | one engine alone | 1 | 10.0 | 20.0 |
+        | **pdconn** | 3 000 | 29.7 | 50.0 |
+        | pdconn, `verify: sample` | 1 000 | 30.0 | 100 |
+        | pdconn, `verify: always` | 3 000 | 35.5 | 200 |
+        """
+    )
+
+
+def test_demo() -> None:
+    fields = ("prompt_tokens", "full_bytes", "window_bytes", "saved_by_window_bytes",
+              "saved_by_hits_bytes", "descriptors")  # fmt: skip
+    rows = [
+        dict(zip(fields, numbers, strict=True))
+        for numbers in (
+            (31, 32768, 65536, 0, 0, 3),
+            (1000, 1_048_576, 196_608, 1_900_544, 0, 6),
+            (1000, 32768, 65536, 1_900_544, 1_146_880, 3),
+        )
+    ]
+    assert made("demo", demo=rows)[2:] == [
+        "| 31 | 0.033 | 0.066 | 0.000 | 0.000 | 3 |",
+        "| 1 000 | 1.049 | 0.197 | 1.901 | 0.000 | 6 |",
+        "| 1 000 | 0.033 | 0.066 | 1.901 | 1.147 | 3 |",
+    ]
+
+
+def test_first_request() -> None:
+    kinds = [
+        {
+            "words": words,
+            "first_s": first,
+            "next_s": then,
+            "beyond_alone_s": beyond,
+            "worst_beyond_alone_s": worst,
+            "beyond_two_s": beyond - 0.0101,
+        }
+        for words, first, then, beyond, worst in (
+            ("one engine", 0.0922, 0.0311, 0.0, 0.0),
+            ("a pair", 0.1094, 0.0784, 0.0172, 0.0514),
+        )
+    ]
+    assert made("first_request", first_request={"kinds": kinds}) == lines(
+        """
+        | engines | first, ms | next, ms | beyond one cold engine, ms | worst | beyond two, ms |
+        | --- | --- | --- | --- | --- | --- |
+        | one engine | 92 | 31 | 0 | 0 | -10 |
+        | a pair | 109 | 78 | 17 | 51 | 7 |
+        """
+    )  # fmt: skip
+
+
+def test_serve() -> None:
+    spread = {"p50_s": 0.1796, "p99_s": 9.7489}
+    contestant = {"requests": 12, "wrong": 0, "ttft": spread, "itl": spread, "handover": None}
+    rows = [
+        {**contestant, "contestant": "pdconn", "met": 12, "goodput_per_s": 1.7619},
+        {**contestant, "contestant": "other", "met": 1, "goodput_per_s": 0.0238, "wrong": 3},
+    ]
+    assert made("serve", serve={"contestants": rows})[2:] == [
+        "| **pdconn** | 180, 9 749 | 180, 9 749 | | 12 of 12 | 1.76 | 0 |",
+        "| other | 180, 9 749 | 180, 9 749 | | 1 of 12 | 0.02 | 3 |",
+    ]
