@@ -41,7 +41,7 @@ AHEAD_S = 0.5
 """Of the claims: how long before them requests are lent."""
 
 STEP_S = 0.005
-_SLICES = 8
+SLICES = 8
 """Of a step: after each the lock is released, and a waiting thread may take it."""
 _LOOPS = 750
 
@@ -58,11 +58,11 @@ class Phase:
     claim_p99_ms: float | None
 
 
-def step() -> float:
+def step(slices: int = SLICES) -> float:
     """Seconds that the scheduler's own work took."""
     began = time.perf_counter()
     total = 0
-    for _ in range(_SLICES):
+    for _ in range(slices):
         for number in range(_LOOPS):
             total += number & 3
         select.select((), (), (), 0.0)
@@ -72,15 +72,16 @@ def step() -> float:
 class Scheduler:
     """Takes steps, lends and collects, as a prefill engine's scheduler does."""
 
-    def __init__(self, lender: Lender | BareLender) -> None:
-        self._lender = lender
+    def __init__(self, lender: Lender | BareLender, slices: int = SLICES) -> None:
+        self.lender = lender
+        self._slices = slices
         self.lent = 0
         self.freed = 0
 
     def lend_until(self, number: int) -> None:
         """Lend every request before ``number``."""
         for each in range(self.lent, number):
-            self._lender.lend(f"r{each}", digest(each), TTL_S)
+            self.lender.lend(f"r{each}", digest(each), TTL_S)
         self.lent = max(self.lent, number)
 
     def run(self, rate: float, seconds: float, until: int) -> list[float]:
@@ -90,14 +91,14 @@ class Scheduler:
         while (now := time.monotonic() - began) < seconds:
             self.lend_until(first + int(min(now, seconds) * rate))
             self.collect()
-            took.append(step())
+            took.append(step(self._slices))
             time.sleep(max(0.0, STEP_S - took[-1]))
         self.lend_until(until)
         return took
 
     def collect(self) -> None:
         """What is free again; every lease must have been read."""
-        for freed in self._lender.collect():
+        for freed in self.lender.collect():
             if freed.why != "read":
                 raise RuntimeError(f"{freed.request}: expected to be read, {freed.why}")
             self.freed += 1
@@ -139,12 +140,12 @@ def lender_for(readers: Readers) -> Lender:
 
 
 def measure(
-    lender: Lender | BareLender, readers: Readers, rate: float, seconds: float, rounds: int
+    scheduler: Scheduler, readers: Readers, rate: float, seconds: float, rounds: int
 ) -> list[Phase]:
-    """Phases without and with readers, ``rounds`` of each."""
-    phases = []
+    """Phases without and with readers of the scheduler's lender, ``rounds`` of each."""
+    phases, lender = [], scheduler.lender
     try:
-        timed = Timed(Scheduler(lender), cpu_clock("pdconn-lender"), seconds)
+        timed = Timed(scheduler, cpu_clock("pdconn-lender"), seconds)
         with readers_of(lender, readers) as child:
             for _ in range(rounds):
                 phases.append(_phase(0.0, *timed.phase(0.0, timed.scheduler.lent), {}))
@@ -255,15 +256,24 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="the real one, or one that understands nothing; that needs --insecure --renew alone "
         "(%(default)s)",
     )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=SLICES,
+        help="of plain Python, some 20 us each, in a step of the scheduler (%(default)s)",
+    )
     parser.add_argument("--insecure", action="store_true", help="do not authenticate")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a phase (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="phases of each kind (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write all measurements")
     parser.add_argument("--crowd", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    positive = (options.rate, options.seconds, options.rounds, options.engines, options.ranks)
+    positive = (
+        options.rate, options.seconds, options.rounds, options.engines, options.ranks,
+        options.slices,
+    )  # fmt: skip
     if not min(positive) > 0:
-        parser.error("--rate, --seconds, --rounds, --engines, --ranks: expected above 0")
+        parser.error("--rate, --seconds, --rounds, --engines, --ranks, --slices: expected above 0")
     if options.lender != "ours" and not (options.insecure and options.renew == "alone"):
         parser.error("--lender: expected --insecure and --renew alone beside it")
     return options
@@ -283,7 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         crowd(options.crowd, readers)
         return 0
     lender = lender_for(readers) if options.lender == "ours" else BareLender(options.lender)
-    phases = measure(lender, readers, options.rate, options.seconds, options.rounds)
+    scheduler = Scheduler(lender, options.slices)
+    phases = measure(scheduler, readers, options.rate, options.seconds, options.rounds)
     for phase in phases:
         what = f"{phase.per_s:6.0f}/s" if phase.per_s else "no readers"
         print(
@@ -307,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "jitter_ms": options.jitter_ms,
             "renew": options.renew,
             "lender": options.lender,
+            "slices": options.slices,
             "rate": options.rate,
             "summary": found,
             "phases": [asdict(phase) for phase in phases],

@@ -197,7 +197,7 @@ def crowd(port: int, of: Readers) -> None:
         first, rate, seconds = line.split()
         readers.answers, readers.claims_s = {"granted": 0, "refused": 0}, []
         count = readers.run(int(first), float(rate), float(seconds))
-        report = {"count": count, **readers.answers}
+        report: dict[str, float] = {"count": count, **readers.answers}
         if claims_ms := sorted(1e3 * each for each in readers.claims_s):
             report["claim_p50_ms"] = percentile(claims_ms, 0.5)
             report["claim_p99_ms"] = percentile(claims_ms, 0.99)

@@ -5,27 +5,37 @@ from __future__ import annotations
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Table
 from tests.throughput.measured.catalog.shared import ENGINES, NIXL
 
+_PLAIN = "python -m tests.throughput.lender_load --ranks 8 --insecure --renew alone --rounds 3"
+
 LENDER_LOAD = Benchmark(
     "lender_load",
     "What do readers cost a lender, and the scheduler in its process?",
     "64 readers of 8 ranks over loopback, with a secret, sending claims, renewals and dones "
     "at the same rate, each rank's renewals together. Times of scheduler steps are relative to "
-    "steps without readers; times of claims are the readers', which look for answers once a "
-    "millisecond.",
+    "steps without readers, some 20 µs for each of their slices; times of claims are the readers', "
+    "which look for answers once a millisecond. The second table is without a secret, each renewal "
+    "in a frame of its own: our lender beside two that answer every frame with the same bytes.",
     (
         Command("in_all", "python -m tests.throughput.lender_load --ranks 8 --rate 333.3"),
         Command("each", "python -m tests.throughput.lender_load --ranks 8"),
         Command(
             "alone", "python -m tests.throughput.lender_load --ranks 8 --renew alone --rounds 3"
         ),
+        Command(
+            "long_steps", "python -m tests.throughput.lender_load --ranks 8 --slices 80 --rounds 3"
+        ),
+        Command("plain", _PLAIN),
+        Command("python", f"{_PLAIN} --lender python"),
+        Command("c", f"{_PLAIN} --lender c"),
     ),
     4,
     (
         Table(
-            ("in_all", "each", "alone"),
+            ("in_all", "each", "alone", "long_steps"),
             "",
             {"readers": "{readers}",
              "renewals": "{renew:s}",
+             "slices of a step": "{slices}",
              "claims, renewals and dones a second, each": "{rate:.0f}",
              "lender thread, of a core: median": "{summary.lender_cpu:%.1f} %",
              "least": "{summary.lender_cpu_least:%.1f} %",
@@ -34,6 +44,15 @@ LENDER_LOAD = Benchmark(
              "p99": "{summary.step_p99_ratio:.2f}",
              "claims, ms: median": "{summary.claim_p50_ms:.1f}",
              "p99 of claims": "{summary.claim_p99_ms:.1f}"},
+        ),
+        Table(
+            ("plain", "python", "c"),
+            "",
+            {"lender": "{lender:s}",
+             "its thread, of a core: median": "{summary.lender_cpu:%.1f} %",
+             "least": "{summary.lender_cpu_least:%.1f} %",
+             "scheduler steps, times: median": "{summary.step_p50_ratio:.2f}",
+             "p99": "{summary.step_p99_ratio:.2f}"},
         ),
     ),
     drop=frozenset({"phases"}),

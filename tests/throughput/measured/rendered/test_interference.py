@@ -9,14 +9,32 @@ def test_lender_load() -> None:
     summary = {"lender_cpu": 0.2812, "lender_cpu_least": 0.2006, "lender_cpu_idle": 0.0,
                "step_p50_ratio": 0.958, "step_p99_ratio": 1.31, "claim_p50_ms": 2.96,
                "claim_p99_ms": 8.1}  # fmt: skip
-    each = {"readers": 64, "renew": "along", "rate": 1000.0, "summary": summary}
-    in_all = {**each, "rate": 333.3, "summary": {**summary, "lender_cpu": 0.0912}}
-    alone = {**each, "renew": "alone"}
-    assert made("lender_load", each=each, in_all=in_all, alone=alone)[2:] == [
-        "| 64 | along | 333 | 9.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |",
-        "| 64 | along | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |",
-        "| 64 | alone | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |",
-    ]
+    each = {"readers": 64, "renew": "along", "rate": 1000.0, "slices": 8, "summary": summary}
+    plain = {**each, "lender": "ours"}
+    found = made(
+        "lender_load",
+        each=each,
+        in_all={**each, "rate": 333.3, "summary": {**summary, "lender_cpu": 0.0912}},
+        alone={**each, "renew": "alone"},
+        long_steps={**each, "slices": 80},
+        plain=plain,
+        python={**plain, "lender": "python"},
+        c={**plain, "lender": "c", "summary": {**summary, "lender_cpu": 0.0151}},
+    )
+    assert found[2:] == lines(
+        """
+        | 64 | along | 8 | 333 | 9.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |
+        | 64 | along | 8 | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |
+        | 64 | alone | 8 | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |
+        | 64 | along | 80 | 1000 | 28.1 % | 20.1 % | 0.0 % | 0.96 | 1.31 | 3.0 | 8.1 |
+
+        | lender | its thread, of a core: median | least | scheduler steps, times: median | p99 |
+        | --- | --- | --- | --- | --- |
+        | ours | 28.1 % | 20.1 % | 0.96 | 1.31 |
+        | python | 28.1 % | 20.1 % | 0.96 | 1.31 |
+        | c | 1.5 % | 20.1 % | 0.96 | 1.31 |
+        """
+    )
 
 
 def test_engine_thread() -> None:
