@@ -123,8 +123,11 @@ class Crowd:
         ranks, jitter_s = self._readers.ranks, self._readers.jitter_s
         count = int(rate / ranks * seconds)
         began = time.monotonic() + LEAD_S
+        # At a random time of its own slot each: on a grid, claims of one meet the ends of another.
+        slot_s = ranks / rate
+        asked = [began + (n + self._random.random()) * slot_s for n in range(count)]
         due = [
-            (began + n * ranks / rate + self._random.uniform(0, jitter_s), n, rank, "claim")
+            (asked[n] + self._random.uniform(0, jitter_s), n, rank, "claim")
             for n in range(count)
             for rank in range(ranks)
         ]
