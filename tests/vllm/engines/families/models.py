@@ -302,7 +302,14 @@ FALCON_H1 = Family("falcon_h1", _falcon_h1, edges=(64,))
 QWEN3_NEXT = Family("qwen3_next", _qwen3_next, dtype="bfloat16", edges=(160,), coarse=True)
 LFM2 = Family("lfm2", _lfm2, coarse=True)
 MLA = Family(
-    "mla", _mla, block_tokens=16, edges=(64,), prefix_caching=False, coarse=True, drifts=True
+    "mla",
+    _mla,
+    block_tokens=16,
+    edges=(64,),
+    prefix_caching=False,
+    coarse=True,
+    drifts=True,
+    args=("--attention-backend", "CPU_MLA"),  # AMX_MLA, where a CPU has AMX, is for bfloat16 alone
 )
 LLAMA_4 = Family("llama4", _llama_4, edges=(64,))
 GEMMA_4 = Family("gemma4", _gemma_4, edges=(64,), tensor_parallel=(1, 2), fill=_broad)
