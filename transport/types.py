@@ -11,7 +11,9 @@ numpy columns because a pull of a long prompt has tens of thousands of them::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Literal, NewType
 
 import numpy as np
@@ -29,7 +31,8 @@ ReadId = NewType("ReadId", int)
 U64 = NDArray[np.uint64]
 
 _MAX_DEVICES = 1 << 16
-_LAST_ADDRESS = np.uint64(2**63 - 1)
+_LAST = 2**63 - 1
+_LAST_ADDRESS = np.uint64(_LAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Spans:
     local_device: Device = HOST
     remote_device: Device = HOST
     _is_merged: bool = field(default=False, init=False, repr=False)
+    _total: int = field(default=-1, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("local", "remote", "nbytes"):
@@ -119,13 +123,46 @@ class Spans:
         object.__setattr__(spans, "_is_merged", True)
         return spans
 
+    @classmethod
+    def merged_few(
+        cls,
+        local: Sequence[int],
+        remote: Sequence[int],
+        nbytes: Sequence[int],
+        local_device: Device,
+        remote_device: Device,
+    ) -> Spans:
+        """As :meth:`merged`, of numbers, and checked without arrays: that takes less for a few."""
+        if not len(local) == len(remote) == len(nbytes):
+            raise BadSpans(
+                f"columns differ in length: local {len(local)}, remote {len(remote)}, "
+                f"nbytes {len(nbytes)}"
+            )
+        if min(nbytes, default=1) < 1:
+            raise BadSpans(f"run {nbytes.index(min(nbytes))} has {min(nbytes)} bytes")
+        for name, addresses in (("local", local), ("remote", remote)):
+            ends = map(add, addresses, nbytes)
+            if min(addresses, default=0) < 0 or max(ends, default=0) > _LAST:
+                raise BadSpans(f"{name}: an address lies beyond 63 bits")
+        table = np.array((local, remote, nbytes), dtype=np.uint64)
+        spans = object.__new__(cls)
+        for field_name, value in (
+            ("local", table[0]), ("remote", table[1]), ("nbytes", table[2]),
+            ("local_device", local_device), ("remote_device", remote_device),
+            ("_is_merged", True), ("_total", sum(nbytes)),
+        ):  # fmt: skip
+            object.__setattr__(spans, field_name, value)
+        return spans
+
     def __len__(self) -> int:
         return len(self.nbytes)
 
     @property
     def total_bytes(self) -> int:
         """Bytes that the whole read moves."""
-        return int(self.nbytes.sum())
+        if self._total < 0:
+            object.__setattr__(self, "_total", int(self.nbytes.sum()))
+        return self._total
 
     def coalesced(self) -> Spans:
         """The same copy with neighbouring runs merged.
@@ -146,10 +183,10 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What a finished read cost, as measured by the backend.
+    """What a finished read cost.
 
-    ``num_descriptors`` is counted after the backend merged neighbours; times are
-    in seconds: ``post_s`` for posting, ``transfer_s`` from posting to the end.
+    ``num_descriptors`` is counted after neighbours were merged; times are in seconds: ``post_s``
+    for posting, ``transfer_s`` from posting until the end was seen.
     """
 
     nbytes: int

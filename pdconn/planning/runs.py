@@ -22,7 +22,7 @@ import numpy as np
 
 from pdconn.planning.pairs import Pairs, check_ids
 from pdconn.planning.template import I64, Side, Template
-from transport import BadSpans, Device, Spans
+from transport import Device, Spans
 from transport.runs import merge_runs
 from transport.types import U64
 
@@ -160,11 +160,7 @@ def few_spans(parts: Sequence[Sequence[Run]], ours: Device, theirs: Device) -> S
             remote.append(their)
             sizes.append(nbytes)
         our_end, their_end = our + nbytes, their + nbytes
-    try:
-        columns = [np.array(column, dtype=np.uint64) for column in (local, remote, sizes)]
-    except OverflowError as error:
-        raise BadSpans(f"an address lies beyond 63 bits: {error}") from error
-    return Spans.merged(columns[0], columns[1], columns[2], ours, theirs)
+    return Spans.merged_few(local, remote, sizes, ours, theirs)
 
 
 def many_spans(parts: Sequence[Columns], ours: Device, theirs: Device) -> Spans:

@@ -26,7 +26,6 @@ counter is lost.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections import Counter, deque
@@ -34,6 +33,9 @@ from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_FEW = 64
+"""Bytes of a recv: one waits as a rule, and Python allocates what may come."""
 
 
 class WakeupQueue(Generic[T]):
@@ -79,9 +81,11 @@ class WakeupQueue(Generic[T]):
 
     def drain(self) -> None:
         """Read the wake-up bytes: call it when the socket is readable, before :meth:`take`."""
-        with contextlib.suppress(BlockingIOError):
-            while len(self.socket.recv(4096)) == 4096:
+        try:
+            while len(self.socket.recv(_FEW)) == _FEW:
                 pass
+        except BlockingIOError:
+            pass
         # Reset before the items are taken: every later put writes a new byte, and a put that
         # wrote none because of an earlier byte has appended its item already.
         self._poked = False

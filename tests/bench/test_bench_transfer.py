@@ -82,7 +82,7 @@ def test_a_lender_lends_gives_back_and_counts_its_cpu(control: ControlConnection
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"path": "wire"}, "BadOption: path: expected auto, shm, shm-huge, tcp, got wire"),
+        ({"path": "wire"}, "BadOption: path: expected auto, shm, .*, tcp-ucx, got wire"),
         ({"ranks": (2,)}, r"BadOption: ranks: expected below 2, got \(2,\)"),
         ({"num_blocks": 0}, "BadOption: blocks: expected 1 to"),
         ({"num_blocks": 100_000}, "BadOption: bytes to lend: expected at most 268,435,456"),
@@ -123,9 +123,21 @@ def workload(prefill: str = "", decode: str = "", **settings: object) -> Workloa
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_every_method_moves_the_bytes_that_it_reports(lender: LocalLender, path: str) -> None:
+    check_every_method(lender, path, "nixl")
+
+
+@pytest.mark.ucx
+@pytest.mark.usefixtures("only_one_ucx")
+def test_every_method_does_so_with_the_ucx_backend(lender: LocalLender) -> None:
+    check_every_method(lender, "tcp-ucx", "ucx")
+
+
+def check_every_method(lender: LocalLender, path: str, backend: str) -> None:
     case = workload("tp=4", "tp=2", rank=1, requests=3)
     with OpenCase(case, PATHS[path], lender.control) as rig:
         results = {one.method: one for one in take_rounds(rig, 2, random.Random(1), lambda _: None)}
+        facts = rig.facts()
+    assert {facts[side]["backend"] for side in ("reader", "lender")} == {backend}
     ours = results[Method.PDCONN]
     assert ours.nbytes == results[Method.RAW].nbytes == results[Method.LAYERED].nbytes
     assert ours.nbytes == 3 * results[Method.ALONE].nbytes

@@ -55,13 +55,13 @@ class NixlPeer:
 class _InflightRead:
     """A read that can still write.
 
-    ``repost_at`` is set while posting it fails; ``disconnected`` once we left its peer.
+    ``began`` is when it was posted; ``repost_at`` is set while posting it fails, ``disconnected``
+    once we left its peer.
     """
 
     read: ReadId
     peer: NixlPeer
     spans: Spans
-    nbytes: int
     transfer: Transfer
     began: float
     post_s: float = 0.0
@@ -115,9 +115,9 @@ class Reads:
         if transfer is None:
             self._settled[read] = Settled(ReadStats(0, 0, 0.0, 0.0))
             return read
-        nbytes = spans.total_bytes  # before the copy leaves every cache cold
         peer.reads.add(read)
-        self._inflight[read] = inflight = _InflightRead(read, peer, spans, nbytes, transfer, began)
+        began = self._clock()
+        self._inflight[read] = inflight = _InflightRead(read, peer, spans, transfer, began)
         self._post(inflight)
         if self._inflight:  # shared memory has copied it already
             self.progress.moved()
@@ -194,14 +194,11 @@ class Reads:
 
     def _end(self, inflight: _InflightRead, error: TransportError | None) -> None:
         elapsed = self._clock() - inflight.began
-        if error is None and (seen := self._agent.telemetry(inflight.transfer)):
-            stats = ReadStats(inflight.nbytes, seen.num_descriptors, seen.post_s, seen.transfer_s)
-        else:
-            stats = _stats(inflight.spans, inflight.post_s, elapsed)
+        stats = _stats(inflight.spans, inflight.post_s, elapsed)
         inflight.peer.lost |= isinstance(error, PeerLost)
         if inflight.disconnected:
             error = PeerLost(f"{inflight.peer.id} was disconnected while this read was in flight")
-        inflight.transfer.release()
+        self._agent.release(inflight.transfer)
         self.progress.moved()
         inflight.peer.reads.discard(inflight.read)
         del self._inflight[inflight.read]
@@ -209,5 +206,5 @@ class Reads:
 
 
 def _stats(spans: Spans, post_s: float, transfer_s: float) -> ReadStats:
-    """Our own statistics, where NIXL has none: the number of runs after merging."""
+    """Our own: NIXL's tell no more, and asking it for them takes the interpreter's lock."""
     return ReadStats(spans.total_bytes, len(spans.coalesced()), post_s, transfer_s)

@@ -85,7 +85,6 @@ class NixlTransport(Transport):
             wakes it, in steps of 1000; at 5000 it costs 1 % of a core.
         drive_on: cores that NIXL's progress thread may keep busy while reads over TCP are in
             flight, and runs on; empty lets it rest always; None is any core, if there are two.
-        telemetry: let NIXL count descriptors and time each read.
         huge_pages: back host memory with huge pages before it is registered,
             for at most ``huge_page_s`` seconds over the transport's life.
         close_wait_s: how long ``close`` waits for reads in flight.
@@ -106,7 +105,6 @@ class NixlTransport(Transport):
         backend_options: Mapping[str, Mapping[str, str]] | None = None,
         progress_delay_us: int = 5000,
         drive_on: Collection[int] | None = None,
-        telemetry: bool = True,
         huge_pages: bool = True,
         huge_page_s: float = 10.0,
         close_wait_s: float = 5.0,
@@ -126,14 +124,10 @@ class NixlTransport(Transport):
         shows = _log.isEnabledFor(logging.DEBUG)
         self._params = backend_params(backends, backend_options, show_transports=shows)
         self._library = library or load_library()
-        self._settings = {"progress_delay_us": progress_delay_us, "telemetry": telemetry}
+        self._settings = {"progress_delay_us": progress_delay_us}
         before = ProcessState.now()
         self._agent = Agent(
-            self._library,
-            agent_name,
-            self._params,
-            progress_delay_us=progress_delay_us,
-            telemetry=telemetry,
+            self._library, agent_name, self._params, progress_delay_us=progress_delay_us
         )
         self._worker, self._drive_on = WorkerEvents.made_since(before), drive_on
         self._bind = bind

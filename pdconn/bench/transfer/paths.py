@@ -1,7 +1,8 @@
-"""The paths of a benchmark: the transports that UCX may use, and the size of pages.
+"""The paths of a benchmark: the backend, the transports that UCX may use, the size of pages.
 
-The names are those of ``pdconn plan --link``.  A path is set per connection, so one run
-can compare several; ``UCX_TLS`` in the environment of either side overrides it.
+``shm``, ``shm-huge`` and ``tcp`` are links of ``pdconn plan --link``, too.  A path is set per
+connection, so one run can compare several; ``UCX_TLS`` in the environment of either side
+overrides it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from transport import Transport
 from transport.nixl.transport import NixlTransport
+from transport.ucx.transport import UcxTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,19 @@ class Path:
     tls: str | None
     huge_pages: bool
     words: str
+    backend: Literal["nixl", "ucx"] = "nixl"
 
     def open(self, name: str) -> Transport:
-        """A NIXL transport called ``name`` that uses this path."""
-        options = {} if self.tls is None else {"UCX": {"engine_config": f"TLS={self.tls}"}}
+        """A transport called ``name`` that uses this path.
+
+        Raises:
+            TransportUnavailable: its backend does not load here.
+        """
+        settings = {} if self.tls is None else {"TLS": self.tls}
+        if self.backend == "ucx":
+            return UcxTransport(name, options=settings, huge_pages=self.huge_pages)
+        config = ",".join(f"{key}={value}" for key, value in settings.items())
+        options = {"UCX": {"engine_config": config}} if settings else {}
         return NixlTransport(name, backend_options=options, huge_pages=self.huge_pages)
 
 
@@ -36,7 +48,8 @@ PATHS: Mapping[str, Path] = MappingProxyType(
             Path("auto", None, True, "UCX's own choice, huge pages"),
             Path("shm", None, False, "CMA between processes of one host, 4 KiB pages"),
             Path("shm-huge", None, True, "CMA between processes of one host, huge pages"),
-            Path("tcp", "tcp", True, "TCP with segments of 1 MiB, huge pages"),
+            Path("tcp", "tcp", True, "TCP, huge pages"),
+            Path("tcp-ucx", "tcp", True, "as tcp, with transport: ucx", "ucx"),
         )
     }
 )

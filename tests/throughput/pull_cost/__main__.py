@@ -10,7 +10,8 @@ and without pulls alternate, and the model has a core of its own where there are
 
 held
     processor time of the puller's and the reader's thread, but for what lets go of the lock:
-    NIXL's post, which copies, and the system calls ``send``, ``recv`` and ``epoll_wait``.  The
+    what NIXL's bindings do without it (checking a READ's descriptors, posting it, which copies,
+    and looking after it), and the system calls ``send``, ``recv`` and ``epoll_wait``.  The
     stopwatch around those is in it.
 lost
     the time that a model's steps take beyond those of phases without pulls, for each pull.

@@ -11,9 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-POST = "NIXL's post"
+NIXL = {
+    "createXferReq": "NIXL's create",
+    "postXferReq": "NIXL's post",
+    "getXferStatus": "NIXL's status",
+}
+"""Functions of NIXL's bindings that let go of the lock (ai-dynamo/nixl PR 1232), as called here."""
+
 SYSTEM = ("send", "recv", "epoll_wait")
-UNLOCKED = (POST, *SYSTEM)
+UNLOCKED = (*NIXL.values(), *SYSTEM)
 
 
 @dataclass
@@ -59,12 +65,24 @@ class _WatchedPoll:
             setattr(self, name, getattr(real, name))
 
 
+class _WatchedAgent:
+    """NIXL's own agent object, some of its functions watched."""
+
+    def __init__(self, real: Any, watches: dict[str, Watch]) -> None:
+        self._real = real
+        for name, label in NIXL.items():
+            setattr(self, name, watches[label].around(getattr(real, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
 @contextlib.contextmanager
 def watching(transport: Any) -> Iterator[dict[str, Watch]]:
     """Watch the calls that let go of the lock, on all threads but this one."""
     watches = {name: Watch(but=threading.get_ident()) for name in UNLOCKED}
     raw = transport._agent._raw
-    raw.transfer = watches[POST].around(raw.transfer)
+    raw.agent = _WatchedAgent(raw.agent, watches)
     WatchedSelector.watch = watches["epoll_wait"]
     before = selectors.DefaultSelector
     selectors.DefaultSelector = WatchedSelector  # type: ignore[misc]

@@ -1,11 +1,13 @@
-"""Reads over TCP with NIXL's progress thread at rest, adaptive, and always awake, in one run.
+"""Reads over TCP with NIXL's progress thread at rest, adaptive, always awake, or without NIXL.
 
     python -m tests.throughput.tcp.progress [--rounds 9] [--busy] [--json FILE]
 
 Two processes on this host read ``TOTAL`` bytes in blocks of each size, in random order on the
 lender's side, polled as decode's reader thread does; ``single`` is one READ in one piece.  The
 settings are those of both sides: ``rest`` never keeps a thread awake (``progress_cores`` 0),
-``adaptive`` is the default, ``spin`` keeps the reader's and the lender's awake throughout.
+``adaptive`` is the default, ``spin`` keeps the reader's and the lender's awake throughout, and
+``ucx`` is ``transport: ucx``, which has no such thread.  All take turns in one run, ``spin`` after
+the others.
 
 ``--busy`` runs a model beside the reader, a matrix product on the first core over and over, and
 tells how long its steps take with reads and without; the reader's thread is given the others.
@@ -29,25 +31,29 @@ import numpy as np
 from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.puller.read_queue import ChunkSizer
 from pdconn.puller.reads import JobResult, Read, ReadSettled, TransportJobs
-from transport import Memory, PeerId, Spans
+from transport import Memory, PeerId, Spans, Transport
 from transport.nixl.transport import NixlTransport
+from transport.ucx.transport import UcxTransport
 
 TOTAL = 256 << 20
 SIZES = {"kib_256": 256 << 10, "kib_1024": 1 << 20, "single": TOTAL}
-SETTINGS = ("rest", "adaptive", "spin")
+SETTINGS = ("rest", "adaptive", "spin", "ucx")
 _MODULE = "tests.throughput.tcp.progress"
 _ROOT = Path(__file__).parents[3]
 
 
-def opened(name: str, setting: str, cores: set[int]) -> NixlTransport:
-    """A transport over TCP alone, whose thread may be driven on ``cores`` unless it rests."""
+def opened(name: str, setting: str, cores: set[int]) -> Transport:
+    """A transport over TCP alone; NIXL's thread may be driven on ``cores`` unless it rests."""
+    if setting == "ucx":
+        return UcxTransport(name, options={"TLS": "tcp"})
     config = {"UCX": {"engine_config": "TLS=tcp"}}
     drive_on = frozenset() if setting == "rest" else frozenset(cores)
     return NixlTransport(name, backend_options=config, drive_on=drive_on)
 
 
-def keep_awake(transport: NixlTransport) -> None:
-    """Drive the thread from now on, whatever is read."""
+def keep_awake(transport: Transport) -> None:
+    """Drive NIXL's thread from now on, whatever is read."""
+    assert isinstance(transport, NixlTransport)
     progress = transport._reads.progress  # the benchmark's own setting, which users have not
     assert progress.thread is not None, progress.why
     progress.thread.drive()
@@ -133,7 +139,7 @@ class Reader:
     kept awake: a poll would take UCX's lock from it.
     """
 
-    def __init__(self, transport: NixlTransport, peer: PeerId) -> None:
+    def __init__(self, transport: Transport, peer: PeerId) -> None:
         self.transport = transport
         self._peer = peer
         self._results: list[JobResult] = []
@@ -221,7 +227,7 @@ def measured(rounds: int, *, busy: bool) -> dict[str, Any]:
     steps: dict[str, list[float]] = {}
     try:
         contest.check()
-        for settings in (("rest", "adaptive"), ("spin",)):
+        for settings in (("rest", "adaptive", "ucx"), ("spin",)):
             if "spin" in settings:
                 contest.keep_spin_awake()
             for _ in range(rounds):

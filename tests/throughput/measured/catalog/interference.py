@@ -84,7 +84,7 @@ PULL_COST = Benchmark(
     "What does a pull compute with the interpreter's lock held, beside a model?",
     "20 pulls a second of 1024 tokens, 2.5 MB, from another process, beside a thread of Python "
     "and hashes on a core of its own, without vLLM. Processor time of the puller's and the "
-    "reader's thread but for what lets go of the lock: NIXL's post, `send`, `recv`, "
+    "reader's thread but for what lets go of the lock: functions of NIXL, `send`, `recv`, "
     "`epoll_wait`. *Lost* is what the other thread's steps take longer for. Medians of the "
     "phases, microseconds a pull.",
     (Command("pull", "python -m tests.throughput.pull_cost"),),
@@ -104,7 +104,9 @@ PULL_COST = Benchmark(
             {
                 "pdconn-puller": "the puller's thread",
                 "pdconn-reader": "the reader's thread",
-                "NIXL's post": "of them NIXL's post",
+                "NIXL's create": "of them NIXL's check of the descriptors",
+                "NIXL's post": "NIXL's post",
+                "NIXL's status": "NIXL's status",
                 "send": "`send`",
                 "recv": "`recv`",
                 "epoll_wait": "`epoll_wait`",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from tests.throughput.measured.catalog.entry import package
 
 NIXL = package("nixl")
+UCXX = package("ucxx")
 ENGINE = package("vllm")
 ENGINES = {"packages": ("vllm", "nixl"), "needs": (ENGINE, NIXL)}
 PATHS = {
     "shm-huge": "CMA, huge pages",
     "shm": "CMA, 4 KiB pages",
     "tcp": "TCP on loopback",
+    "tcp-ucx": "the same, `transport: ucx`",
 }
 CONTESTANTS = {
     "alone": "one engine alone",

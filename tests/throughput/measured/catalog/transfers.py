@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, library, package
-from tests.throughput.measured.catalog.shared import NIXL, PATHS
+from tests.throughput.measured.catalog.shared import NIXL, PATHS, UCXX
 
 _TRANSFER = "pdconn bench transfer --layout BLHNC"
 _KIB = "{lines[line=pdconn].nbytes/prompt_tokens*block_tokens:KiB3}"
@@ -86,12 +86,12 @@ MOONCAKE = Benchmark(
     (
         Command(
             "small",
-            f"{_TRANSFER} --prefill tp=2 --decode tp=2 --prompt 2048 --block 1 --path tcp "
-            "--mooncake",
+            f"{_TRANSFER} --prefill tp=2 --decode tp=2 --prompt 2048 --block 1 "
+            "--path tcp,tcp-ucx --mooncake",
         ),
         Command(
             "mooncake",
-            f"{_TRANSFER} --prompt 2048 --block 2,8,32 --path tcp,shm-huge --mooncake",
+            f"{_TRANSFER} --prompt 2048 --block 2,8,32 --path tcp,tcp-ucx,shm-huge --mooncake",
         ),
     ),
     2,
@@ -107,8 +107,8 @@ MOONCAKE = Benchmark(
         ),
     ),
     drop=frozenset({"manifest", "transports", "walls_s"}),
-    packages=("nixl", "mooncake-transfer-engine-non-cuda"),
-    needs=(NIXL, package("mooncake"), library("libibverbs.so.1")),
+    packages=("nixl", "ucxx-cu12", "mooncake-transfer-engine-non-cuda"),
+    needs=(NIXL, UCXX, package("mooncake"), library("libibverbs.so.1")),
 )  # fmt: skip
 
 WARM = Benchmark(
@@ -144,7 +144,8 @@ TCP_PROGRESS = Benchmark(
     "256 MiB between two processes of one host, blocks in random order on the lender's side, "
     "one READ in one piece; medians, GB/s. `rest` never keeps a thread awake "
     "(`progress_cores: 0`), `adaptive` is the default, `spin` keeps both sides' awake "
-    "throughout. Then beside a model that is bound to the first of two cores.",
+    "throughout, `ucx` is `transport: ucx`. Then beside a model that is bound to the first of "
+    "two cores.",
     (
         Command("quiet", "python -m tests.throughput.tcp.progress --rounds 15"),
         Command("busy", "python -m tests.throughput.tcp.progress --busy"),
@@ -170,8 +171,8 @@ TCP_PROGRESS = Benchmark(
              "times that without reads": "{times:.3f}"},
         ),
     ),
-    packages=("nixl",),
-    needs=(NIXL,),
+    packages=("nixl", "ucxx-cu12"),
+    needs=(NIXL, UCXX),
 )  # fmt: skip
 
 UCX_BACKEND = Benchmark(
@@ -192,5 +193,5 @@ UCX_BACKEND = Benchmark(
     ),
     drop=frozenset({"gb_per_s"}),
     packages=("nixl", "ucxx-cu12"),
-    needs=(NIXL,),
+    needs=(NIXL, UCXX),
 )  # fmt: skip

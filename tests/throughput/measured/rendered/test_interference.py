@@ -50,6 +50,7 @@ def test_pull_cost() -> None:
         "held_us": 1234.0, "held_least_us": 999.4, "lost_us": 2000.0, "lost_least_us": 1500.0,
         "pull_p50_ms": 3.456,
         "parts": [{"what": "pdconn-puller", "us": 1500.0, "calls": 0.0},
+                  {"what": "NIXL's create", "us": 80.4, "calls": 1.0},
                   {"what": "NIXL's post", "us": 500.2, "calls": 1.0}],
     }  # fmt: skip
     assert made("pull_cost", pull={"summary": summary})[2:] == lines(
@@ -59,7 +60,8 @@ def test_pull_cost() -> None:
         | of a pull | µs | calls |
         | --- | --- | --- |
         | the puller's thread | 1 500 | 0.0 |
-        | of them NIXL's post | 500 | 1.0 |
+        | of them NIXL's check of the descriptors | 80.4 | 1.0 |
+        | NIXL's post | 500 | 1.0 |
         """
     )
 

@@ -68,9 +68,11 @@ def test_mooncake() -> None:
         "lines": [line("pdconn", 1.5, 0.75), line("raw", 2.0, 1.0), line("memcpy", 10.0, None),
                   line("mooncake", 1.2, 0.6)],
     }  # fmt: skip
-    cases = {"small": {"cases": [case | {"path": "shm-huge"}]}, "mooncake": {"cases": [case]}}
+    others = [case | {"path": path} for path in ("shm-huge", "tcp-ucx")]
+    cases = {"small": {"cases": others}, "mooncake": {"cases": [case]}}
     assert made("mooncake", **cases)[2:] == [
         "| CMA, huge pages | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |",
+        "| the same, `transport: ucx` | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |",
         "| TCP on loopback | 1 024 | 1.50 | 2.00 | 1.20 | **1.25** |",
     ]
 
