@@ -40,18 +40,23 @@ _PDCONN = {
 }
 
 
-def _with_verify(how: str) -> Connector:
-    return Connector({**_PDCONN, "kv_connector_extra_config": {"verify": how}})
+_OVER_TCP = {"UCX": {"engine_config": "TLS=tcp"}}
+
+
+def _with(**extra: Any) -> Connector:
+    return Connector({**_PDCONN, "kv_connector_extra_config": extra})
 
 
 CONNECTORS: Mapping[str, Connector] = MappingProxyType(
     {
         "in-tree": Connector({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
         "pdconn": Connector(_PDCONN),
-        "pdconn-sample": _with_verify("sample"),
-        "pdconn-always": _with_verify("always"),
+        "pdconn-sample": _with(verify="sample"),
+        "pdconn-always": _with(verify="always"),
         "pdconn-BLHNC": Connector(_PDCONN, layout="BLHNC"),
         "pdconn-BHLNC": Connector(_PDCONN, layout="BHLNC"),
+        "pdconn-tcp": _with(backend_options=_OVER_TCP),
+        "pdconn-tcp-ucx": _with(backend_options=_OVER_TCP, transport="ucx"),
     }
 )
 

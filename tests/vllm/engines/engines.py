@@ -289,14 +289,15 @@ def pair_of(
     model: Path,
     directory: Path,
     others: Mapping[str, EngineSpec] | None = None,
+    **extra: Any,
 ) -> Iterator[PdPair]:
-    """Start a pair, with ``others`` beside it."""
-    lending = engine("prefill", model, configuration, "kv_producer", 0)
+    """Start a pair, with ``others`` beside it; ``extra`` are keys of ours for both engines."""
+    lending = engine("prefill", model, configuration, "kv_producer", 0, **extra)
     known = [f"{lending.host}:{lending.side_channel_port}"] if configuration.warms else []
     others = others or {}
     specs = [
         lending,
-        engine("decode", model, configuration, "kv_consumer", 1, warm_peers=known),
+        engine("decode", model, configuration, "kv_consumer", 1, warm_peers=known, **extra),
         *others.values(),
     ]
     with running(specs, directory, cache=cache_beside(model)) as (prefill, decode, *rest):

@@ -115,7 +115,7 @@ def test_a_pairing_answers_what_one_engine_alone_answers(fleet: Fleet, pairing: 
 def test_head_major_blocks_of_other_parallelism_are_one_descriptor_per_source(
     fleet: Fleet, pairing: str, sources: int
 ) -> None:
-    """NIXL's count: a head slice of all layers of a block is one run."""
+    """A head slice of all layers of a block is one run."""
     prefill, decode = (fleet.client(name) for name in pairing)
     [prompt] = make_prompts([1501], seed=900 + sources)
     before = decode.metrics()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, package
-from tests.throughput.measured.catalog.shared import CONTESTANTS, ENGINE, ENGINES, NIXL
+from tests.throughput.measured.catalog.shared import CONTESTANTS, ENGINE, ENGINES, NIXL, SAMPLES
 
 _HANDOVER = "python -m tests.throughput.handover"
-_SAMPLES = frozenset({"settings", "first_s", "prefill_s", "between_tokens_s"})
 _BINDINGS = {"reserved": "vLLM's own, one core reserved", "apart": "one core for each engine"}
 
 FIRST_REQUEST = Benchmark(
@@ -101,7 +100,7 @@ VERIFY = Benchmark(
             CONTESTANTS,
         ),
     ),
-    drop=_SAMPLES,
+    drop=SAMPLES,
     **ENGINES,  # type: ignore[arg-type]
 )  # fmt: skip
 
@@ -130,6 +129,6 @@ HANDOVER = Benchmark(
             _BINDINGS,
         ),
     ),
-    drop=_SAMPLES,
+    drop=SAMPLES,
     **ENGINES,  # type: ignore[arg-type]
 )  # fmt: skip

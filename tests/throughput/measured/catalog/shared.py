@@ -21,4 +21,8 @@ CONTESTANTS = {
     "pdconn": "**pdconn**",
     "pdconn-sample": "pdconn, `verify: sample`",
     "pdconn-always": "pdconn, `verify: always`",
+    "pdconn-tcp": "pdconn over TCP",
+    "pdconn-tcp-ucx": "pdconn over TCP, `transport: ucx`",
 }
+SAMPLES = frozenset({"settings", "first_s", "prefill_s", "between_tokens_s"})
+"""Of a hand-over's result, what its table does not show."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, library, package
-from tests.throughput.measured.catalog.shared import NIXL, PATHS, UCXX
+from tests.throughput.measured.catalog.shared import CONTESTANTS, ENGINE, NIXL, PATHS, SAMPLES, UCXX
 
 _TRANSFER = "pdconn bench transfer --layout BLHNC"
 _KIB = "{lines[line=pdconn].nbytes/prompt_tokens*block_tokens:KiB3}"
@@ -179,9 +179,17 @@ UCX_BACKEND = Benchmark(
     "ucx_backend",
     "What does `transport: ucx` reach beside NIXL?",
     "TCP between two processes, 64 MiB in random blocks, in turns in one run. Medians of 9 "
-    "rounds, and quartiles of the ratio.",
-    (Command("ucx", "python -m tests.throughput.ucx_backend"),),
-    1,
+    "rounds, and quartiles of the ratio. Then the hand-overs of real engines, as `handover`, one "
+    "core for each engine.",
+    (
+        Command("ucx", "python -m tests.throughput.ucx_backend"),
+        Command(
+            "handover",
+            "python -m tests.throughput.handover --connectors pdconn-tcp pdconn-tcp-ucx"
+            " --cores apart --rounds 20 --lengths 200 3000",
+        ),
+    ),
+    5,
     (
         Table(
             ("ucx",),
@@ -190,8 +198,15 @@ UCX_BACKEND = Benchmark(
              "UCX, GB/s": "{ucx:.2f}", "UCX of NIXL": "**{ratio:.2f}**",
              "quartiles": "{low:.2f} to {high:.2f}"},
         ),
+        Table(
+            ("handover",),
+            "measured",
+            {"": "{contestant:s}", "tokens": "{tokens}", "median, ms": "{median_s:ms3}",
+             "worst, ms": "{worst_s:ms3}"},
+            CONTESTANTS,
+        ),
     ),
-    drop=frozenset({"gb_per_s"}),
-    packages=("nixl", "ucxx-cu12"),
-    needs=(NIXL, UCXX),
+    drop=frozenset({"gb_per_s"}) | SAMPLES,
+    packages=("vllm", "nixl", "ucxx-cu12"),
+    needs=(ENGINE, NIXL, UCXX),
 )  # fmt: skip
