@@ -33,6 +33,11 @@ from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
+DRIVE_AFTER_S = 0.01
+"""How long reads are in flight before the thread is driven.  Shorter ones gain two milliseconds at
+most, and where another process computes on that core, say the lender, the thread is in its way
+before that can be seen: on two cores hand-overs of 30 ms took 85."""
+
 DRIVE_S = 0.5
 """How long the thread is driven after a read was posted or has ended.  A peer that hangs, or a
 link so slow that nothing ends for so long, takes no core for longer."""
@@ -54,6 +59,9 @@ median look and 0.5 of one in ten; beside a model and a lender on one of them, f
 BACK_OFF_S = 1.0
 _MOST_BACK_OFF_S = 16.0
 """How long it rests then; longer each time that it was in the way again."""
+
+_CALM = 5
+"""Looks in a row, at the end of reads, after which it was in nobody's way."""
 
 _PROC = Path("/proc/self")
 
@@ -195,6 +203,8 @@ class AdaptiveProgress:
     _back_off_s: float = field(default=BACK_OFF_S, init=False)
     _looked: tuple[float, float] = field(default=(0.0, 0.0), init=False)
     _waiting: float = field(default=0.0, init=False)
+    _looks: int = field(default=0, init=False)
+    _busy_since: float | None = field(default=None, init=False)
     _drives: bool = field(default=False, init=False)
 
     @property
@@ -209,21 +219,30 @@ class AdaptiveProgress:
 
     def update(self, in_flight: int) -> None:
         """Drive or rest, as ``in_flight`` reads need it and cores allow it now."""
-        if self.thread is None or (not in_flight and not self._drives):
+        if not in_flight:
+            self._busy_since = None
+        if self.thread is None or not (in_flight or self._drives):
             return
         now = self.clock()
         if self._drives and now - self._looked[0] >= _LOOK_S:
             self._look_for_others(now)
-        wanted = in_flight > 0 and self._not_before <= now < self._until
+        wanted = in_flight > 0 and self._may_drive(now)
         if wanted != self._drives:
             self._drives = wanted
             if wanted:
-                self._looked = now, self.thread.waited_s()
+                self._looked, self._looks = (now, self.thread.waited_s()), 0
                 self.thread.drive()
             else:
                 self.thread.rest()
-                if now >= self._not_before:  # the reads ended, and it was in nobody's way
+                if now >= self._not_before and self._looks >= _CALM:
                     self._back_off_s = BACK_OFF_S
+
+    def _may_drive(self, now: float) -> bool:
+        """Whether reads have been in flight for long, still move, and crowd nobody."""
+        if self._busy_since is None:
+            self._busy_since = now
+        begin = max(self._not_before, self._busy_since + DRIVE_AFTER_S)
+        return begin <= now < self._until
 
     def _look_for_others(self, now: float) -> None:
         """Back off if the thread keeps waiting for its core."""
@@ -232,6 +251,7 @@ class AdaptiveProgress:
         share = (waited - before) / (now - since)
         self._waiting += _WEIGHT * (share - self._waiting)
         self._looked = now, waited
+        self._looks += 1
         if self._waiting > _CROWDED:
             self._not_before = now + self._back_off_s
             self._back_off_s = min(2 * self._back_off_s, _MOST_BACK_OFF_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from transport.nixl.progress import (
+    DRIVE_AFTER_S,
     DRIVE_S,
     POLL_PAUSE_S,
     AdaptiveProgress,
@@ -63,13 +64,21 @@ def progress(thread: FakeProgressThread, clock: Clock) -> AdaptiveProgress:
     return AdaptiveProgress(thread, "under test", clock)
 
 
-def test_it_is_driven_from_the_first_read_to_the_last(
-    progress: AdaptiveProgress, thread: FakeProgressThread
+def begin(progress: AdaptiveProgress, clock: Clock) -> None:
+    """Reads are in flight for as long as it takes until the thread is driven for them."""
+    progress.moved()
+    progress.update(1)
+    clock.now += DRIVE_AFTER_S * 1.01
+    progress.update(1)
+
+
+def test_it_is_driven_while_reads_are_in_flight_for_long(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
 ) -> None:
     progress.update(0)
     assert (thread.log, progress.poll_pause_s) == ([], 0.0)
-    progress.moved()
-    for in_flight in (1, 2, 1):
+    begin(progress, clock)
+    for in_flight in (2, 1):
         progress.update(in_flight)
     assert (thread.log, progress.poll_pause_s) == (["drive"], POLL_PAUSE_S)
     progress.moved()
@@ -77,11 +86,27 @@ def test_it_is_driven_from_the_first_read_to_the_last(
     assert (thread.log, progress.poll_pause_s) == (["drive", "rest"], 0.0)
 
 
+def test_short_reads_one_after_another_drive_nothing(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+) -> None:
+    for _ in range(20):
+        progress.moved()
+        progress.update(1)
+        clock.now += DRIVE_AFTER_S * 0.9
+        progress.update(1)
+        progress.update(0)
+    assert thread.log == []
+    begin(progress, clock)
+    progress.update(0)  # rests, and the next read counts from its own beginning
+    progress.moved()
+    progress.update(1)
+    assert thread.log == ["drive", "rest"]
+
+
 def test_a_read_that_hangs_takes_no_core_for_long(
     progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
 ) -> None:
-    progress.moved()
-    progress.update(1)
+    begin(progress, clock)
     clock.now += DRIVE_S * 0.9
     progress.update(1)
     assert thread.log == ["drive"]
@@ -97,8 +122,7 @@ def _driven(
     progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock, *shares: float
 ) -> None:
     """One look after the other, at which it had waited for its core for ``shares`` of the time."""
-    progress.moved()
-    progress.update(1)
+    begin(progress, clock)
     for share in shares:
         clock.now += 0.01
         thread.waited += share * 0.01
@@ -119,7 +143,7 @@ def test_a_thread_that_keeps_waiting_for_its_core_rests_longer_each_time(
         assert thread.log == ["drive", "rest"]
         clock.now += 0.2
     thread.log.clear()
-    _driven(progress, thread, clock, 0.0, 0.0)
+    _driven(progress, thread, clock, *[0.0] * 5)
     progress.update(0)  # in nobody's way this time
     _driven(progress, thread, clock, *[0.5] * 8)
     clock.now += 1.1
@@ -134,14 +158,30 @@ def test_a_thread_that_waits_for_a_moment_goes_on(
     assert thread.log == ["drive"]
 
 
-def test_after_close_nothing_is_driven(
-    progress: AdaptiveProgress, thread: FakeProgressThread
+def test_short_reads_in_nobodys_way_do_not_end_the_back_off(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
 ) -> None:
-    progress.moved()
-    progress.update(1)
+    for pause in (1.0, 2.0):
+        _driven(progress, thread, clock, *[0.5] * 8)
+        assert thread.log == ["drive", "rest"]
+        progress.update(0)
+        clock.now += pause - 0.1
+        begin(progress, clock)
+        progress.update(0)
+        assert thread.log == ["drive", "rest"]
+        clock.now += 0.2
+        _driven(progress, thread, clock, 0.0, 0.0)
+        progress.update(0)
+        assert thread.log == ["drive", "rest", "drive", "rest"]
+        thread.log.clear()
+
+
+def test_after_close_nothing_is_driven(
+    progress: AdaptiveProgress, thread: FakeProgressThread, clock: Clock
+) -> None:
+    begin(progress, clock)
     progress.close()
-    progress.moved()
-    progress.update(1)
+    begin(progress, clock)
     progress.close()
     assert thread.log == ["drive", "close"]
     assert progress.poll_pause_s == 0.0
