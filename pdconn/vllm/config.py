@@ -278,7 +278,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "progress_cores", "`auto`, 0, 1", "`auto`", cores, "decode",
-        "Cores that NIXL's progress thread may keep busy while reads over TCP are in flight; over "
+        "Cores that NIXL's progress thread may keep busy while reads over TCP last (10 ms); over "
         "shared memory and RDMA it rests. `auto` is 1 where the model leaves a core to it, else "
         "0. It is never a core that the model is bound to.",
     ),
