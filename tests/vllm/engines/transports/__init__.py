@@ -1,0 +1,1 @@
+"""Real vLLM over other transports than the default."""
