@@ -11,7 +11,7 @@ numpy columns because a pull of a long prompt has tens of thousands of them::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from operator import add
 from typing import Literal, NewType
@@ -99,13 +99,8 @@ class Spans:
                 raise BadSpans(
                     f"{name}: expected uint64 of shape (n,), got {column.dtype} {column.shape}"
                 )
-        count = len(self.nbytes)
-        if not len(self.local) == len(self.remote) == count:
-            raise BadSpans(
-                "columns differ in length: "
-                f"local {len(self.local)}, remote {len(self.remote)}, nbytes {count}"
-            )
-        if not count:
+        _check_lengths(self.local, self.remote, self.nbytes)
+        if not len(self.nbytes):
             return
         if not np.minimum.reduce(self.nbytes):
             raise BadSpans(f"run {int(np.argmin(self.nbytes))} has 0 bytes")
@@ -133,11 +128,7 @@ class Spans:
         remote_device: Device,
     ) -> Spans:
         """As :meth:`merged`, of numbers, and checked without arrays: that takes less for a few."""
-        if not len(local) == len(remote) == len(nbytes):
-            raise BadSpans(
-                f"columns differ in length: local {len(local)}, remote {len(remote)}, "
-                f"nbytes {len(nbytes)}"
-            )
+        _check_lengths(local, remote, nbytes)
         if min(nbytes, default=1) < 1:
             raise BadSpans(f"run {nbytes.index(min(nbytes))} has {min(nbytes)} bytes")
         for name, addresses in (("local", local), ("remote", remote)):
@@ -178,6 +169,14 @@ class Spans:
         first, nbytes = merged
         return Spans.merged(
             self.local[first], self.remote[first], nbytes, self.local_device, self.remote_device
+        )
+
+
+def _check_lengths(local: Sized, remote: Sized, nbytes: Sized) -> None:
+    if not len(local) == len(remote) == len(nbytes):
+        raise BadSpans(
+            f"columns differ in length: local {len(local)}, remote {len(remote)}, "
+            f"nbytes {len(nbytes)}"
         )
 
 

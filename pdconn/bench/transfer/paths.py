@@ -33,11 +33,10 @@ class Path:
         Raises:
             TransportUnavailable: its backend does not load here.
         """
-        settings = {} if self.tls is None else {"TLS": self.tls}
         if self.backend == "ucx":
+            settings = {} if self.tls is None else {"TLS": self.tls}
             return UcxTransport(name, options=settings, huge_pages=self.huge_pages)
-        config = ",".join(f"{key}={value}" for key, value in settings.items())
-        options = {"UCX": {"engine_config": config}} if settings else {}
+        options = {} if self.tls is None else {"UCX": {"engine_config": f"TLS={self.tls}"}}
         return NixlTransport(name, backend_options=options, huge_pages=self.huge_pages)
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, package
-from tests.throughput.measured.catalog.shared import CONTESTANTS, ENGINE, ENGINES, NIXL, SAMPLES
+from tests.throughput.measured.catalog.shared import (
+    CONTESTANTS,
+    ENGINE,
+    ENGINES,
+    HANDOVERS,
+    NIXL,
+    SAMPLES,
+)
 
 _HANDOVER = "python -m tests.throughput.handover"
 _BINDINGS = {"reserved": "vLLM's own, one core reserved", "apart": "one core for each engine"}
@@ -91,15 +98,7 @@ VERIFY = Benchmark(
         ),
     ),
     5,
-    (
-        Table(
-            ("handover",),
-            "measured",
-            {"": "{contestant:s}", "tokens": "{tokens}", "median, ms": "{median_s:ms3}",
-             "worst, ms": "{worst_s:ms3}"},
-            CONTESTANTS,
-        ),
-    ),
+    (HANDOVERS,),
     drop=SAMPLES,
     **ENGINES,  # type: ignore[arg-type]
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.throughput.measured.catalog.entry import package
+from tests.throughput.measured.catalog.entry import Table, package
 
 NIXL = package("nixl")
 UCXX = package("ucxx")
@@ -26,3 +26,11 @@ CONTESTANTS = {
 }
 SAMPLES = frozenset({"settings", "first_s", "prefill_s", "between_tokens_s"})
 """Of a hand-over's result, what its table does not show."""
+HANDOVERS = Table(
+    ("handover",),
+    "measured",
+    {"": "{contestant:s}", "tokens": "{tokens}", "median, ms": "{median_s:ms3}",
+     "worst, ms": "{worst_s:ms3}"},
+    CONTESTANTS,
+)  # fmt: skip
+"""The hand-overs of a run called ``handover``, a row for each contestant and length."""

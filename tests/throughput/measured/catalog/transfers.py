@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.throughput.measured.catalog.entry import Benchmark, Command, Table, library, package
-from tests.throughput.measured.catalog.shared import CONTESTANTS, ENGINE, NIXL, PATHS, SAMPLES, UCXX
+from tests.throughput.measured.catalog.shared import ENGINE, HANDOVERS, NIXL, PATHS, SAMPLES, UCXX
 
 _TRANSFER = "pdconn bench transfer --layout BLHNC"
 _KIB = "{lines[line=pdconn].nbytes/prompt_tokens*block_tokens:KiB3}"
@@ -198,13 +198,7 @@ UCX_BACKEND = Benchmark(
              "UCX, GB/s": "{ucx:.2f}", "UCX of NIXL": "**{ratio:.2f}**",
              "quartiles": "{low:.2f} to {high:.2f}"},
         ),
-        Table(
-            ("handover",),
-            "measured",
-            {"": "{contestant:s}", "tokens": "{tokens}", "median, ms": "{median_s:ms3}",
-             "worst, ms": "{worst_s:ms3}"},
-            CONTESTANTS,
-        ),
+        HANDOVERS,
     ),
     drop=frozenset({"gb_per_s"}) | SAMPLES,
     packages=("vllm", "nixl", "ucxx-cu12"),
