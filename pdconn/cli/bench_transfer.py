@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdconn.bench.errors import BadOption, BenchError
+from pdconn.bench.interrupts import held_interrupts
 from pdconn.bench.manifest import manifest
 from pdconn.bench.transfer.lender import MAX_BYTES, ListeningLender, LocalLender, listen
 from pdconn.bench.transfer.paths import PATHS
@@ -95,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
         return 2
     try:
-        results = _measured(args, remote, cases)
+        with held_interrupts():
+            results = _measured(args, remote, cases)
         document = json.dumps(to_json(results, manifest()), indent=1)
         if args.json not in (None, "-"):
             Path(args.json).write_text(document + "\n")
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     host, port = _address(args.serve)
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), held_interrupts():
         listen(host, port, int(args.max_gib * (1 << 30)), lambda text: print(text, flush=True))
     return 0
 

@@ -172,6 +172,32 @@ def test_ctrl_c_ends_a_benchmark_with_130_and_one_line():
     assert code == 130
 
 
+_INTERRUPTED_IN_NIXL = """
+import signal, sys
+import nixl._api as nixl
+from pdconn.cli.main import main
+
+release = nixl.nixl_xfer_handle.release
+def interrupted(self):
+    release(self)
+    nixl.nixl_xfer_handle.__del__ = finalized
+    nixl.nixl_xfer_handle.release = release
+def finalized(self):
+    nixl.nixl_xfer_handle.__del__ = lambda self: None
+    signal.raise_signal(signal.SIGINT)
+nixl.nixl_xfer_handle.release = interrupted
+sys.exit(main(["bench", "transfer", "--model", "gpt-oss-20b", "--prompt", "300", "--rounds", "2",
+               "--path", "shm"]))
+"""
+
+
+def test_ctrl_c_within_nixl_is_not_lost():
+    """Without the fix the exception of a finalizer was printed, and the benchmark went on."""
+    command = ["env", "--default-signal=INT", sys.executable, "-c", _INTERRUPTED_IN_NIXL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (130, "pdconn bench transfer: interrupted\n")
+
+
 def test_ctrl_c_before_a_command_runs_ends_with_130(monkeypatch, capsys):
     """Imports take seconds, so this is where an impatient user interrupts."""
 

@@ -198,11 +198,11 @@ class Reads:
         inflight.peer.lost |= isinstance(error, PeerLost)
         if inflight.disconnected:
             error = PeerLost(f"{inflight.peer.id} was disconnected while this read was in flight")
-        self._agent.release(inflight.transfer)
-        self.progress.moved()
         inflight.peer.reads.discard(inflight.read)
         del self._inflight[inflight.read]
         self._settled[inflight.read] = Settled(stats, error)
+        self.progress.moved()
+        self._agent.release(inflight.transfer)  # last: nothing asks about a handle that is gone
 
 
 def _stats(spans: Spans, post_s: float, transfer_s: float) -> ReadStats:

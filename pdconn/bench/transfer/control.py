@@ -15,6 +15,7 @@ allocates.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
 from typing import Generic, TypeVar
@@ -22,6 +23,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from pdconn.bench.errors import LenderFailed
+from pdconn.bench.interrupts import interruptible
 from pdconn.forecast.engine import EngineShape
 from pdconn.protocol.errors import FrameError
 from pdconn.protocol.framing import Frames, frame
@@ -105,6 +107,8 @@ class ControlConnection(Generic[Incoming]):
         self._decoder = decoder
         self._frames = Frames(_MAX_FRAME)
         self._bodies: deque[bytes] = deque()
+        self._arrivals = select.poll()
+        self._arrivals.register(sock, select.POLLIN)
 
     def send(self, message: ToLender | FromLender) -> None:
         """Send one message."""
@@ -117,6 +121,8 @@ class ControlConnection(Generic[Incoming]):
         """The next message; None once the other side has closed the connection."""
         try:
             while not self._bodies:
+                with interruptible():  # not amid a message: the next answer would be misread
+                    self._arrivals.poll()
                 data = self._sock.recv(_CHUNK)
                 if not data:
                     return None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from pdconn.bench.errors import BadOption, BenchError, LenderFailed
+from pdconn.bench.interrupts import interruptible
 from pdconn.bench.manifest import machine
 from pdconn.bench.transfer.arena import BenchMemory
 from pdconn.bench.transfer.control import (
@@ -122,7 +123,8 @@ def listen(host: str, port: int, max_nbytes: int, log: Callable[[str], None]) ->
         at = server.getsockname()
         log(f"listening on {at[0]}:{at[1]}; lends at most {max_nbytes:,} bytes")
         while True:
-            sock, peer = server.accept()
+            with interruptible():
+                sock, peer = server.accept()
             log(f"{peer[0]} connected")
             try:
                 lend(ControlConnection(sock, AT_LENDER), max_nbytes)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdconn.bench.errors import BenchError
+from pdconn.bench.interrupts import interruptible, raise_noted
 from pdconn.bench.transfer.methods import Method, ReadsByRank
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
@@ -113,7 +114,8 @@ class Mover:
                 self._reader.post(Read(request, self._peers[rank], spans))
         while not tally.is_over:
             try:
-                news = self._news.get(timeout=READ_TIMEOUT_S)
+                with interruptible():
+                    news = self._news.get(timeout=READ_TIMEOUT_S)
             except queue.Empty:
                 raise BenchError(f"a pull did not end within {READ_TIMEOUT_S} s") from None
             if not isinstance(news, ReadSettled) or not isinstance(news.tag, int):
@@ -134,6 +136,7 @@ class Mover:
             for rank, spans in reads:
                 posted[self._transport.read(self._peers[rank], spans)] = request
         while posted:
+            raise_noted()
             for read in list(posted):
                 settled = self._transport.poll(read)
                 if settled is not None:

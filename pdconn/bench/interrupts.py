@@ -1,0 +1,102 @@
+"""Ctrl-C ends a benchmark between two steps, never within one.
+
+Python raises KeyboardInterrupt wherever the main thread happens to be.  Within NIXL's bindings
+that has been seen to end the process (a handle is released twice), and in a finalizer Python
+prints the exception and goes on: the benchmark would never end.  So SIGINT is only noted, and
+raised where nothing is half done::
+
+    with held_interrupts():
+        transport.read(...)           # Ctrl-C is noted
+        with interruptible():
+            results.get(timeout=60)   # raised here, at once
+        raise_noted()                 # or here
+
+Python handles signals on the main thread; on other threads none of this does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+class _NotedInterrupts:
+    """What has arrived while interrupts are held."""
+
+    def __init__(self) -> None:
+        self._is_waiting = False
+        self._is_noted = False
+        self._has_raised = False
+
+    def arrived(self, number: int, frame: FrameType | None) -> None:
+        """The signal's handler.
+
+        The second one is raised wherever it arrives: closing may hang as well.
+        """
+        if self._is_waiting or self._is_noted or self._has_raised:
+            self._raise()
+        self._is_noted = True
+
+    def raise_noted(self) -> None:
+        if self._is_noted:
+            self._raise()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._is_waiting = True
+        try:
+            self.raise_noted()
+            yield
+        finally:
+            self._is_waiting = False
+
+    def _raise(self) -> None:
+        self._is_noted, self._has_raised = False, True
+        raise KeyboardInterrupt
+
+
+class _Here(threading.local):
+    """What this thread holds, if it is the main one."""
+
+    held: _NotedInterrupts | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back, except in :func:`interruptible` and :func:`raise_noted`.
+
+    Does nothing on another than the main thread, or where SIGINT is handled already (ignored, say).
+
+    Raises:
+        KeyboardInterrupt: one was noted, and the block has ended without an exception.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    _here.held = held = _NotedInterrupts()
+    signal.signal(signal.SIGINT, held.arrived)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _here.held = None
+    held.raise_noted()
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """Where Ctrl-C may be raised: around a wait that leaves nothing half done."""
+    held = _here.held
+    return contextlib.nullcontext() if held is None else held.waiting()
+
+
+def raise_noted() -> None:
+    """Raise the Ctrl-C that was noted, if any."""
+    if _here.held is not None:
+        _here.held.raise_noted()

@@ -1,0 +1,134 @@
+"""Ctrl-C is raised between the steps of a benchmark, and is never lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from pdconn.bench.interrupts import held_interrupts, interruptible, raise_noted
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _default_handler():
+    """As a command has it; pytest's own handler is back afterwards."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class InterruptedWhenFreed:
+    """Python prints what a finalizer raises, and goes on."""
+
+    def __del__(self) -> None:
+        interrupt()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_without_holding_it_a_finalizer_loses_ctrl_c():
+    """The control: this is what the module is for."""
+    InterruptedWhenFreed()
+
+
+def test_ctrl_c_in_a_finalizer_is_raised_at_the_next_point():
+    steps = []
+
+    def measured() -> None:
+        with held_interrupts():
+            InterruptedWhenFreed()
+            steps.append("goes on")
+            raise_noted()
+            steps.append("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        measured()
+    assert steps == ["goes on"]
+
+
+def test_it_is_raised_at_once_where_it_may_be():
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), held_interrupts(), interruptible():
+        time.sleep(60)
+    assert time.monotonic() - began < 30
+
+
+def test_it_is_raised_before_the_next_wait_begins():
+    with held_interrupts():
+        interrupt()
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            pytest.fail("waited although Ctrl-C had been pressed")
+
+
+def test_the_second_is_raised_wherever_it_arrives():
+    with held_interrupts():
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        raise_noted()  # both are dealt with
+
+
+def test_while_it_ends_another_is_raised_wherever_it_arrives():
+    """What is closed after the first may hang."""
+    with held_interrupts():
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+
+
+def test_one_that_comes_with_the_last_step_is_not_lost():
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        interrupt()
+
+
+def test_an_error_is_not_replaced_by_it():
+
+    def fails() -> None:
+        with held_interrupts():
+            interrupt()
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        fails()
+
+
+def test_afterwards_everything_is_as_before():
+    with held_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with interruptible():
+        raise_noted()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_an_ignored_signal_stays_ignored():
+    """Children of a shell's background job ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_interrupts():
+        interrupt()
+        raise_noted()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_another_thread_than_the_main_one_is_let_through():
+    done = []
+
+    def run() -> None:
+        with held_interrupts(), interruptible():
+            raise_noted()
+            done.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert done == [signal.default_int_handler]
