@@ -22,7 +22,9 @@ from pdconn.bench.serving.replies import CompleteReply, FailedReply, Reply
 from pdconn.bench.serving.turns import WARMUP_REQUESTS, RunPlan, in_closed_loop, measure, when_due
 from pdconn.lab.engine import no_progress
 from pdconn.lab.errors import EngineDied
-from tests.fakes.fake_engine import PATIENCE_S, FakeEngine, Seen, deployment, hang, in_loop
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import PATIENCE_S, in_loop
+from tests.fakes.fake_engine import FakeEngine, Seen, hang
 from tests.fakes.openai_server import MODEL, serving
 
 

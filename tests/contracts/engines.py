@@ -50,7 +50,7 @@ from pdconn.puller.commands import ClaimTicket, Command, FailPull
 from pdconn.sidechannel.security import Security
 from tests.fakes.pair import Cache
 from tests.faults.raw_clients import RawReader
-from tests.vllm.test_producer import Pool
+from tests.vllm.producer.scheduler import Pool
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HOST = "127.0.0.1"

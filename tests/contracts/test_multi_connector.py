@@ -47,7 +47,7 @@ from tests.contracts.engines import (
     engine_config,
     handshake,
 )
-from tests.vllm.test_producer import Pool
+from tests.vllm.producer.scheduler import Pool
 
 PROMPT = list(range(100, 141))
 STATS = {"num_lmcache_cached_tokens": 0}

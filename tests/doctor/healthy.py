@@ -24,7 +24,7 @@ from pdconn.sidechannel.security import Security
 from tests.fakes.credentials import SHARED
 from tests.fakes.fake_engine import FakeEngine, Leases, Seen, error
 from tests.fakes.pair import Cache
-from tests.router.events.test_subscriber import Publisher
+from tests.router.events.publisher import Publisher
 
 MODEL = {"id": "m", "max_model_len": 4096}
 

@@ -19,7 +19,7 @@ from pdconn.faults.relay import Relay
 from pdconn.lab.ports import free_ports
 from pdconn.protocol.messages import Described
 from tests.doctor.healthy import healthy, ids, welcome
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 from tests.fakes.pair import Cache
 
 LOOPBACK, ROUTED = "127.0.0.1:5600", "10.0.0.1:5600"

@@ -18,7 +18,7 @@ from pdconn.doctor.probe import ProbeFacts, judge_probe, read_probe
 from pdconn.forecast.link import parse_link
 from pdconn.lab.ports import free_ports
 from tests.doctor.healthy import healthy
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 
 FAULT = fault("a.b", "one", "expected 1, got 2", "make it 1")
 WARNING = warning("c.d", "two", "slow", "make it fast")

@@ -33,8 +33,8 @@ from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.router.routing.policy import Role
 from tests.doctor.healthy import healthy, ids
 from tests.fakes.credentials import Authority
-from tests.fakes.fake_engine import in_loop
-from tests.router.events.test_subscriber import Publisher, two_ports
+from tests.fakes.event_loop import in_loop
+from tests.router.events.publisher import Publisher, two_ports
 
 MODELS = (ServedModel("m", 4096),)
 PREFILL = EngineFacts("http://p:1", frozenset({"prefill"}), version="0.32.0", models=MODELS)

@@ -18,7 +18,7 @@ from pdconn.doctor.local.ucx import UcxAnswer, ask_ucx
 from pdconn.lab.ports import free_ports
 from tests.doctor.healthy import SHARED, Healthy, healthy, ids, lending
 from tests.fakes.credentials import OTHER, SECRET, Authority
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 from tests.fakes.pair import Cache
 
 # --- this host ----------------------------------------------------------------------------

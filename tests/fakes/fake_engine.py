@@ -10,28 +10,17 @@ test share: the tickets whose blocks are still lent.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import json
-import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict
 
 from pdconn.lab.ports import free_ports
-from pdconn.router.config import ProxyConfig
-from pdconn.router.server import LIMITS, Limits, Running, running_proxy
 
 MODEL = "m"
-
-PATIENCE_S = 20.0
-"""For what happens soon, unless the machine has much else to do."""
 
 #: Written oddly, so that a ticket which is parsed and written anew differs.
 TICKET = (
@@ -314,153 +303,3 @@ async def hang(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamR
     """A script: the engine computes until its client leaves."""
     await asyncio.sleep(60)
     return web.Response()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a client got, whole."""
-
-    status: int
-    headers: CIMultiDictProxy[str]
-    body: bytes
-
-    @property
-    def error(self) -> dict[str, Any]:
-        return json.loads(self.body)["error"]
-
-
-@dataclass
-class Deployment:
-    """A proxy over fake engines, and a client."""
-
-    prefill: list[FakeEngine]
-    decode: list[FakeEngine]
-    leases: Leases
-    proxy: Running
-    client: aiohttp.ClientSession
-
-    def url(self, path: str) -> str:
-        """Of a path; those of the admin pages have a listener of their own."""
-        if path.startswith("http"):
-            return path
-        return (self.proxy.admin_url if is_admin(path) else self.proxy.url) + path
-
-    def metric(self, name: str, **labels: str) -> float:
-        value = self.proxy.metrics.registry.get_sample_value(f"pdconn_router_{name}", labels)
-        return 0.0 if value is None else value
-
-    def outcome(self, outcome: str, path: str = "/v1/completions") -> float:
-        return self.metric("requests_total", route=path, outcome=outcome)
-
-    def num_listed(self) -> int:
-        """How often engines were asked for their models."""
-        return sum(engine.num_listed for engine in (*self.prefill, *self.decode))
-
-    async def complete(self, path: str = "/v1/completions", **body: Any) -> Reply:
-        """Ask the proxy, and read its answer."""
-        prompt: dict[str, Any] = {"prompt": "hi"}
-        if "chat" in path or "messages" in path:
-            prompt = {"messages": [{"role": "user", "content": "hi"}]}
-        elif "responses" in path:
-            prompt = {"input": "hi"}
-        body = {"model": MODEL, **prompt, **body}
-        async with self.client.post(self.url(path), json=body) as response:
-            return Reply(response.status, response.headers, await response.read())
-
-    async def send(self, path: str, raw: Any = None, method: str = "POST") -> Reply:
-        """Ask the proxy something odd."""
-        async with self.client.request(method, self.url(path), data=raw) as response:
-            return Reply(response.status, response.headers, await response.read())
-
-    async def open(self, **body: Any) -> asyncio.StreamWriter:
-        """Ask the proxy over a bare socket, to leave at will (``leave``)."""
-        text = json.dumps({"model": MODEL, "prompt": "hi", **body})
-        port = int(self.proxy.url.rsplit(":", 1)[1])
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
-        writer.write((head + text).encode())
-        await writer.drain()
-        return writer
-
-
-def is_admin(path: str) -> bool:
-    """Whether a path is one of the admin pages."""
-    return path == "/" or path.startswith(("/debug/", "/metrics"))
-
-
-async def leave(writer: asyncio.StreamWriter) -> None:
-    """The client goes, without waiting for an answer."""
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Wait for something that happens soon."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def deployment(
-    num_prefill: int = 1,
-    num_decode: int = 1,
-    word: Callable[[FakeEngine], str] = lambda engine: engine.url,
-    limits: Limits = LIMITS,
-    **settings: Any,
-) -> AsyncIterator[Deployment]:
-    """Engines, a proxy over them and a client, all gone at the end.
-
-    ``word`` is how the command line names an engine.
-    """
-    leases = Leases()
-    engines = [FakeEngine(leases) for _ in range(num_prefill + num_decode)]
-    async with contextlib.AsyncExitStack() as stack:
-        for engine in engines:
-            await engine.start()
-            stack.push_async_callback(engine.stop)
-        prefill, decode = engines[:num_prefill], engines[num_prefill:]
-        turns = {"policy": "round-robin"}  # what an engine is asked is then known beforehand
-        shown = {"show_engines": True}
-        settings = {"port": 0, "drain_timeout_s": 1.0, **turns, **shown, **settings}
-        config = ProxyConfig.of([word(e) for e in prefill], [word(e) for e in decode], **settings)
-        client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
-        proxy = await stack.enter_async_context(  # goes before its client
-            running_proxy(config, limits=limits)
-        )
-        yield Deployment(prefill, decode, leases, proxy, client)
-
-
-def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an asynchronous test, and fail it if it leaves a task or a socket behind."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        sockets = open_sockets()
-        asyncio.run(_leaving_nothing(test(*args, **kwargs)))
-        give_up_s = time.monotonic() + PATIENCE_S
-        while left := open_sockets() - sockets:  # threads of ZeroMQ's close some of them
-            assert time.monotonic() < give_up_s, f"sockets left open: {left}"
-            time.sleep(0.005)
-
-    return run
-
-
-async def _leaving_nothing(test: Awaitable[None]) -> None:
-    await test
-    for _ in range(50):  # turns, as they take long where the machine has much else to do
-        await asyncio.sleep(0.01)  # connections that were just closed say so
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        if not left:
-            return
-    raise AssertionError(f"tasks left behind: {left}")
-
-
-def open_sockets() -> set[str]:
-    """The sockets that this process holds, each by a name no other will have."""
-    targets = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            targets.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return {target for target in targets if target.startswith("socket:")}

@@ -14,15 +14,10 @@ from pdconn.router.prefix.hashing import NOTHING, Extras, HashScheme, chain, ext
 from pdconn.router.routing.decide import RequestRouter
 from pdconn.router.routing.policy import PrefixAware
 from pdconn.router.routing.routed_request import Decision, Outcome
-from tests.fakes.fake_engine import (
-    ANSWER,
-    Deployment,
-    FakeEngine,
-    deployment,
-    error,
-    until,
-)
-from tests.router.events.test_subscriber import Publisher
+from tests.fakes.deployment import Deployment, deployment
+from tests.fakes.event_loop import until
+from tests.fakes.fake_engine import ANSWER, FakeEngine, error
+from tests.router.events.publisher import Publisher
 
 SCHEME = HashScheme("sha256_cbor", 16)
 PROMPT = list(range(1000, 1320))

@@ -25,8 +25,8 @@ from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.ticket import Ticket
 from tests.fakes.credulous import without_leases
 from tests.fakes.model_free_engines import Decode, Prefill
+from tests.faults.on_demand.relays import RelayWithoutRenewals
 from tests.faults.prefill_process import PrefillProcess
-from tests.faults.relays import RelayWithoutRenewals
 from tests.transport.contract.rigs import nixl_options
 from transport.faulty import FaultyTransport, ReadFaults
 from transport.inprocess.faults import Late

@@ -10,7 +10,7 @@ import pytest
 from pdconn.forecast.drawing.picture import draw
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.shapes import SHAPES, built_in
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 from tests.router.page.browser import CHROMIUM, Page, browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine's PATH")

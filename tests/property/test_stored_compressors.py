@@ -14,7 +14,7 @@ from pdconn.protocol.ticket import BlockList
 from registration.references import AttentionKind
 from tests.property.oracle import Group, Layers, Side
 from tests.property.stored import Store, StoredCase, check
-from tests.property.test_stored import OtherTail
+from tests.property.wrong_stores import OtherTail
 
 FULL, WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
 GROUPS = (

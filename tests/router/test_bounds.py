@@ -17,7 +17,8 @@ from pdconn.router.prefix.score import Prompt, Scorer
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot
 from pdconn.router.routing.policy import TIE_TOKENS
 from pdconn.router.routing.tokenize import MAX_SALT
-from tests.fakes.fake_engine import ANSWER, in_loop
+from tests.fakes.event_loop import in_loop
+from tests.fakes.fake_engine import ANSWER
 from tests.fakes.routed import fleet, other_prompt
 from tests.router.events.test_caches import (
     CBOR,

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdconn.router.exposition import RouterMetric
 from pdconn.router.metric_table import METRICS
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 from tests.fakes.routed import fleet, other_prompt
 
 

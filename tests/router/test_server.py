@@ -10,7 +10,9 @@ import pytest
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import CannotListen, EnginesMissing
 from pdconn.router.server import Limits, running_proxy
-from tests.fakes.fake_engine import ANSWER, deployment, hang, in_loop, until
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, hang
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from pdconn.protocol.ticket import Ticket
 from pdconn.puller.commands import ClaimTicket
 from pdconn.puller.results import ClaimOutcome, PullResults
-from tests.simulation.engines import Decode, DecodeRank, Request
+from tests.simulation.decode import Decode, DecodeRank, Request
 
 
 class AwaitingDecode(Decode):

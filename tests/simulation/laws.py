@@ -21,7 +21,8 @@ from collections.abc import Collection
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import PullState
 from pdconn.puller.warmup import ProbeRead
-from tests.simulation.engines import Decode, DecodeRank, Prefill
+from tests.simulation.decode import Decode, DecodeRank
+from tests.simulation.prefill import Prefill
 from tests.simulation.world import World
 from transport.inprocess.faults import ReadRequest
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from pdconn.protocol.ticket import Ticket
-from tests.simulation.engines import Decode, Prefill, altered
+from tests.simulation.decode import Decode
 from tests.simulation.laws import Laws
+from tests.simulation.prefill import Prefill, altered
 from tests.simulation.world import Chances, World
 
 MAX_BLOCKS = 5

@@ -26,13 +26,13 @@ from pdconn.puller.entry import PullEntry
 from pdconn.puller.pulls import Pulls
 from pdconn.puller.results import ClaimOutcome, FailedPull
 from tests.fakes.credulous import without_confirmation, without_deadline, without_leases
-from tests.simulation import engines
 from tests.simulation.awaiting import AwaitingDecode
+from tests.simulation.decode import Decode
 from tests.simulation.laws import LawBroken, Laws
 from tests.simulation.log import ReaderLog
 from tests.simulation.pool import BlockPool
 from tests.simulation.run import simulate
-from tests.simulation.world import NO_FAULTS, Chances
+from tests.simulation.world import NO_FAULTS, Chances, Clockwork
 
 REQUESTS = int(os.environ.get("PDCONN_CHAOS", "300"))
 PER_SEED = min(REQUESTS, 500)
@@ -268,7 +268,7 @@ def test_a_read_that_is_believed_whenever_it_settles_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The alarm rings late here, so that only the check at the news itself can tell."""
-    monkeypatch.setattr(engines.Clockwork, "late_s", 0.05)
+    monkeypatch.setattr(Clockwork, "late_s", 0.05)
     simulate(0, 200, RUNNING_OUT)  # which costs nothing
     without_leases(monkeypatch)
     breaks("after its claim was over", RUNNING_OUT)
@@ -292,15 +292,13 @@ def test_a_deadline_that_counts_from_the_answer_is_noticed(
 def test_without_quarantine_blocks_are_reused_under_a_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = engines.Decode._rank_done
+    real = Decode._rank_done
 
-    def careless(
-        self: engines.Decode, me: int, name: str, reason: str | None, quarantined: bool
-    ) -> None:
+    def careless(self: Decode, me: int, name: str, reason: str | None, quarantined: bool) -> None:
         del quarantined
         real(self, me, name, reason, False)
 
-    monkeypatch.setattr(engines.Decode, "_rank_done", careless)
+    monkeypatch.setattr(Decode, "_rank_done", careless)
     # What still reads for a request that is over has no owner, which may be noticed first.
     breaks("are free and written", or_else="has pulls of no request")
 

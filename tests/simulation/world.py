@@ -189,6 +189,35 @@ class Machine:
             act()
 
 
+class Clockwork:
+    """Calls back a little after a deadline, once per deadline.
+
+    Clocks ring late, so what was read too late may be seen before the alarm is: by the lag of
+    any event here, and by ``late_s`` more.
+    """
+
+    late_s = 0.0
+
+    def __init__(self, world: World, clock: EngineClock) -> None:
+        self._world = world
+        self._clock = clock
+        self._set_for: float | None = None
+
+    def set(self, deadline: float | None, act: Callable[[], None]) -> None:
+        """Call ``act`` at ``deadline`` unless an earlier call is set already."""
+        if deadline is None or (self._set_for is not None and self._set_for <= deadline):
+            return
+        self._set_for = deadline
+
+        def ring() -> None:
+            if self._set_for == deadline:
+                self._set_for = None
+            act()
+
+        late = self._world.lag() + self.late_s
+        self._world.at(self._clock.true_seconds(deadline) + late, ring)
+
+
 @dataclass(eq=False)
 class Wire:
     """One end of a simulated connection.  What is sent here arrives at ``other``."""

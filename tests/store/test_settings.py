@@ -13,7 +13,7 @@ from pdconn.store.shelf.described import SHELF_FILE, keep_place, place_of
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.obj.bucket import BucketPlace
 from pdconn.store.shelf.open import open_shelf
-from tests.store.shelves.contract import payload, row_name, save
+from tests.store.shelves.plain_rows import payload, row_name, save
 
 OBJ = {"root": "/mnt/kv", "capacity": "1GiB", "shelf": "obj", "bucket": "rows/kv"}
 

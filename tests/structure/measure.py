@@ -129,7 +129,7 @@ def violations(root: Path, goals: Goals = GOALS) -> list[str]:
     found = []
     for what, most, all_of_them in (
         ("files", goals.files_in_a_folder, [*source.folders, *tests.folders]),
-        ("lines", goals.lines_of_a_file, source.largest_files),
+        ("lines", goals.lines_of_a_file, [*source.largest_files, *tests.largest_files]),
         ("lines", goals.lines_of_a_function, source.largest_functions),
     ):
         found += [

@@ -76,13 +76,17 @@ def test_what_is_above_a_limit_is_named(small: Path, path: str, text: str, viola
     assert violations(small, GOALS) == [each for each in [violation] if "class" in each]
 
 
-def test_tests_have_limits_for_folders_alone(small: Path) -> None:
+def test_tests_have_limits_for_folders_and_files(small: Path) -> None:
+    """Functions may be long there, and classes of two files may share a name."""
     (small / "tests").mkdir()
     for name in "ab":
-        (small / f"tests/test_{name}.py").write_text("class Same: ...\n" * 10)
+        (small / f"tests/test_{name}.py").write_text(
+            "class Same:\n    def f():" + "\n        x()" * 7
+        )
     assert violations(small, SMALL) == []
-    (small / "tests/test_c.py").touch()
-    assert violations(small, SMALL) == ["tests: 3 files, at most 2"]
+    (small / "tests/test_c.py").write_text("\n" * 10)
+    too_long = "tests/test_c.py: 10 lines, at most 9"
+    assert violations(small, SMALL) == ["tests: 3 files, at most 2", too_long]
 
 
 def test_changes_of_file_are_counted_thread_by_thread() -> None:

@@ -40,7 +40,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pdconn", "transport", "registration")
 PAIRS = ("tests.fakes.pair", "tests.pair")
-FAKE_ENGINES = ("tests.fakes.fake_engine", "tests.unit.fake_engine")
+FAKE_ENGINES = ("tests.fakes.deployment", "tests.fakes.fake_engine", "tests.unit.fake_engine")
 SETTLE_S = 0.1
 MOST = 20
 """Kinds of change that ``--json`` lists, the most frequent first."""

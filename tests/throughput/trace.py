@@ -32,7 +32,7 @@ from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.table import table
 
 if TYPE_CHECKING:
-    from tests.fakes.sim_engine import Counts, SimEngine
+    from tests.fakes.simulated.sim_engine import Counts, SimEngine
 
 PULLS = "prefix + pulls"
 POLICIES: Mapping[str, tuple[str, ...]] = {
@@ -195,8 +195,8 @@ async def run(
     window: int | None = WINDOW,
 ) -> Row:
     """One policy over new engines."""
-    from tests.fakes.sim_cache import CacheShape, GroupShape
-    from tests.fakes.sim_engine import Speed, sim_engines
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
+    from tests.fakes.simulated.sim_engine import Speed, sim_engines
 
     windows = () if window is None else (GroupShape(16, window=window),)
     groups = (GroupShape(16), *windows)

@@ -21,7 +21,7 @@ from pdconn.sidechannel.describe import describe
 from pdconn.sidechannel.security import Security, Unprotected
 from pdconn.vllm.producer import ProducerScheduler
 from tests.fakes.pair import Cache
-from tests.vllm.test_producer import Pool, request
+from tests.vllm.producer.scheduler import Pool, request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other

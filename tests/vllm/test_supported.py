@@ -54,7 +54,7 @@ def test_an_engine_without_them_is_served(device: str, buffer: str) -> None:
 def test_sleep_mode_is_refused_where_connectors_are_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Peers would read pages that were unmapped; ``memory/test_sleep.py`` has the rest."""
+    """Peers would read pages that were unmapped; ``memory/test_sleep_checks.py`` has the rest."""
     monkeypatch.setattr(sleep, "IS_TOLD", False)
     with pytest.raises(ConfigError, match="enable_sleep_mode: expected False, got True"):
         check_supported(config(sleeps=True))

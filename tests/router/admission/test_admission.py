@@ -24,7 +24,7 @@ from pdconn.router.admission.listener import MOST_CONNECTIONS, limits_within
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting, Busy
 from pdconn.sidechannel.quiet_log import QuietLog
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 
 URL = ["http://a:1"]
 

@@ -17,7 +17,8 @@ import pytest
 from aiohttp import web
 
 from tests.fakes.credentials import Authority
-from tests.fakes.fake_engine import ANSWER, MODEL, FakeEngine, Seen, in_loop, until
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, MODEL, FakeEngine, Seen
 from tests.router.admission.crowd import (
     PAUSES_S,
     Served,

@@ -11,7 +11,7 @@ from aiohttp import web
 from pdconn.lifecycle.admission import AdmissionLimits
 from pdconn.router.admission.connections import ClientAdmission
 from pdconn.router.admission.listener import AdmittingSite
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 
 TURNS = 12
 """Of the event loop, within which a client is accepted, opened and answered."""

@@ -9,7 +9,8 @@ import pytest
 
 from pdconn.router.admission.queue import AdmissionQueue
 from pdconn.router.errors import Busy
-from tests.fakes.fake_engine import deployment, in_loop, leave, until
+from tests.fakes.deployment import deployment, leave
+from tests.fakes.event_loop import in_loop, until
 
 
 @in_loop

@@ -3,178 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
-from pdconn.lab.ports import free_ports
 from pdconn.router.errors import BadSetting
 from pdconn.router.events.subscriber import EventSource, Status, Subscriber
 from pdconn.router.events.tracker import ResetReason, State
-from pdconn.router.prefix.events import Batch, Cleared, Removed, Stored
-
-encode = msgspec.msgpack.encode
-PATIENCE_S = 20.0
-END = (-1).to_bytes(8, "big", signed=True)
-
-
-def two_ports() -> tuple[int, int]:
-    """For events and their replay; vLLM's publisher listens on every address."""
-    events, replay = free_ports(2, "0.0.0.0")
-    return events, replay
-
-
-def source(ports: tuple[int, int]) -> EventSource:
-    return EventSource("a", 0, *(f"tcp://127.0.0.1:{port}" for port in ports))
-
-
-def run(test: Coroutine[None, None, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await test
-
-    asyncio.run(bounded())
-
-
-class Recorder:
-    """What an index would do: the blocks that are known, and every status that was reported."""
-
-    def __init__(self) -> None:
-        self.blocks: set[int] = set()
-        self.resets: list[str] = []
-        self.statuses: list[Status] = []
-        self._changed = asyncio.Event()
-
-    def apply(self, source: EventSource, batch: Batch) -> None:
-        for event in batch.events:
-            match event:
-                case Stored(hashes=hashes):
-                    self.blocks.update(hashes)
-                case Removed(hashes=hashes):
-                    self.blocks.difference_update(hashes)
-                case Cleared():
-                    self.blocks.clear()
-        self._changed.set()
-
-    def reset(self, source: EventSource, why: str) -> None:
-        self.blocks.clear()
-        self.resets.append(why)
-        self._changed.set()
-
-    def status_changed(self, source: EventSource, status: Status) -> None:
-        self.statuses.append(status)
-        self._changed.set()
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        while not true():
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def state_is(self, state: State) -> Status:
-        await self.until(lambda: bool(self.statuses) and self.statuses[-1].state is state)
-        return self.statuses[-1]
-
-    async def blocks_are(self, *blocks: int) -> None:
-        await self.until(lambda: self.blocks == set(blocks))
-
-
-class Publisher:
-    """vLLM's publisher as far as the wire goes, and what goes wrong with it.
-
-    An XPUB in place of the PUB, as it tells when a subscriber comes.
-    """
-
-    def __init__(self, ports: tuple[int, int], memory: int = 100) -> None:
-        self.context = zmq.asyncio.Context()
-        self.pub = self.context.socket(zmq.XPUB)
-        self.router = self.context.socket(zmq.ROUTER)
-        for sock, port in zip((self.pub, self.router), ports, strict=True):
-            sock.linger = 0
-            sock.bind(f"tcp://127.0.0.1:{port}")
-        self.memory: deque[tuple[int, bytes]] = deque(maxlen=memory)
-        self.seq = 0
-        self.clock: Callable[[], float] = lambda: float(self.seq)
-        self.answers = True
-        self.asked: list[int] = []
-        self.subscribed = asyncio.Event()
-        self._tasks = [asyncio.create_task(work()) for work in (self._greet, self._replay)]
-
-    async def _greet(self) -> None:
-        while True:
-            if (await self.pub.recv())[:1] == b"\1":
-                self.subscribed.set()
-
-    async def _replay(self) -> None:
-        while True:
-            peer, empty, start = await self.router.recv_multipart()
-            assert empty == b""
-            self.asked.append(int.from_bytes(start, "big"))
-            if not self.answers:
-                continue
-            for seq, payload in self.memory:
-                if seq >= self.asked[-1]:
-                    await self.send_answer(peer, b"", b"", seq.to_bytes(8, "big"), payload)
-            await self.send_answer(peer, b"", b"", END, b"")
-
-    async def send_answer(self, *frames: bytes) -> None:
-        await self.router.send_multipart(frames)
-
-    async def store(self, *blocks: int, **how: Any) -> None:
-        await self.publish({"type": "BlockStored", "block_hashes": blocks, "token_ids": [],
-                            "parent_block_hash": None, "block_size": 16}, **how)  # fmt: skip
-
-    async def remove(self, *blocks: int, **how: Any) -> None:
-        await self.publish({"type": "BlockRemoved", "block_hashes": blocks}, **how)
-
-    async def publish(self, event: Any, *, lost: bool = False, payload: bytes = b"") -> None:
-        payload = payload or encode([self.clock(), [event], 0])
-        self.memory.append((self.seq, payload))
-        if not lost:
-            await self.wire(b"", self.seq.to_bytes(8, "big"), payload)
-        self.seq += 1
-
-    async def wire(self, *frames: bytes) -> None:
-        await self.pub.send_multipart(frames)
-
-    async def die(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.pub.close(linger=0)
-        self.router.close(linger=0)
-        self.context.term()
-
-
-class Rig:
-    """A publisher and a subscriber that is up to date with it."""
-
-    def __init__(self, replay_silence_s: float) -> None:
-        self.ports = two_ports()
-        self.publisher = Publisher(self.ports)
-        self.sink = Recorder()
-        self.subscriber = Subscriber(
-            source(self.ports), self.sink, now=lambda: 100.0, replay_silence_s=replay_silence_s
-        )
-
-
-@asynccontextmanager
-async def rig(replay_silence_s: float = PATIENCE_S) -> Any:
-    made = Rig(replay_silence_s)
-    try:
-        await made.publisher.store(1, 2)  # before anybody listens
-        made.subscriber.start()
-        await made.publisher.subscribed.wait()
-        await made.sink.state_is(State.LIVE)
-        yield made
-    finally:
-        await made.subscriber.close()
-        await made.publisher.die()
+from pdconn.router.prefix.events import Batch
+from tests.router.events.publisher import END, Publisher, two_ports
+from tests.router.events.rig import Recorder, rig, run, source
 
 
 def test_a_late_joiner_knows_all_and_follows() -> None:

@@ -15,7 +15,8 @@ from pdconn.router.fleet.member import Member
 from pdconn.router.fleet.metrics import MAX_LINE, MAX_PARSED, NAMES, Load, parse_metrics
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Role
-from tests.fakes.fake_engine import FakeEngine, Leases, in_loop, until
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import FakeEngine, Leases
 
 LABELS = ("model_name", "engine")
 

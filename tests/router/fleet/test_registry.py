@@ -13,7 +13,9 @@ from pdconn.router.fleet.member import Member
 from pdconn.router.fleet.registry import Changes, EngineRegistry
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Role
-from tests.fakes.fake_engine import CHUNKS, FakeEngine, Leases, deployment, in_loop, until
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import CHUNKS, FakeEngine, Leases
 
 P, D = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

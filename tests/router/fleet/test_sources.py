@@ -11,7 +11,7 @@ from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.member import Member, parse_member
 from pdconn.router.fleet.sources import DnsName, FleetWatch, Static, WatchedFile, parse_source
 from pdconn.router.routing.policy import Role
-from tests.fakes.fake_engine import in_loop, until
+from tests.fakes.event_loop import in_loop, until
 
 P, D = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
 A, B = Member("http://a:1", P), Member("http://b:1", D)

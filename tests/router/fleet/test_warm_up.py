@@ -16,7 +16,9 @@ from multidict import CIMultiDict
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.warm_up import FleetWarmUp, WarmUpPauses
-from tests.fakes.fake_engine import FakeEngine, Leases, Seen, deployment, error, in_loop, until
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import FakeEngine, Leases, Seen, error
 
 PAUSES = WarmUpPauses(0.01, 0.02)
 

@@ -7,7 +7,9 @@ import pytest
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.openai.bodies import RETURN_MODEL
 from pdconn.router.server import Limits
-from tests.fakes.fake_engine import CHUNKS, deployment, hang, in_loop, leave, until
+from tests.fakes.deployment import deployment, leave
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import CHUNKS, hang
 
 
 @in_loop

@@ -11,17 +11,11 @@ from aiohttp import web
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.server import Limits, running_proxy
-from tests.fakes import fake_engine
-from tests.fakes.fake_engine import (
-    ANSWER,
-    CHUNKS,
-    error,
-    in_loop,
-    reset,
-    until,
-)
+from tests.fakes.deployment import deployment as deployed
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, CHUNKS, error, reset
 
-deployment = partial(fake_engine.deployment, limits=Limits(first_backoff_s=0.05))
+deployment = partial(deployed, limits=Limits(first_backoff_s=0.05))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

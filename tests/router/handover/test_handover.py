@@ -10,7 +10,9 @@ from aiohttp import web
 from pdconn.router.config import ProxyConfig
 from pdconn.router.routing.policy import RoundRobin, ScoredCandidate
 from pdconn.router.server import running_proxy
-from tests.fakes.fake_engine import ANSWER, CHUNKS, TICKET, deployment, error, in_loop, leave, until
+from tests.fakes.deployment import deployment, leave
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, CHUNKS, TICKET, error
 
 
 @in_loop

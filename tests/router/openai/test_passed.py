@@ -12,7 +12,9 @@ from aiohttp import web
 
 from pdconn.router.openai.forms import check_form
 from pdconn.router.openai.passed import PASSED, Asks
-from tests.fakes.fake_engine import Deployment, deployment, error, in_loop, until
+from tests.fakes.deployment import Deployment, deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import error
 
 JSON_ROUTES = [r for r in PASSED if not r.is_form and r.asks is not Asks.HOLDER]
 

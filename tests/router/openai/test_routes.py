@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.openai.bodies import (
-    RETURN_MODEL,
-    find_cached_tokens,
-    prefill_body,
-    return_body,
-)
+from pdconn.router.openai.bodies import RETURN_MODEL, find_cached_tokens, prefill_body, return_body
 from pdconn.router.openai.requests import Direct, Route, parse_body
-from tests.fakes.fake_engine import ANSWER, TICKET, deployment, error, in_loop, until
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, TICKET, error
 from tests.fakes.routed import fleet
 
 RESPONSES, MESSAGES = Route.RESPONSES.path, Route.MESSAGES.path

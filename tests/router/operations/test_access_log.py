@@ -16,7 +16,9 @@ import pytest
 
 from pdconn.cli.logs import JsonFormatter
 from pdconn.router.access.log import KeyValues
-from tests.fakes.fake_engine import ANSWER, MODEL, deployment, in_loop, leave, until
+from tests.fakes.deployment import deployment, leave
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, MODEL
 
 PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
 

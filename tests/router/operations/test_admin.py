@@ -15,7 +15,8 @@ from pdconn.router.errors import BadSetting, CannotListen
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot, take_snapshot
 from pdconn.router.server import running_proxy
-from tests.fakes.fake_engine import deployment, in_loop, until
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop, until
 from tests.fakes.routed import ASKED, PROMPT, SCHEME, Fleet, fleet
 
 PAGES = ["/", "/debug/state", "/debug/history", "/debug/route/some-id", "/metrics"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 
-from tests.fakes.fake_engine import deployment, error, in_loop
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop
+from tests.fakes.fake_engine import error
 
 MINE, OTHER = "https://chat.example", "https://evil.example"
 PREFLIGHT = {

@@ -13,7 +13,9 @@ from aiohttp import web
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.server import Limits
-from tests.fakes.fake_engine import ANSWER, CHUNKS, Deployment, deployment, hang, in_loop, until
+from tests.fakes.deployment import Deployment, deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, CHUNKS, hang
 
 DELAY_S = 2.0
 

@@ -17,7 +17,9 @@ from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.server import running_proxy
 from tests.fakes.credentials import Authority
-from tests.fakes.fake_engine import ANSWER, deployment, in_loop
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop
+from tests.fakes.fake_engine import ANSWER
 
 KEY, OTHER = "sk-one", "sk-two"
 BODY = {"model": "m", "prompt": "hi"}

@@ -13,16 +13,9 @@ import pytest
 
 from pdconn.router.admin import app as pages
 from pdconn.router.server import Limits
-from tests.fakes.fake_engine import (
-    Deployment,
-    deployment,
-    die_in_stream,
-    error,
-    hang,
-    in_loop,
-    leave,
-    until,
-)
+from tests.fakes.deployment import Deployment, deployment, leave
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import die_in_stream, error, hang
 
 PAUSE_S = 0.2
 

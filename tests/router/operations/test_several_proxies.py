@@ -10,7 +10,9 @@ import aiohttp
 
 from pdconn.router.config import ProxyConfig
 from pdconn.router.server import running_proxy
-from tests.fakes.fake_engine import ANSWER, deployment, in_loop
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop
+from tests.fakes.fake_engine import ANSWER
 from tests.fakes.routed import SCHEME, fleet, other_prompt
 
 NUM_PROXIES = 3

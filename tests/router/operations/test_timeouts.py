@@ -10,10 +10,11 @@ import aiohttp
 import pytest
 
 from pdconn.router.server import Limits
-from tests.fakes import fake_engine
-from tests.fakes.fake_engine import ANSWER, error, hang, in_loop, until
+from tests.fakes.deployment import deployment as deployed
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, error, hang
 
-deployment = partial(fake_engine.deployment, limits=Limits(first_backoff_s=60.0, patience_s=0.1))
+deployment = partial(deployed, limits=Limits(first_backoff_s=60.0, patience_s=0.1))
 
 
 # Retries

@@ -11,7 +11,8 @@ from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import EnginesMissing
 from pdconn.router.fleet import sources
 from pdconn.router.server import Limits, running_proxy
-from tests.fakes.fake_engine import deployment, in_loop
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop
 
 NAME = "dns+http://prefill.test:8000"
 QUICK = Limits(ready_pause_s=0.02, fleet_interval_s=0.02)

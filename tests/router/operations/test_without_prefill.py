@@ -13,10 +13,11 @@ import pytest
 from pdconn.router.openai.requests import Direct
 from pdconn.router.routing.policy import POLICIES
 from pdconn.router.server import Limits
-from tests.fakes import fake_engine
-from tests.fakes.fake_engine import ANSWER, in_loop, reset, until
+from tests.fakes.deployment import deployment as deployed
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, error, reset
 
-deployment = partial(fake_engine.deployment, limits=Limits(first_backoff_s=0.05))
+deployment = partial(deployed, limits=Limits(first_backoff_s=0.05))
 
 
 async def health(d) -> tuple[int, str, int]:
@@ -87,7 +88,7 @@ async def test_what_prefill_refuses_is_not_taken_for_an_outage():
     """Its own error reaches the client: decode would refuse the same body later."""
 
     async def refuse(engine, seen, http):
-        return fake_engine.error(400, "too long")
+        return error(400, "too long")
 
     async with deployment() as d:
         d.prefill[0].script = refuse
@@ -164,7 +165,7 @@ async def test_every_answer_of_decode_counts_once_as_handed_over_or_with_a_reaso
 @in_loop
 async def test_what_decode_did_not_answer_counts_as_neither():
     async def refuse(engine, seen, http):
-        return fake_engine.error(400, "too long")
+        return error(400, "too long")
 
     async with deployment() as d:
         d.prefill[0].script = refuse

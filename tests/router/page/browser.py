@@ -1,7 +1,7 @@
 """A headless Chromium that tests drive by its own protocol, without a further package.
 
 One page at a time.  What the page says on its console, throws or is refused (its policy, a request)
-is kept in ``complaints``.
+is kept in ``complaints``.  ``seen`` drives nothing: it gives a page's HTML as it ends up.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _START_S = 60.0
@@ -108,31 +109,63 @@ def _complaint(method: str, params: dict[str, Any]) -> str | None:
 @asynccontextmanager
 async def browser(tmp_path: Path) -> AsyncIterator[Page]:
     """A browser with one page, gone at the end."""
-    assert CHROMIUM is not None
     home = tmp_path / "chromium"
+    driven = ("--hide-scrollbars", "--remote-debugging-port=0", "about:blank")
+    quiet = asyncio.subprocess.DEVNULL
+    async with _chromium(home, *driven, stdout=quiet), aiohttp.ClientSession() as client:
+        url = await _page_url(client, home / "DevToolsActivePort")
+        async with client.ws_connect(url, max_msg_size=0) as socket:
+            page = Page(socket)
+            reading = asyncio.create_task(page.read())
+            for domain in ("Page", "Runtime", "Log"):
+                await page.call(f"{domain}.enable")
+            yield page
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+
+
+async def seen(url: str, tmp_path: Path) -> str:
+    """The page as HTML, after some polls, with its script's doings in it."""
+    dumping = ("--virtual-time-budget=5000", "--dump-dom", url)
+    piped = asyncio.subprocess.PIPE
+    async with _chromium(tmp_path / "chromium", *dumping, stdout=piped) as process:
+        async with asyncio.timeout(60):
+            out, _ = await process.communicate()
+    return out.decode()
+
+
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[str]:
+    """Pages of a test's own; their address."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def _chromium(
+    home: Path, *how: str, stdout: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process of the browser, killed with its children at the end."""
+    assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
         CHROMIUM,
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
         *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        *("--hide-scrollbars", "--remote-debugging-port=0", f"--user-data-dir={home}"),
-        "about:blank",
+        f"--user-data-dir={home}",
+        *how,
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=stdout,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        async with aiohttp.ClientSession() as client:
-            url = await _page_url(client, home / "DevToolsActivePort")
-            async with client.ws_connect(url, max_msg_size=0) as socket:
-                page = Page(socket)
-                reading = asyncio.create_task(page.read())
-                for domain in ("Page", "Runtime", "Log"):
-                    await page.call(f"{domain}.enable")
-                yield page
-                reading.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await reading
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -19,7 +19,9 @@ from pdconn.router.latency import MOST_KEPT, RequestTimes
 from pdconn.router.openai.requests import Route
 from pdconn.router.routing.routed_request import Outcome, RequestEnd
 from pdconn.router.routing.timeline import Answered, StepKind, Timeline
-from tests.fakes.fake_engine import deployment, in_loop, reset, until
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import reset
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
 OK = Outcome(end=RequestEnd.OK, total_s=0.25, decode="d", ticket_s=0.1)

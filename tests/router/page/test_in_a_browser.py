@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from tests.fakes.fake_engine import in_loop
-from tests.router.page.browser import CHROMIUM, Page, browser
+from tests.fakes.event_loop import in_loop
+from tests.router.page.browser import CHROMIUM, Page, browser, served
 from tests.router.page.busy import traffic
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine's PATH")
@@ -79,13 +79,8 @@ async def serving(html: str) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_get("/", answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    finally:
-        await runner.cleanup()
+    async with served(app) as url:
+        yield url
 
 
 async def _drawn(page: Page) -> None:

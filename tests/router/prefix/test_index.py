@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdconn.router.prefix.index import Index
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 from tests.fakes.routed import ASKED, PROMPT, fleet
 
 

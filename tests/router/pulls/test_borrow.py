@@ -17,7 +17,7 @@ from pdconn.router.pulls.planner import PullPlanner
 from pdconn.router.pulls.pull import PullEnd
 from pdconn.router.routing.policy import Candidate
 from pdconn.router.routing.routed_request import RoutedRequest
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 
 TURNS = 8
 ANSWER = b'{"kv_transfer_params": {"do_remote_prefill": true, "lease": "a"}}'

@@ -14,25 +14,10 @@ from aiohttp import web
 from pdconn.router.openai.headers import RANK_HEADER
 from pdconn.router.prefix.hashing import Extras
 from pdconn.router.server import Limits
-from tests.fakes.fake_engine import (
-    Reply,
-    die_in_stream,
-    hang,
-    in_loop,
-    leave,
-    reset,
-    until,
-)
-from tests.fakes.routed import (
-    ASKED,
-    PROMPT,
-    Fleet,
-    fleet,
-    letters,
-    num_asked,
-    other_prompt,
-    refuse,
-)
+from tests.fakes.deployment import Reply, leave
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import die_in_stream, hang, reset
+from tests.fakes.routed import ASKED, PROMPT, Fleet, fleet, letters, num_asked, other_prompt, refuse
 
 # --- Prefixes -----------------------------------------------------------------------------
 

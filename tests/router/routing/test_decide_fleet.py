@@ -17,19 +17,10 @@ from pdconn.router.events.feeds import EventFeeds
 from pdconn.router.fleet.member import Member
 from pdconn.router.routing.policy import Role
 from pdconn.router.server import Limits, running_proxy
-from tests.fakes.fake_engine import (
-    FakeEngine,
-    in_loop,
-    until,
-)
-from tests.fakes.routed import (
-    PROMPT,
-    Fleet,
-    Pod,
-    fleet,
-    other_prompt,
-)
-from tests.router.events.test_subscriber import Publisher
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.routed import PROMPT, Fleet, Pod, fleet, other_prompt
+from tests.router.events.publisher import Publisher
 
 
 @in_loop

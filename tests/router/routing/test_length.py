@@ -15,7 +15,8 @@ from pdconn.router.events.caches import PrefixCaches, PrefixLookup
 from pdconn.router.openai.requests import Route, parse_body
 from pdconn.router.routing.routed_request import RoutedRequest
 from pdconn.router.routing.tokenize import CHARS_A_TOKEN, CHAT_NBYTES_A_TOKEN
-from tests.fakes.fake_engine import ANSWER, in_loop
+from tests.fakes.event_loop import in_loop
+from tests.fakes.fake_engine import ANSWER
 from tests.fakes.routed import PROMPT, Fleet, fleet, letters, num_asked
 
 TRIES = 3

@@ -13,7 +13,9 @@ import pytest
 
 from pdconn.router.handover import listing
 from pdconn.router.routing import model_list, models
-from tests.fakes.fake_engine import ANSWER, Deployment, Reply, deployment, in_loop, until
+from tests.fakes.deployment import Deployment, Reply, deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER
 from tests.router.routing.test_models import A, B, asked, listed, two_models
 
 GOOD, OTHER, WRONG = "Bearer good", "Bearer other", "Bearer wrong"

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from pdconn.router.routing import models as catalog
-from tests.fakes.fake_engine import ANSWER, Deployment, deployment, error, in_loop, reset, until
+from tests.fakes.deployment import Deployment, deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, error, reset
 from tests.router.openai.test_passed import answers, form, num_others
 
 A, B = "model-a", "model-b"

@@ -7,7 +7,7 @@ import json
 from pdconn.router.prefix.groups import STORED
 from pdconn.router.prefix.hashing import chain, external
 from pdconn.router.prefix.snapshot import explain_snapshot, read_snapshot
-from tests.fakes.fake_engine import in_loop
+from tests.fakes.event_loop import in_loop
 from tests.fakes.routed import ASKED, PROMPT, SCHEME, Fleet, Pod, fleet
 
 ROW = 64

@@ -9,17 +9,9 @@ import pytest
 from aiohttp import web
 
 from pdconn.router.server import Limits
-from tests.fakes.fake_engine import (
-    ANSWER,
-    in_loop,
-)
-from tests.fakes.routed import (
-    PROMPT,
-    fleet,
-    letters,
-    num_asked,
-    refuse,
-)
+from tests.fakes.event_loop import in_loop
+from tests.fakes.fake_engine import ANSWER
+from tests.fakes.routed import PROMPT, fleet, letters, num_asked, refuse
 
 
 @in_loop

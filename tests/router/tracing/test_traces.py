@@ -22,19 +22,11 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import BadSetting
 from pdconn.router.tracing.otel import OtelTracing
-from tests.fakes.fake_engine import (
-    ANSWER,
-    Deployment,
-    FakeEngine,
-    deployment,
-    error,
-    hang,
-    in_loop,
-    reset,
-    until,
-)
+from tests.fakes.deployment import Deployment, deployment
+from tests.fakes.event_loop import in_loop, until
+from tests.fakes.fake_engine import ANSWER, FakeEngine, error, hang, reset
 from tests.router.openai.test_passed import answers
-from tests.router.pulls.test_prefix_pull import held_by_decode, pulling
+from tests.router.pulls.pulling import held_by_decode, pulling
 from tests.router.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiving
 
 TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-0([0-3])")

@@ -17,7 +17,7 @@ from pdconn.store.format.footer import (
 )
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Shelf
-from tests.store.shelves.contract import PAGE, pages, payload
+from tests.store.shelves.plain_rows import PAGE, pages, payload
 
 SLABS = 4
 RANKS = 2

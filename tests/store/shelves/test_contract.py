@@ -16,7 +16,8 @@ from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from pdconn.store.shelf.open import open_shelf
 from tests.store.shelves import contract
-from tests.store.shelves.contract import PAGE, ShelfContract
+from tests.store.shelves.contract import ShelfContract
+from tests.store.shelves.plain_rows import PAGE
 
 
 class LastCommitWins(MemoryShelf):

@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 
 from pdconn.store.shelf.files import FilesShelf
-from tests.store.shelves.contract import (
-    PAGE,
-    OpenShelf,
-    ShelfContract,
-    load,
-    payload,
-    row_name,
-    save,
-)
+from tests.store.shelves.contract import ShelfContract
+from tests.store.shelves.plain_rows import PAGE, OpenShelf, load, payload, row_name, save
 
 
 @pytest.fixture(params=["auto", True, False])

@@ -14,7 +14,7 @@ from pdconn.store.shelf import aligned, transfer
 from pdconn.store.shelf.aligned import cached_nbytes, file_runs
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.transfer import RecentRows
-from tests.store.shelves.contract import MIB, PAGE, load, pages, payload, row_name, save
+from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.system import System
 
 ROW = row_name(1)

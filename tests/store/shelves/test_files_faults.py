@@ -15,7 +15,7 @@ from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.shelf import file_parts, folders
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import open_root
-from tests.store.shelves.contract import MIB, PAGE, load, pages, payload, row_name, save
+from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.real_rows import discard_all, save_row, verify, verify_all
 from tests.store.shelves.system import System, failing_at, open_files
 

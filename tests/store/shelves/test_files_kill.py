@@ -11,7 +11,7 @@ import pytest
 
 from pdconn.store.errors import StoreError
 from pdconn.store.shelf.files import FilesShelf
-from tests.store.shelves.contract import row_name
+from tests.store.shelves.plain_rows import row_name
 from tests.store.shelves.real_rows import ROW_NBYTES, discard_all, save_row, verify_all
 from tests.store.shelves.system import System, in_child, killed_at
 

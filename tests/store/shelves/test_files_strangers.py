@@ -13,7 +13,7 @@ from pdconn.store.errors import FormatError, RowMissing, ShelfFailure, StoreErro
 from pdconn.store.shelf import folders
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import open_root
-from tests.store.shelves.contract import PAGE, at_once, load, names_of, pages, payload, row_name
+from tests.store.shelves.plain_rows import PAGE, at_once, load, names_of, pages, payload, row_name
 
 ROW, OTHER = row_name(1), row_name(2)
 

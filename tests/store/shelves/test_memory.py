@@ -3,7 +3,8 @@
 import pytest
 
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
-from tests.store.shelves.contract import OpenShelf, ShelfContract
+from tests.store.shelves.contract import ShelfContract
+from tests.store.shelves.plain_rows import OpenShelf
 
 
 @pytest.fixture

@@ -9,15 +9,8 @@ import pytest
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.nixl_posix import NixlPosixShelf
-from tests.store.shelves.contract import (
-    OpenShelf,
-    ShelfContract,
-    load,
-    pages,
-    payload,
-    row_name,
-    save,
-)
+from tests.store.shelves.contract import ShelfContract
+from tests.store.shelves.plain_rows import OpenShelf, load, pages, payload, row_name, save
 
 pytest.importorskip("nixl", reason="the shelf posix needs nixl")
 

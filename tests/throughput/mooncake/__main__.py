@@ -77,8 +77,8 @@ class Row:
 
 async def run(policy: str, trace: Sequence[Request], scale: Scale) -> Row:
     """One policy over new engines."""
-    from tests.fakes.sim_cache import CacheShape, GroupShape
-    from tests.fakes.sim_engine import Speed, sim_engines
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape
+    from tests.fakes.simulated.sim_engine import Speed, sim_engines
 
     shape = CacheShape((GroupShape(ENGINE_BLOCK),), scale.num_blocks, retention=0)
     async with sim_engines(4, shape, Speed(scale.tokens_per_s)) as engines:

@@ -30,7 +30,7 @@ from pdconn.lab.model import HANDOVER, write_model
 from pdconn.lab.ports import free_ports
 from pdconn.lab.spec import EngineSpec
 from pdconn.lab.table import table
-from tests.throughput.itl import stream
+from tests.throughput.itl.phases import stream
 from tests.vllm.engines.engines import transfer_config
 from tests.vllm.engines.store.stores import rows
 

@@ -15,7 +15,7 @@ import pytest
 
 from pdconn.puller.reader_thread import ReaderThread
 from pdconn.puller.reads import Connect, Connected, JobResult, Read, ReaderStopped
-from tests.transport.nixl.test_nixl import World
+from tests.transport.nixl.scripted import World
 from transport.address import pack
 from transport.errors import BackendFailure
 from transport.nixl.cuda import bind_thread

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.producer import ProducerScheduler
     from pdconn.vllm.scheduler import PdScheduler
     from pdconn.vllm.tracing.pulls import PullSpans
-    from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
 SAID = list(range(100, 500))
 STATES = (GroupShape(16), GroupShape(64, is_state=True))

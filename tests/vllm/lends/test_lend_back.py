@@ -23,7 +23,7 @@ from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prefix_digests
 from tests.fakes.pair import Cache
 from tests.vllm.lends.test_prefixes import grant, request
-from tests.vllm.test_producer import Clock, Pool, clock, pool, settle  # noqa: F401
+from tests.vllm.producer.scheduler import Clock, Pool, settle
 
 SAID = list(range(100, 164))
 TURN = {"do_remote_decode": True}
@@ -139,7 +139,7 @@ def test_another_salt_or_adapter_takes_nothing(changes: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def lending(pool: Pool, clock: Clock) -> Iterator[ProducerScheduler]:  # noqa: F811
+def lending(pool: Pool, clock: Clock) -> Iterator[ProducerScheduler]:
     [port] = free_ports(1)
     extra = {"lend_back": {"seconds": 1.5, "share": 0.5}, "kv_lease_duration": 60.0}
     settings = read_settings(extra, "127.0.0.1", port, 0)
@@ -163,7 +163,7 @@ def lend(side: ProducerScheduler, name: str, *blocks: int) -> Any:
 
 def test_the_answer_carries_what_prefill_is_to_be_asked(
     lending: ProducerScheduler,
-    pool: Pool,  # noqa: F811
+    pool: Pool,
 ) -> None:
     params = lend(lending, "r", 0, 3, 4)
     assert {key: params[key] for key in TURN} == TURN
@@ -180,7 +180,7 @@ def test_the_answer_carries_what_prefill_is_to_be_asked(
     assert lending.take_counts()["answers_lent"] == 1
 
 
-def test_the_oldest_answers_make_room(lending: ProducerScheduler, pool: Pool) -> None:  # noqa: F811
+def test_the_oldest_answers_make_room(lending: ProducerScheduler, pool: Pool) -> None:
     """At most half of 16 blocks, of which none is claimed."""
     for number, blocks in enumerate(((1, 2, 3), (4, 5, 6), (7, 8, 9))):
         assert lend(lending, f"r{number}", *blocks) is not None
@@ -198,7 +198,7 @@ def test_the_oldest_answers_make_room(lending: ProducerScheduler, pool: Pool) ->
 
 def test_an_engine_that_wakes_remembers_no_answer_of_before(
     lending: ProducerScheduler,
-    pool: Pool,  # noqa: F811
+    pool: Pool,
 ) -> None:
     assert lending.answers is not None
     assert lend(lending, "r", 3, 4) is not None
@@ -209,7 +209,7 @@ def test_an_engine_that_wakes_remembers_no_answer_of_before(
 
 def test_nothing_is_lent_twice_or_of_one_of_several_answers(
     lending: ProducerScheduler,
-    pool: Pool,  # noqa: F811
+    pool: Pool,
 ) -> None:
     assert lend(lending, "0_parent", 1, 2) is None
     assert lend(lending, "r", 1, 2) is not None
@@ -220,8 +220,8 @@ def test_nothing_is_lent_twice_or_of_one_of_several_answers(
 
 def test_an_engine_that_stops_does_not_wait_for_next_turns(
     lending: ProducerScheduler,
-    pool: Pool,  # noqa: F811
-    clock: Clock,  # noqa: F811
+    pool: Pool,
+    clock: Clock,
 ) -> None:
     lend(lending, "r", 1, 2)
     rounds = 0

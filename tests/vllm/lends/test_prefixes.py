@@ -16,8 +16,8 @@ from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest, shorten
+from tests.vllm.producer.scheduler import Pool
 from tests.vllm.test_consumer import kinds
-from tests.vllm.test_producer import Pool, clock, lease_s, lending, pool  # noqa: F401
 
 PROMPT = list(range(100, 140))
 HELD = 32
@@ -96,7 +96,7 @@ def test_a_prefix_is_told_by_all_that_its_kv_depends_on() -> None:
 # Who holds it
 
 
-def test_what_is_held_is_lent(lending: ProducerScheduler, pool: Pool) -> None:  # noqa: F811
+def test_what_is_held_is_lent(lending: ProducerScheduler, pool: Pool) -> None:
     asked = asking(PROMPT[: HELD + 1], HELD)
     lending.arrived(asked)
     assert lending.prefixes.looked_up(asked, HELD)
@@ -111,8 +111,8 @@ def test_what_is_held_is_lent(lending: ProducerScheduler, pool: Pool) -> None:  
 
 
 def test_what_is_not_held_is_not_computed(
-    lending: ProducerScheduler,  # noqa: F811
-    pool: Pool,  # noqa: F811
+    lending: ProducerScheduler,
+    pool: Pool,
 ) -> None:
     """Looked up twice, as where there was no room at first: what is held then counts."""
     asked = asking([*PROMPT, *PROMPT], 79)
@@ -127,7 +127,7 @@ def test_what_is_not_held_is_not_computed(
 
 
 def test_a_model_with_states_lends_a_prefix_of_the_tokens_asked_for(
-    lending: ProducerScheduler,  # noqa: F811
+    lending: ProducerScheduler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts that are handed over are computed without their last token; a hit needs it."""
@@ -138,8 +138,8 @@ def test_a_model_with_states_lends_a_prefix_of_the_tokens_asked_for(
 
 
 def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_on(
-    lending: ProducerScheduler,  # noqa: F811
-    pool: Pool,  # noqa: F811
+    lending: ProducerScheduler,
+    pool: Pool,
 ) -> None:
     """vLLM takes it off the request before that has ended; its blocks are those it was found in."""
     asked = asking(PROMPT[: HELD + 1], HELD)
@@ -160,8 +160,8 @@ def test_the_state_that_a_prefix_ends_with_is_lent_though_the_request_has_gone_o
 @pytest.mark.parametrize("held", [HELD, 16])
 def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
     held: int,
-    lending: ProducerScheduler,  # noqa: F811
-    pool: Pool,  # noqa: F811
+    lending: ProducerScheduler,
+    pool: Pool,
 ) -> None:
     asked = asking(PROMPT[: HELD + 1], HELD)
     lending.arrived(asked)
@@ -173,8 +173,8 @@ def test_a_request_for_a_prefix_that_is_aborted_leaves_nothing_pinned(
 
 
 def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
-    lending: ProducerScheduler,  # noqa: F811
-    pool: Pool,  # noqa: F811
+    lending: ProducerScheduler,
+    pool: Pool,
 ) -> None:
     """As with reset_running_requests: its request is preempted, looked up again, and refused."""
     asked = asking(PROMPT[: HELD + 1], HELD)
@@ -197,7 +197,7 @@ def test_a_reset_lets_go_of_a_prefix_that_nobody_has_been_given(
 @pytest.mark.parametrize("changes", [{"prompt_embeds": [[0.0]] * 40}, {}], ids=["embeds", "lend"])
 def test_a_wrong_wish_is_answered_as_a_prompt(
     changes: dict[str, Any],
-    lending: ProducerScheduler,  # noqa: F811
+    lending: ProducerScheduler,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = asking(PROMPT, 39 if changes else 7, **changes)

@@ -42,7 +42,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pdconn.vllm.store.engine import EngineStore
-    from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
 BLOCK = 16
 TOKEN_NBYTES, STATE_NBYTES = 8, 32

@@ -1,4 +1,4 @@
-"""What lies in the blocks of a :class:`~tests.fakes.sim_cache.SimCache`, row by row.
+"""What lies in the blocks of a :class:`~tests.fakes.simulated.sim_cache.SimCache`, row by row.
 
 vLLM's own manager decides which blocks a request gets and which another one finds again; here
 stands what was written to each of their rows last, named by all tokens of the prompt up to
@@ -16,7 +16,7 @@ from typing import Any
 from pdconn.planning.plan import window_start
 from pdconn.vllm.cache.partial import never_cache, partial_blocks
 from registration.references import AttentionKind, KVCacheGroupReference
-from tests.fakes.sim_cache import GroupShape, SimCache
+from tests.fakes.simulated.sim_cache import GroupShape, SimCache
 
 Row = tuple[int, int, int]
 """Group, block, place in it."""

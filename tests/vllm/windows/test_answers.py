@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.lends.answers import LendableAnswer
     from pdconn.vllm.lends.lendable import answer_of
     from pdconn.vllm.prompt import num_computed
-    from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import Running, SimMemory
 
 NUM_CONVERSATIONS = at_least(80)

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
     from pdconn.vllm.cache import lagging
     from pdconn.vllm.cache.lagging import complete_windows, held_tokens
-    from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows.memory import SimMemory
 
 NUM_ALLOCATIONS = at_least(10_000)

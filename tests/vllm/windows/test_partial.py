@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.scheduler import PdScheduler
     from pdconn.vllm.tracing.pulls import PullSpans
-    from tests.fakes.sim_cache import CacheShape, GroupShape, SimCache
+    from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
     from tests.vllm.windows import memory as sim_memory
     from tests.vllm.windows.memory import SimMemory
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
-from tests.store.shelves.contract import MIB, pages, payload
 from tests.store.shelves.obj.s3_server import Relay, S3Server
+from tests.store.shelves.plain_rows import MIB, pages, payload
 from transport.errors import BackendFailure
 from transport.nixl import objects
 from transport.nixl.objects import NixlObjects

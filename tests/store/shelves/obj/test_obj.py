@@ -16,10 +16,11 @@ from pdconn.store.budget.accounts import Accounts
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.shelf.base import StoredPart, StoredRow
 from pdconn.store.shelf.obj.bucket import BucketPlace
-from tests.store.shelves.contract import (
+from tests.store.shelves.contract import ShelfContract
+from tests.store.shelves.obj.s3_server import PATIENCE_S, S3Server
+from tests.store.shelves.plain_rows import (
     PAGE,
     OpenShelf,
-    ShelfContract,
     at_once,
     load,
     names_of,
@@ -29,7 +30,6 @@ from tests.store.shelves.contract import (
     row_name,
     save,
 )
-from tests.store.shelves.obj.s3_server import PATIENCE_S, S3Server
 
 pytest.importorskip("nixl", reason="the shelf obj needs nixl")
 pytest.importorskip("boto3", reason="the shelf obj needs boto3")
@@ -177,7 +177,7 @@ import os, signal, sys
 from pdconn.store.budget.accounts import Accounts
 from pdconn.store.shelf.obj.bucket import BucketPlace
 from pdconn.store.shelf.obj.shelf import ObjShelf
-from tests.store.shelves.contract import pages, payload, row_name
+from tests.store.shelves.plain_rows import pages, payload, row_name
 root, bucket, endpoint, step = sys.argv[1:]
 accounts = Accounts(root, "dead", 1 << 30)
 shelf = ObjShelf(root, BucketPlace(bucket, "kv/", endpoint, "us-east-1"))

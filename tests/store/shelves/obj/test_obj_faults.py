@@ -14,8 +14,8 @@ from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.shelf.obj import bucket as bucket_module
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.shelf import ObjShelf
-from tests.store.shelves.contract import PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.obj.s3_server import Relay, S3Server
+from tests.store.shelves.plain_rows import PAGE, load, pages, payload, row_name, save
 
 pytest.importorskip("nixl", reason="the shelf obj needs nixl")
 pytest.importorskip("boto3", reason="the shelf obj needs boto3")

@@ -1,21 +1,12 @@
-"""Simulated engines: their scheduling is made up, their leases, pulls and plans are real."""
+"""Simulated decode engines: their scheduling is made up, their pulls and plans are real."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from pdconn.integrity.lent import lent_sums
-from pdconn.integrity.memory import HostMemory
-from pdconn.integrity.sums import Terms
-from pdconn.lender.checksums import RankSums
-from pdconn.lender.sessions import Abort, AbortAll, LenderSessions, RevokeAll, Session
-from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.pull import Patience
 from pdconn.planning.plan import Need
-from pdconn.protocol.errors import ProtocolError
-from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.puller.commands import CancelPull, ClaimTicket, ReadBlocks
 from pdconn.puller.peers import Peer
@@ -27,217 +18,17 @@ from pdconn.puller.results import PullResults
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import ProbeRead, WarmUp
 from pdconn.puller.warmup_state import Place
-from pdconn.sidechannel.connection import SideChannelLost
 from registration.scratch import Scratch
 from tests.simulation.log import ReaderLog, TappedConnection
-from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
-from tests.simulation.pool import BlockPool
-from tests.simulation.world import EngineClock, Machine, Wire, World, connect
+from tests.simulation.memory import HEADS, Memory
+from tests.simulation.prefill import POOL, TRAITS, Prefill
+from tests.simulation.world import Clockwork, Machine, World
 from transport import HOST
 from transport.inprocess.transport import InProcessTransport
 
-POOL = 24
 SLICE_NBYTES = 200
 """So short that long reads are posted in two parts, cut inside of a block."""
 PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
-RESET_S = 0.1
-"""How long a reset waits for what is being read."""
-TRAITS = {"model": "simulated"}
-
-
-class Clockwork:
-    """Calls back a little after a deadline, once per deadline.
-
-    Clocks ring late, so what was read too late may be seen before the alarm is: by the lag of
-    any event here, and by ``late_s`` more.
-    """
-
-    late_s = 0.0
-
-    def __init__(self, world: World, clock: EngineClock) -> None:
-        self._world = world
-        self._clock = clock
-        self._set_for: float | None = None
-
-    def set(self, deadline: float | None, act: Callable[[], None]) -> None:
-        """Call ``act`` at ``deadline`` unless an earlier call is set already."""
-        if deadline is None or (self._set_for is not None and self._set_for <= deadline):
-            return
-        self._set_for = deadline
-
-        def ring() -> None:
-            if self._set_for == deadline:
-                self._set_for = None
-            act()
-
-        late = self._world.lag() + self.late_s
-        self._world.at(self._clock.true_seconds(deadline) + late, ring)
-
-
-class Prefill:
-    """A lender that can crash and come back at the same place under another incarnation."""
-
-    def __init__(self, world: World, number: int) -> None:
-        self.world = world
-        self.machine = Machine(world)
-        self.name = f"prefill{number}"
-        self.port = 7000 + number
-        self.memory = Memory("BHLNC", POOL, 0, HEADS)
-        self.boots = 0
-        self.freed_twice: list[str] = []
-        self.lent_before_reset: list[str] = []
-        self.freed_at: dict[Ticket, float] = {}
-        """True time at which what a ticket names was given back, or lost."""
-        self._wires: dict[Session, Wire] = {}
-        self._start()
-
-    def _start(self) -> None:
-        self.boots += 1
-        self.incarnation = f"{self.name}/{self.boots}"
-        self.transport = InProcessTransport(self.world.network, self.name)
-        self.transport.register(self.memory.references.memories())
-        rank = RankGeometry(0, 0, self.transport.address(), self.memory.references)
-        self.sessions = LenderSessions(
-            Welcome.of(self.name, self.incarnation, TRAITS, (rank,)), is_summing=True
-        )
-        self.pool = BlockPool(POOL)
-        self.lent: dict[str, Ticket] = {}
-        self._alarm = Clockwork(self.world, self.machine.clock)
-
-    def lend(self, number: int, num_blocks: int, ttl_s: float) -> Ticket | None:
-        """Compute and lend a request, or None when there is no room."""
-        self._turn()
-        blocks = self.pool.take(number, num_blocks)
-        if blocks is None:
-            return None
-        self.memory.write(number, blocks)
-        return self._offer(f"r{number}", blocks, ttl_s)
-
-    def lend_prefix(
-        self, number: int, draw: Callable[[int], int], ttl_s: float
-    ) -> tuple[int, Ticket] | None:
-        """Lend what is found of a request drawn, to request ``number``; which one it is of."""
-        self._turn()
-        found = list(self.pool.prefixes().items())
-        if not found:
-            return None
-        of, held = found[draw(len(found))]
-        blocks = held[: 1 + draw(len(held))]
-        self.pool.share(blocks)
-        return of, self._offer(f"p{number}", blocks, ttl_s)
-
-    def _offer(self, request: str, blocks: tuple[int, ...], ttl_s: float) -> Ticket:
-        lists = (BlockList(0, blocks),)
-        ticket = Ticket(
-            self.name, self.incarnation, request, "127.0.0.1", self.port,
-            len(blocks) * BLOCK_TOKENS, "prompt", lists,
-        )  # fmt: skip
-        self.lent[request] = ticket
-        now = self.machine.clock()
-        self.sessions.apply(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
-        self._turn()
-        boot = self.incarnation
-        self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
-        return ticket
-
-    def _sum(self, boot: str, ticket: Ticket) -> None:
-        """What a worker does in the step after."""
-        if boot == self.incarnation and ticket.request_id in self.lent:
-            terms = Terms(ticket.request_id, ticket.num_tokens, sampled=False)
-            sums = lent_sums(HostMemory(), self.memory.references, ticket.blocks, terms)
-            self.sessions.apply(RankSums(ticket.request_id, 0, sums), self.machine.clock())
-            self.turn()
-
-    def abort(self, request: str) -> None:
-        self.sessions.apply(Abort(request), self.machine.clock())
-        self.turn()
-
-    def reset(self) -> None:
-        """Clear the cache, as after new weights: nothing lent before may be read after it."""
-        self.world.counts["resets"] += 1
-        boot, before = self.incarnation, list(self.lent)
-        self.pool.forget()
-        self.sessions.apply(AbortAll(), self.machine.clock())
-        self.turn()
-
-        def revoke() -> None:
-            if boot == self.incarnation:
-                self.sessions.apply(RevokeAll(), self.machine.clock())
-                self._turn()
-                self.lent_before_reset += [request for request in before if request in self.lent]
-
-        self.world.at(RESET_S, lambda: self.machine.when_awake(revoke))
-
-    def crash(self) -> None:
-        """End as SIGKILL does, and start anew at once, with other content in memory."""
-        self.world.counts["crashes"] += 1
-        wires, self._wires = self._wires, {}
-        for wire in wires.values():
-            wire.cut()
-        self.world.network.kill(self.transport.peer_id)
-        for poll in self.world.readers.values():
-            self.world.at(self.world.lag(), poll)
-        self.memory.raw[:] = 1
-        self.freed_at.update((ticket, self.world.now) for ticket in self.lent.values())
-        self._start()
-
-    def open(self, arrived: Callable[[], None]) -> Wire:
-        """A reader dials; return its end of the wire."""
-        session = Session("reader")
-        serve = lambda: self.machine.when_awake(lambda: self._serve(session))  # noqa: E731
-        theirs, ours = connect(self.world, arrived, serve)
-        self._wires[session] = ours
-        return theirs
-
-    def turn(self) -> None:
-        """Free what is over, and set the clock for what will be."""
-        self.machine.when_awake(self._turn)
-
-    def _turn(self) -> None:
-        now = self.machine.clock()
-        turn = self.sessions.turn(now)
-        pending = turn.pending
-        while turn.wake_at <= now:
-            turn = self.sessions.turn(now)
-            pending += turn.pending
-        for ended in self.sessions.freed:
-            if ended.request not in self.lent:
-                self.freed_twice.append(ended.request)
-            ticket = self.lent.pop(ended.request)
-            self.pool.give_back(ticket.blocks[0].ids)
-            self.freed_at[ticket] = self.world.now
-            self.world.counts[f"freed {ended.why}"] += 1
-        self.sessions.freed.clear()
-        for session in pending:
-            self._say(session)
-        self._alarm.set(None if turn.wake_at == math.inf else turn.wake_at, self.turn)
-
-    def _serve(self, session: Session) -> None:
-        wire = self._wires.get(session)
-        if wire is None:
-            return
-        try:
-            for body in wire.receive():
-                self.sessions.handle(session, decode_from_reader(body), self.machine.clock())
-        except ProtocolError as error:
-            self.sessions.reject(session, error)
-        except SideChannelLost:
-            del self._wires[session]
-            return
-        self._turn()
-        self._say(session)
-
-    def _say(self, session: Session) -> None:
-        wire = self._wires.get(session)
-        if wire is None:
-            return
-        try:
-            wire.send(self.sessions.take_frames(session))
-        except SideChannelLost:
-            del self._wires[session]
-            return
-        if session.leaving:
-            self._wires.pop(session).finish()
 
 
 class DecodeRank:
@@ -449,9 +240,3 @@ class Decode:
                     rank.memory.cells[block] = 0
             self.free += request.blocks
             del self.requests[name]
-
-
-def altered(ticket: Ticket) -> Ticket:
-    """The ticket, as a client that changes it sends it on."""
-    first, *rest = ticket.blocks[0].ids
-    return replace(ticket, blocks=(BlockList(0, (first % (POOL - 1) + 1, *rest)),))

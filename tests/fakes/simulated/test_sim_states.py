@@ -9,17 +9,9 @@ import pytest
 
 from pdconn.router.prefix.groups import GroupSpec
 from pdconn.router.prefix.index import Index
-from tests.fakes.test_sim_engine import NUM_SEEDS, World, once, world
+from tests.fakes.simulated.test_sim_engine import NUM_SEEDS, World, once, world
 
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
-
-
-@pytest.fixture(scope="module")
-def sim() -> Any:
-    """The module that imports vLLM."""
-    from tests.fakes import sim_cache
-
-    return sim_cache
 
 
 def states() -> dict[str, dict[str, Any]]:

@@ -35,14 +35,6 @@ PODS = ("a", "b")
 KINDS = ("hits", "misses", "parts", "stores", "removals")
 
 
-@pytest.fixture(scope="module")
-def sim() -> Any:
-    """The module that imports vLLM."""
-    from tests.fakes import sim_cache
-
-    return sim_cache
-
-
 def shapes() -> dict[str, dict[str, Any]]:
     """Keywords of ``CacheShape``; groups as (block tokens, window, whether eagle)."""
     full, eagle = (16, None), (16, None, True)
@@ -361,7 +353,7 @@ def counting(engine: Any, published: Counter[str]) -> None:
 
 
 def test_an_engine_on_sockets_is_routed_by_what_it_caches(sim: Any) -> None:
-    from tests.fakes.sim_engine import sim_engines
+    from tests.fakes.simulated.sim_engine import sim_engines
 
     shape = sim.CacheShape((sim.GroupShape(16), sim.GroupShape(16, 40)), 200, retention=0)
     prompt = list(range(995))  # its window begins where a block does, so decode has all of it

@@ -11,12 +11,10 @@ pytest.importorskip("vllm")
 
 import torch
 
-from pdconn.lab.ports import free_ports
 from pdconn.protocol.ticket import parse_ticket
-from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prompt_digest
-from tests.vllm.test_producer import Pool, clock, lease_s, lending, pool  # noqa: F401
+from tests.vllm.producer.scheduler import with_states
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -34,14 +32,8 @@ def request(name: str, tokens: list[int], **changes: Any) -> Request:
     return Request(name, tokens, params, None, **changes)
 
 
-def with_states() -> ProducerScheduler:
-    [port] = free_ports(1)
-    settings = read_settings({}, "127.0.0.1", port, 0)
-    return ProducerScheduler(settings, "p", "boot", (1, 1), has_states=True)
-
-
 def test_the_frontends_tokens_stay_and_every_sibling_is_shortened_once(
-    lending: ProducerScheduler,  # noqa: F811
+    lending: ProducerScheduler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a process of its own the engine gets the frontend's list, each child the same."""

@@ -33,7 +33,7 @@ from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.v1.request import Request
 
 from pdconn.lab.ports import LOCALHOST, free_ports
-from tests.fakes.sim_cache import CacheShape, SimCache
+from tests.fakes.simulated.sim_cache import CacheShape, SimCache
 
 MODEL = "sim"
 VOCABULARY = 50_000

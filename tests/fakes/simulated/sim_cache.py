@@ -1,6 +1,6 @@
 """A prefix cache that is vLLM's own, used the way vLLM's scheduler uses it.
 
-``SimCache`` has no socket and no clock; ``tests/fakes/test_sim_engine.py`` asks it what it
+``SimCache`` has no socket and no clock; ``test_sim_engine.py`` beside it asks it what it
 would serve and compares that with what the router believes.  Importing this module imports
 vLLM (7 s).
 """

@@ -1,0 +1,1 @@
+"""Lenders that are connected, greeted and read from before any request needs them."""

@@ -1,0 +1,134 @@
+"""Probe reads: where they read and write, and that one which fails or hangs harms no request."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pdconn.puller.warmup import MAX_PROBED, probe_page
+from registration.references import (
+    AttentionChunk,
+    AttentionKind,
+    GroupMemory,
+    KVCacheReferences,
+    LayerMemory,
+    build_kv_cache_references,
+)
+from registration.scratch import PAGE_NBYTES, Scratch
+from tests.puller.warmup.warm_pair import SECONDS, WarmPair, until_warm
+from transport import HOST, BackendFailure, Device, Memory, PeerLost, TransportError
+from transport.inprocess.faults import Failing, Held, ReadRequest
+from transport.inprocess.network import InProcessNetwork
+
+
+def test_a_probe_read_reads_one_page_and_changes_no_byte_of_our_kv() -> None:
+    seen: list[int] = []
+
+    def note(request: ReadRequest) -> None:
+        seen.append(request.spans.total_bytes)
+
+    with WarmPair(warms=True, network=InProcessNetwork(script=note)) as pair:
+        until_warm(pair)
+        assert seen == [min(PAGE_NBYTES, pair.theirs.bytes.size)]
+        assert not pair.ours.bytes.any()
+        assert pair.scratch.tensor.any(), "it went nowhere"
+
+
+def test_peers_never_learn_of_the_page() -> None:
+    with WarmPair() as pair:
+        address = pair.their_transport.address()
+        scratch = Scratch.on(HOST)
+        pair.their_transport.register([scratch.memory])
+        assert pair.their_transport.address() != address  # so one that was taken before lacks it
+
+
+def test_a_probe_read_reaches_every_region_and_stays_inside_its_page() -> None:
+    scratch = Memory(1 << 20, PAGE_NBYTES)
+    for num in (1, 3, MAX_PROBED, 2 * MAX_PROBED):
+        memories = [Memory((1 << 30) + i * 100_000, 64_000) for i in range(num)]
+        spans = probe_page(scratch, one_layer_each(memories))
+        assert spans.remote.tolist() == [memory.base for memory in memories][:MAX_PROBED]
+        assert spans.local[0] == scratch.base
+        assert (spans.local[1:] >= spans.local[:-1] + spans.nbytes[:-1]).all()
+        assert int(spans.local[-1] + spans.nbytes[-1]) <= scratch.end
+
+
+def test_a_probe_read_reads_no_more_than_a_region_has_and_from_one_device() -> None:
+    scratch, gpu = Memory(1 << 20, PAGE_NBYTES), Device("cuda", 1)
+    memories = [Memory(1 << 30, 640, gpu), Memory(1 << 31, 64_000), Memory(1 << 32, 6400, gpu)]
+    spans = probe_page(scratch, one_layer_each(memories))
+    assert spans.nbytes.tolist() == [640, PAGE_NBYTES // 2]
+    assert (spans.local_device, spans.remote_device) == (HOST, gpu)
+
+
+def test_a_failed_probe_read_fails_no_request_and_is_tried_again() -> None:
+    network = InProcessNetwork(script=lambda request: Failing(PeerLost("cut")))
+    with WarmPair(warms=True, network=network) as pair:
+        pair.wait(lambda: pair.lender.counts["greeted"] > 2, SECONDS)
+        assert pair.puller.num_warm == 0
+        network.script = None
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        until_warm(pair)
+
+
+def test_a_peer_whose_probe_read_failed_is_left() -> None:
+    """Or one that names a new boot at every greeting would fill the table of peers."""
+    network = InProcessNetwork(script=lambda request: Failing(BackendFailure("no")))
+    with WarmPair(warms=True, network=network) as pair:
+        pair.wait(lambda: pair.lender.counts["greeted"] > 2, SECONDS)
+        pair.wait(lambda: pair.puller.num_peers == 0, SECONDS)
+
+
+@pytest.mark.parametrize("error", [PeerLost("cut"), BackendFailure("no")], ids=repr)
+def test_a_request_that_holds_a_lease_survives_a_failed_probe_read(error: TransportError) -> None:
+    tries: list[ReadRequest] = []
+
+    def fail(request: ReadRequest) -> Failing | None:
+        if not is_probe(request):
+            return None
+        tries.append(request)
+        return Failing(error)
+
+    network = InProcessNetwork(script=fail)
+    with WarmPair(warms=True, network=network, ttl_s=60.0, claim_timeout_s=20.0) as pair:
+        pair.claim("d", pair.lend("r"))
+        pair.wait(lambda: pair.lender.counts["claims"], SECONDS)
+        before = len(tries)
+        pair.wait(lambda: len(tries) > before + 1, SECONDS)
+        pair.start_read("d")
+        assert pair.outcome_of("d") is None
+
+
+def test_a_probe_read_that_hangs_is_one_and_holds_no_pull_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="pdconn")
+    network = InProcessNetwork(script=lambda request: Held() if is_probe(request) else None)
+    with WarmPair(warms=True, network=network) as pair:
+        pair.wait(network.in_flight, SECONDS)
+        pair.pull("d", pair.lend("r"))
+        assert pair.outcome_of("d") is None
+        pair.lender.close()  # its connection ends, and its probe read does not
+        pair.lender = pair.open_lender(pair.lender.port)
+        pair.wait(lambda: caplog.text.count("an earlier probe read is not over") > 2, SECONDS)
+        assert pair.lender.counts["greeted"] == 1
+        assert len(network.in_flight()) == 1
+        assert pair.puller.num_warm == 0
+        network.script = None
+        network.release()
+        until_warm(pair)
+
+
+def is_probe(request: ReadRequest) -> bool:
+    return request.spans.total_bytes > 1000
+
+
+def one_layer_each(memories: list[Memory]) -> KVCacheReferences:
+    chunk = AttentionChunk(1, 64, 64, 8, 8)
+    layers = [
+        LayerMemory(str(number), memory, 0, 64, memory.nbytes // 64, (chunk,))
+        for number, memory in enumerate(memories)
+    ]
+    return build_kv_cache_references([GroupMemory(AttentionKind.FULL, None, 8, layers)])

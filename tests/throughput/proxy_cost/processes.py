@@ -1,0 +1,55 @@
+"""Engines and routers that listen, as processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdconn.lab.ports import LOCALHOST, free_ports, is_free
+from pdconn.lab.process import Process
+
+
+@contextmanager
+def listening(
+    name: str, module: str, words: Sequence[object], port: int, place: Path
+) -> Iterator[Process]:
+    """A module run by Python with ``words``, once it listens; ends with the context."""
+    log = place / f"{name}.log"
+    log.write_bytes(b"")
+    process = Process(name, [sys.executable, "-m", module, *map(str, words)], log)
+    try:
+        give_up = time.monotonic() + 30
+        while is_free(port):
+            if process.ended() is not None or time.monotonic() > give_up:
+                raise RuntimeError(f"{name} does not listen: {process.tail()}")
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.end()
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines: where they are asked, and prefill's word with events."""
+
+    prefill: str
+    decode: str
+    with_events: str
+
+
+@contextmanager
+def engines(place: Path) -> Iterator[Fleet]:
+    """Prefill, which publishes events, and decode."""
+    prefill, events, replay, decode = free_ports(4)
+    fake = "tests.fakes.stream_engine"
+    with (
+        listening("prefill", fake, (prefill, events, replay), prefill, place),
+        listening("decode", fake, (decode,), decode, place),
+    ):
+        url = f"http://{LOCALHOST}:{prefill}"
+        publishing = f"events=tcp://{LOCALHOST}:{events},replay=tcp://{LOCALHOST}:{replay}"
+        yield Fleet(url, f"http://{LOCALHOST}:{decode}", f"{url},{publishing}")

@@ -1,0 +1,100 @@
+"""What NixlTransport opens NIXL with: its backends, options of ours and of users, and a name."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from tests.transport.nixl.scripted import ERRORS, FakeNixl, World, failing
+from transport.errors import TransportUnavailable
+from transport.nixl.agent import NixlLibrary
+from transport.nixl.options import UCX_DEFAULTS, backend_params, merged_engine_config, ucx_version
+from transport.nixl.transport import NixlTransport, load_library
+from transport.types import PeerId
+
+
+def test_a_backend_that_is_missing_or_does_not_start_is_named() -> None:
+    with pytest.raises(TransportUnavailable, match="no plugin 'MOONCAKE', only POSIX, UCX"):
+        World(backends=["MOONCAKE"])
+    nixl = FakeNixl()
+    nixl.will("create_backend", failing("nixlBackendError"))
+    api = SimpleNamespace(nixl_agent_config=SimpleNamespace, nixl_agent=lambda *_: nixl)
+    bindings = SimpleNamespace(
+        **ERRORS,
+        nixlAgentConfig=SimpleNamespace,
+        nixlAgent=lambda *_: None,
+        NIXL_THREAD_SYNC_STRICT=0,
+    )
+    with pytest.raises(TransportUnavailable, match="cannot start UCX"):
+        NixlTransport("d", library=NixlLibrary(api, bindings, "0"))
+
+
+def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(TransportUnavailable, match=r"Install nixl as docs/quickstart.md shows"):
+        load_library()
+
+
+def test_agents_of_one_name_differ_at_every_boot() -> None:
+    library = World().reader._library
+    names = {NixlTransport("d", library=library, huge_pages=False).peer_id for _ in range(20)}
+    assert len(names) == 20
+    assert all(name.startswith("d-") for name in names)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: backend_params([], None),
+        lambda: backend_params(["UCX"], {"ucx": {}}),
+        lambda: backend_params(["UCX"], {"UCX": {"num_workers": "2"}}),
+        lambda: backend_params(["UCX"], {"UCX": {"num_threads": "4"}}),
+        lambda: merged_engine_config("TLS=rc,cuda_copy"),
+        lambda: World(progress_delay_us=0),
+        lambda: NixlTransport("x" * 300),
+        lambda: NixlTransport(""),
+    ],
+)
+def test_invalid_options_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        make()
+
+
+def test_the_users_settings_win_over_ours() -> None:
+    assert merged_engine_config("") == "TCP_TX_SEG_SIZE=520K,TCP_RX_SEG_SIZE=2064K"
+    assert merged_engine_config("UCX_TCP_TX_SEG_SIZE=1M, TLS=tcp") == (
+        f"TCP_TX_SEG_SIZE=1M,TCP_RX_SEG_SIZE={UCX_DEFAULTS['TCP_RX_SEG_SIZE']},TLS=tcp"
+    )
+    assert backend_params(["POSIX"], {"POSIX": {"a": "b"}}) == {"POSIX": {"a": "b"}}
+    assert backend_params(["UCX"], {"UCX": {"num_workers": "1"}})["UCX"]["num_workers"] == "1"
+
+
+def test_ucx_prints_what_it_chose_where_we_log_it(caplog: pytest.LogCaptureFixture) -> None:
+    """NIXL cannot be asked which transports a connection has.  It does so at DEBUG alone."""
+    printing = "PRINT_TRANSPORT_TABLES=y"
+    assert printing not in World().reader.describe()["UCX"]
+    caplog.set_level(logging.DEBUG, logger="transport")
+    assert printing in World().reader.describe()["UCX"]
+    options = {"UCX": {"engine_config": "PRINT_TRANSPORT_TABLES=n"}}
+    assert printing not in World(backend_options=options).reader.describe()["UCX"]
+
+
+def test_ucx_may_be_absent() -> None:
+    assert ucx_version("") == "unknown"
+    assert ucx_version("7f00-7f01 r-xp 00 00:00 0 /nowhere/nixl/libucp.so") == "unknown"
+
+
+def test_describing_names_versions_settings_and_the_environment(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    facts = world.reader.describe()
+    assert facts["agent"] == "d-1"
+    assert facts["progress_delay_us"] == "5000"
+    assert facts["UCX_TLS"] == "tcp"
+    assert PeerId("d-1") == world.reader.peer_id

@@ -1,0 +1,41 @@
+"""A prefill scheduler that lends from a block pool, by a clock that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdconn.lab.ports import free_ports
+from pdconn.protocol.messages import RankGeometry, Welcome
+from pdconn.vllm.config import read_settings
+from pdconn.vllm.producer import ProducerScheduler
+from tests.fakes.pair import Cache
+from tests.vllm.producer.scheduler import Clock, Pool
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def lease_s() -> float:
+    return 2.5
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lending(pool: Pool, lease_s: float, clock: Clock) -> Iterator[ProducerScheduler]:
+    [port] = free_ports(1)
+    settings = read_settings({"kv_lease_duration": lease_s}, "127.0.0.1", port, 0)
+    made = ProducerScheduler(settings, "p", "boot", (1, 1), clock=clock)
+    made.bind(pool)
+    geometry = RankGeometry(0, 0, b"address", Cache("BHLNC", filled=False).references)
+    made.serve(Welcome.of("p", "boot", {}, (geometry,)))
+    yield made
+    made.close()

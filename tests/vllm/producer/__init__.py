@@ -1,0 +1,1 @@
+"""The prefill scheduler: what it lends and for how long, and which prompts it shortens."""

@@ -1,0 +1,161 @@
+"""Leases end early: a cache reset takes back what is lent, a shutdown waits until it is read."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from pdconn.protocol.messages import (
+    Claim,
+    Confirm,
+    Confirmed,
+    Done,
+    Granted,
+    Reader,
+    RefusalReason,
+    Refused,
+    Renew,
+)
+from pdconn.protocol.ticket import parse_ticket
+from pdconn.vllm.producer import ProducerScheduler
+from tests.faults.raw_clients import RawReader
+from tests.vllm.producer.scheduler import Clock, Pool, request
+
+
+def lending_port(params: dict[str, Any]) -> int:
+    return parse_ticket(params).port
+
+
+# A cache reset: /reset_prefix_cache, /pause?clear_cache=true, new weights.
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_reset_takes_back_what_is_lent_and_succeeds(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    """Otherwise vLLM answers `success: false`, or 500 to a pause, and stays paused."""
+    params = lending.lend(request("r"), ([3, 4],))
+    assert params is not None
+    assert pool.reset_prefix_cache()
+    assert pool.freed == [4, 3]
+    with RawReader(lending_port(params), wants="boot") as reader:
+        ticket = parse_ticket(params)
+        reader.say(Claim(1, "r", Reader("d", 0, 1), ticket.digest()))
+        assert reader.hear(Refused).why is RefusalReason.ABORTED
+    assert lending.take_counts()["freed_aborted"] == 1
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_reset_revokes_what_is_being_read_and_nothing_of_it_is_confirmed(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    params = lending.lend(request("r"), ([3],))
+    assert params is not None
+    ticket, me = parse_ticket(params), Reader("d", 0, 1)
+    with RawReader(lending_port(params), wants="boot") as reader:
+        reader.say(Claim(1, "r", me, ticket.digest()))
+        reader.hear(Granted)
+        began = time.monotonic()
+        assert pool.reset_prefix_cache()
+        assert time.monotonic() - began < lease_s / 2
+        assert pool.freed == [3]
+        for message in (Renew(2, "r", me), Confirm(3, "r", me, ticket.digest())):
+            reader.say(message)
+            assert reader.hear(Refused).why is RefusalReason.ABORTED
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_reset_waits_for_what_is_being_read(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    """A reset on an engine in use fails no request that is about to be handed over."""
+    params = lending.lend(request("r"), ([3],))
+    assert params is not None
+    ticket, me = parse_ticket(params), Reader("d", 0, 1)
+    with RawReader(lending_port(params), wants="boot") as reader, ThreadPoolExecutor(1) as other:
+        reader.say(Claim(1, "r", me, ticket.digest()))
+        reader.hear(Granted)
+        done = other.submit(pool.reset_prefix_cache)
+        time.sleep(0.1)
+        assert not done.done()
+        reader.say(Confirm(2, "r", me, ticket.digest()))
+        reader.hear(Confirmed)
+        assert done.result()
+    assert lending.take_counts()["confirmed"] == 1
+
+
+def test_a_reset_of_an_engine_that_lends_nothing_is_vllms_own(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
+    assert pool.reset_prefix_cache()
+    pool.touch([pool.blocks[5]])
+    assert not pool.reset_prefix_cache(), "a running request's block is not ours to take back"
+
+
+def test_a_reset_that_cannot_succeed_takes_nothing_back(
+    lending: ProducerScheduler, pool: Pool
+) -> None:
+    """A request is running: vLLM resets nothing, and what is lent must not be lost for that."""
+    lending.lend(request("r"), ([3],))
+    pool.touch([pool.blocks[5]])
+    assert not pool.reset_prefix_cache()
+    assert pool.pinned() == [3, 5]
+    pool.free_blocks([pool.blocks[5]])
+    assert pool.reset_prefix_cache()
+    assert pool.pinned() == []
+
+
+# Shutdown
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_an_engine_that_was_asked_to_stop_waits_until_its_leases_are_read(
+    lending: ProducerScheduler, pool: Pool, clock: Clock, lease_s: float
+) -> None:
+    """Otherwise every ticket that is not redeemed yet is a failed request."""
+    params = lending.lend(request("r"), ([3],))
+    assert params is not None
+    ticket = parse_ticket(params)
+    looks, over = 0, time.monotonic() + 0.5
+    while lending.drain(clock.now + lease_s):
+        looks += 1
+        if time.monotonic() > over:
+            break
+    assert pool.pinned() == [3]
+    assert 0 < looks < 100, "it spins, or does not wait"
+    with RawReader(lending_port(params), wants="boot") as reader:
+        reader.say(Done("r", Reader("d", 0, 1), ticket.digest()))
+        give_up = time.monotonic() + 20
+        while lending.drain(clock.now + lease_s):
+            assert time.monotonic() < give_up
+    assert pool.pinned() == []
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_the_wait_for_leases_is_bounded(
+    lending: ProducerScheduler,
+    pool: Pool,
+    clock: Clock,
+    lease_s: float,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It counts from the signal: vLLM asks only when no request is left, which may be late."""
+    lending.lend(request("r"), ([3],))
+    until = clock.now + 9.0
+    clock.now += 8.9
+    assert lending.drain(until)
+    clock.now += 0.1
+    for _ in range(3):  # vLLM asks several times in a row
+        assert not lending.drain(until)
+    assert pool.pinned() == [3]
+    told = [record.message for record in caplog.records if "stopping with leases" in record.message]
+    assert told == ["pdconn: stopping with leases unread: leases=1"]
+
+
+def test_an_engine_that_lends_nothing_stops_at_once(
+    lending: ProducerScheduler, clock: Clock
+) -> None:
+    assert not lending.drain(clock.now + 60.0)
