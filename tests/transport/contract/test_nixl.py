@@ -70,6 +70,7 @@ class TestNixlOverTcp(_WithLender, TransportContract):
             assert rig.reader.connect(address) == rig.peer
             replace(rig, remote=remote).check_read((0, 0, 64))
 
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on a single core it rests")
     def test_the_thread_spins_while_a_read_lasts_and_for_half_a_second(self, rig: Rig) -> None:
         rig.check_read((0, 0, 64))
         time.sleep(BACK_OFF_S)  # it may have met others on its core
@@ -80,7 +81,7 @@ class TestNixlOverTcp(_WithLender, TransportContract):
         time.sleep(DRIVE_AFTER_S)
         assert rig.reader.poll(stuck) is None
         assert rig.reader.poll_pause_s > 0
-        driven = _cpu_share(0.1)
+        driven = max(_cpu_share(0.1) for _ in range(3))  # others may have the cores for a moment
         time.sleep(DRIVE_S)
         assert rig.reader.poll(stuck) is None  # it hangs
         assert rig.reader.poll_pause_s == 0

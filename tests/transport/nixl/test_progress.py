@@ -203,17 +203,23 @@ def test_only_reads_over_tcp_need_it(possible: list[str], needed: bool | None) -
 
 
 @pytest.mark.parametrize(
-    ("possible", "cores", "why"),
+    ("here", "possible", "cores", "why"),
     [
-        ([], None, "cannot be asked"),
-        (["cma/memory"], None, "without it"),
-        (["tcp/lo"], frozenset(), "no core is left"),
-        (["tcp/lo"], None, "expected one, found 2"),
+        ({0, 1}, [], None, "cannot be asked"),
+        ({0, 1}, ["cma/memory"], None, "without it"),
+        ({0, 1}, ["tcp/lo"], frozenset(), "no core is left"),
+        ({0, 1}, ["tcp/lo"], None, "expected one, found 2"),
+        ({1}, ["tcp/lo"], None, "a single core"),
     ],
 )
 def test_without_need_core_or_certainty_it_rests(
-    possible: list[str], cores: frozenset[int] | None, why: str
+    monkeypatch: pytest.MonkeyPatch,
+    here: set[int],
+    possible: list[str],
+    cores: frozenset[int] | None,
+    why: str,
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: here)
     progress = adaptive_progress(WorkerEvents((3, 4), ()), possible, cores)
     assert progress.thread is None
     assert progress.why.startswith("rests: ")
