@@ -3,9 +3,11 @@
 Python raises KeyboardInterrupt wherever the main thread happens to be.  Within NIXL's bindings
 that has been seen to end the process (a handle is released twice), and in a finalizer Python
 prints the exception and goes on: the benchmark would never end.  So SIGINT is only noted, and
-raised where nothing is half done::
+raised where nothing is half done.  A second one, which users press when closing takes too long,
+ends the process at once and closes nothing: raised amid closing, it would free memory that a
+thread still reads into::
 
-    with held_interrupts():
+    with held_interrupts(end_now):
         transport.read(...)           # Ctrl-C is noted
         with interruptible():
             results.get(timeout=60)   # raised here, at once
@@ -19,30 +21,31 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
 class _NotedInterrupts:
     """What has arrived while interrupts are held."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_now: Callable[[], object]) -> None:
+        self.has_arrived = False
+        self._end_now = end_now
         self._is_waiting = False
         self._is_noted = False
-        self._has_raised = False
 
     def arrived(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler.
-
-        The second one is raised wherever it arrives: closing may hang as well.
-        """
-        if self._is_waiting or self._is_noted or self._has_raised:
-            self._raise()
-        self._is_noted = True
+        """The signal's handler."""
+        if self.has_arrived:
+            self._end_now()
+        self.has_arrived = self._is_noted = True
+        if self._is_waiting:
+            self.raise_noted()
 
     def raise_noted(self) -> None:
         if self._is_noted:
-            self._raise()
+            self._is_noted = False
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -52,10 +55,6 @@ class _NotedInterrupts:
             yield
         finally:
             self._is_waiting = False
-
-    def _raise(self) -> None:
-        self._is_noted, self._has_raised = False, True
-        raise KeyboardInterrupt
 
 
 class _Here(threading.local):
@@ -68,22 +67,30 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def held_interrupts() -> Iterator[None]:
+def held_interrupts(end_now: Callable[[], object]) -> Iterator[None]:
     """Hold Ctrl-C back, except in :func:`interruptible` and :func:`raise_noted`.
 
     Does nothing on another than the main thread, or where SIGINT is handled already (ignored, say).
 
+    Args:
+        end_now: called for the second one, wherever it arrives; is to end the process.
+
     Raises:
-        KeyboardInterrupt: one was noted, and the block has ended without an exception.
+        KeyboardInterrupt: one has arrived, however the block has ended: with nothing, or with an
+            error, of what was cut off most likely.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    _here.held = held = _NotedInterrupts()
+    _here.held = held = _NotedInterrupts(end_now)
     signal.signal(signal.SIGINT, held.arrived)
     try:
         yield
+    except Exception as error:
+        if held.has_arrived:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _here.held = None

@@ -1,0 +1,2 @@
+EXIT_INTERRUPTED = 130
+"""After Ctrl-C, as shells have it."""

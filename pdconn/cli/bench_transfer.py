@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from pdconn.bench.errors import BadOption, BenchError
 from pdconn.bench.interrupts import held_interrupts
@@ -21,6 +22,7 @@ from pdconn.bench.transfer.report import CaseResult, draw, render, to_json
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
+from pdconn.cli import EXIT_INTERRUPTED
 from pdconn.cli.options import BadArgument, check_file, check_picture, tokens
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError
@@ -54,6 +56,7 @@ exit codes:
   1    a read failed, or brought wrong bytes; or the output was closed before the result
   2    invalid options
   130  interrupted by Ctrl-C; a lender that serves ends with 0
+A second Ctrl-C ends the process at once, with 130.
 """
 
 
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
         return 2
     try:
-        with held_interrupts():
+        with held_interrupts(_end_now):
             results = _measured(args, remote, cases)
         document = json.dumps(to_json(results, manifest()), indent=1)
         if args.json not in (None, "-"):
@@ -113,9 +116,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     host, port = _address(args.serve)
-    with contextlib.suppress(KeyboardInterrupt), held_interrupts():
+    with contextlib.suppress(KeyboardInterrupt), held_interrupts(_end_now):
         listen(host, port, int(args.max_gib * (1 << 30)), lambda text: print(text, flush=True))
     return 0
+
+
+def _end_now() -> NoReturn:
+    """Ctrl-C was pressed again: whatever is being closed, do not wait for it."""
+    os.write(sys.stderr.fileno(), b"pdconn bench transfer: interrupted twice, nothing is closed\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _measured(

@@ -22,11 +22,11 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from pdconn import __version__
+from pdconn.cli import EXIT_INTERRUPTED
 from pdconn.cli.output import OutputClosed, watch_stdout
 from pdconn.cli.parser import Parser
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 class CommandModule(Protocol):

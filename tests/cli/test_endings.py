@@ -198,6 +198,35 @@ def test_ctrl_c_within_nixl_is_not_lost():
     assert (done.returncode, done.stderr) == (130, "pdconn bench transfer: interrupted\n")
 
 
+_INTERRUPTED_WHILE_CLOSING = """
+import os, signal, sys
+from pdconn.bench.transfer.rig import OpenCase
+from pdconn.cli.main import main
+
+close = OpenCase.close
+def interrupted(self):
+    signal.raise_signal(signal.SIGINT)
+    close(self)
+OpenCase.close = interrupted
+measure = OpenCase.measure
+def once(self, method):
+    OpenCase.measure = measure
+    signal.raise_signal(signal.SIGINT)
+    return measure(self, method)
+OpenCase.measure = once
+sys.exit(main(["bench", "transfer", "--model", "gpt-oss-20b", "--prompt", "300", "--rounds", "2",
+               "--path", "tcp"]))
+"""
+
+
+def test_a_second_ctrl_c_ends_a_benchmark_that_closes():
+    """Without the fix it broke the wait for the reader's thread, whose memory was freed then."""
+    command = ["env", "--default-signal=INT", sys.executable, "-c", _INTERRUPTED_WHILE_CLOSING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    said = "pdconn bench transfer: interrupted twice, nothing is closed\n"
+    assert (done.returncode, done.stderr) == (130, said)
+
+
 def test_ctrl_c_before_a_command_runs_ends_with_130(monkeypatch, capsys):
     """Imports take seconds, so this is where an impatient user interrupts."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.bench.errors import BenchError
+from pdconn.bench.interrupts import raise_noted
 from transport import Memory, Spans
 from transport.closing import Closing
 from transport.hugepages import HUGE_PAGE_BYTES
@@ -51,14 +52,17 @@ class BenchMemory(Closing):
     def blank(self) -> None:
         """Set every byte to 0xEE, which a pattern is unlikely to hold for long."""
         assert self._words is not None
-        self._words[:] = np.uint64(0xEEEEEEEEEEEEEEEE)
+        for first in range(0, len(self._words), _CHUNK_WORDS):
+            raise_noted()
+            self._words[first : first + _CHUNK_WORDS] = np.uint64(0xEEEEEEEEEEEEEEEE)
 
     def fill(self, seed: int) -> None:
         """Write the pattern of ``seed``."""
         assert self._words is not None
         for first in range(0, len(self._words), _CHUNK_WORDS):
-            part = self._words[first : first + _CHUNK_WORDS]
-            part[:] = _pattern(seed, first, len(part))
+            raise_noted()  # here no view is left, with which the map could not be closed
+            count = min(_CHUNK_WORDS, len(self._words) - first)
+            self._words[first : first + count] = _pattern(seed, first, count)
 
     def wrong_bytes(self, spans: Spans, source: Memory, seed: int) -> int:
         """How many bytes of ``spans`` here differ from the arena of ``seed`` at ``source``.
@@ -79,6 +83,14 @@ class BenchMemory(Closing):
         self._map.close()
 
     def _wrong_in(self, local: int, offset: int, nbytes: int, seed: int) -> int:
+        chunk, wrong = _CHUNK_WORDS * _WORD, 0
+        for done in range(0, nbytes, chunk):
+            raise_noted()
+            count = min(chunk, nbytes - done)
+            wrong += self._wrong_in_chunk(local + done, offset + done, count, seed)
+        return wrong
+
+    def _wrong_in_chunk(self, local: int, offset: int, nbytes: int, seed: int) -> int:
         assert self._words is not None
         first = offset // _WORD
         last = -(-(offset + nbytes) // _WORD)

@@ -117,12 +117,18 @@ class ControlConnection(Generic[Incoming]):
         except OSError as error:
             raise LenderFailed(f"the other side is gone: {error}") from error
 
-    def receive(self) -> Incoming | None:
-        """The next message; None once the other side has closed the connection."""
+    def receive(self, timeout_s: float | None = None) -> Incoming | None:
+        """The next message; None once the other side has closed the connection.
+
+        Raises:
+            LenderFailed: also if no byte came for ``timeout_s``.
+        """
         try:
             while not self._bodies:
                 with interruptible():  # not amid a message: the next answer would be misread
-                    self._arrivals.poll()
+                    arrived = self._arrivals.poll(timeout_s and 1000 * timeout_s)
+                if not arrived:
+                    raise LenderFailed(f"the other side did not answer within {timeout_s} s")
                 data = self._sock.recv(_CHUNK)
                 if not data:
                     return None

@@ -35,11 +35,12 @@ from pdconn.bench.transfer.control import (
 from pdconn.bench.transfer.mooncake import Mooncake
 from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.workload import extent
+from pdconn.lab.keeper import die_with_parent
 from transport import TransportError
 from transport.closing import Closing
 
 MAX_BYTES = 16 << 30
-_EXIT_S = 20.0
+_EXIT_S = 10.0
 
 
 class BenchLender(Closing):
@@ -170,7 +171,8 @@ class ListeningLender(Closing):
 
     def __init__(self, host: str, port: int) -> None:
         try:
-            sock = socket.create_connection((host, port), timeout=10)
+            with interruptible():
+                sock = socket.create_connection((host, port), timeout=10)
         except OSError as error:
             raise LenderFailed(f"{host}:{port}: {error}") from error
         sock.settimeout(None)
@@ -183,4 +185,5 @@ class ListeningLender(Closing):
 
 
 if __name__ == "__main__":
+    die_with_parent()  # it may fill memory, or be stopped, and then it does not see the end
     lend(ControlConnection(socket.socket(fileno=int(sys.argv[1])), AT_LENDER))

@@ -29,6 +29,9 @@ from registration.references import KVCacheReferences
 from transport import Memory, Transport
 from transport.closing import Closing
 
+_SHUT_S = 20.0
+"""How long the lender may take to free its memory."""
+
 
 class OpenCase(Closing):
     """One workload over one path, ready to be measured.
@@ -223,4 +226,4 @@ class OpenCase(Closing):
 
     def _shut(self) -> None:
         self._control.send(Shut())
-        self._control.receive()
+        self._control.receive(_SHUT_S)
