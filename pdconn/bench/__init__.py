@@ -4,5 +4,6 @@ transfer/   the throughput of pulls, beside what the link could do
 serving/    latency and goodput of real engines behind the router, beside other services
 manifest    the machine and the versions of a measurement
 percentile  the percentile that all benchmarks report
+interrupts  Ctrl-C between two steps of a measurement
 errors      invalid options, and failures of the other side
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import re
@@ -16,7 +17,7 @@ import pytest
 
 from pdconn.bench.errors import LenderFailed, WrongBytes
 from pdconn.bench.percentile import percentile
-from pdconn.bench.transfer.arena import copy
+from pdconn.bench.transfer.arena import BenchMemory, copy
 from pdconn.bench.transfer.control import (
     AT_LENDER,
     AT_READER,
@@ -40,7 +41,7 @@ from pdconn.forecast.engine import parse_engine
 from pdconn.forecast.shapes import built_in
 from pdconn.lab.ports import free_ports
 from pdconn.protocol.framing import frame
-from transport import Memory
+from transport import HOST, Memory, Spans
 
 MODEL = built_in("gpt-oss-20b")
 SMALL = ["--model", "gpt-oss-20b", "--prompt", "300", "--rounds", "2"]
@@ -104,6 +105,28 @@ def test_an_invalid_message_ends_the_connection_with_a_reason() -> None:
         with pytest.raises(LenderFailed, match="sent an invalid message"):
             ControlConnection(theirs, AT_LENDER).receive()
     theirs.close()
+
+
+def test_an_answer_is_waited_for_no_longer_than_asked() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        waiting = ControlConnection(ours, AT_READER)
+        with pytest.raises(LenderFailed, match=r"did not answer within 0\.05 s"):
+            waiting.receive(timeout_s=0.05)
+        ControlConnection(theirs, AT_LENDER).send(Used(1.0))
+        assert waiting.receive(timeout_s=60) == Used(1.0)
+
+
+def test_every_byte_of_a_run_of_several_chunks_is_compared() -> None:
+    with BenchMemory(20 << 20, huge_pages=False) as arena:
+        arena.fill(seed=3)
+        base, shift = arena.memory.base, 5
+        run = Spans.merged_few([base + shift], [base + shift], [(20 << 20) - shift], HOST, HOST)
+        assert arena.wrong_bytes(run, arena.memory, seed=3) == 0
+        for at in (shift, 8 << 20, (20 << 20) - 1):
+            byte = ctypes.c_ubyte.from_address(base + at)
+            byte.value ^= 1
+        assert arena.wrong_bytes(run, arena.memory, seed=3) == 3
 
 
 # A rig over real NIXL

@@ -199,7 +199,7 @@ def test_ctrl_c_within_nixl_is_not_lost():
 
 
 _INTERRUPTED_WHILE_CLOSING = """
-import os, signal, sys
+import signal, sys
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.cli.main import main
 
