@@ -1,7 +1,9 @@
 # Recipes.  Each works as the first command on a machine with Python 3.11 and pip.
 #   make demo     prefill and decode on this machine, checked against one engine alone
+#                 (its first run says what it downloads, and how large that is)
 #   make test     every law, with real vLLM too (at most 15 minutes on two quiet cores)
 #   make test-matrix   the rest: further layouts, topologies and faults, with real vLLM
+#   make fresh    the demo, and a minute of engine tests, in a new clone with nothing of this machine
 #   make check    format, lint, types, direction of imports
 #   make check-next   pdconn on the next vLLM, whose Python files are downloaded (336 MB, once; about 4 minutes)
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
@@ -14,12 +16,15 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# The index of torch alone; empty is pip's own.  With torch's CPU builds less is downloaded:
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu clean
+.PHONY: help venv demo fresh test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,13 +33,8 @@ venv: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"pdconn needs Python 3.11 or newer, found {v[0]}.{v[1]}; set PYTHON=")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch (1 of 3)"
-	@$(BIN)/python -m pip install -q $(TORCH)
-	@echo "installing pinned dependencies (2 of 3)"
-	@$(BIN)/python -m pip install -q --no-deps -r requirements.txt
-	@echo "installing pdconn (3 of 3)"
-	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) .ci/install.py $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)"
 	@touch $(STAMP)
 
 demo: venv
@@ -61,6 +61,9 @@ check: venv
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.docs.generate --check
 	$(BIN)/mkdocs build --strict
+
+fresh:
+	@$(PYTHON) -m tests.fresh $(ARGS)
 
 check-next: venv
 	$(BIN)/python -m tests.next $(ARGS)

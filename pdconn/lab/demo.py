@@ -18,10 +18,11 @@ from typing import Any
 from pdconn.lab.client import Client
 from pdconn.lab.compare import compare, make_prompts
 from pdconn.lab.engine import Engine, running
-from pdconn.lab.errors import MissingDependency, PortInUse
+from pdconn.lab.errors import MissingBuild, MissingDependency, PortInUse
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.spec import EngineSpec
+from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
 EXTENDED = 1000
@@ -152,10 +153,14 @@ def check_dependencies() -> None:
 
     Raises:
         MissingDependency: naming the package.
+        MissingBuild: NIXL would not load beside this torch.
     """
     for package in ("vllm", "nixl", "torch", "transformers"):
         if find_spec(package) is None:
             raise MissingDependency(package)
+    missing = missing_build(installed_versions(), torch_cuda_major())
+    if missing is not None:
+        raise MissingBuild(missing)
 
 
 def _prompts(plan: DemoPlan) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -107,7 +107,9 @@ class Engine(Closing):
         """Raise ``EngineDied`` unless its process runs."""
         process = self._running()
         if (ended := process.ended()) is not None:
-            raise EngineDied(self.spec.name, ended.exit_code, self.log, process.tail())
+            raise EngineDied(
+                self.spec.name, ended.exit_code, self.log, process.tail(), process.cause()
+            )
 
     def pause(self) -> None:
         """Freeze all its processes: it does not serve and uses no processor time."""

@@ -29,12 +29,33 @@ class PortInUse(LabError):
         self.port = port
 
 
-class EngineDied(LabError):
-    """A process ended by itself."""
+class MissingBuild(LabError):
+    """NIXL is installed without the build that it needs beside this torch.
 
-    def __init__(self, name: str, exit_code: int | None, log: Path, tail: str) -> None:
+    Args:
+        package: with its version, as pip takes it.
+    """
+
+    def __init__(self, package: str) -> None:
         super().__init__(
-            f"{name} died with exit status {exit_code}; the end of its log {log}:\n{tail}"
+            f"nixl does not load here, so no engine would start: pip install {package}"
+        )
+        self.package = package
+
+
+class EngineDied(LabError):
+    """A process ended by itself.
+
+    Args:
+        cause: the exception that ended it, where its log has one.
+    """
+
+    def __init__(
+        self, name: str, exit_code: int | None, log: Path, tail: str, cause: str | None = None
+    ) -> None:
+        because = "" if cause is None else f": {cause}"
+        super().__init__(
+            f"{name} died with exit status {exit_code}{because}\nThe end of its log {log}:\n{tail}"
         )
         self.exit_code = exit_code
         self.log = log

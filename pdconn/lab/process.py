@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,7 +95,9 @@ class Process(Closing):
         if not line:
             self.ask_to_end()
             self._keeper.stdout.close()
-            raise EngineDied(self.name, self._keeper.wait(_MARGIN_S), self.log, self.tail())
+            raise EngineDied(
+                self.name, self._keeper.wait(_MARGIN_S), self.log, self.tail(), self.cause()
+            )
         return int(json.loads(line)["pid"])
 
     def ended(self) -> Ended | None:
@@ -162,6 +165,43 @@ class Process(Closing):
     def tail(self, lines: int = 40) -> str:
         """The end of its log."""
         return tail(self.log, lines)
+
+    def cause(self) -> str | None:
+        """The exception that ended it first, see :func:`cause`."""
+        return cause(self.log)
+
+
+_VLLM_PREFIX = re.compile(r"^\(\w+[^)]*pid=\d+\) (?:\w+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_RAISED = re.compile(r"^(?:\w+\.)*[A-Z]\w*: \S")
+_CAUSE_BYTES = 1 << 20
+"""How much of a log's end is searched; an engine that dies at its start wrote less than that."""
+
+
+def cause(log: Path) -> str | None:
+    """The exception that the first traceback of a log ends with; None without a traceback.
+
+    A vLLM server consists of processes that each report the failure of the one below, so the end
+    of its log says only that the engine core failed: the first traceback is the cause.  Of chained
+    exceptions it is the last one, which its author raised for a reader.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _CAUSE_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    found, in_traceback = None, False
+    for line in (_VLLM_PREFIX.sub("", line) for line in lines):
+        if line.startswith("Traceback (most recent call last)"):
+            if found is not None and not in_traceback:
+                break  # another process reports what this one raised
+            in_traceback = True
+        elif in_traceback and _RAISED.match(line):
+            found, in_traceback = line.strip(), False
+        elif line.endswith(("exception was the direct cause of the following exception:",
+                            "another exception occurred:")):  # fmt: skip
+            in_traceback = True
+    return found
 
 
 def tail(log: Path, lines: int = 40) -> str:

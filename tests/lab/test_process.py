@@ -13,7 +13,7 @@ import pytest
 
 from pdconn.lab.errors import EngineDied
 from pdconn.lab.keeper import descendants
-from pdconn.lab.process import Process, tail
+from pdconn.lab.process import Process, cause, tail
 
 _SAY_AND_SLEEP = "print('here', flush=True); import time; time.sleep(60)"
 _STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_SAY_AND_SLEEP}"
@@ -183,3 +183,42 @@ def test_the_tail_of_a_log_may_hold_anything(tmp_path: Path) -> None:
     assert tail(log) == ""
     log.write_bytes(b"x" * 100_000 + b"\n\xff second\nthird")
     assert tail(log, 2).endswith("second\nthird")
+
+
+_OF_WORKER = "(Worker pid=12) ERROR 11-27 01:04:31 [multiproc_executor.py:1063] "
+_OF_CORE = "(EngineCore pid=11) ERROR 11-27 01:04:32 [core.py:1510] "
+
+
+def _died(log: Path, *exceptions: tuple[str, list[str]]) -> None:
+    """A log in which processes report tracebacks: prefix, and a chain of exceptions."""
+    lines = ["(APIServer pid=10) INFO 11-27 01:04:20 [entry.py:9] Error: not a traceback"]
+    for prefix, chain in exceptions:
+        for number, raised in enumerate(chain):
+            if number:
+                lines += ["", prefix + "The above exception was the direct cause of the following "
+                          "exception:", ""]  # fmt: skip
+            lines += [f"{prefix}{text}" for text in (
+                "Traceback (most recent call last):",
+                '  File "x.py", line 1, in f',
+                '    raise ValueError("Sorry: no")',
+                raised,
+            )]  # fmt: skip
+    log.write_text("\n".join([*lines, "the end"]) + "\n")
+
+
+def test_the_cause_is_the_first_traceback_and_not_what_others_report_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    _died(
+        log,
+        (_OF_WORKER, ["ImportError: no nixl", "transport.errors.TransportUnavailable: no nixl"]),
+        (_OF_CORE, ["RuntimeError: Worker failed"]),
+        ("", ["RuntimeError: Engine core initialization failed. See root cause above."]),
+    )
+    assert cause(log) == "transport.errors.TransportUnavailable: no nixl"
+
+
+def test_a_log_without_a_traceback_has_no_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    _died(log)
+    assert cause(log) is None
+    assert cause(tmp_path / "none") is None

@@ -37,6 +37,7 @@ from transport.errors import (
 )
 from transport.hugepages import CollapseReport, collapse, small_page_warning
 from transport.nixl.agent import Agent, NixlLibrary
+from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
 from transport.nixl.cuda import bind_thread
 from transport.nixl.errors import ChangedConnection
 from transport.nixl.options import backend_params, ucx_environment, ucx_version
@@ -63,10 +64,11 @@ def load_library() -> NixlLibrary:
         import nixl._api as api
         import nixl._bindings as bindings
     except (ImportError, OSError) as error:
-        raise TransportUnavailable(
-            f"nixl cannot be imported: {error}. Install nixl as docs/quickstart.md shows; it needs "
-            "Linux, and nixl-cu12 or nixl-cu13 as fits the CUDA of this machine"
-        ) from error
+        missing = missing_build(installed_versions(), torch_cuda_major())
+        remedy = "pdconn doctor looks for the cause"
+        if missing is not None:
+            remedy = f"install what is missing: pip install {missing}"
+        raise TransportUnavailable(f"nixl cannot be imported: {error}; {remedy}") from error
     try:
         version = importlib.metadata.version("nixl")
     except importlib.metadata.PackageNotFoundError:

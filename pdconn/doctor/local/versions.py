@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdconn.doctor.findings import Finding, fault, note, warning
+from transport.nixl.builds import BUILDS, missing_build, torch_cuda_major
 
 OURS = "pdconn"
 LOOKED_AT = (
@@ -31,11 +32,17 @@ Release = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersions:
-    """Versions by distribution; ``wanted`` are our requirements as metadata writes them."""
+    """Versions by distribution.
+
+    Attributes:
+        wanted: our requirements as metadata writes them.
+        torch_cuda: major version of the CUDA that torch is built for; None without CUDA.
+    """
 
     python: str
     installed: Mapping[str, str]
     wanted: Sequence[str]
+    torch_cuda: int | None
 
 
 def read_versions() -> InstalledVersions:
@@ -50,13 +57,14 @@ def read_versions() -> InstalledVersions:
         wanted = importlib.metadata.requires(OURS) or []
     except importlib.metadata.PackageNotFoundError:
         wanted = []
-    return InstalledVersions(platform.python_version(), found, tuple(wanted))
+    return InstalledVersions(platform.python_version(), found, tuple(wanted), torch_cuda_major())
 
 
 def seen_versions(facts: InstalledVersions) -> str:
     """A line of all versions."""
     named = [f"{name} {version}" for name, version in facts.installed.items()]
-    return ", ".join([f"python {facts.python}", *named])
+    cuda = [] if facts.torch_cuda is None else [f"torch is built for CUDA {facts.torch_cuda}"]
+    return ", ".join([f"python {facts.python}", *named, *cuda])
 
 
 def judge_versions(facts: InstalledVersions, transport: str = "nixl") -> Iterator[Finding]:
@@ -110,20 +118,21 @@ def _engine(facts: InstalledVersions, transport: str) -> Iterator[Finding]:
             named = ("libucx-cu12", "ucxx-cu12")
             remedy = "pip install " + " ".join(f"'{n}{wants.get(n, '')}'" for n in named)
         yield fault("versions.no-transport", f"transport {transport}", text, remedy)
-    yield from _cuda(installed)
+    if transport != "ucx":
+        yield from _nixl_build(installed, facts.torch_cuda)
 
 
-def _cuda(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """NIXL's build for another CUDA than torch's; wheels of torch name theirs as ``+cu130``."""
-    torch = re.search(r"\+cu(\d{2})", installed.get("torch", ""))
-    builds = [name for name in installed if re.fullmatch(r"nixl-cu\d+", name)]
-    if torch is None or not builds:
+def _nixl_build(installed: Mapping[str, str], torch_cuda: int | None) -> Iterator[Finding]:
+    """NIXL without the build that it imports beside this torch."""
+    missing = missing_build(installed, torch_cuda) if "nixl" in installed else None
+    if missing is None:
         return
-    fitting = f"nixl-cu{torch[1]}"
-    if fitting not in builds:
-        text = f"torch {installed['torch']} is of CUDA {torch[1]}, and only {', '.join(builds)} is"
-        remedy = f"pip install {fitting}=={installed[builds[0]]}"
-        yield fault("versions.cuda", "nixl", f"{text} installed", remedy)
+    builds = ", ".join(name for name in BUILDS if name in installed) or "none"
+    asked = "a build" if torch_cuda is None else f"{missing.partition('=')[0]}"
+    text = f"nixl needs {asked} beside torch {installed.get('torch', '')}, and has {builds}"
+    if torch_cuda is not None:
+        text += f": that torch is built for CUDA {torch_cuda}, with or without a GPU"
+    yield fault("versions.cuda", "nixl", text, f"pip install {missing}")
 
 
 def requirements_of(wanted: Sequence[str]) -> Iterator[tuple[str, str]]:

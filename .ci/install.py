@@ -1,0 +1,191 @@
+"""Installs what pdconn needs into a virtual environment: `make venv` runs this.
+
+    python3 .ci/install.py VENV --torch torch==2.13.0 [--torch-index URL]
+
+It says first what pip is going to download and how large that is, then what pip does, and at the
+end how much it was.  torch comes first, with its dependencies; requirements.txt pins everything
+else and is installed without dependency resolution (why: see its first lines).
+
+Standard library only, since nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / "requirements.txt"
+
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""torch's own index of CPU builds: the public index has builds for CUDA only, on Linux on x86."""
+
+# Measured with Python 3.11 on Linux on x86-64; `make fresh` compares the first with what pip says.
+CUDA_TORCH_GB, CPU_TORCH_GB, PINNED_GB = 2.7, 0.2, 0.9
+CUDA_DISK_GB, CPU_DISK_GB = 7.7, 4.3
+
+_DOWNLOADING = re.compile(r"Downloading (\S+).*?\(([\d.]+) (kB|MB|GB)\)")
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+_SHOWN_FROM = 20e6
+"""Bytes of a package from which its download is a line of its own."""
+_PATIENCE_S = 10.0
+"""Without news for so long, a line says what pip still does."""
+
+
+class InstallFailed(Exception):
+    """pip ended with an error, which it has printed."""
+
+
+class Progress:
+    """Shows what pip does, and counts what it downloads.
+
+    Attributes:
+        nbytes: downloaded so far, by pip's own words.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0.0
+        self._began = time.monotonic()
+        self._doing = "starting"
+        self._last = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line with the seconds since the start."""
+        self._last = time.monotonic()
+        print(f"[{self._last - self._began:4.0f} s] {text}", flush=True)
+
+    def read(self, line: str) -> None:
+        """Take one line of pip's output."""
+        found = _DOWNLOADING.search(line)
+        if found is not None and not found[1].endswith(".metadata"):
+            nbytes = float(found[2]) * _UNITS[found[3]]
+            self.nbytes += nbytes
+            self._doing = f"downloading {found[1].rpartition('/')[2]}"
+            if nbytes >= _SHOWN_FROM:
+                self.say(f"{self._doing} ({nbytes / 1e6:.0f} MB)")
+        elif line.startswith("Installing collected packages"):
+            self._doing = "unpacking what was downloaded"
+            self.say(self._doing)
+
+    @contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """While pip is silent, show that it still works."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(1.0):
+                if time.monotonic() - self._last >= _PATIENCE_S:
+                    self.say(f"still {self._doing}")
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Install; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="install.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("--torch", default="torch==2.13.0", help="as pip takes it")
+    parser.add_argument("--torch-index", default="", help="where torch comes from, as a URL")
+    args = parser.parse_args(arguments)
+    pip = [str(args.venv / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
+    index = ["--index-url", args.torch_index] if args.torch_index else []
+    progress = Progress()
+    try:
+        print(announcement(torch_version(pip, args.torch, index)), flush=True)
+        for title, words in (
+            (f"1 of 3: {args.torch}", [args.torch, *index]),
+            ("2 of 3: what requirements.txt pins", ["--no-deps", "-r", str(PINS)]),
+            ("3 of 3: pdconn", ["--no-deps", "--no-build-isolation", "-e", str(ROOT)]),
+        ):
+            progress.say(title)
+            _install(pip, words, progress)
+    except InstallFailed as error:
+        print(f"not installed: {error}", file=sys.stderr)
+        return 1
+    progress.say(f"installed; downloaded {progress.nbytes / 1e9:.2f} GB")
+    return 0
+
+
+def torch_version(pip: Sequence[str], torch: str, index: Sequence[str]) -> str:
+    """The version of torch that pip would install, like ``2.13.0+cpu``; nothing is installed.
+
+    Raises:
+        InstallFailed: pip finds none.
+    """
+    command = [
+        *pip, "install", "--quiet", "--dry-run", "--no-deps",
+        "--report", "-", torch, *index,
+    ]  # fmt: skip
+    asked = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if asked.returncode:
+        raise InstallFailed(f"pip finds no {torch}; its own error is above")
+    version: str = json.loads(asked.stdout)["install"][0]["metadata"]["version"]
+    return version
+
+
+def announcement(version: str) -> str:
+    """What is going to be downloaded, and the smaller way where there is one."""
+    is_cpu = version.endswith("+cpu")
+    torch_gb, disk_gb = (CPU_TORCH_GB, CPU_DISK_GB) if is_cpu else (CUDA_TORCH_GB, CUDA_DISK_GB)
+    kind = "a CPU build" if is_cpu else "a build for CUDA, which also runs without a GPU"
+    lines = [
+        f"pip downloads about {torch_gb + PINNED_GB:.1f} GB and takes {disk_gb:.0f} GB of disk: "
+        f"torch {version} ({kind}) {torch_gb:.1f} GB, everything else {PINNED_GB:.1f} GB."
+    ]
+    if not is_cpu and is_reachable(f"{TORCH_CPU_INDEX}/torch/"):
+        lines.append(
+            f"torch's CPU build makes it {CPU_TORCH_GB + PINNED_GB:.1f} GB and {CPU_DISK_GB:.0f} GB"
+            f" of disk: stop with Ctrl-C and run make with TORCH_INDEX={TORCH_CPU_INDEX}"
+        )
+    return "\n".join(lines)
+
+
+def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
+    """Whether a server answers there."""
+    asked = urllib.request.Request(url, method="HEAD")
+    try:
+        with urllib.request.urlopen(asked, timeout=timeout_s):
+            return True
+    except (URLError, OSError, ValueError):
+        return False
+
+
+def _install(pip: Sequence[str], words: Sequence[str], progress: Progress) -> None:
+    command = [*pip, "install", "--progress-bar", "off", *words]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    said: list[str] = []
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env=environment,
+        ) as running,
+        progress.heartbeat(),
+    ):  # fmt: skip
+        assert running.stdout is not None
+        for line in running.stdout:
+            said.append(line)
+            progress.read(line)
+    if running.returncode:
+        sys.stderr.writelines(said[-20:])
+        raise InstallFailed(f"pip ended with exit status {running.returncode}, see above")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``make fresh``: whether pdconn works where nothing of this machine is."""

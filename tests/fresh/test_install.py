@@ -1,0 +1,92 @@
+"""What ``make venv`` says before and while pip works, without downloading anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PIP_SAYS = """\
+Collecting torch==2.13.0
+  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl.metadata (30 kB)
+  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (530.5 MB)
+Collecting filelock
+  Using cached filelock-4.2.11-py3-none-any.whl (15 kB)
+  Downloading sympy-1.14.0-py3-none-any.whl (6.3 MB)
+Installing collected packages: filelock, sympy, torch
+"""
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    """The script, which is in no package."""
+    spec = importlib.util.spec_from_file_location("install", ROOT / ".ci/install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["install"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_downloads_are_counted_and_the_large_ones_shown(
+    install: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = install.Progress()
+    for line in PIP_SAYS.splitlines():
+        progress.read(line)
+    assert progress.nbytes == pytest.approx(530.5e6 + 6.3e6)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition("] ")[2] for line in shown] == [
+        "downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (530 MB)",
+        "unpacking what was downloaded",
+    ]
+
+
+def test_a_build_for_cuda_is_announced_with_the_smaller_way(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "is_reachable", lambda url: url.startswith("https://"))
+    said = install.announcement("2.13.0")
+    assert "torch 2.13.0 (a build for CUDA" in said
+    assert f"TORCH_INDEX={install.TORCH_CPU_INDEX}" in said
+
+
+def test_the_smaller_way_is_not_named_where_it_leads_nowhere_or_is_taken(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "is_reachable", lambda _url: False)
+    assert "TORCH_INDEX" not in install.announcement("2.13.0")
+    monkeypatch.setattr(install, "is_reachable", lambda _url: True)
+    assert "TORCH_INDEX" not in install.announcement("2.13.0+cpu")
+
+
+def test_a_port_where_nothing_listens_is_not_reachable(install: ModuleType) -> None:
+    assert not install.is_reachable("http://127.0.0.1:9/torch/")
+
+
+def test_a_failing_pip_is_shown_and_ends_the_installation(
+    install: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 'ERROR: no space left on device' >&2\nexit 2\n")
+    python.chmod(0o755)
+    assert install.main([str(tmp_path), "--torch", "torch==2.13.0"]) == 1
+    shown = capfd.readouterr().err
+    assert "no space left on device" in shown
+    assert "not installed: " in shown
+
+
+def test_the_readme_names_what_is_downloaded(install: ModuleType) -> None:
+    pages = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md")
+    )
+    for page in pages:
+        assert f"{install.CUDA_TORCH_GB + install.PINNED_GB:.1f} GB" in page
+        assert f"{install.CUDA_DISK_GB:.0f} GB" in page

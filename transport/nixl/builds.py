@@ -1,0 +1,87 @@
+"""Which build of NIXL fits this environment, and the command that installs it.
+
+The package ``nixl`` holds no library.  When it is imported it looks for the CUDA version that
+torch was built for and then imports ``nixl_cu12`` or ``nixl_cu13``, which are packages of their
+own; without CUDA it takes whichever is there.  torch's wheels on the public index are built for
+CUDA and run without a GPU, so an environment without a GPU needs the fitting build all the same.
+
+Nothing is imported here: torch's version file is read, as NIXL itself reads it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+TESTED = "1.5.1"
+"""The release that is pinned in requirements.txt; a fresh installation takes this one."""
+
+BUILDS = ("nixl-cu12", "nixl-cu13")
+
+_CUDA_LINE = re.compile(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", re.MULTILINE)
+
+
+def torch_cuda_major() -> int | None:
+    """The major version of the CUDA that the installed torch is built for; None without CUDA.
+
+    Not the version of a driver or a GPU: NIXL chooses by what torch was built for.
+    """
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return None
+    return cuda_major_of(text)
+
+
+def cuda_major_of(version_file: str) -> int | None:
+    """The CUDA major version in the text of ``torch/version.py``.
+
+    >>> cuda_major_of("__version__ = '2.13.0+cu130'\\ncuda: Optional[str] = '13.0'\\n")
+    13
+    >>> cuda_major_of("__version__ = '2.13.0+cpu'\\ncuda: Optional[str] = None\\n") is None
+    True
+    """
+    found = _CUDA_LINE.search(version_file)
+    return int(found[1]) if found else None
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of ``nixl`` and its builds that are installed here."""
+    found = {}
+    for name in ("nixl", *BUILDS):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def missing_build(installed: Mapping[str, str], cuda_major: int | None) -> str | None:
+    """What pip must install so that NIXL loads, like ``nixl-cu13==1.5.1``; None if it is there.
+
+    Args:
+        installed: versions by distribution, of ``nixl`` and its builds at least.
+        cuda_major: see :func:`torch_cuda_major`.
+
+    >>> missing_build({"nixl": "1.5.1", "nixl-cu12": "1.5.1"}, 13)
+    'nixl-cu13==1.5.1'
+    >>> missing_build({"nixl": "1.5.1", "nixl-cu12": "1.5.1"}, None) is None
+    True
+    """
+    # The build must be of the same release as the wrapper, which imports its modules by name.
+    release = installed.get("nixl", TESTED)
+    if "nixl" not in installed:
+        return f"nixl=={release}"
+    if cuda_major is None:
+        return None if any(name in installed for name in BUILDS) else f"{BUILDS[-1]}=={release}"
+    fitting = f"nixl-cu{cuda_major}"
+    return None if fitting in installed else f"{fitting}=={release}"
