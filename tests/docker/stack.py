@@ -109,6 +109,7 @@ _HEALTH = _only(
 )
 _SERVICE = _only(
     ("image",),
+    profiles=_WORDS,
     image=_TEXT,
     build=_only(("context", "dockerfile"), context=_TEXT, dockerfile=_TEXT),
     entrypoint=_WORDS,
@@ -125,7 +126,8 @@ _SERVICE = _only(
     read_only={"type": "boolean"},
     devices={"type": "array", "items": {"const": "/dev/infiniband"}},
     network_mode={"enum": ["none", "bridge"]},
-    networks=_each(_only(("ipv4_address",), ipv4_address=_TEXT, interface_name=_TEXT)),
+    # Neither interface_name, which needs Docker 28.1, nor name below, which Compose 1.29 refuses.
+    networks=_each(_only(("ipv4_address",), ipv4_address=_TEXT)),
     ports={"type": "array", "items": {"pattern": r"^127\.0\.0\.1:\d+:\d+$"}},
     volumes={"type": "array", "items": {"pattern": r"^[\w./-]+:/[\w./-]+(:ro)?$"}},
     secrets=_WORDS,
@@ -136,8 +138,7 @@ _SERVICE = _only(
 _SUBNETS = {"type": "array", "items": _only(("subnet",), subnet=_TEXT), "minItems": 1}
 SCHEMA = {
     **_only(
-        ("name", "services", "networks", "volumes", "secrets"),
-        name=_TEXT,
+        ("services", "networks", "volumes", "secrets"),
         services=_each(_SERVICE),
         networks=_each(_only(("ipam",), ipam=_only(config=_SUBNETS), internal={"type": "boolean"})),
         volumes=_each(_only()),
@@ -175,7 +176,8 @@ def _images(stack: Stack) -> dict[str, str]:
             path = stack.directory / service["build"]["context"] / service["build"]["dockerfile"]
             text = path.read_text()
             bases = dict(re.findall(r"^ARG (\w+)=(\S+)", text, re.M))
-            for word in re.findall(r"^FROM (\S+)", text, re.M):
+            stages = re.findall(r"^FROM \S+ AS (\S+)", text, re.M)
+            for word in set(re.findall(r"^FROM (\S+)", text, re.M)).difference(stages):
                 images[f"{path.name} {word}"] = bases.get(word.strip("${}"), word)
     return images
 

