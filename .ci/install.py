@@ -65,6 +65,10 @@ class Progress:
         self._last = time.monotonic()
         print(f"[{self._last - self._began:4.0f} s] {text}", flush=True)
 
+    def say_step(self, title: str) -> None:
+        """A line that begins a step, with what was downloaded before it."""
+        self.say(f"{title} ({self.nbytes / 1e9:.2f} GB so far)" if self.nbytes else title)
+
     def read(self, line: str) -> None:
         """Take one line of pip's output."""
         found = _DOWNLOADING.search(line)
@@ -114,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("2 of 3: what requirements.txt pins", ["--no-deps", "-r", str(PINS)]),
             ("3 of 3: pdconn", ["--no-deps", "--no-build-isolation", "-e", str(ROOT)]),
         ):
-            progress.say(title)
+            progress.say_step(title)
             _install(pip, words, progress)
     except InstallFailed as error:
         print(f"not installed: {error}", file=sys.stderr)

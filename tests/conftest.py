@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Every server of a test is on this machine: a proxy that the machine has is never asked for them.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")  # an example may take as long as a busy machine makes it

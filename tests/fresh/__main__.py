@@ -5,7 +5,10 @@ find-links and extra indexes: what somebody has who clones the project and types
 Then the control: without the build of NIXL that the older requirements.txt had left out, doctor,
 demo and engine must fail, each naming the command that mends it, and that command must mend it.
 
-Exit status 0: all of that is so.  1: it is not, and what is wrong is said.
+With ``--container`` the same in a container that has Debian's Python, git, make and nothing else,
+as a user who is not root (as root on Debian: it installs a Docker Engine if there is none).
+
+Exit status 0: all of that is so.  1: it is not, and what is wrong is said.  2: no container.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fresh.clean import clean_environment, clone_to, uncommitted
+from tests.fresh.container import CLONE, NoContainer, plain_debian
 
 ROOT = Path(__file__).resolve().parents[2]
 AGREE = re.compile(r"^\d+ answers: all agree with one engine alone$", re.MULTILINE)
@@ -38,11 +42,23 @@ class NotFresh(Exception):
 
 
 class Clone:
-    """Runs commands in a clone, as somebody who has just made it."""
+    """Runs commands in a clone, as somebody who has just made it.
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self._folder = folder
+    Args:
+        folder: where the clone lies, on this machine or in a container.
+        environment: all variables of its commands; None in a container, which has its own.
+        within: put in front of each command, such as ``docker exec NAME``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: dict[str, str] | None,
+        within: Sequence[str] = (),
+    ) -> None:
+        self._folder = None if within else folder
         self._environment = environment
+        self._within = tuple(within)
         self._began = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -54,8 +70,9 @@ class Clone:
         self.say(" ".join(command))
         said = []
         with subprocess.Popen(
-            command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            [*self._within, *command], cwd=self._folder, env=self._environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
         ) as running:  # fmt: skip
             assert running.stdout is not None
             for line in running.stdout:
@@ -79,13 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all of it; returns the exit code."""
     parser = argparse.ArgumentParser(prog="make fresh", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--keep", action="store_true", help="leave the folder, and name it")
+    parser.add_argument("--container", action="store_true", help="in a container of plain Debian")
     args = parser.parse_args(arguments)
     left_out = uncommitted(ROOT)
     if left_out:
         print(f"fresh: {len(left_out)} changes are not committed, so the clone lacks them")
+    if args.container:
+        return _in_a_container()
     folder = Path(tempfile.mkdtemp(prefix="fresh-"))
     try:
-        return _run_all(folder)
+        return _here(folder)
     finally:
         if args.keep:
             print(f"fresh: left in {folder}")
@@ -93,11 +113,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.rmtree(folder)
 
 
-def _run_all(folder: Path) -> int:
+def _here(folder: Path) -> int:
     home, here = folder / "home", folder / "pdconn"
     home.mkdir()
     clone_to(ROOT, here)
-    clone = Clone(here, clean_environment(os.environ, home))
+    return check_all(Clone(here, clean_environment(os.environ, home)))
+
+
+def _in_a_container() -> int:
+    try:
+        with plain_debian(ROOT, lambda text: print(f"fresh: {text}", flush=True)) as within:
+            return check_all(Clone(CLONE, None, within))
+    except NoContainer as error:
+        print(f"fresh: no container: {error}", file=sys.stderr)
+        return 2
+
+
+def check_all(clone: Clone) -> int:
+    """Everything, in turn; returns the exit code."""
     try:
         check_demo(clone)
         check_engines(clone)

@@ -6,6 +6,7 @@ Standard library only: ``make fresh`` runs it before anything is installed.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,3 +58,17 @@ def uncommitted(source: Path) -> list[str]:
         ["git", "-C", source, "status", "--porcelain"], check=True, capture_output=True, text=True
     )
     return shown.stdout.splitlines()
+
+
+def copy_tree(source: Path, folder: Path) -> None:
+    """Copy the files of a checkout that git does not ignore, as they are now."""
+    listed = subprocess.run(
+        ["git", "-C", source, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        file = source / name
+        if file.is_file():  # one that was removed is listed until that is committed
+            copy = folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, copy)
