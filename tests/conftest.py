@@ -18,6 +18,6 @@ settings.load_profile("patient")  # an example may take as long as a busy machin
 @pytest.fixture
 def only_one_ucx() -> None:
     """Skip where NIXL has loaded a UCX of its own: two of them may be in each other's way."""
-    maps = Path("/proc/self/maps").read_text()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     if any("libucp" in line and "nixl" in line for line in maps.splitlines()):
         pytest.skip("NIXL's UCX is in this process: run these with -m ucx, as make test does")

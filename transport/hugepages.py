@@ -215,7 +215,7 @@ def small_page_warning(memories: Sequence[Memory], reasons: Iterable[str] = ()) 
     if sum(memory.nbytes for memory in memories if memory.device.kind == "cpu") < WARNED_NBYTES:
         return None
     try:
-        with _SMAPS.open(errors="replace") as smaps:
+        with _SMAPS.open(encoding="utf-8", errors="replace") as smaps:
             found = backing(memories, smaps)
     except OSError:
         return None
@@ -224,7 +224,7 @@ def small_page_warning(memories: Sequence[Memory], reasons: Iterable[str] = ()) 
 
 def _chosen(path: Path) -> str:
     try:
-        chosen = re.search(r"\[(\w+)\]", path.read_text())
+        chosen = re.search(r"\[(\w+)\]", path.read_text(encoding="utf-8"))
     except OSError:
         return "unknown"
     return "unknown" if chosen is None else chosen[1]

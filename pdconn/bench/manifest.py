@@ -47,7 +47,7 @@ def manifest(now: datetime | None = None) -> dict[str, object]:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return "unknown"
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -57,7 +57,7 @@ def _processor() -> str:
 def _chosen(path: Path) -> str:
     """The word in brackets of a setting like ``always [madvise] never``."""
     try:
-        words = path.read_text()
+        words = path.read_text(encoding="utf-8")
     except OSError:
         return "unknown"
     return words.partition("[")[2].partition("]")[0] or "unknown"

@@ -184,7 +184,7 @@ def _publish(file: str | None, report: Report) -> None:
         return
     print(render(report))
     if file is not None:
-        Path(file).write_text(document + "\n")
+        Path(file).write_text(document + "\n", encoding="utf-8")
 
 
 def _plan(args: argparse.Namespace) -> RunPlan:

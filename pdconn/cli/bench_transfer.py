@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             results = _measured(args, remote, cases)
         document = json.dumps(to_json(results, manifest()), indent=1)
         if args.json not in (None, "-"):
-            Path(args.json).write_text(document + "\n")
+            Path(args.json).write_text(document + "\n", encoding="utf-8")
         if args.plot:
             draw(results, args.plot)
     except (BenchError, TransportError, OSError) as error:

@@ -148,7 +148,9 @@ def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:
     picture = args.picture or args.directory / "demo.png"
     _draw(rows, picture)
     if args.json is not None:
-        args.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n")
+        args.json.write_text(
+            json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8"
+        )
     wrong = [row for row in rows if row.mismatch is not None]
     for row in wrong:
         print(f"{row.label}: {row.mismatch}", file=sys.stderr)

@@ -142,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
             found["store"] = store_document(stored)
         document = json.dumps(found, indent=2, allow_nan=False)
         if args.svg:
-            args.svg.write_text(svg)
+            args.svg.write_text(svg, encoding="utf-8")
         if args.json not in (None, "-"):
-            Path(args.json).write_text(document + "\n")
+            Path(args.json).write_text(document + "\n", encoding="utf-8")
     except (BadArgument, ForecastError, PlanningError, StoreError, OSError) as error:
         print(f"pdconn plan: {error}", file=sys.stderr)
         return 2
@@ -316,7 +316,7 @@ def _model(given: str) -> ModelShape:
     elif not path.is_file():
         return built_in(given)
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UnreadableConfig(str(path), "JSON", error) from error
     try:

@@ -235,4 +235,4 @@ def _write_tokenizer(directory: Path, spec: ModelSpec) -> None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")

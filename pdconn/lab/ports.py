@@ -127,7 +127,7 @@ def _lock_file() -> int | None:
 
 def _lowest_ephemeral() -> int:
     try:
-        lowest = int(_EPHEMERAL.read_text().split()[0])
+        lowest = int(_EPHEMERAL.read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError):
         return _FALLBACK
     # Where the ephemeral range is nearly everything, it cannot be avoided.

@@ -57,13 +57,13 @@ def wait_for_quiet(most: float, timeout_s: float, ours: Iterable[int] = ()) -> b
 
 
 def _machine_s() -> float:
-    columns = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    columns = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0].split()[1:]
     return sum(int(columns[column]) for column in _WORK) / _TICKS_PER_S
 
 
 def _process_s(pid: int) -> float:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0.0
     user, system = stat.rpartition(")")[2].split()[11:13]

@@ -41,7 +41,7 @@ def _with_admin(server: FakeServer) -> str:
 
 
 def measured(path: Path) -> dict[str, Any]:
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_text(encoding="utf-8"))
     return {one["contestant"]: one for one in document["contestants"]}
 
 

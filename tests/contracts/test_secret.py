@@ -29,7 +29,7 @@ SECRET = "0123456789abcdef0123456789abcdef"
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
     file: Path = tmp_path_factory.mktemp("secret") / "pdconn.secret"
     file.touch(0o600)
-    file.write_text(SECRET)
+    file.write_text(SECRET, encoding="utf-8")
     with engines(secret_file=str(file)) as made:
         yield made
 

@@ -45,7 +45,7 @@ def scalers() -> dict[str, str]:
 def documented(page: Path = ROOT / "docs/metrics.md") -> Exported:
     """Series of the generated tables, with their labels."""
     series: dict[str, frozenset[str]] = {}
-    for name, kind, labels in _ROW.findall(page.read_text()):
+    for name, kind, labels in _ROW.findall(page.read_text(encoding="utf-8")):
         own = frozenset(re.findall(r"`(\w+)`", labels))
         if kind == "histogram":
             series[f"{name}_bucket"] = own | {"le"}

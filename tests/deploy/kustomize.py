@@ -75,7 +75,9 @@ def _read(folder: Path) -> Mapping[str, Any]:
 def _documents(path: Path) -> list[Resource]:
     if not path.is_file():
         raise BuildError(f"{path}: expected a file or folder, got nothing")
-    return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
+    return [
+        each for each in yaml.safe_load_all(path.read_text(encoding="utf-8")) if each is not None
+    ]
 
 
 def _refuse_twice(made: list[Resource]) -> None:

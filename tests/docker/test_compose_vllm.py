@@ -97,7 +97,7 @@ def vllms_own() -> Exported:
     kinds: dict[str, Any] = {
         "_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram
     }  # fmt: skip
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             kind = kinds.get(node.func.attr)
             name = next((k.value for k in node.keywords if k.arg == "name"), None)

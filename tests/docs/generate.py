@@ -244,7 +244,7 @@ def state_machines() -> str:
 
 
 def _opening(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(text.split("\n\n")[0].split()).removesuffix("::").rstrip(":")
     return re.split(r"(?<=[.]) +(?=[A-Z])", _plain(first))[0]
 

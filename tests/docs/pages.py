@@ -33,7 +33,7 @@ class Command:
 def commands(path: Path) -> list[Command]:
     """The commands in the ``bash`` fences of a page."""
     found = []
-    for fence in _FENCE.finditer(path.read_text()):
+    for fence in _FENCE.finditer(path.read_text(encoding="utf-8")):
         if fence["language"] == "bash":
             found += [Command(path.name, text) for text in _split(fence["text"])]
     return found
@@ -55,7 +55,7 @@ def _split(text: str) -> list[str]:
 
 def prose(path: Path) -> str:
     """A page without its fences."""
-    return _FENCE.sub("", path.read_text())
+    return _FENCE.sub("", path.read_text(encoding="utf-8"))
 
 
 def links(path: Path) -> list[str]:

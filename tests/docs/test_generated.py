@@ -81,7 +81,7 @@ def test_every_command_and_every_module_is_listed() -> None:
 
 def as_it_is(page: Path, name: str) -> Callable[[], str]:
     """A part as the page has it, so that a test can look at another one."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     start = f"<!-- generated:{name} -->\n\n"
     inside = text.partition(start)[2].partition("\n<!-- /generated -->")[0]
     return lambda: inside

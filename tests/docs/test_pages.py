@@ -49,7 +49,7 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", every_page(), ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     named = {word for span in spans(text) for word in _PATH.findall(span)}
     gone = [name for name in sorted(named) if not (ROOT / name).exists() and "NAME" not in name]
     assert not gone, "\n".join(gone)
@@ -85,7 +85,7 @@ def test_a_message_that_nothing_says_is_noticed() -> None:
 
 @pytest.mark.parametrize("page", every_page(), ids=lambda page: page.name)
 def test_metrics_that_are_named_exist(page: Path) -> None:
-    assert sorted(_metrics(page.read_text()) - _exported()) == []
+    assert sorted(_metrics(page.read_text(encoding="utf-8")) - _exported()) == []
 
 
 def test_a_metric_that_nothing_exports_is_noticed() -> None:

@@ -151,7 +151,7 @@ def num_that_fail(text: str) -> int:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_configuration_of_decode_recomputes_what_fails(path: Path) -> None:
     """A user copies it: with vLLM's default, a request fails whose pull fails."""
-    assert num_that_fail(path.read_text()) == 0
+    assert num_that_fail(path.read_text(encoding="utf-8")) == 0
 
 
 def test_a_configuration_of_decode_with_vllm_s_default_is_found() -> None:

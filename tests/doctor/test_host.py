@@ -102,7 +102,7 @@ PORTS = {"mlx5_0": "0000:19:00.0", "mlx5_1": "0000:a9:00.0"}
 
 def written(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{text}\n")
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def make_host(root: Path, *, active: bool = True) -> Path:

@@ -29,7 +29,7 @@ class Footprint:
         """Of this process, after what is garbage has gone."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+        resident = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE
         return cls(
             resident,
             sys.getallocatedblocks(),
@@ -58,6 +58,6 @@ class Footprint:
 
 def peak_nbytes() -> int:
     """The most memory that this process ever held."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     [line] = [line for line in lines if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024

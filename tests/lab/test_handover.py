@@ -93,7 +93,9 @@ def test_only_what_others_burn_counts_against_a_turn() -> None:
 
 
 def _processor_s(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    user, system = (
+        Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    )
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 

@@ -33,7 +33,7 @@ def _python(code: str) -> list[str]:
 
 def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return "X"
 
@@ -51,8 +51,8 @@ def _wait_until(true: object, timeout_s: float = 30.0) -> None:
 
 
 def _logged(log: Path) -> str:
-    _wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
-    return log.read_text()
+    _wait_until(lambda: log.exists() and log.read_text(encoding="utf-8").endswith("\n"))
+    return log.read_text(encoding="utf-8")
 
 
 def test_what_is_asked_to_end_ends(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def _died(log: Path, *exceptions: tuple[str, list[str]]) -> None:
                 '    raise ValueError("Sorry: no")',
                 raised,
             )]  # fmt: skip
-    log.write_text("\n".join([*lines, "the end"]) + "\n")
+    log.write_text("\n".join([*lines, "the end"]) + "\n", encoding="utf-8")
 
 
 def test_the_cause_is_the_first_traceback_and_not_what_others_report_of_it(tmp_path: Path) -> None:

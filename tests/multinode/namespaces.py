@@ -74,7 +74,10 @@ class Machine:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Be here: this thread, and threads and processes that it starts meanwhile."""
-        with open("/proc/thread-self/ns/net") as home, open(_NAMES / self.namespace) as here:
+        with (
+            open("/proc/thread-self/ns/net", encoding="utf-8") as home,
+            open(_NAMES / self.namespace, encoding="utf-8") as here,
+        ):
             _enter(here.fileno())
             try:
                 yield
@@ -89,7 +92,7 @@ class Machine:
     def set(self, key: str, value: int) -> None:
         """Write a number under ``/proc/sys/net``, here only; ``key`` like ``ipv4/tcp_retries2``."""
         with self.inside():
-            Path("/proc/sys/net", key).write_text(f"{value}\n")
+            Path("/proc/sys/net", key).write_text(f"{value}\n", encoding="utf-8")
 
 
 class Network:
@@ -242,7 +245,7 @@ def sweep() -> list[str]:
 def _owner(pid: int) -> str:
     """A process's pid and start time, which no other process ever has both of."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return f"{pid}-gone"
     return f"{pid}-{stat.rpartition(')')[2].split()[19]}"

@@ -101,7 +101,7 @@ def test_machines_reach_each_other_and_nothing_of_them_shows_here(
     assert all(reaches(network[name], server) for name in ("a", "b", "c", "far"))
     with pytest.raises(OSError, match="assign requested address"):
         socket.create_server((server.address, 7))
-    assert "10.213." not in Path("/proc/net/fib_trie").read_text()
+    assert "10.213." not in Path("/proc/net/fib_trie").read_text(encoding="utf-8")
 
 
 def test_a_cable_can_be_pulled_out_and_put_back(network: Network, server: Machine) -> None:
@@ -233,7 +233,7 @@ def started() -> subprocess.Popen[str]:
 def children(pid: int, words: str) -> list[int]:
     """Children of a process whose command line holds ``words``."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         found += [int(child)] if words in command else []
     assert found

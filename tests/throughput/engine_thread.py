@@ -113,7 +113,7 @@ def engine_spec(name: str, role: str, options: argparse.Namespace, **extra: Any)
 def steps_of(engine: Engine) -> list[dict[str, Any]]:
     """The steps that its connector recorded, after the engine stopped."""
     path = Path(engine.spec.env["PDCONN_TIMED_FILE"])
-    steps: list[dict[str, Any]] = json.loads(path.read_text())
+    steps: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return steps
 
 

@@ -36,7 +36,7 @@ def torch_cuda_major() -> int | None:
     if spec is None or spec.origin is None:
         return None
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     return cuda_major_of(text)

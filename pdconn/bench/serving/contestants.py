@@ -151,7 +151,7 @@ def running_contestants(
 def _available_nbytes(meminfo: Path) -> int | None:
     """Memory that is available to programs; None where the system does not report it."""
     try:
-        lines = meminfo.read_text().splitlines()
+        lines = meminfo.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     words = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)

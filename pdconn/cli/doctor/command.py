@@ -219,7 +219,7 @@ def _place(option: str, text: str) -> Place:
 
 def _key(path: str) -> str:
     try:
-        words = Path(path).read_text().split()
+        words = Path(path).read_text(encoding="utf-8").split()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise BadQuestion("--api-key-file", "a file to read", f"{path}: {why}") from None

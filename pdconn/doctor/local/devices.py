@@ -194,7 +194,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 

@@ -111,7 +111,7 @@ def _read(text: str) -> GivenConfig:
     if "--kv-transfer-config" in text or stripped.startswith("vllm "):
         return _of_command(stripped)
     try:
-        content = Path(text).read_text()
+        content = Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         expected = "JSON, a file, or a line 'vllm serve ...'"
         why = getattr(error, "strerror", None) or str(error)

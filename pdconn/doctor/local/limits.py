@@ -135,7 +135,7 @@ def _soft(kind: int) -> int | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
 

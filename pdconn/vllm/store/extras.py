@@ -108,4 +108,4 @@ def _adapter_digest(path: str, files: tuple[tuple[str, int, int], ...]) -> str |
     config = Path(path, "adapter_config.json")
     if weights is None:
         return None
-    return weights + (config.read_text() if config.is_file() else "")
+    return weights + (config.read_text(encoding="utf-8") if config.is_file() else "")

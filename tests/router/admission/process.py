@@ -29,7 +29,7 @@ class ProxyProcess:
     @property
     def nbytes(self) -> int:
         """Memory that is resident now."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
         [line] = [line for line in status.splitlines() if line.startswith("VmRSS:")]
         return int(line.split()[1]) << 10
 

@@ -203,14 +203,14 @@ async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path, 
         before = await shown_to(proxy.url, authority)
         assert [await status_of(KEY), await status_of("sk-new")] == [404, 401]
         authority.sign("proxy", "127.0.0.1", rsa=rsa)  # over the same files
-        Path(keys).write_text("sk-new\n")
+        Path(keys).write_text("sk-new\n", encoding="utf-8")
         assert await shown_to(proxy.url, authority) == before
         assert await proxy.reload() == ()
         after = await shown_to(proxy.url, authority)
         assert after != before
         assert [await status_of(KEY), await status_of("sk-new")] == [401, 404]
-        Path(keys).write_text("")
-        Path(files.key).write_text("no key")
+        Path(keys).write_text("", encoding="utf-8")
+        Path(files.key).write_text("no key", encoding="utf-8")
         mistakes = await proxy.reload()
         assert [mistake.field for mistake in mistakes] == ["--api-key-file", "--tls-cert"]
         assert await shown_to(proxy.url, authority) == after
@@ -223,7 +223,10 @@ async def test_a_reload_takes_new_files_and_keeps_the_old_of_bad_ones(tmp_path, 
         (lambda files: Path(files.cert).unlink(), "--tls-cert: expected a readable file"),
         (lambda files: Path(files.key).unlink(), "--tls-key: expected a readable file"),
         (lambda files: Path(files.key).chmod(0o644), "--tls-key: .*mode 0644"),
-        (lambda files: Path(files.cert).write_text("x"), "--tls-cert: expected a certificate"),
+        (
+            lambda files: Path(files.cert).write_text("x", encoding="utf-8"),
+            "--tls-cert: expected a certificate",
+        ),
     ],
 )
 def test_a_bad_certificate_names_its_option(tmp_path, change, message):

@@ -177,9 +177,9 @@ async def _page_url(client: aiohttp.ClientSession, ports: Path) -> str:
     async with asyncio.timeout(_START_S):
         while True:
             await asyncio.sleep(0.05)
-            if not ports.exists() or not ports.read_text().strip():
+            if not ports.exists() or not ports.read_text(encoding="utf-8").strip():
                 continue
-            port = ports.read_text().split()[0]
+            port = ports.read_text(encoding="utf-8").split()[0]
             with contextlib.suppress(aiohttp.ClientError):
                 async with client.get(f"http://127.0.0.1:{port}/json") as reply:
                     for one in await reply.json(content_type=None):

@@ -169,11 +169,11 @@ async def test_the_routers_key_is_read_again(
     path = engine_key(tmp_path, "old\n")
     async with keyed(engine_key_file=path) as d:
         await ask(d, GOOD, A)
-        Path(path).write_text("good\n")
+        Path(path).write_text("good\n", encoding="utf-8")
         assert await d.proxy.reload() == ()
         await ask(d, GOOD, A)
         await until(lambda: keys_asked(d) == {"Bearer old", GOOD})
-        Path(path).write_text("two\nkeys\n")
+        Path(path).write_text("two\nkeys\n", encoding="utf-8")
         assert [one.field for one in await d.proxy.reload()] == ["--engine-key-file"]
 
 

@@ -94,5 +94,5 @@ def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None
         assert engine.run(tokens).wrong == 0
         engine.settle()
     engine.close()
-    Path(f"{root}.steps").write_text(str(next(counter)))
+    Path(f"{root}.steps").write_text(str(next(counter)), encoding="utf-8")
     os._exit(0)

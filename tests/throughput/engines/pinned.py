@@ -53,8 +53,8 @@ def _favour(process: int) -> None:
     """Give its session a greater share, where sessions have shares; until we end."""
     path = Path(f"/proc/{process}/autogroup")
     try:
-        before = path.read_text().split()[-1]
-        path.write_text(str(_FIRST))
+        before = path.read_text(encoding="utf-8").split()[-1]
+        path.write_text(str(_FIRST), encoding="utf-8")
     except OSError:
         return
     if process == os.getpid():
@@ -68,6 +68,6 @@ def threads_of(pid: int) -> list[int]:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

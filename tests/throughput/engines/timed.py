@@ -90,7 +90,7 @@ class Log:
         """To the file.  Other processes of the engine load this too, and have no steps."""
         if self.steps:
             path = Path(os.environ[FILE])
-            path.write_text(json.dumps([asdict(step) for step in self.steps]))
+            path.write_text(json.dumps([asdict(step) for step in self.steps]), encoding="utf-8")
 
 
 LOG = Log()

@@ -92,7 +92,11 @@ class Used:
         others = 0.0
         for thread in threads_of(core):
             try:
-                ran, waited, _ = Path(f"/proc/{core}/task/{thread}/schedstat").read_text().split()
+                ran, waited, _ = (
+                    Path(f"/proc/{core}/task/{thread}/schedstat")
+                    .read_text(encoding="utf-8")
+                    .split()
+                )
             except OSError:
                 continue
             if thread == core:

@@ -107,5 +107,9 @@ def _wait(
 
 
 def _failed(command: Command, why: str, log: Path) -> BenchmarkFailed:
-    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
+    last = [
+        line
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ][-3:]
     return BenchmarkFailed("\n    ".join([f"{command.line} {why}; its last words:", *last]))

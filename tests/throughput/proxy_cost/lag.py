@@ -95,7 +95,7 @@ def probe(port: int, prefill: str, decode: str, out: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         async with in_this_process(ProxyConfig.of([prefill], [decode], port=port)):
             await stop.wait()
-            out.write_text(json.dumps(seen))
+            out.write_text(json.dumps(seen), encoding="utf-8")
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve())

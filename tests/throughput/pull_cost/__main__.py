@@ -245,7 +245,7 @@ def _pin() -> None:
     if len(cores) < 2:
         return
     main = threading.main_thread().native_id
-    children = Path(f"/proc/self/task/{main}/children").read_text().split()
+    children = Path(f"/proc/self/task/{main}/children").read_text(encoding="utf-8").split()
     for process in ("self", *children):
         for thread in map(int, os.listdir(f"/proc/{process}/task")):
             os.sched_setaffinity(thread, cores[:1] if thread == main else cores[1:2])

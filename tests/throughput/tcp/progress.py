@@ -286,7 +286,7 @@ def main() -> None:
     for row in results["model_steps"]:
         print(f"model's step, {row['setting']}: {row['step_us']:.1f} us, times {row['times']:.3f}")
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,9 @@ class Lender:
 def _await_state(pid: int, state: str) -> None:
     """Wait until the kernel reports ``state``: a signal takes effect a little later."""
     deadline = time.monotonic() + 20.0
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+    while (
+        Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != state
+    ):
         assert time.monotonic() < deadline, f"process {pid} did not reach state {state}"
         time.sleep(0.001)
 

@@ -304,12 +304,17 @@ class Sleeper:
 
 def _times(thread: int) -> tuple[int, int]:
     """Nanoseconds that it ran, and that it waited for a core."""
-    ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+    ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="utf-8").split()
     return int(ran), int(waited)
 
 
 def _state(thread: int) -> str:
-    return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    return (
+        Path(f"/proc/self/task/{thread}/stat")
+        .read_text(encoding="utf-8")
+        .rpartition(")")[2]
+        .split()[0]
+    )
 
 
 def _used_by(threads: tuple[int, ...], seconds: float) -> float:

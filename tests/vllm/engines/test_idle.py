@@ -34,7 +34,9 @@ def used_s(pid: int) -> float:
     total = 0.0
     for each in {pid, *descendants(pid)}:
         try:
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            fields = (
+                Path(f"/proc/{each}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            )
         except OSError:
             continue
         total += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

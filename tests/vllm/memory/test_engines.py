@@ -54,7 +54,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
 
 
 def log_of(engine: Engine) -> str:
-    return Path(engine.log).read_text()
+    return Path(engine.log).read_text(encoding="utf-8")
 
 
 def test_every_engine_starts_and_says_its_layout(engines: dict[str, Engine]) -> None:

@@ -45,7 +45,8 @@ def pair(model: Path, work: Path, expected: Expected) -> Iterator[PdPair]:
 def loaded(started: Engine) -> set[str]:
     """Of NIXL and ucxx, what the engine's processes have in memory."""
     maps = "".join(
-        Path(f"/proc/{pid}/maps").read_text() for pid in [started.pid, *descendants(started.pid)]
+        Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+        for pid in [started.pid, *descendants(started.pid)]
     )
     return {name for name in ("nixl", "ucxx") if f"/{name}" in maps}
 
