@@ -16,6 +16,7 @@ from pdconn.faults.config import Faults, read_faults
 from pdconn.forecast.memory import LAYOUTS
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup_state import Place, parse_places
+from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
 from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
@@ -60,6 +61,7 @@ class Settings:
     kv_lease_duration: float = 30.0
     claim_timeout: float = 10.0
     transport: Wanted = "nixl"
+    kv_interface: WantedCard = AUTO
     backends: tuple[str, ...] = ("UCX",)
     backend_options: dict[str, dict[str, str]] = field(default_factory=dict)
     huge_pages: bool = True
@@ -263,6 +265,14 @@ KEYS: tuple[Key, ...] = (
         "transport", "`nixl`, `ucx`, `auto`", "`nixl`", _transport, "both",
         "What moves the bytes. `ucx` is UCX without NIXL, for host memory only; `auto` is `nixl` "
         "where it loads, else `ucx`. Both sides need the same.",
+    ),
+    Key(
+        "kv_interface", "`auto`, a card, or an address with prefix length", "`auto`",
+        parse_kv_interface, "both",
+        "The network card that carries KV: `eth1`, `mlx5_0:1`, or `172.30.1.0/24` for the card "
+        "with an address in that network. `auto` is the card that carries the side channel's "
+        "address, unless that would exclude RDMA, see `docs/network.md`. `UCX_NET_DEVICES` goes "
+        "first.",
     ),
     Key(
         "backends", "list of text", '`["UCX"]`', names, "both", "NIXL backends.", _SAME,

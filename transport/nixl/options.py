@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _ENGINE_CONFIG = "engine_config"
+NET_DEVICES = "UCX_NET_DEVICES"
 
 UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "520K", "TCP_RX_SEG_SIZE": "2064K"}
 """With UCX's own segments of 8 KiB a READ over TCP reaches a fifth of the throughput.  The lender
@@ -91,6 +93,32 @@ def _settings(engine_config: str) -> dict[str, str]:
             )
         settings[key.strip().removeprefix("UCX_")] = value.strip()
     return settings
+
+
+@contextmanager
+def restricted_to(net_devices: Sequence[str]) -> Iterator[None]:
+    """UCX contexts made meanwhile use these network devices alone; any if there are none.
+
+    By the environment, which UCX reads when it makes a context: ``engine_config`` cannot hold a
+    list, and NIXL's ``device_list`` makes ``eth1`` to ``eth1:1``, a name for RDMA alone.  The
+    variable is removed again, so that neither child processes nor the next transport inherit it.
+
+    Raises:
+        ValueError: the environment has such a list; UCX can follow one only.
+    """
+    if not net_devices:
+        yield
+        return
+    if NET_DEVICES in os.environ:
+        raise ValueError(
+            f"net_devices: expected none beside {NET_DEVICES}={os.environ[NET_DEVICES]} of the "
+            f"environment, got {','.join(net_devices)}"
+        )
+    os.environ[NET_DEVICES] = ",".join(net_devices)
+    try:
+        yield
+    finally:
+        del os.environ[NET_DEVICES]
 
 
 def ucx_environment() -> dict[str, str]:

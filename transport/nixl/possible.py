@@ -8,7 +8,7 @@ DEBUG (``transport.nixl.options``).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from transport.nixl.options import settings_of, ucx_library
@@ -20,17 +20,19 @@ _PARAMS_WORDS = 64
 _RESOURCE = "flags "
 
 
-def possible_transports(ucx: Mapping[str, str]) -> tuple[str, ...]:
+def possible_transports(ucx: Mapping[str, str], net_devices: Sequence[str] = ()) -> tuple[str, ...]:
     """Transports and devices, like ``tcp/eth0``; empty where UCX cannot be asked.
 
     Args:
         ucx: the parameters of NIXL's UCX backend.
+        net_devices: the network devices that it was restricted to, see ``restricted_to``.
     """
     library = ucx_library()
     if library is None:
         return ()
     with suppress(OSError, AttributeError, RuntimeError):
-        return parse(_printed(library, settings_of(ucx)))
+        listed = {"NET_DEVICES": ",".join(net_devices)} if net_devices else {}
+        return parse(_printed(library, settings_of(ucx) | listed))
     return ()
 
 

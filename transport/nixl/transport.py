@@ -40,7 +40,12 @@ from transport.nixl.agent import Agent, NixlLibrary
 from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
 from transport.nixl.cuda import bind_thread
 from transport.nixl.errors import ChangedConnection
-from transport.nixl.options import backend_params, ucx_environment, ucx_version
+from transport.nixl.options import (
+    backend_params,
+    restricted_to,
+    ucx_environment,
+    ucx_version,
+)
 from transport.nixl.possible import possible_transports
 from transport.nixl.progress import ProcessState, WorkerEvents, adaptive_progress
 from transport.nixl.reads import REPOST_S, NixlPeer, Reads
@@ -85,6 +90,7 @@ class NixlTransport(Transport):
             ``transport.nixl.options``.
         progress_delay_us: how long NIXL's progress thread sleeps when no event
             wakes it, in steps of 1000; at 5000 it costs 1 % of a core.
+        net_devices: network devices that UCX is restricted to, as it names them; any by default.
         drive_on: cores that NIXL's progress thread may keep busy while reads over TCP are in
             flight, and runs on; empty lets it rest always; None is any core, if there are two.
         huge_pages: back host memory with huge pages before it is registered,
@@ -105,6 +111,7 @@ class NixlTransport(Transport):
         *,
         backends: Sequence[str] = ("UCX",),
         backend_options: Mapping[str, Mapping[str, str]] | None = None,
+        net_devices: Sequence[str] = (),
         progress_delay_us: int = 5000,
         drive_on: Collection[int] | None = None,
         huge_pages: bool = True,
@@ -128,9 +135,11 @@ class NixlTransport(Transport):
         self._library = library or load_library()
         self._settings = {"progress_delay_us": progress_delay_us}
         before = ProcessState.now()
-        self._agent = Agent(
-            self._library, agent_name, self._params, progress_delay_us=progress_delay_us
-        )
+        self._net_devices = tuple(net_devices)
+        with restricted_to(self._net_devices):
+            self._agent = Agent(
+                self._library, agent_name, self._params, progress_delay_us=progress_delay_us
+            )
         self._worker, self._drive_on = WorkerEvents.made_since(before), drive_on
         self._bind = bind
         self._bound: tuple[int, Device] | None = None
@@ -239,6 +248,8 @@ class NixlTransport(Transport):
         }
         for backend, params in self._params.items():
             facts[backend] = ", ".join(f"{key}: {value}" for key, value in params.items())
+        if self._net_devices:
+            facts["net_devices"] = ",".join(self._net_devices)
         return {**facts, **ucx_environment()}
 
     def close(self) -> None:
@@ -285,7 +296,7 @@ class NixlTransport(Transport):
         if self._has_connected or "UCX" not in self._params:
             return
         self._has_connected = True
-        found = possible_transports(self._params["UCX"])
+        found = possible_transports(self._params["UCX"], self._net_devices)
         self._reads.progress = adaptive_progress(self._worker, found, self._drive_on)
         name, listed = self._agent.name, ", ".join(found) or "unknown"
         _log.info("pdconn: UCX may connect by: %s agent=%s", listed, name)

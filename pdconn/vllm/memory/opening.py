@@ -10,7 +10,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from pdconn.sidechannel.affinity import spare_cores, wider_affinity
+from pdconn.sidechannel.kv_card import AUTO
 from pdconn.vllm.config import Settings
+from pdconn.vllm.memory.card import kv_card
 from pdconn.vllm.memory.cores import bound_cores
 from pdconn.vllm.memory.sleep import options_for_sleep
 from pdconn.vllm.memory.warm import BackendOptions
@@ -27,14 +29,20 @@ def open_transport(settings: Settings, config: VllmConfig, name: str, *, lends: 
 
     Raises:
         TransportUnavailable: it is not available here, or invalid options.
+        ConfigError: ``kv_interface`` asks for a card that is not here.
     """
     drive_on = cores_beside_model(settings, config)
+    card = kv_card(settings)
+    is_obeyed = card.devices or settings.kv_interface == AUTO
+    log.log(logging.INFO if is_obeyed else logging.WARNING, "pdconn: %s", card.sentence)
 
     def nixl() -> Transport:
         return open_nixl(settings, config, name, lends=lends, drive_on=drive_on)
 
     def ucx() -> Transport:
         options = ucx_options(settings.backend_options)
+        if card.devices:
+            options["NET_DEVICES"] = ",".join(card.devices)
         return UcxTransport(name, options=options, huge_pages=settings.huge_pages)
 
     with wider_affinity():
@@ -65,6 +73,7 @@ def open_nixl(
         name,
         backends=settings.backends,
         backend_options=options,
+        net_devices=kv_card(settings).devices,
         huge_pages=settings.huge_pages,
         drive_on=drive_on,
     )

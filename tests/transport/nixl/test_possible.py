@@ -88,7 +88,7 @@ def test_it_is_logged_at_the_first_connection(
 ) -> None:  # fmt: skip
     asked: list[Mapping[str, str]] = []
 
-    def possible(ucx: Mapping[str, str]) -> tuple[str, ...]:
+    def possible(ucx: Mapping[str, str], net_devices: object) -> tuple[str, ...]:
         asked.append(ucx)
         return found
 
@@ -109,7 +109,7 @@ def test_host_memory_needs_no_cuda_ipc(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("nixl")
-    monkeypatch.setattr(transport_module, "possible_transports", lambda ucx: ("tcp/lo",))
+    monkeypatch.setattr(transport_module, "possible_transports", lambda *_: ("tcp/lo",))
     caplog.set_level(logging.INFO, logger="transport")
     held = np.zeros(8192, np.uint8)
     with NixlTransport("a", huge_pages=False) as one, NixlTransport("b") as other:

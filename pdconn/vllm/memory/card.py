@@ -1,0 +1,51 @@
+"""The network card that carries KV, as settings, environment and machine say."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from pdconn.sidechannel.host_cards import read_cards, side_channel_addresses
+from pdconn.sidechannel.kv_card import (
+    AUTO,
+    KEY,
+    HostCards,
+    KVCard,
+    NoSuchCard,
+    asked_card,
+    side_channel_card,
+)
+from pdconn.vllm.config import ConfigError, Settings
+
+log = logging.getLogger(__name__)
+
+
+def kv_card(settings: Settings, environ: Mapping[str, str] = os.environ) -> KVCard:
+    """The network card that carries KV: what the user set for UCX itself goes first.
+
+    Raises:
+        ConfigError: ``kv_interface`` asks for a card that is not here.
+    """
+    wanted = settings.kv_interface
+    if settings.transport == "nixl" and "UCX" not in settings.backends:
+        return KVCard((), f"{KEY}: {wanted} is not used: of NIXL's backends, only UCX heeds it")
+    own = f"UCX_NET_DEVICES={environ['UCX_NET_DEVICES']}" if "UCX_NET_DEVICES" in environ else ""
+    if not own:
+        given = settings.backend_options.get("UCX", {}).get("engine_config", "").split(",")
+        parts = (part.strip() for part in given)
+        own = next((p for p in parts if p.removeprefix("UCX_").startswith("NET_DEVICES=")), "")
+    if own:
+        return KVCard((), f"KV goes over what {own} allows, which goes before {KEY}: {wanted}")
+    try:
+        host = read_cards(environ=environ)
+    except OSError as error:
+        log.warning("pdconn: the network cards of this machine cannot be listed: %s", error)
+        host = HostCards()
+    if wanted == AUTO:
+        listening = settings.side_channel_host, settings.advertise_host
+        return side_channel_card(side_channel_addresses(*listening, environ), host)
+    try:
+        return asked_card(wanted, host)
+    except NoSuchCard as error:
+        raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
