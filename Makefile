@@ -56,6 +56,7 @@ test-matrix: venv
 
 check: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 .  # text is UTF-8, whatever the locale
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

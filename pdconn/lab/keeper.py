@@ -178,7 +178,7 @@ def descendants(root: int) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         try:
-            stat = (entry / "stat").read_text(errors="replace")
+            stat = (entry / "stat").read_text(errors="replace", encoding="utf-8")
         except OSError:
             continue  # ended since the listing
         head, _, tail = stat.rpartition(")")  # a name may hold spaces and brackets

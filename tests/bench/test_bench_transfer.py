@@ -222,7 +222,7 @@ def test_the_command_measures_and_writes_what_it_measured(
     assert main(["bench", "transfer", *options, "--json", str(out), "--plot", str(picture)]) == 0
     output = capfd.readouterr().out
     assert output.count("of raw") == 4
-    document = json.loads(out.read_text())
+    document = json.loads(out.read_text(encoding="utf-8"))
     assert [(case["block_tokens"], case["ids"]) for case in document["cases"]] == [
         (16, "random"),
         (16, "runs"),

@@ -55,7 +55,7 @@ def test_equal_services_are_asked_the_same_in_turns_and_found_equal(
     assert "round 2 of 2: two: 3 requests" in output.err
     assert [asked["prompt"] for asked in one.asked] == [asked["prompt"] for asked in two.asked]
     assert {(asked["model"], asked["temperature"]) for asked in one.asked} == {(MODEL, 0.0)}
-    document = json.loads(out.read_text())
+    document = json.loads(out.read_text(encoding="utf-8"))
     assert [(turn["round"], turn["contestant"]) for turn in document["turns"]] == [
         (1, "one"),
         (1, "two"),

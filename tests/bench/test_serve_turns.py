@@ -186,7 +186,7 @@ def test_the_turn_of_a_dead_engine_says_that_it_died(tmp_path: Path) -> None:
 )
 def test_too_little_memory_is_an_error_before_anything_starts(tmp_path: Path, meminfo: str) -> None:
     file, logs = tmp_path / "meminfo", tmp_path / "logs"
-    file.write_text(meminfo)
+    file.write_text(meminfo, encoding="utf-8")
     names = ["pdconn", "single"]
     with (
         pytest.raises(TooLittleMemory, match=r"3 engines need about .* 0\.0 GiB are free"),

@@ -79,7 +79,7 @@ def test_files_are_written_beside_the_table(capsys, tmp_path):
         "--group", "6",
     )  # fmt: skip
     assert "predicted" in out
-    assert json.loads(json_file.read_text())["model"] == "gemma-3-27b"
+    assert json.loads(json_file.read_text(encoding="utf-8"))["model"] == "gemma-3-27b"
     root = ET.parse(svg_file).getroot()
     assert any("group 6" in (text.text or "") for text in root.iter())
 
@@ -87,7 +87,7 @@ def test_files_are_written_beside_the_table(capsys, tmp_path):
 def test_a_config_is_read_from_a_file_or_its_directory(capsys, tmp_path):
     folder = tmp_path / "my-llama"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     by_folder = printed(capsys, "--model", str(folder))
     assert by_folder == printed(capsys, "--model", str(folder / "config.json"))
     built_in_one = printed(capsys, "--model", "llama-3.1-8b")
@@ -97,7 +97,7 @@ def test_a_config_is_read_from_a_file_or_its_directory(capsys, tmp_path):
 def test_states_have_rows_of_their_own_and_a_sum(capsys, tmp_path):
     name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(PUBLISHED[name]))
+    config.write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
     words = ["--model", str(config), "--prompt", "8192", "--decode", "tp=2"]
     out = printed(capsys, *words)
     rows = [line.split() for line in out.splitlines() if line[:11].strip().isdigit()]
@@ -160,7 +160,7 @@ def test_the_header_says_what_a_token_takes_in_each_type(capsys, dtype, item):
 
 def test_a_narrower_type_moves_fewer_bytes_but_states_keep_theirs(capsys, tmp_path):
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]))
+    config.write_text(json.dumps(PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]), encoding="utf-8")
     totals = {}
     for dtype in ("auto", "fp8"):
         words = ["--model", str(config), "--dtype", dtype, "--prompt", "8704", "--json"]

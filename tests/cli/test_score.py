@@ -46,7 +46,9 @@ SNAPSHOT: dict[str, Any] = {
 def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def asked(snapshot: object, *words: str) -> tuple[int, str, str]:
         path = tmp_path / "snapshot.json"
-        path.write_text(snapshot if isinstance(snapshot, str) else json.dumps(snapshot))
+        path.write_text(
+            snapshot if isinstance(snapshot, str) else json.dumps(snapshot), encoding="utf-8"
+        )
         code = main(["score", *words, str(path)])
         captured = capsys.readouterr()
         return code, captured.out, captured.err

@@ -122,7 +122,7 @@ def test_an_empty_root_has_no_rows_and_is_sound(tmp_path: Path, run: Run) -> Non
 def test_what_is_no_root_is_refused_and_left_alone(what: str, tmp_path: Path, run: Run) -> None:
     more = ["--all", "--yes"] if what == "drop" else []
     (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "file").write_text("x", encoding="utf-8")
     for name, seen in (("gone", "no such folder"), ("file", "a file"), ("folder", "without a")):
         code, _, err = run(what, tmp_path / name, *more)
         assert code == 2
@@ -163,7 +163,7 @@ def test_bad_options_end_with_two_and_remove_nothing(
 
 
 def test_a_root_of_another_version_is_refused(root: Path, run: Run) -> None:
-    (root / "format").write_text("pdconn store, version 99\n")
+    (root / "format").write_text("pdconn store, version 99\n", encoding="utf-8")
     code, _, err = run("verify", root, "--drop-bad")
     assert code == 2
     assert "version 99" in err
@@ -204,10 +204,10 @@ def test_a_layout_of_numbers_that_cannot_be_is_named(
 ) -> None:
     """They ended a listing in a traceback."""
     path = root / "rows" / NAMESPACE / "layout.json"
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert old in text
     assert field not in run("verify", root)[1]
-    path.write_text(text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
     assert run("ls", root)[0] == 0
     assert f"{field}: expected a number above 0" in run("verify", root)[1]
 

@@ -51,11 +51,11 @@ def test_a_namespace_is_removed_and_the_other_stays(root: Path, run: Run) -> Non
 def test_nothing_but_rows_is_removed(root: Path, run: Run) -> None:
     folder = file_of(root, full(CHAIN, [0])[0]).parent
     for path in (folder / "notes.txt", root / "mine", root / "rows/x", root / "rows" / NAMESPACE):
-        (path / "mine" if path.is_dir() else path).write_text("keep me")
+        (path / "mine" if path.is_dir() else path).write_text("keep me", encoding="utf-8")
     (folder / "link").symlink_to(root / "mine")
     outside = root.parent / "outside"
     outside.mkdir()
-    (outside / "file").write_text("keep me")
+    (outside / "file").write_text("keep me", encoding="utf-8")
     (root / "rows" / "linked").symlink_to(outside)
     with FilesShelf(root) as shelf:
         shelf.begin("boot-1", "7-0", FA_NBYTES)
@@ -63,7 +63,7 @@ def test_nothing_but_rows_is_removed(root: Path, run: Run) -> None:
     before = files(root)
     assert run("drop", root, "--all", "--yes")[0] == 0
     assert files(root) == before - rows
-    assert (outside / "file").read_text() == "keep me"
+    assert (outside / "file").read_text(encoding="utf-8") == "keep me"
     assert (folder / "link").is_symlink()
 
 

@@ -28,7 +28,7 @@ def pages() -> list[Path]:
 
 def fences(page: str, language: str) -> list[str]:
     """A page's fences of one language."""
-    text = (BEHIND / page).read_text()
+    text = (BEHIND / page).read_text(encoding="utf-8")
     return [found["text"] for found in _FENCE.finditer(text) if found["language"] == language]
 
 

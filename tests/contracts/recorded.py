@@ -27,7 +27,8 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "routers"
 ROUTERS: dict[str, dict[str, Any]] = {
-    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))
+    path.stem: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted(FOLDER.glob("*.json"))
 }
 _GO_WRITES_AS_INTEGER = 1e21
 """Below that Go's encoding/json writes a whole double without a point or an exponent."""

@@ -34,7 +34,7 @@ def our_settings(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_page_names_the_sources_of_its_record(name: str) -> None:
     router = ROUTERS[name]
-    text = (BEHIND / router["page"]).read_text()
+    text = (BEHIND / router["page"]).read_text(encoding="utf-8")
     for source in router["sources"]:
         if "repository" in source:
             assert source["commit"][:_COMMIT_LETTERS] in text
@@ -45,15 +45,15 @@ def test_a_page_names_the_sources_of_its_record(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_page_says_whether_the_router_ran(name: str) -> None:
-    text = (BEHIND / ROUTERS[name]["page"]).read_text()
+    text = (BEHIND / ROUTERS[name]["page"]).read_text(encoding="utf-8")
     assert ("**What ran**" in text) == (ROUTERS[name]["ran"] is not None)
     assert ("nothing ran" in text) == (ROUTERS[name]["ran"] is None)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_index_and_the_menu_lead_to_the_page(page: str) -> None:
-    assert f"(behind/{page})" in (DOCS / "other-routers.md").read_text()
-    assert f"behind/{page}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert f"(behind/{page})" in (DOCS / "other-routers.md").read_text(encoding="utf-8")
+    assert f"behind/{page}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_every_record_has_a_page_and_every_page_but_lmcaches_a_record() -> None:

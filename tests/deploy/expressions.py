@@ -25,7 +25,7 @@ _ROW = re.compile(r"^\| `([\w:]+)` \| (counter|gauge|histogram) \| ([^|]*) \|", 
 
 def groups() -> list[Any]:
     """The groups of the PrometheusRule."""
-    return list(yaml.safe_load(ALERTS.read_text())["spec"]["groups"])
+    return list(yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"])
 
 
 def rules() -> dict[str, str]:
@@ -37,7 +37,7 @@ def scalers() -> dict[str, str]:
     """Triggers of ScaledObjects and their queries."""
     return {
         f"{one['metadata']['name']} {trigger['name']}": trigger["metadata"]["query"]
-        for one in yaml.safe_load_all(SCALED.read_text())
+        for one in yaml.safe_load_all(SCALED.read_text(encoding="utf-8"))
         for trigger in one["spec"]["triggers"]
     }
 

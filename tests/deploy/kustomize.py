@@ -137,7 +137,9 @@ def _renamed(node: Any, names: Mapping[str, str], parent: str = "") -> Any:
 
 
 def _patched(folder: Path, patch: Mapping[str, Any], made: list[Resource]) -> list[Resource]:
-    text = (folder / patch["path"]).read_text() if "path" in patch else patch["patch"]
+    text = (
+        (folder / patch["path"]).read_text(encoding="utf-8") if "path" in patch else patch["patch"]
+    )
     change = yaml.safe_load(text)
     target = patch["target"]
     changed, met = [], False

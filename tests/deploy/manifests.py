@@ -60,11 +60,16 @@ def checkout(folder: Path) -> Path:
     """A copy of the examples with secrets, and llm-d's guide from this machine."""
     copied = Path(shutil.copytree(EXAMPLES, folder / "kubernetes"))
     for name, content in SECRETS.items():
-        (copied / name).write_text(content)
+        (copied / name).write_text(content, encoding="utf-8")
     shutil.copytree(GUIDE, copied / "guide")
     overlay = copied / "overlays/llm-d/kustomization.yaml"
     overlay.write_text(
-        re.sub(r"https://github\.com/llm-d/llm-d//\S+", "../../guide", overlay.read_text())
+        re.sub(
+            r"https://github\.com/llm-d/llm-d//\S+",
+            "../../guide",
+            overlay.read_text(encoding="utf-8"),
+        ),
+        encoding="utf-8",
     )
     return copied
 

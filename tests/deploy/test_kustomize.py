@@ -53,7 +53,7 @@ def _without_hashes(node: Any) -> Any:
 def test_a_changed_secret_changes_the_name_that_pods_mount(tmp_path: Path) -> None:
     folder = checkout(tmp_path)
     before = mounted(build(folder / "base"))
-    (folder / "base/secrets/pdconn.secret").write_text("another" * 8)
+    (folder / "base/secrets/pdconn.secret").write_text("another" * 8, encoding="utf-8")
     after = mounted(build(folder / "base"))
     assert before["pdconn-router"] == after["pdconn-router"]
     for name in ("pdconn-prefill", "pdconn-decode"):
@@ -97,9 +97,9 @@ def test_what_cannot_be_built_is_refused(
     tmp_path: Path, path: str, old: str, new: str, message: str
 ) -> None:
     folder = checkout(tmp_path)
-    text = (folder / path).read_text()
+    text = (folder / path).read_text(encoding="utf-8")
     assert old in text
-    (folder / path).write_text(text.replace(old, new, 1))
+    (folder / path).write_text(text.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(BuildError, match=message):
         build_all(folder)
 
@@ -112,4 +112,4 @@ def test_secrets_of_the_examples_are_left_out_of_git(examples: Path) -> None:
     folders = sorted(path.parent for path in examples.rglob("*.secret"))
     assert len(folders) == 2
     for folder in folders:
-        assert (folder / ".gitignore").read_text().splitlines()[0] == "*"
+        assert (folder / ".gitignore").read_text(encoding="utf-8").splitlines()[0] == "*"

@@ -258,7 +258,7 @@ def secrets(tmp_path: Path, default: Cluster) -> Path:
     for key, workload in names.items():
         (volume,) = [v for v in pod_of(default.workloads[workload])["volumes"] if "secret" in v]
         (written / key).touch(0o600)
-        (written / key).write_text(next(iter(SECRETS.values())) + "\n")
+        (written / key).write_text(next(iter(SECRETS.values())) + "\n", encoding="utf-8")
         os.chmod(written / key, volume["secret"]["defaultMode"])
         (tmp_path / key).symlink_to(f"..data/{key}")
     return tmp_path

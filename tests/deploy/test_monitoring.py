@@ -100,12 +100,14 @@ def test_monitors_put_the_labels_on_series_that_queries_ask_by(default: Cluster)
 
 
 def test_compose_has_the_alerts_of_the_cluster() -> None:
-    assert yaml.safe_load((ROOT / "docker/alerts.yml").read_text()) == {"groups": groups()}
+    assert yaml.safe_load((ROOT / "docker/alerts.yml").read_text(encoding="utf-8")) == {
+        "groups": groups()
+    }
     assert scraping()["rule_files"] == ["alerts.yml"]
 
 
 def test_every_alert_is_explained() -> None:
-    text = (ROOT / "docs/kubernetes.md").read_text()
+    text = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
     assert [name for name in rules() if f"| `{name}` |" not in text] == []
     assert set(re.findall(r"^\| `(Pdconn\w+)` \|", text, re.M)) <= rules().keys()
 
@@ -196,7 +198,7 @@ def test_every_alert_has_a_fault_that_it_is_for() -> None:
 
 def promtool_says(changes: dict[str, str | None], expected: set[str], folder: Path) -> str:
     """Nothing if exactly these alerts fire for Prometheus' own tool, else what it says."""
-    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": groups()}))
+    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": groups()}), encoding="utf-8")
     query = 'count by (alertname) (count by (alertname, job) (ALERTS{alertstate="firing"}))'
     test: dict[str, Any] = {
         "interval": "1m",
@@ -214,7 +216,8 @@ def promtool_says(changes: dict[str, str | None], expected: set[str], folder: Pa
         ],
     }
     (folder / "test.yml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]})
+        yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [test]}),
+        encoding="utf-8",
     )
     assert PROMTOOL is not None
     words = [PROMTOOL, "test", "rules", "test.yml"]

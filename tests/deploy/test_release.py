@@ -105,7 +105,7 @@ def test_a_distribution_without_its_description_is_noticed(dist: Path, tmp_path:
 
 def test_metadata_say_what_it_is_and_what_it_needs(wheel: Path) -> None:
     seen = metadata(wheel)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (seen["Name"], seen["Version"]) == ("pdconn", project["version"])
     assert seen["License-Expression"] == "Apache-2.0"
     assert seen["License-File"] == "LICENSE"

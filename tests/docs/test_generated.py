@@ -18,13 +18,15 @@ QUICK = {name: make for name, make in PARTS.items() if name != "engine-metrics"}
 
 
 def test_every_part_stands_on_a_page() -> None:
-    text = "".join(path.read_text() for path in pages())
+    text = "".join(path.read_text(encoding="utf-8") for path in pages())
     assert [name for name in PARTS if f"<!-- generated:{name} -->" not in text] == []
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_part_is_what_the_code_says(name: str) -> None:
-    page = next(path for path in pages() if f"<!-- generated:{name} -->" in path.read_text())
+    page = next(
+        path for path in pages() if f"<!-- generated:{name} -->" in path.read_text(encoding="utf-8")
+    )
     only = {part: make if part == name else as_it_is(page, part) for part, make in PARTS.items()}
     assert list(stale([page], only)) == [], "run `make docs ARGS=--write`"
 
@@ -32,14 +34,18 @@ def test_a_part_is_what_the_code_says(name: str) -> None:
 def test_a_stale_part_is_noticed(tmp_path: Path) -> None:
     """Negative control."""
     page = tmp_path / "page.md"
-    page.write_text("a\n<!-- generated:modules -->\n\nold\n\n<!-- /generated -->\nb\n")
+    page.write_text(
+        "a\n<!-- generated:modules -->\n\nold\n\n<!-- /generated -->\nb\n", encoding="utf-8"
+    )
     (difference,) = stale([page], {"modules": lambda: "new\n"})
     assert "-old" in difference
     assert "+new" in difference
-    page.write_text(generated(page.read_text(), {"modules": lambda: "new\n"}))
+    page.write_text(
+        generated(page.read_text(encoding="utf-8"), {"modules": lambda: "new\n"}), encoding="utf-8"
+    )
     assert list(stale([page], {"modules": lambda: "new\n"})) == []
-    assert page.read_text().startswith("a\n")
-    assert page.read_text().endswith("b\n")
+    assert page.read_text(encoding="utf-8").startswith("a\n")
+    assert page.read_text(encoding="utf-8").endswith("b\n")
 
 
 def test_a_key_that_is_added_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +76,9 @@ def test_documented_defaults_are_the_defaults() -> None:
 
 
 def test_every_command_and_every_module_is_listed() -> None:
-    text = (DOCS / "cli.md").read_text()
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
     assert all(f"## pdconn {command.name}" in text for command in COMMANDS)
-    listed = (DOCS / "design.md").read_text()
+    listed = (DOCS / "design.md").read_text(encoding="utf-8")
     for package in ("pdconn", "transport", "registration"):
         for path in (ROOT / package).rglob("*.py"):
             if path.name != "__init__.py":

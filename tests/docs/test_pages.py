@@ -41,7 +41,8 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     """Negative control."""
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](page.md) [b](gone.md) [c](page.md#gone) [d](https://example.org)\n\n# A b\n"
+        "[a](page.md) [b](gone.md) [c](page.md#gone) [d](https://example.org)\n\n# A b\n",
+        encoding="utf-8",
     )
     assert [one for one in links(page) if _is_broken(page, one)] == ["gone.md", "page.md#gone"]
     assert not _is_broken(page, "#a-b")
@@ -65,7 +66,7 @@ def test_the_older_name_of_the_connector_is_said_where_it_is_explained_only() ->
     seen = {
         path.relative_to(ROOT).as_posix()
         for path in shown
-        if not path.is_symlink() and _OLDER_NAME.search(path.read_text())
+        if not path.is_symlink() and _OLDER_NAME.search(path.read_text(encoding="utf-8"))
     }
     assert seen == _SAYS_THE_OLDER_NAME
 
@@ -97,7 +98,7 @@ def test_a_metric_that_nothing_exports_is_noticed() -> None:
 def test_mkdocs_builds_without_a_warning(tmp_path: Path) -> None:
     assert _build(DOCS, tmp_path / "site") == ""
     assert (tmp_path / "site/security.html").is_file()
-    assert "kv_lease_duration" in (tmp_path / "site/configuration.html").read_text()
+    assert "kv_lease_duration" in (tmp_path / "site/configuration.html").read_text(encoding="utf-8")
 
 
 def test_mkdocs_refuses_a_broken_link(tmp_path: Path) -> None:
@@ -129,8 +130,10 @@ def _anchors(path: Path) -> set[str]:
 def _build(docs: Path, site: Path) -> str:
     """What MkDocs complains of; nothing where all is well."""
     config = site.parent / "mkdocs.yml"
-    text = (ROOT / "mkdocs.yml").read_text()
-    config.write_text(re.sub(r"^docs_dir: .*$", f"docs_dir: {docs}", text, flags=re.MULTILINE))
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    config.write_text(
+        re.sub(r"^docs_dir: .*$", f"docs_dir: {docs}", text, flags=re.MULTILINE), encoding="utf-8"
+    )
     words = ["build", "--strict", "-f", str(config), "-d", str(site)]
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *words],
@@ -151,7 +154,9 @@ def _metrics(text: str) -> set[str]:
 def _exported() -> set[str]:
     """Series of the generated tables, which other tests hold to the code."""
     rows = re.findall(
-        r"^\| `([\w:]+)` \| (counter|gauge|histogram) ", (DOCS / "metrics.md").read_text(), re.M
+        r"^\| `([\w:]+)` \| (counter|gauge|histogram) ",
+        (DOCS / "metrics.md").read_text(encoding="utf-8"),
+        re.M,
     )
     series = {name for name, _ in rows}
     for name, kind in rows:
@@ -181,7 +186,7 @@ def _code_strings() -> str:
     parts = []
     for package in ("pdconn", "transport", "registration"):
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
                     words = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
                     parts.append("".join(map(str, words)))

@@ -18,7 +18,7 @@ _DRAWN = re.compile(r"pdconn (plan .*--svg docs/images/([\w-]+\.svg))$", re.MULT
 
 def drawn() -> dict[str, str]:
     """The pictures that the docs say how to draw, and the command."""
-    text = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))
     return {found[2]: found[1] for found in _DRAWN.finditer(text)}
 
 
@@ -30,11 +30,15 @@ def test_a_picture_is_what_its_command_draws(
     (tmp_path / "docs/images").mkdir(parents=True)
     assert main(shlex.split(drawn()[name])) == 0
     capsys.readouterr()
-    assert (tmp_path / "docs/images" / name).read_text() == (IMAGES / name).read_text()
+    assert (tmp_path / "docs/images" / name).read_text(encoding="utf-8") == (
+        IMAGES / name
+    ).read_text(encoding="utf-8")
 
 
 def test_every_picture_is_small_used_and_can_be_made_again() -> None:
-    pages = "\n".join(page.read_text() for page in (ROOT / "README.md", *DOCS.glob("*.md")))
+    pages = "\n".join(
+        page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *DOCS.glob("*.md"))
+    )
     found = sorted(IMAGES.iterdir())
     assert {path.name for path in found if path.suffix == ".svg"} == set(drawn()) != set()
     for path in found:

@@ -46,9 +46,9 @@ def test_there_are_commands_of_every_kind() -> None:
 def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
     first = command.words[0]
     if first == "make":
-        assert f"\n{command.words[1]}:" in (ROOT / "Makefile").read_text()
+        assert f"\n{command.words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
     elif first == "pip":
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         extras = project["optional-dependencies"]
         if command.words[1] == "freeze":  # what the next command must not move
             assert command.words[-2:] == [">", "installed.txt"]
@@ -69,7 +69,7 @@ def test_every_command_is_of_a_kind_that_is_checked(command: Command) -> None:
         else:
             assert ours == "."
             (name,) = others  # the version that was tested, of those that are allowed
-            assert name in (ROOT / "requirements.txt").read_text().splitlines()
+            assert name in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
             (allowed,) = [Requirement(one) for one in extras["engine"] if one.startswith("nixl")]
             assert name.removeprefix("nixl==") in allowed.specifier
     elif first == "curl":
@@ -156,14 +156,16 @@ def test_every_configuration_of_decode_recomputes_what_fails(path: Path) -> None
 
 def test_a_configuration_of_decode_with_vllm_s_default_is_found() -> None:
     """Negative control: each page that shows one, without the policy."""
-    shown = [path for path in FILES if DECODES.search(path.read_text())]
+    shown = [path for path in FILES if DECODES.search(path.read_text(encoding="utf-8"))]
     assert {path.name for path in shown} >= {
         "README.md",
         "quickstart.md",
         "compose.gpu.yaml",
         "decode.yaml",
     }
-    assert all(num_that_fail(RECOMPUTES.sub("", path.read_text())) for path in shown)
+    assert all(
+        num_that_fail(RECOMPUTES.sub("", path.read_text(encoding="utf-8"))) for path in shown
+    )
 
 
 def test_nothing_that_is_installed_beside_vllm_moves_it() -> None:
@@ -171,7 +173,7 @@ def test_nothing_that_is_installed_beside_vllm_moves_it() -> None:
     for command in COMMANDS:
         if command.words[:2] == ["pip", "install"] and "nixl==" in command.text:
             assert command.words[-2:] == ["-c", "installed.txt"], str(command)
-    assert "[engine]" not in (ROOT / "docker/Dockerfile.gpu").read_text()
+    assert "[engine]" not in (ROOT / "docker/Dockerfile.gpu").read_text(encoding="utf-8")
 
 
 def test_a_transfer_configuration_with_a_fault_is_refused() -> None:

@@ -17,7 +17,7 @@ from pdconn.vllm.config import ConfigError, read_settings
 from tests.docs.generate import DOCS
 from tests.docs.store_settings import MEANINGS, rows
 
-PAGE = (DOCS / "stores.md").read_text()
+PAGE = (DOCS / "stores.md").read_text(encoding="utf-8")
 
 
 def configurations(text: str) -> Iterator[dict[str, Any]]:

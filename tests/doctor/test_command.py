@@ -86,7 +86,8 @@ async def test_a_fleet_file_names_the_engines_and_text_says_what_was_seen(
         fleet = tmp_path / "fleet.toml"
         fleet.write_text(
             f'[[engine]]\nurl = "{pair.prefill.url}"\nroles = ["prefill"]\n'
-            f'[[engine]]\nurl = "{pair.decode.url}"\nroles = ["decode"]\n'
+            f'[[engine]]\nurl = "{pair.decode.url}"\nroles = ["decode"]\n',
+            encoding="utf-8",
         )
         code = await asyncio.to_thread(main, ["doctor", "--no-local", "--fleet", str(fleet)])
     text = capsys.readouterr().out

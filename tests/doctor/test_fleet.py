@@ -106,7 +106,7 @@ async def test_engines_at_https_are_asked_with_the_ca_that_was_given(tmp_path: P
 def test_a_bad_ca_file_names_the_option(content: Any, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "ca.pem"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     with pytest.raises(BadQuestion, match=f"--engine-ca: expected .*{expected}"):
         trusting("--engine-ca", str(path))
 
@@ -361,7 +361,7 @@ async def test_an_engine_without_tokenizer_is_sent_ids(tmp_path: Path, capsys: A
 @in_loop
 async def test_the_key_of_the_engines_is_sent(tmp_path: Path, capsys: Any) -> None:
     key = tmp_path / "key"
-    key.write_text("k-123\n")
+    key.write_text("k-123\n", encoding="utf-8")
     async with healthy(tmp_path) as pair:
         pair.prefill.key = pair.decode.key = "k-123"
         code, document = await pair.ask(capsys)

@@ -39,10 +39,13 @@ def forms(folder: Path, transfer: dict[str, Any], **options: Any) -> list[str]:
     """The same configuration in every form that is understood."""
     text = json.dumps(transfer)
     bare, whole, page = folder / "a.json", folder / "b.json", folder / "c.yaml"
-    bare.write_text(text)
-    whole.write_text(json.dumps({"kv-transfer-config": text, **options}))
+    bare.write_text(text, encoding="utf-8")
+    whole.write_text(json.dumps({"kv-transfer-config": text, **options}), encoding="utf-8")
     lines = [f"kv-transfer-config: '{text}'", "model: m"]
-    page.write_text("\n".join([*lines, *(f"{k}: {json.dumps(v)}" for k, v in options.items())]))
+    page.write_text(
+        "\n".join([*lines, *(f"{k}: {json.dumps(v)}" for k, v in options.items())]),
+        encoding="utf-8",
+    )
     flags = " ".join(f"--{name}" for name in options)
     line = f"HF_HOME=/x vllm serve m --port 8100 {flags} --kv-transfer-config='{text}'"
     dotted = " ".join(f"--kv-transfer-config.{k} '{v}'" for k, v in transfer.items() if k != KEY)

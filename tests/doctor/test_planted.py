@@ -54,7 +54,9 @@ class Host:
 
     def ask(self, capsys: Any) -> tuple[int, dict[str, Any]]:
         path = self.folder / "engine.json"
-        path.write_text(json.dumps({"kv_transfer_config": self.transfer, **self.options}))
+        path.write_text(
+            json.dumps({"kv_transfer_config": self.transfer, **self.options}), encoding="utf-8"
+        )
         code = main(["doctor", "--json", "--config", str(path)])
         return code, json.loads(capsys.readouterr().out)
 
@@ -117,7 +119,7 @@ def store_larger_than_its_disk(host: Host) -> None:
 
 
 def file_in_place_of_the_store(host: Host) -> None:
-    (host.folder / "kv").write_text("in the way")
+    (host.folder / "kv").write_text("in the way", encoding="utf-8")
 
 
 def address_of_another_host(host: Host) -> None:

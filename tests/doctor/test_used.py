@@ -61,7 +61,7 @@ def ask(log: Path, capsys: Any) -> tuple[int, dict[str, Any]]:
 
 def test_the_log_of_an_engine_tells_by_what_it_has_read(tmp_path: Path, capsys: Any) -> None:
     log = tmp_path / "ucx.log"
-    log.write_text(table(READ, [CMA]))
+    log.write_text(table(READ, [CMA]), encoding="utf-8")
     code, document = ask(log, capsys)
     assert (code, ids(document)) == (0, [])
     assert document["checks"][0]["seen"] == [f"{log}: UCX read by zero-copy cma/memory (546)"]
@@ -69,7 +69,7 @@ def test_the_log_of_an_engine_tells_by_what_it_has_read(tmp_path: Path, capsys: 
 
 def test_a_log_without_counts_is_said_to_tell_nothing(tmp_path: Path, capsys: Any) -> None:
     log = tmp_path / "ucx.log"
-    log.write_text("nothing of UCX\n")
+    log.write_text("nothing of UCX\n", encoding="utf-8")
     code, document = ask(log, capsys)
     assert (code, ids(document)) == (0, ["ucx-log.silent"])
     assert "export UCX_PROTO_INFO=used" in document["findings"][0]["remedy"]

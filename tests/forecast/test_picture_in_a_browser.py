@@ -34,7 +34,7 @@ OVERLAPPING = """(() => {
 async def shown(page: Page, svg: str, folder: Path) -> tuple[list[str], list[str]]:
     """What a picture has outside its frame, and on each other."""
     path = folder / "plan.svg"
-    path.write_text(svg)
+    path.write_text(svg, encoding="utf-8")
     await page.open(path.as_uri())
     return await page.value(OUTSIDE), await page.value(OVERLAPPING)
 

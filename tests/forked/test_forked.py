@@ -41,8 +41,8 @@ def wait_until(true: Callable[[], object]) -> None:
 
 def found(process: Process, lines: int = 2) -> dict[str, Any]:
     """What it found itself to be."""
-    wait_until(lambda: process.log.read_text().count("\n") >= lines)
-    return dict(json.loads(process.log.read_text().splitlines()[0]))
+    wait_until(lambda: process.log.read_text(encoding="utf-8").count("\n") >= lines)
+    return dict(json.loads(process.log.read_text(encoding="utf-8").splitlines()[0]))
 
 
 def is_alive(pid: int) -> bool:
@@ -129,7 +129,7 @@ def test_its_exit_status_and_last_words_are_seen(
 def test_what_it_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     with sample(tmp_path / "log", "leave a child") as process:
         wait_until(process.ended)
-    child = int(process.log.read_text().splitlines()[2])
+    child = int(process.log.read_text(encoding="utf-8").splitlines()[2])
     assert not is_alive(child)
 
 

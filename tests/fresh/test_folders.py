@@ -62,7 +62,8 @@ def test_a_test_that_fails_elsewhere_is_seen(tmp_path: Path) -> None:
     folder = tmp_path / "π"
     (folder / "tests").mkdir(parents=True)
     (folder / "tests/test_it.py").write_text(
-        "from pathlib import Path\n\ndef test_it():\n    assert Path.cwd().name == 'pdconn'\n"
+        "from pathlib import Path\n\ndef test_it():\n    assert Path.cwd().name == 'pdconn'\n",
+        encoding="utf-8",
     )
     assert _tests_in(folder, {}, "tests/test_it.py").returncode == 1
 

@@ -75,7 +75,9 @@ def test_a_failing_pip_is_shown_and_ends_the_installation(
 ) -> None:
     python = tmp_path / "bin/python"
     python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 'ERROR: no space left on device' >&2\nexit 2\n")
+    python.write_text(
+        "#!/bin/sh\necho 'ERROR: no space left on device' >&2\nexit 2\n", encoding="utf-8"
+    )
     python.chmod(0o755)
     assert install.main([str(tmp_path), "--torch", "torch==2.13.0"]) == 1
     shown = capfd.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.lab.engine import Engine, running
+from pdconn.lab.engine import CPU_LIBRARIES, Engine, missing_libraries, running
 from pdconn.lab.errors import EngineDied, EngineStartTimeout, PortInUse
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.spec import EngineSpec
@@ -43,7 +43,7 @@ class LeapingClock:
         self._log, self._began = log, time.monotonic()
 
     def __call__(self) -> float:
-        complete = self._log.exists() and self._log.read_text().endswith("\n")
+        complete = self._log.exists() and self._log.read_text(encoding="utf-8").endswith("\n")
         return 3600.0 if complete or time.monotonic() - self._began > 30.0 else 0.0
 
 
@@ -152,3 +152,11 @@ def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
 def test_what_was_never_launched_is_no_running_engine(tmp_path: Path) -> None:
     with pytest.raises(EngineDied, match="never launched"):
         Engine(_spec(_HEALTHY), tmp_path).check()
+
+
+def test_a_library_that_does_not_load_is_missing() -> None:
+    def load(_name: str) -> None:
+        raise OSError("cannot open shared object file")
+
+    assert missing_libraries(load) == CPU_LIBRARIES
+    assert missing_libraries() == {}  # this machine runs engines

@@ -48,7 +48,7 @@ def test_another_spec_is_another_model(written: Path) -> None:
 
 def test_every_third_layer_attends_to_everything(written: Path) -> None:
     assert TINY.layer_types == ("sliding_attention", "sliding_attention", "full_attention") * 2
-    config = json.loads((written / "config.json").read_text())
+    config = json.loads((written / "config.json").read_text(encoding="utf-8"))
     assert config["layer_types"] == list(_SMALL.layer_types)
     assert config["sliding_window"] == 64
     assert config["architectures"] == ["Gemma3ForCausalLM"]
@@ -89,7 +89,7 @@ def test_other_texts_are_spelled_and_no_two_are_the_same_tokens(tmp_path: Path) 
 
 
 def test_chats_have_a_template(written: Path) -> None:
-    settings = json.loads((written / "tokenizer_config.json").read_text())
+    settings = json.loads((written / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert "message['content']" in settings["chat_template"]
 
 

@@ -118,7 +118,7 @@ def test_grandchildren_outside_the_group_are_found_and_killed(tmp_path: Path) ->
     with Process("server", _python(_WITH_GRANDCHILD + "\ninput()"), log) as process:
         _wait_until(process.ended)  # it has no input, so it ends at once
         ended = process.ended()
-    grandchild = int(log.read_text().split()[0])
+    grandchild = int(log.read_text(encoding="utf-8").split()[0])
     assert ended is not None
     assert [name.partition("(")[2] for name in ended.killed] == [f"{grandchild})"]
     assert not _is_alive(grandchild)
@@ -161,7 +161,7 @@ def test_temporary_files_go_with_the_process(tmp_path: Path) -> None:
     code = "import tempfile; print(tempfile.mkdtemp(), flush=True)"
     with Process("server", [sys.executable, "-c", code], log) as process:
         _wait_until(process.ended)
-    assert not Path(log.read_text().strip()).exists()
+    assert not Path(log.read_text(encoding="utf-8").strip()).exists()
 
 
 def test_descendants_are_all_generations_but_not_zombies() -> None:

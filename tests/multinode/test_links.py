@@ -39,7 +39,7 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "links.json"
     words = ["--gbits", "1", "--requests", "12", "--longest", "1024", "--json", str(out)]
     assert links.main([*words, "--prefill-rate", "20000"]) in (links.EXIT_OK, links.EXIT_WRONG)
-    [link] = json.loads(out.read_text())["links"]
+    [link] = json.loads(out.read_text(encoding="utf-8"))["links"]
     assert len(link["judged"]) == link["outcome"]["requests"] == 12
     assert link["judged"][0]["is_pulled"]  # a link that was never seen is tried
     assert link["outcome"]["pull_better"] == 0.0

@@ -80,7 +80,7 @@ class Cluster:
 
     def log(self, name: str) -> str:
         """Everything that an engine has logged."""
-        return self.engines[name].log.read_text()
+        return self.engines[name].log.read_text(encoding="utf-8")
 
     def count(self, name: str, metric: str) -> float:
         """A metric of an engine, summed over its labels; 0 if it is not there."""
@@ -232,5 +232,5 @@ def _secret_beside(model: Path) -> str:
     path = model.with_suffix(".multinode-secret")
     if not path.exists():
         path.touch(0o600)
-        path.write_text(secrets.token_hex(32))
+        path.write_text(secrets.token_hex(32), encoding="utf-8")
     return str(path)

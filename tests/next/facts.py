@@ -180,7 +180,7 @@ def imported(folder: Path = OURS) -> set[tuple[str, str]]:
     """(module, name) of everything that our sources import from vLLM, wherever in a file."""
     found = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 found |= {(str(node.module), alias.name) for alias in node.names}
     return found

@@ -38,7 +38,7 @@ def download(version: str, into: Path) -> None:
         backend = Path(folder) / "setuptools"
         backend.mkdir()
         (backend / "__init__.py").touch()
-        (backend / "build_meta.py").write_text(_BACKEND)
+        (backend / "build_meta.py").write_text(_BACKEND, encoding="utf-8")
         pip_download(
             f"vllm=={version}",
             *("--no-binary", ":all:", "--no-build-isolation", "--dest", str(into)),

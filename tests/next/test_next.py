@@ -183,10 +183,10 @@ def test_a_vllm_with_another_parameter_is_reported(tmp_path: Path) -> None:
         ("v1/core/block_pool.py", "def touch(", "def touch_all("),
     ):
         _like(installed, package, Path(changed))
-        text = (installed / changed).read_text()
+        text = (installed / changed).read_text(encoding="utf-8")
         assert text.count(before) == 1
         (package / changed).unlink()
-        (package / changed).write_text(text.replace(before, after))
+        (package / changed).write_text(text.replace(before, after), encoding="utf-8")
     now, then = facts_of(None), facts_of(tree)
     assert compare.overrides(now, now).problems == ()
     assert compare.names(now, now).problems == ()
@@ -218,7 +218,7 @@ def _like(source: Path, made: Path, changed: Path) -> None:
 def _attributes() -> Iterator[tuple[str, str, bool]]:
     """(object, attribute, whether it is written to) of every attribute in our sources."""
     for path in OURS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 yield ast.unparse(node.value), node.attr, isinstance(node.ctx, ast.Store)
 
@@ -247,7 +247,7 @@ def test_what_is_replaced_is_listed() -> None:
 
 def test_what_is_listed_is_used() -> None:
     """As an attribute, or by a name in quotes."""
-    text = "".join(path.read_text() for path in OURS.rglob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in OURS.rglob("*.py"))
     used = {name for _, name, _ in _attributes()} | {"__init__"}
     assert sorted(name for name in LISTED - used if f'"{name}"' not in text) == []
 
@@ -275,7 +275,7 @@ def installed(tmp_path: Path) -> Path:
     """A package with a compiled library."""
     folder = tmp_path / "site-packages/vllm"
     folder.mkdir(parents=True)
-    (folder / "_C.abi3.so").write_text("for a CPU")
+    (folder / "_C.abi3.so").write_text("for a CPU", encoding="utf-8")
     return folder
 
 
@@ -285,9 +285,9 @@ def test_python_files_lie_over_the_installed_libraries(
     monkeypatch.setattr("tests.next.tree._NEEDED", ("needed_x", "pytest"))
     tree, was_there = obtain("9.9.0", tmp_path / "next", fetch=wheel, installed=installed)
     assert not was_there
-    assert (tree / "vllm/_C.abi3.so").read_text() == "for a CPU"
+    assert (tree / "vllm/_C.abi3.so").read_text(encoding="utf-8") == "for a CPU"
     assert not (tree / "vllm/csrc").exists()
-    assert (tree / "needed.py").read_text() == "asked = 'needed_x>=2'\n"
+    assert (tree / "needed.py").read_text(encoding="utf-8") == "asked = 'needed_x>=2'\n"
     told = "import vllm, importlib.metadata as m; print(vllm.__version__, m.version('vllm'))"
     env = environment(tree, ROOT)
     seen = subprocess.run(
@@ -296,7 +296,7 @@ def test_python_files_lie_over_the_installed_libraries(
     assert seen.stdout.split() == ["9.9.0", "9.9.0+cpu"]
     shutil.rmtree(installed.parent)
     installed.mkdir(parents=True)
-    (installed / "_other.so").write_text("of a later version")
+    (installed / "_other.so").write_text("of a later version", encoding="utf-8")
     again, was_there = obtain("9.9.0", tmp_path / "next", fetch=offline, installed=installed)
     assert (again, was_there) == (tree, True)
     assert [path.name for path in tree.rglob("*.so")] == ["_other.so"]

@@ -53,7 +53,7 @@ def test_files_come_as_they_are_and_no_code_of_the_distribution_runs(
 ) -> None:
     made = source(no_index)
     found = obtain("9.9.0", NAMES, tmp_path / "kept")
-    assert [path.read_text() for path in found] == [f"# {name}\n" for name in NAMES]
+    assert [path.read_text(encoding="utf-8") for path in found] == [f"# {name}\n" for name in NAMES]
     # Control: as pip does it by itself, it runs.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     ended = subprocess.run(

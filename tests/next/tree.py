@@ -119,7 +119,7 @@ def _fetched(requirement: str, folder: Path, fetch: Callable[[str, Path], None])
 def _lacking(tree: Path) -> list[str]:
     """Of what is needed besides: what this vLLM requires and this environment lacks."""
     (metadata,) = tree.glob("vllm-*.dist-info/METADATA")
-    lines = metadata.read_text().splitlines()
+    lines = metadata.read_text(encoding="utf-8").splitlines()
     return [
         line.removeprefix("Requires-Dist: ")
         for name in _NEEDED
@@ -135,7 +135,10 @@ def _unpack(wheel: Path, version: str, tree: Path) -> None:
     if not said.is_file() or not (tree / "vllm/__init__.py").is_file():
         raise NotHad(f"{wheel.name}: it is no wheel of vLLM {version}")
     said.write_text(
-        said.read_text().replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n")
+        said.read_text(encoding="utf-8").replace(
+            f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n"
+        ),
+        encoding="utf-8",
     )
     said.parent.rename(tree / f"vllm-{version}+cpu.dist-info")
 

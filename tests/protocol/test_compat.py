@@ -299,7 +299,8 @@ def test_a_description_without_ranks(
     file = tmp_path / "a.json"
     file.write_text(
         '{"type": "described", "version": 1, "engine_id": "e", "incarnation": "b", '
-        f'"traits": {{}}, "ranks": {ranks}}}'
+        f'"traits": {{}}, "ranks": {ranks}}}',
+        encoding="utf-8",
     )
     assert main(["diff", str(file), str(file)]) == 2
     assert "ranks" in capsys.readouterr().err
@@ -314,7 +315,7 @@ def test_a_place_that_is_none(where: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_file_that_is_no_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.json"
-    file.write_text('{"version": 1}')
+    file.write_text('{"version": 1}', encoding="utf-8")
     assert main(["diff", str(file), str(file)]) == 2
     assert "expected an engine's description" in capsys.readouterr().err
 

@@ -140,7 +140,7 @@ def test_a_fleet_file_that_makes_no_sense_at_the_start_names_itself(
     """It is read as it is watched, so a router that starts says it and not its settings."""
     path = tmp_path / "fleet.toml"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
     async def start() -> None:
         async with running_proxy(ProxyConfig.of([], [], fleet=str(path), port=0)):

@@ -34,7 +34,7 @@ async def test_the_page_runs_nothing_but_its_own_script():
 
 
 def test_the_page_needs_no_other_host_and_makes_no_markup():
-    page = pages_module._PAGE.read_text()
+    page = pages_module._PAGE.read_text(encoding="utf-8")
     assert not re.search(r"https?://|//[a-z]+\.", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\bon\w+=", page)
     assert not re.search(r"\sstyle=", page)  # the policy would refuse it
@@ -99,10 +99,10 @@ async def test_an_engine_that_left_takes_its_hit_rate_with_it(tmp_path):
         await send_three(made)
         gone = made.busy.url
         assert gone in [one["engine"] for one in (await made.state())["engines"]]
-        whole = made.path.read_text()
+        whole = made.path.read_text(encoding="utf-8")
         made.remove_busy()
         await made.state_with(lambda s: gone not in json.dumps([s["engines"], s["pods"]]))
-        made.path.write_text(whole)  # it is back, and has served nothing yet
+        made.path.write_text(whole, encoding="utf-8")  # it is back, and has served nothing yet
         state = await made.state_with(is_known)
         back = next(one for one in state["engines"] if one["engine"] == gone)
         stayed = next(one for one in state["engines"] if one["engine"] == made.prefill.url)

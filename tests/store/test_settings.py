@@ -80,7 +80,7 @@ def test_a_root_remembers_its_shelf(tmp_path: Path) -> None:
     place = BucketPlace("rows", "kv/", "http://10.0.0.9:9000", None)
     keep_place(tmp_path / "obj", place)
     assert place_of(tmp_path / "obj") == place
-    assert "key" not in (tmp_path / "obj" / SHELF_FILE).read_text()
+    assert "key" not in (tmp_path / "obj" / SHELF_FILE).read_text(encoding="utf-8")
     for shelf in ("files", "posix"):
         with pytest.raises(FormatError, match=r"rows of .* are in s3://rows/kv/"):
             open_shelf(settings(tmp_path / "obj", shelf=shelf))
@@ -101,7 +101,7 @@ def test_a_root_of_files_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"shelf": "tape", "bucket": "b"}', "\xff", "[1]"])
 def test_a_description_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / SHELF_FILE).write_text(text)
+    (tmp_path / SHELF_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(FormatError):
         place_of(tmp_path)
 

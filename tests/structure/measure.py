@@ -90,7 +90,7 @@ def read_tree(root: Path, folders: Sequence[str]) -> Tree:
     classes: defaultdict[str, list[str]] = defaultdict(list)
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     for path in paths:
-        name, text = path.relative_to(root).as_posix(), path.read_text()
+        name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         files[name] = len(text.splitlines())
         for node in ast.walk(ast.parse(text, name)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -118,7 +118,7 @@ def facts(root: Path) -> dict[str, object]:
     return found | {
         "class names defined more than once, public": len(public),
         "class names defined more than once, private": len(private),
-        "README.md, lines": len((root / "README.md").read_text().splitlines()),
+        "README.md, lines": len((root / "README.md").read_text(encoding="utf-8").splitlines()),
         "defined more than once": {**public, **private},
     }
 
@@ -140,7 +140,7 @@ def violations(root: Path, goals: Goals = GOALS) -> list[str]:
     for private in (False, True):
         for name, places in source.defined_twice(private).items():
             found.append(f"class {name}: defined in {', '.join(places)}")
-    lines = len((root / "README.md").read_text().splitlines())
+    lines = len((root / "README.md").read_text(encoding="utf-8").splitlines())
     if lines > goals.lines_of_the_readme:
         found.append(f"README.md: {lines} lines, at most {goals.lines_of_the_readme}")
     return found

@@ -24,9 +24,9 @@ RIVALS = {"mooncake-transfer-engine-non-cuda"}
 
 def pins(root: Path = ROOT) -> dict[str, Version]:
     """What ``make venv`` installs, by canonical name."""
-    lines = (root / "requirements.txt").read_text().splitlines()
+    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
     found = [line.split("==") for line in lines if "==" in line and not line.startswith("#")]
-    torch = TORCH.search((root / "Makefile").read_text())
+    torch = TORCH.search((root / "Makefile").read_text(encoding="utf-8"))
     assert torch is not None
     return {
         **{canonicalize_name(name): Version(version) for name, version in found},
@@ -36,7 +36,7 @@ def pins(root: Path = ROOT) -> dict[str, Version]:
 
 def declared() -> list[Requirement]:
     """All that pyproject.toml names."""
-    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = document["project"]
     extras = [text for extra in project["optional-dependencies"].values() for text in extra]
     return [

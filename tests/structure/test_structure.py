@@ -35,9 +35,11 @@ def small(tmp_path: Path) -> Path:
     folder = tmp_path / "pdconn/protocol"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
-    (folder / "messages.py").write_text("class Claim: ...\n")
-    (folder / "claims.py").write_text("class Claim: ...\n\n\ndef f():\n    pass\n")
-    (tmp_path / "README.md").write_text("# small\n")
+    (folder / "messages.py").write_text("class Claim: ...\n", encoding="utf-8")
+    (folder / "claims.py").write_text(
+        "class Claim: ...\n\n\ndef f():\n    pass\n", encoding="utf-8"
+    )
+    (tmp_path / "README.md").write_text("# small\n", encoding="utf-8")
     assert violations(tmp_path, SMALL) == []
     return tmp_path
 
@@ -71,7 +73,7 @@ def test_a_wire_message_may_share_its_name(small: Path) -> None:
 )
 def test_what_is_above_a_limit_is_named(small: Path, path: str, text: str, violation: str) -> None:
     (small / path).parent.mkdir(exist_ok=True)
-    (small / path).write_text(text)
+    (small / path).write_text(text, encoding="utf-8")
     assert violations(small, SMALL) == [violation]
     assert violations(small, GOALS) == [each for each in [violation] if "class" in each]
 
@@ -81,10 +83,10 @@ def test_tests_have_limits_for_folders_and_files(small: Path) -> None:
     (small / "tests").mkdir()
     for name in "ab":
         (small / f"tests/test_{name}.py").write_text(
-            "class Same:\n    def f():" + "\n        x()" * 7
+            "class Same:\n    def f():" + "\n        x()" * 7, encoding="utf-8"
         )
     assert violations(small, SMALL) == []
-    (small / "tests/test_c.py").write_text("\n" * 10)
+    (small / "tests/test_c.py").write_text("\n" * 10, encoding="utf-8")
     too_long = "tests/test_c.py: 10 lines, at most 9"
     assert violations(small, SMALL) == ["tests: 3 files, at most 2", too_long]
 

@@ -125,7 +125,7 @@ def main() -> int:
     print(table(heads, lines))
     if options.json is not None:
         document = {"mib": options.mib, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

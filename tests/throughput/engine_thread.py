@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{word}  {side.name}: {took:.3f} ms a step ({name}) <= {options.bound:g} ms")
     if options.json is not None:
         document = {"cores": os.cpu_count(), "sides": [asdict(side) for side in sides]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(holds) or not options.check else 1
 
 

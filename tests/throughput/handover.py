@@ -55,7 +55,7 @@ def main() -> int:
     if options.json is not None:
         settings = {key: str(value) for key, value in vars(options).items()}
         document = {"settings": settings, "cores": os.cpu_count(), **results.as_json(verdict)}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     wrong = results.mismatches or any(name != BASELINE for name, _ in results.failed)
     return 1 if wrong or (options.check and not all(verdict)) else 0
 

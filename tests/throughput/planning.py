@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
             "memory": [asdict(row) for row in memory],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     holds = all(row.holds for row in rows) and all(row.holds for row in memory)
     return 1 if options.check and not holds else 0
 

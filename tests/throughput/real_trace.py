@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
     return 1 if any(row.wrong for row in rows) else 0
 
 

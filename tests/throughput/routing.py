@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(table(headings, cells))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
     return 1 if args.check and not all(row.holds for row in rows) else 0
 
 

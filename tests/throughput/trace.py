@@ -327,7 +327,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(shown(rows))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        args.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     computed = {row.policy: row.computed for row in rows}
     # Without windows decode holds what it generated; with them vLLM keeps no window there.
     pulls_most = 0.75 if args.no_window else 1.02

@@ -175,7 +175,7 @@ def main() -> None:
     print(table(sizes))
     if options.json:
         document = {"tls": options.tls, "sizes": sizes, "gb_per_s": seen}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         turns = [{**asdict(turn), "overhead_s": turn.overhead_s} for turn in taken]
         document = {"medians": medians(taken), "turns": turns}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

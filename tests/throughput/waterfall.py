@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "stages": [asdict(one) for one in stages(taken)],
             "pulls": [asdict(each) for each in taken],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

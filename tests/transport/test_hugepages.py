@@ -205,7 +205,7 @@ def test_memory_of_a_device_is_left_out() -> None:
 
 
 def test_settings_are_named_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    (tmp_path / "enabled").write_text("always [madvise] never\n", encoding="utf-8")
     assert kernel_settings(tmp_path) == "enabled=madvise, shmem_enabled=unknown"
 
 

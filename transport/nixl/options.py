@@ -142,7 +142,9 @@ def ucx_library(maps: str | None = None) -> ctypes.CDLL | None:
     ``maps`` replaces ``/proc/self/maps``.
     """
     try:
-        lines = (maps if maps is not None else Path("/proc/self/maps").read_text()).splitlines()
+        lines = (
+            maps if maps is not None else Path("/proc/self/maps").read_text(encoding="utf-8")
+        ).splitlines()
         path = next(line.split()[-1] for line in lines if "libucp" in line and "nixl" in line)
         return ctypes.CDLL(path)
     except (OSError, StopIteration):

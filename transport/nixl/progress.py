@@ -318,7 +318,7 @@ def _is_without_data(epoll_set: int, proc: Path) -> bool:
 
     A line of ``fdinfo`` reads ``tfd: 11 events: 19 data: 0 pos:0 …`` (proc(5)).
     """
-    text = (proc / "fdinfo" / str(epoll_set)).read_text()
+    text = (proc / "fdinfo" / str(epoll_set)).read_text(encoding="utf-8")
     lines = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
     return bool(lines) and all(words[4:6] == ["data:", "0"] for words in lines)
 
@@ -345,7 +345,9 @@ def _ran_and_waited(thread: int) -> tuple[float, float]:
     Both are 0 for one that has ended.  See ``schedstat`` in proc(5).
     """
     try:
-        ran, waited, _ = (_PROC / "task" / str(thread) / "schedstat").read_text().split()
+        ran, waited, _ = (
+            (_PROC / "task" / str(thread) / "schedstat").read_text(encoding="utf-8").split()
+        )
     except OSError:
         return 0.0, 0.0
     return int(ran) / 1e9, int(waited) / 1e9

@@ -40,7 +40,7 @@ class ProxyProcess:
     @property
     def engines_down(self) -> int:
         """How often an engine was marked as down."""
-        return self.log.read_text().count("engine down")
+        return self.log.read_text(encoding="utf-8").count("engine down")
 
     def limit_files(self, files: int) -> None:
         """No file descriptor of this number or above from now on; open ones stay."""
@@ -56,7 +56,7 @@ def proxy_process(
     pid = directory / "pid"
     limited = ("bash", "-c", f'ulimit -n {files}; echo $$ > {pid}; exec "$@"', "--")
     with running_proxy([prefill.url], [decode.url], directory, args=args, within=limited) as url:
-        yield ProxyProcess(url, int(pid.read_text()), directory / "proxy.log")
+        yield ProxyProcess(url, int(pid.read_text(encoding="utf-8")), directory / "proxy.log")
 
 
 @asynccontextmanager

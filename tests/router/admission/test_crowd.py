@@ -107,7 +107,7 @@ async def test_handshakes_that_never_end_leave_good_clients_their_places(tmp_pat
                     break
             print(f"\n{made[0]} handshakes; {len(served.took_s)} good requests; {most_files} files")
             assert is_good(served), served.failed[:3]
-            assert "accept() failed" not in proxy.log.read_text()
+            assert "accept() failed" not in proxy.log.read_text(encoding="utf-8")
             assert proxy.engines_down == 0
 
 
@@ -200,9 +200,9 @@ async def test_without_a_free_file_descriptor_new_clients_wait(tmp_path: Path) -
         with proxy_process(*pair, tmp_path, 256) as proxy:
             proxy.limit_files(3)
             serving = asyncio.create_task(good_clients(proxy.url, 1, 0.1))
-            await until(lambda: "accept() failed" in proxy.log.read_text())
+            await until(lambda: "accept() failed" in proxy.log.read_text(encoding="utf-8"))
             await asyncio.sleep(2.0)
-            assert proxy.log.read_text().count("accept() failed") <= 8
+            assert proxy.log.read_text(encoding="utf-8").count("accept() failed") <= 8
             assert not serving.done()
             proxy.limit_files(256)
             assert not (await serving).failed

@@ -28,7 +28,7 @@ def urls(members) -> list[str]:
 def write(path, text: str) -> None:
     """As tools do it: a reader meets one version or the other."""
     fresh = path.with_suffix(".new")
-    fresh.write_text(text)
+    fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 
@@ -116,7 +116,7 @@ async def test_a_broken_version_is_logged_once_and_the_last_good_one_stays(
 @in_loop
 async def test_a_file_that_is_broken_from_the_start_is_refused(tmp_path):
     path = tmp_path / "fleet.toml"
-    path.write_text("[[engine")
+    path.write_text("[[engine", encoding="utf-8")
     with pytest.raises(BadSetting, match=r"fleet\.toml"):
         async with FleetWatch([WatchedFile(path)], lambda members: None):
             pass

@@ -201,7 +201,7 @@ async def test_the_table_forgets_engines_that_left() -> None:
 async def test_engines_that_ask_for_a_key_are_warmed_with_the_routers(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.touch(0o600)
-    key.write_text("good\n")
+    key.write_text("good\n", encoding="utf-8")
     async with deployment(1, 1, warm_up_s=20.0, engine_key_file=str(key)) as d:
         seen = [one for engine in (*d.prefill, *d.decode) for one in asked(engine)]
         assert len(seen) == 4

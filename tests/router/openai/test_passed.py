@@ -160,7 +160,7 @@ async def test_labels_and_messages_name_a_route_without_its_pattern() -> None:
 
 # vLLM's own routes
 
-ADMIN = Path(__file__).with_name("admin_routes.txt").read_text().splitlines()
+ADMIN = Path(__file__).with_name("admin_routes.txt").read_text(encoding="utf-8").splitlines()
 """What vLLM 0.32 serves beside its API; ``test_vllm_routes.py`` compares."""
 
 

@@ -168,7 +168,7 @@ async def test_anthropics_clients_read_the_routers_refusals() -> None:
 @in_loop
 async def test_anthropics_clients_may_send_their_key_where_they_do(tmp_path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("secret\n", encoding="utf-8")
     keys.chmod(0o600)
     async with deployment(api_key_file=str(keys)) as d:
         body = {"model": "m", "messages": []}
@@ -185,7 +185,7 @@ async def test_engines_with_a_key_of_their_own_get_it_where_vllm_looks_for_it(
     tmp_path, with_keys: bool
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("secret\n", encoding="utf-8")
     keys.chmod(0o600)
     settings = {"api_key_file": str(keys), "forward_authorization": True} if with_keys else {}
     async with deployment(**settings) as d:

@@ -68,7 +68,7 @@ async def test_any_origin_may_where_all_are_named() -> None:
 async def test_errors_can_be_read_too_and_preflights_need_no_key(tmp_path) -> None:
     """Else a page sees "failed to fetch" where its user should see what is wrong."""
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("secret\n", encoding="utf-8")
     keys.chmod(0o600)
     async with deployment(cors_origins=(MINE,), api_key_file=str(keys)) as d:
         assert (await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT))[0] == 204

@@ -29,7 +29,7 @@ URLS = (["http://p:1"], ["http://d:1"])
 def key_file(folder: Path, text: str = f"# ours\n{KEY}\n\n  {OTHER}  \n", mode: int = 0o600) -> str:
     path = folder / "keys.txt"
     path.touch(0o600)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     path.chmod(mode)
     return str(path)
 

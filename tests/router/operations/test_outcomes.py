@@ -143,7 +143,7 @@ async def test_another_request_of_the_same_id_keeps_its_own_outcome():
 
 def test_the_page_says_whose_time_it_shows():
     """'Took' beside a request that ran for a minute was the time of its decision."""
-    page = pages._PAGE.read_text()
+    page = pages._PAGE.read_text(encoding="utf-8")
     heads = re.findall(r"<th[^>]*>([^<]*)</th>", page)
     assert "Took" not in heads
     assert {"Outcome", "Total", "Deciding"} <= set(heads)

@@ -64,14 +64,14 @@ def engines(listening: dict[str, Any]) -> list[str]:
 def test_sighup_reads_the_fleet_again_and_a_mistake_changes_nothing(tmp_path: Path) -> None:
     """It killed the router, with all streams and without draining."""
     path = tmp_path / "fleet.toml"
-    path.write_text(engine(1))
+    path.write_text(engine(1), encoding="utf-8")
     with proxy("--fleet", str(path)) as one:
         listening = one.event()
-        path.write_text(engine(1) + engine(2))
+        path.write_text(engine(1) + engine(2), encoding="utf-8")
         one.process.send_signal(signal.SIGHUP)
         assert one.event() == {"event": "reloaded", "mistakes": []}
         assert engines(listening) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-        path.write_text("[[engine]")
+        path.write_text("[[engine]", encoding="utf-8")
         for _ in range(2):  # the second time too, though the watch has said it once
             one.process.send_signal(signal.SIGHUP)
             [mistake] = one.event()["mistakes"]

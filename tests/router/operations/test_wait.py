@@ -79,7 +79,9 @@ def test_a_name_that_resolves_in_time_is_waited_for(dns):
 async def test_a_fleet_file_without_a_role_ends_the_wait(tmp_path):
     async with deployment() as d:
         path = tmp_path / "fleet.toml"
-        path.write_text(f'[[engine]]\nurl = "{d.prefill[0].url}"\nroles = ["prefill"]\n')
+        path.write_text(
+            f'[[engine]]\nurl = "{d.prefill[0].url}"\nroles = ["prefill"]\n', encoding="utf-8"
+        )
         config = ProxyConfig.of([], [], fleet=str(path), port=0, wait_s=0.1)
         with pytest.raises(EnginesMissing, match=f"{path}: no decode engine"):
             async with running_proxy(config, limits=QUICK):

@@ -116,7 +116,7 @@ class Fleet:
         """The third engine leaves the fleet."""
         text = self.prefill.entry("prefill") + self.decode.entry("decode")
         written = self.path.with_suffix(".new")
-        written.write_text(text)
+        written.write_text(text, encoding="utf-8")
         written.replace(self.path)
 
 
@@ -138,7 +138,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         # The second decode engine is so busy that it is asked nothing.
         busy.http.metrics_page = "vllm:num_requests_running 900\n"
         path = tmp_path / "fleet.toml"
-        path.write_text(prefill.entry("prefill") + decode.entry("decode") + busy.entry("decode"))
+        path.write_text(
+            prefill.entry("prefill") + decode.entry("decode") + busy.entry("decode"),
+            encoding="utf-8",
+        )
         config = ProxyConfig.of(
             [], [], fleet=str(path), port=0, alone_below=ALONE_BELOW, drain_timeout_s=1.0
         )

@@ -84,7 +84,7 @@ async def router_by_file(tmp_path: Any, num_prefill: int = 2) -> AsyncIterator:
         pods = {engine: f.pod(engine) for engine in f.prefill}
 
         def write(engines: dict[FakeEngine, str], pods: dict[FakeEngine, Pod] = pods) -> None:
-            (tmp_path / "new").write_text(fleet_file(engines, pods))
+            (tmp_path / "new").write_text(fleet_file(engines, pods), encoding="utf-8")
             (tmp_path / "new").rename(path)
 
         write(all_of_them)

@@ -129,7 +129,7 @@ async def test_many_wrong_keys_do_not_push_a_right_one_out(monkeypatch: pytest.M
 def engine_key(folder: Path, text: str = "good\n", mode: int = 0o600) -> str:
     path = folder / "engine-key"
     path.touch(0o600)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     path.chmod(mode)
     return str(path)
 
@@ -151,7 +151,7 @@ async def test_with_a_key_of_its_own_the_router_asks_with_that_alone(tmp_path: P
 async def test_behind_keys_of_clients_engines_get_the_routers(tmp_path: Path) -> None:
     clients = tmp_path / "clients"
     clients.touch(0o600)
-    clients.write_text("mine\n")
+    clients.write_text("mine\n", encoding="utf-8")
     settings = {"api_key_file": str(clients), "engine_key_file": engine_key(tmp_path)}
     async with keyed(**settings) as d:
         assert (await ask(d, "Bearer mine", B)).body == ANSWER

@@ -44,7 +44,7 @@ def killed(root: Path, die_at: int | None, mutant: str | None = None) -> bool:
 @cache
 def num_steps(directory: Path) -> int:
     assert not killed(directory / "whole", None)
-    return int((directory / "whole.steps").read_text())
+    return int((directory / "whole.steps").read_text(encoding="utf-8"))
 
 
 def check_what_is_left(root: Path) -> None:

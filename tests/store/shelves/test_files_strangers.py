@@ -169,13 +169,15 @@ def test_files_of_other_names_are_not_listed(root: Path) -> None:
     shelf.begin("writer", "p", PAGE)
     assert shelf.commit("writer", "p", "ns", ROW)
     folder = row_path(root).parent
-    (folder / "notes.txt").write_text("mine")
-    (folder / (OTHER.file_name + "x")).write_text("mine")
+    (folder / "notes.txt").write_text("mine", encoding="utf-8")
+    (folder / (OTHER.file_name + "x")).write_text("mine", encoding="utf-8")
     (root / "rows" / "ns" / "fa" / "zz").mkdir()
-    (root / "rows" / "ns" / "fa" / "zz" / ROW.file_name).write_text("not where it belongs")
+    (root / "rows" / "ns" / "fa" / "zz" / ROW.file_name).write_text(
+        "not where it belongs", encoding="utf-8"
+    )
     (root / "rows" / "name space" / "fa" / "aa").mkdir(parents=True)
-    (root / "rows" / "file").write_text("mine")
-    (root / "parts" / "file").write_text("mine")
+    (root / "rows" / "file").write_text("mine", encoding="utf-8")
+    (root / "parts" / "file").write_text("mine", encoding="utf-8")
     (root / "parts" / ".hidden").mkdir()
     assert names_of(shelf) == [("ns", ROW)]
     assert list(shelf.parts()) == []
@@ -220,10 +222,10 @@ def test_a_root_is_made_once_with_folders_for_us_alone(root: Path) -> None:
 @pytest.mark.parametrize("text", ["pdconn store, version 2\n", "", "pdconn store, version 1"])
 def test_a_root_of_another_version_is_refused(root: Path, text: str) -> None:
     root.mkdir()
-    (root / "format").write_text(text)
+    (root / "format").write_text(text, encoding="utf-8")
     with pytest.raises(FormatError, match="version 1"):
         FilesShelf(root)
-    assert (root / "format").read_text() == text
+    assert (root / "format").read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)

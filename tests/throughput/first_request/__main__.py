@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for of_round in rounds
             ],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

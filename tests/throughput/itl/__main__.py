@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "kinds": [asdict(kind) for kind in kinds],
             "phases": [asdict(phase) for phase in phases],
         }
-        options.json.write_text(json.dumps(document) + "\n")
+        options.json.write_text(json.dumps(document) + "\n", encoding="utf-8")
     return 0 if held or not options.check else 1
 
 

@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "summary": found,
             "phases": [asdict(phase) for phase in phases],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -156,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_WRONG
     print(render(links))
     if options.json is not None:
-        options.json.write_text(json.dumps(document(links, setting), indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(document(links, setting), indent=1) + "\n", encoding="utf-8"
+        )
     return EXIT_OK if all(one.outcome.right >= TARGET for one in links) else EXIT_WRONG
 
 

@@ -30,7 +30,7 @@ class Book:
         for path in sorted(self.results.glob("*.json")):
             if path.stem not in self.benchmarks:
                 raise UnknownBenchmark(path.stem, list(self.benchmarks))
-            found[path.stem] = loads(path.stem, path.read_text())
+            found[path.stem] = loads(path.stem, path.read_text(encoding="utf-8"))
         return found
 
     def render(self) -> bool:

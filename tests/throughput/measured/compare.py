@@ -113,7 +113,7 @@ def run(name: str, root: Path) -> Figures:
             stdout=subprocess.DEVNULL,
             check=True,
         )
-        return BENCHMARKS[name].figures(json.loads(out.read_text()))
+        return BENCHMARKS[name].figures(json.loads(out.read_text(encoding="utf-8")))
 
 
 def compare(name: str, old: Path, new: Path, rounds: int) -> list[Row]:
@@ -159,7 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += compare(name, options.old.resolve(), options.new.resolve(), options.rounds)
     print(render(rows))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 

@@ -88,7 +88,7 @@ def _run(benchmark: Benchmark, command: Command, logs: Path, say: Say, clock: Cl
         if code != 0:
             raise _failed(command, f"ended with {code}", log)
         try:
-            document = json.loads(out.read_text())
+            document = json.loads(out.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise _failed(command, f"wrote no JSON ({error.__class__.__name__})", log) from error
     return Run(command.line, clock() - began, without(document, benchmark.drop))

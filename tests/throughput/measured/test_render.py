@@ -58,7 +58,7 @@ def book(
     made.page.write_bytes(text.encode())
     made.results.mkdir(exist_ok=True)
     for each in records:
-        (made.results / f"{each.benchmark}.json").write_text(each.dumps())
+        (made.results / f"{each.benchmark}.json").write_text(each.dumps(), encoding="utf-8")
     return made
 
 
@@ -87,21 +87,23 @@ def test_the_page_has_tables_that_were_measured() -> None:
 
 def test_one_digit_of_the_page_that_differs_is_found(tmp_path: Path) -> None:
     """The control: the committed page with one number of one table changed."""
-    text = BOOK.page.read_text()
+    text = BOOK.page.read_text(encoding="utf-8")
     assert text.count("| claim | ") == 1
     page = tmp_path / "benchmarks.md"
-    page.write_text(text.replace("| claim | ", "| claim | 1"))
+    page.write_text(text.replace("| claim | ", "| claim | 1"), encoding="utf-8")
     made = dataclasses.replace(BOOK, page=page)
     assert made.faults() == ["waterfall: another table than its result makes"]
 
 
 def test_the_renderer_is_short() -> None:
-    assert len((ROOT / "tests/throughput/render.py").read_text().splitlines()) <= 200
+    assert (
+        len((ROOT / "tests/throughput/render.py").read_text(encoding="utf-8").splitlines()) <= 200
+    )
 
 
 def test_committed_results_are_summaries_and_tell_no_machine_path() -> None:
     for path in BOOK.results.glob("*.json"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         assert len(text) < 32 << 10, f"{path.name}: drop its samples"
         assert not re.search(r'"/[a-z]+/', text), path.name
 
@@ -201,7 +203,7 @@ def test_what_is_no_json_is_refused() -> None:
 def test_a_table_is_written_between_its_markers_with_what_made_it(tmp_path: Path) -> None:
     made = book(tmp_path, "a\n" + place("one") + "b\n", record())
     assert made.render()
-    assert made.page.read_text() == "a\n" + place("one", MADE) + "b\n"
+    assert made.page.read_text(encoding="utf-8") == "a\n" + place("one", MADE) + "b\n"
     assert made.faults() == []
     assert not made.render(), "nothing is left to do"
 
@@ -219,7 +221,7 @@ def test_what_is_not_as_measured_is_found(tmp_path: Path, text: str, fault: str)
     made = book(tmp_path, text, record())
     assert made.faults() == [fault]
     assert main(["--check"], made) == 1
-    assert made.page.read_text() == text, "a check writes nothing"
+    assert made.page.read_text(encoding="utf-8") == text, "a check writes nothing"
 
 
 def test_a_result_of_an_unknown_benchmark_is_refused(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_table_that_cannot_be_made_leaves_the_page_untouched(
     made = book(tmp_path, text, record(), record("two"), two="{missing:s}")
     assert main(["--render"], made) == 1
     assert capsys.readouterr().err == "two.all.missing: expected a value, got ms, run\n"
-    assert made.page.read_text() == text
+    assert made.page.read_text(encoding="utf-8") == text
     assert main(["--render"], book(tmp_path, text, record(), record("two"))) == 0, "the control"
 
 
@@ -243,9 +245,9 @@ def test_a_result_that_makes_no_table_does_not_replace_the_one_before(tmp_path: 
     made = book(tmp_path, "", record())
     with pytest.raises(MissingField, match=r"one\.all\.ms: expected a whole number, got 3\.5"):
         made.keep(record(ms=3.5))
-    assert loads("one", (made.results / "one.json").read_text()) == record()
+    assert loads("one", (made.results / "one.json").read_text(encoding="utf-8")) == record()
     made.keep(record(ms=4))
-    assert loads("one", (made.results / "one.json").read_text()) == record(ms=4)
+    assert loads("one", (made.results / "one.json").read_text(encoding="utf-8")) == record(ms=4)
 
 
 # Files
@@ -253,7 +255,7 @@ def test_a_result_that_makes_no_table_does_not_replace_the_one_before(tmp_path: 
 
 def test_a_file_keeps_its_mode_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.md"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
     path.chmod(0o640)
     replace_text(path, "new é\r\n")
     assert path.read_bytes() == "new é\r\n".encode()
@@ -268,7 +270,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file_whole(tmp_path: Path) -> No
     made = book(tmp_path, place("one", "old\n"), record(), sync=full)
     with pytest.raises(OSError, match="no space left"):
         made.render()
-    assert made.page.read_text() == place("one", "old\n")
+    assert made.page.read_text(encoding="utf-8") == place("one", "old\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmarks.md", "results"]
 
 

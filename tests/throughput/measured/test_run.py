@@ -134,7 +134,9 @@ def book(tmp_path: Path) -> Book:
     lines = {"one": printing('{"ms": 1}'), "two": "python -c 1/0", "three": printing('{"ms": 3}')}
     benchmarks = {name: benchmark(name, line) for name, line in lines.items()}
     made = Book(tmp_path / "benchmarks.md", tmp_path / "results", benchmarks)
-    made.page.write_text("top\n" + "".join(place(name, "old\n") for name in lines))
+    made.page.write_text(
+        "top\n" + "".join(place(name, "old\n") for name in lines), encoding="utf-8"
+    )
     run = measured(benchmark("any", printing('{"ms": 9}')), tmp_path, ignore)
     for name in lines:
         made.keep(Record(name, run.measured_at, run.machine, run.versions, run.runs))
@@ -143,7 +145,11 @@ def book(tmp_path: Path) -> Book:
 
 
 def cells(book: Book) -> list[str]:
-    return [line for line in book.page.read_text().splitlines() if line.endswith(" ms |")]
+    return [
+        line
+        for line in book.page.read_text(encoding="utf-8").splitlines()
+        if line.endswith(" ms |")
+    ]
 
 
 def test_one_that_fails_leaves_its_table_and_result_and_the_others_go_on(

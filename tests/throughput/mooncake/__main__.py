@@ -191,7 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [asyncio.run(run(policy, trace, scale)) for policy in args.policies]
     print(shown(rows))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        args.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 

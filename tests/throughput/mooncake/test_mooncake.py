@@ -66,11 +66,12 @@ def test_a_tiny_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[
         "\n".join(
             _line(timestamp=one.at_ms, input_length=one.input_length, hash_ids=one.hash_ids)
             for one in TINY
-        )
+        ),
+        encoding="utf-8",
     )
     for _ in range(3):  # what an engine holds is known a little later, on a slow machine too late
         assert main(["--trace", str(trace), "--speed-up", "2", "--json", str(rows)]) == 0
-        read = json.loads(rows.read_text())
+        read = json.loads(rows.read_text(encoding="utf-8"))
         if read[1]["computed"] < read[2]["computed"]:
             break
     assert [row["policy"] for row in read] == ["prefix + pulls", "prefix", "round-robin"]
@@ -101,7 +102,7 @@ def test_what_makes_no_sense_is_refused(
     option: str, got: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(_line(timestamp=0, input_length=1024, hash_ids=[1, 2]))
+    trace.write_text(_line(timestamp=0, input_length=1024, hash_ids=[1, 2]), encoding="utf-8")
     with pytest.raises(SystemExit):
         main(["--trace", str(trace), option, got])
     assert f"{option}: expected {expected}" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cost": [{**asdict(row), "holds": row.holds} for row in rows],
             "lag": [{**asdict(lag), "holds": lag.holds} for lag in lag_rows],
         }
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     holds = all(row.holds for row in rows) and all(lag.holds for lag in lag_rows)
     return 1 if args.check and not holds else 0
 

@@ -48,7 +48,7 @@ def lags(place: Path, seconds: float) -> list[Lag]:
             with listening("probe", "tests.throughput.proxy_cost", words, port, place):
                 time.sleep(1.0)
                 asyncio.run(_publish(fleet, f"http://{LOCALHOST}:{port}", seconds, busy))
-            found = sorted(1000 * lag_s for lag_s in json.loads(out.read_text()))
+            found = sorted(1000 * lag_s for lag_s in json.loads(out.read_text(encoding="utf-8")))
             rows.append(
                 Lag(
                     name,

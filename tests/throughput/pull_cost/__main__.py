@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "summary": found,
             "phases": [asdict(phase) for phase in phases],
         }
-        options.json.write_text(json.dumps(document) + "\n")
+        options.json.write_text(json.dumps(document) + "\n", encoding="utf-8")
     return 0
 
 

@@ -149,7 +149,9 @@ def main() -> int:
     ]
     print(table(heads, lines))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+        options.json.write_text(
+            json.dumps([asdict(row) for row in found], indent=1), encoding="utf-8"
+        )
     return 0
 
 

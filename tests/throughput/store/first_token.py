@@ -118,7 +118,9 @@ def main() -> int:
         )
     )  # fmt: skip
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+        options.json.write_text(
+            json.dumps([asdict(row) for row in found], indent=1), encoding="utf-8"
+        )
     return int(any(row.wrong for row in found))
 
 

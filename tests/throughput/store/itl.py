@@ -158,7 +158,9 @@ def main() -> int:
     medians = [statistics.median(each.ratios[at] for each in found) for at in (0, 1)]
     print(f"median of the ratios: p50 {medians[0]:.2f}, p99 {medians[1]:.2f}")
     if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+        options.json.write_text(
+            json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8"
+        )
     return 0
 
 

@@ -210,7 +210,9 @@ def main() -> int:
     ]
     print(table(["row", "pages", *readers], body))
     if options.json:
-        options.json.write_text(json.dumps([asdict(rate) for rate in found], indent=1))
+        options.json.write_text(
+            json.dumps([asdict(rate) for rate in found], indent=1), encoding="utf-8"
+        )
     return 0
 
 

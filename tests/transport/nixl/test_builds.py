@@ -53,7 +53,7 @@ def test_what_we_say_is_missing_is_what_nixl_does_not_load_without(
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").touch()
-    (tmp_path / "torch/version.py").write_text(text)
+    (tmp_path / "torch/version.py").write_text(text, encoding="utf-8")
     ours, theirs, failure = asked(tmp_path, hidden)
     assert ours == theirs == VERSION_FILES[text]
     installed = {"nixl": "1.5.1", "nixl-cu12": "1.5.1", "nixl-cu13": "1.5.1"}

@@ -240,7 +240,9 @@ class FakeProc:
     def add(self, number: int, *data: str, kind: str = "anon_inode:[eventpoll]") -> None:
         (self.folder / "fd" / str(number)).symlink_to(kind)
         lines = [f"tfd: {9 + at} events: 19 data: {one}  pos:0" for at, one in enumerate(data)]
-        (self.folder / "fdinfo" / str(number)).write_text("\n".join(["pos:\t0", *lines]))
+        (self.folder / "fdinfo" / str(number)).write_text(
+            "\n".join(["pos:\t0", *lines]), encoding="utf-8"
+        )
 
 
 def test_the_worker_is_the_new_epoll_set_without_data(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class PdPair:
     def has_logged(self, text: str, seconds: float = 20.0) -> bool:
         """Whether decode has logged ``text``, which it may do a little after it answered."""
         give_up = time.monotonic() + seconds
-        while text not in self.decode_engine.log.read_text():
+        while text not in self.decode_engine.log.read_text(encoding="utf-8"):
             if time.monotonic() > give_up:
                 return False
             time.sleep(0.05)
@@ -274,7 +274,7 @@ def secret_beside(model: Path) -> Path:
     path = model.with_suffix(".secret")
     if not path.exists():
         path.touch(0o600)
-        path.write_text(secrets.token_hex(32))
+        path.write_text(secrets.token_hex(32), encoding="utf-8")
     return path
 
 

@@ -240,10 +240,10 @@ class News:
 
     def __init__(self, engine: Engine) -> None:
         self._log = engine.log
-        self._seen = len(self._log.read_text())
+        self._seen = len(self._log.read_text(encoding="utf-8"))
 
     def __call__(self) -> str:
-        return self._log.read_text()[self._seen :]
+        return self._log.read_text(encoding="utf-8")[self._seen :]
 
 
 class Beside:

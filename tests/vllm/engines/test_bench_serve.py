@@ -23,7 +23,7 @@ def test_it_starts_engines_measures_them_in_turns_and_finds_their_tokens_equal(
     captured = capsys.readouterr()
     assert code == 0, captured
     assert "12 answers: none differs from that of single" in captured.out
-    document = json.loads(out.read_text())
+    document = json.loads(out.read_text(encoding="utf-8"))
     assert document["reference"] == "single"
     pd, single = document["contestants"]
     assert (pd["contestant"], pd["failed"], pd["wrong"]) == ("pdconn", 0, 0)

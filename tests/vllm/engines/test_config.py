@@ -11,5 +11,5 @@ from pdconn.lab.errors import EngineDied
 def test_an_unknown_key_stops_the_engine_and_names_the_nearest(misconfigured: Engine) -> None:
     with pytest.raises(EngineDied):
         wait_ready([misconfigured])
-    log = misconfigured.log.read_text()
+    log = misconfigured.log.read_text(encoding="utf-8")
     assert "expected a known key, got 'side_channel_prot'; did you mean 'side_channel_port'?" in log

@@ -389,4 +389,4 @@ def test_a_stopping_prefill_waits_for_a_ticket_that_is_still_on_its_way(
     end = prefill.stop()
     assert end is not None
     assert (end.exit_code, end.killed) == (0, ())
-    assert "pdconn: draining: leases=1" in prefill.log.read_text()
+    assert "pdconn: draining: leases=1" in prefill.log.read_text(encoding="utf-8")

@@ -131,7 +131,7 @@ def test_31_hostile_requests_leave_both_engines_alive(pair: PdPair, expected: Ex
     requests = hostile(pair.decode.model, dict(prefill_only(pair.prefill, PROMPT) or {}))
     assert len(requests) == 31
     assert len({text + str(headers) for text, headers in requests.values()}) == 31
-    logged = len(pair.decode_engine.log.read_text())
+    logged = len(pair.decode_engine.log.read_text(encoding="utf-8"))
     for engine in (pair.prefill_engine, pair.decode_engine):
         answers = {name: status(engine.url, *request) for name, request in requests.items()}
         assert set(answers.values()) <= {200, 400, 422, 500}, answers
@@ -140,7 +140,7 @@ def test_31_hostile_requests_leave_both_engines_alive(pair: PdPair, expected: Ex
     good = one_after_another()[50]
     ticket = prefill_only(pair.prefill, good)
     assert compare(expected[good], pair.decode.complete(good, 6, kv_transfer_params=ticket)) is None
-    lines = pair.decode_engine.log.read_text()[logged:].splitlines()
+    lines = pair.decode_engine.log.read_text(encoding="utf-8")[logged:].splitlines()
     wrong = [line for line in lines if "is wrong: " in line]
     assert len(wrong) >= 15
     assert max(map(len, wrong)) < 500

@@ -69,7 +69,9 @@ def places_in_vllm() -> set[tuple[str, str]]:
     folder, found = installed(), set()
     for path in folder.rglob("*.py"):
         name = path.relative_to(folder).as_posix()
-        if name.startswith(THEIR_OWN) or f'"{NAME}"' not in (source := path.read_text()):
+        if name.startswith(THEIR_OWN) or f'"{NAME}"' not in (
+            source := path.read_text(encoding="utf-8")
+        ):
             continue
         found |= {(name, owner) for owner in places(source)}
     return found
@@ -77,7 +79,7 @@ def places_in_vllm() -> set[tuple[str, str]]:
 
 def test_every_place_that_goes_by_the_name_is_known_and_has_a_row() -> None:
     assert places_in_vllm() == {each for each in BY_NAME if (installed() / each[0]).exists()}
-    page = (DOCS / "from-nixlconnector.md").read_text()
+    page = (DOCS / "from-nixlconnector.md").read_text(encoding="utf-8")
     section = page.partition("## What vLLM does by the name")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
     for topics in BY_NAME.values():

@@ -45,7 +45,7 @@ def sources() -> str:
     spec = find_spec("vllm.distributed.kv_transfer.kv_connector.v1.nixl")
     assert spec is not None
     (folder,) = spec.submodule_search_locations or ()
-    return "\n".join(path.read_text() for path in sorted(Path(folder).glob("*.py")))
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.py")))
 
 
 def keys_read(source: str) -> Iterator[tuple[str, object]]:

@@ -44,7 +44,7 @@ def adapter(folder: Path, value: float) -> Any:
 
     folder.mkdir()
     save_file({"a": np.full(4096, value, dtype=np.float32)}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     return SimpleNamespace(lora_name="same", lora_path=str(folder))
 
 
@@ -71,7 +71,9 @@ def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> N
 def test_no_text_of_an_input_is_taken_for_another_input(tmp_path: Path) -> None:
     """As joined text, the second adapter was the first one and an image."""
     plain, named = adapter(tmp_path / "a", 1.0), adapter(tmp_path / "b", 1.0)
-    (tmp_path / "b" / "adapter_config.json").write_text("{}|media=" + DIGEST + "@10+20")
+    (tmp_path / "b" / "adapter_config.json").write_text(
+        "{}|media=" + DIGEST + "@10+20", encoding="utf-8"
+    )
     seen = keys(request(lora_request=plain, mm_features=[media(DIGEST, 10)]))
     assert not set(seen) & set(keys(request(lora_request=named)))
     salts = ["a", "'a'", "a|adapter=b", "é", "e\u0301", "\ud800", " ", "0"]

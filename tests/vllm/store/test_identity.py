@@ -139,7 +139,9 @@ def test_two_buckets_are_two_models_although_their_folders_have_the_same_index(
     tmp_path: Path,
 ) -> None:
     """vLLM copies all but the weights of a bucket to a folder, which it takes for the model."""
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-1"}}', encoding="utf-8"
+    )
 
     def of(bucket: str) -> str:
         return namespace_of(config(tmp_path, model_weights=bucket), TRAITS, layout())

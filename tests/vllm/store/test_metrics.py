@@ -52,7 +52,9 @@ def counted(source: str) -> set[str]:
 
 def test_whatever_is_counted_has_a_metric() -> None:
     folders = [ROOT / "pdconn/store/engine", ROOT / "pdconn/store/rank"]
-    sources = [path.read_text() for folder in folders for path in folder.glob("*.py")]
+    sources = [
+        path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.py")
+    ]
     names = set().union(*map(counted, sources))
     assert len(names) > 18
     assert sorted(names - STORE_COUNTERS.keys() - STORE_GAUGES.keys()) == []

@@ -178,7 +178,7 @@ def test_vllm_bench_serve_measures_hand_overs(served: Served, tmp_path: Path) ->
     ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads((tmp_path / "bench.json").read_text())
+    result = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert (result["completed"], result["failed"]) == (BENCHED, 0)
     assert result["total_output_tokens"] == 8 * BENCHED
     assert served.pulls() >= before + BENCHED

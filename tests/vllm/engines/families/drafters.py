@@ -141,4 +141,6 @@ def _copy(target: Path, directory: Path, **changes: Any) -> None:
 
 def _change(directory: Path, changes: dict[str, Any]) -> None:
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8"
+    )

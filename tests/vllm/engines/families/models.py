@@ -86,9 +86,11 @@ class Family:
             directory, ModelSpec(self.name, hidden=128, intermediate=256, heads=4, kv_heads=2)
         )
         generation = {"eos_token_id": 2, "pad_token_id": 0}
-        (directory / "generation_config.json").write_text(json.dumps(generation))
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(config | _extra(self.name)))
+        (directory / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        (directory / "config.json").write_text(
+            json.dumps(config | _extra(self.name)), encoding="utf-8"
+        )
         return directory
 
 

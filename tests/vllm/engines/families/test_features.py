@@ -48,7 +48,7 @@ def write_adapter(directory: Path, seed: int) -> Path:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "tiny",
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
 
 

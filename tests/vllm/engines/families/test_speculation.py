@@ -119,7 +119,7 @@ def test_draft_model(prefix_caching: bool, tmp_path: Path) -> None:
             assert made.mismatches(PROMPTS[:4], decode="undrafted") == []
             with pytest.raises(RequestRefused, match="500"):
                 made.mismatches(PROMPTS[-1:], "undrafted-prefill", "decode")
-            log = (tmp_path / "decode.log").read_text()
+            log = (tmp_path / "decode.log").read_text(encoding="utf-8")
             assert "speculative_config.method: theirs nothing, ours draft_model" in log
 
 

@@ -74,7 +74,7 @@ def test_larger_blocks_that_are_not_split_are_packed_otherwise(engines: dict[str
     with pytest.raises(RequestRefused):
         prefill_then_decode(there, here, prompt, 6)
     refused = f"blocks that only move whole: theirs {BLOCK}, ours {LARGE}"
-    assert refused in engines["large"].log.read_text()
+    assert refused in engines["large"].log.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("prefill", ["prefill", "small"])

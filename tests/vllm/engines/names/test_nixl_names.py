@@ -97,7 +97,7 @@ def test_their_answers_are_those_of_one_engine_through_a_router_that_overwrites_
 
 def test_the_class_is_ours_and_each_key_of_theirs_is_answered_once(pair: Pair) -> None:
     for each in (pair.prefill, pair.decode):
-        log = each.log.read_text()
+        log = each.log.read_text(encoding="utf-8")
         assert "with name: PdconnConnector" in log
         for key in MANIFEST:
             assert log.count(f"pdconn: {key} is not needed, because") == 1

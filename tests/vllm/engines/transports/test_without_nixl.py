@@ -79,7 +79,7 @@ def test_an_engine_that_was_left_at_nixl_is_told_so(pair: PdPair, expected: Expe
     other, [prompt] = pair.others["other"], pairing_prompts(0)[0][:1]
     answer = prefill_then_decode(pair.prefill, Client(other.url), prompt, MAX_TOKENS)
     assert expected.mismatches({prompt: answer}) == []
-    log = other.log.read_text()
+    log = other.log.read_text(encoding="utf-8")
     assert "BadAddress" in log
     assert "'nixl'" in log
     assert "'ucx'" in log
