@@ -12,6 +12,7 @@ Standard library only, since nothing is installed yet.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -112,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     index = ["--index-url", args.torch_index] if args.torch_index else []
     progress = Progress()
     try:
+        check_library()
         print(announcement(torch_version(pip, args.torch, index)), flush=True)
         for title, words in (
             (f"1 of 3: {args.torch}", [args.torch, *index]),
@@ -125,6 +127,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     progress.say(f"installed; downloaded {progress.nbytes / 1e9:.2f} GB")
     return 0
+
+
+def check_library() -> None:
+    """Fail before gigabytes are downloaded: vLLM's CPU build loads a library of the system.
+
+    Raises:
+        InstallFailed: it is not there.
+    """
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        raise InstallFailed(
+            "vLLM's CPU build needs libnuma.so.1: install libnuma1 (Debian, Ubuntu) or "
+            "numactl-libs (Fedora, RHEL), as root"
+        ) from None
 
 
 def torch_version(pip: Sequence[str], torch: str, index: Sequence[str]) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 from pdconn.lab.client import Client
 from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.engine import Engine, running
-from pdconn.lab.errors import MissingBuild, MissingDependency, PortInUse
+from pdconn.lab.engine import Engine, missing_libraries, running
+from pdconn.lab.errors import MissingBuild, MissingDependency, MissingLibrary, PortInUse
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.proxy import admin_url, running_proxy
 from pdconn.lab.spec import EngineSpec
@@ -153,11 +153,14 @@ def check_dependencies() -> None:
 
     Raises:
         MissingDependency: naming the package.
+        MissingLibrary: vLLM would not load.
         MissingBuild: NIXL would not load beside this torch.
     """
     for package in ("vllm", "nixl", "torch", "transformers"):
         if find_spec(package) is None:
             raise MissingDependency(package)
+    for library, packages in missing_libraries().items():
+        raise MissingLibrary(library, packages)
     missing = missing_build(installed_versions(), torch_cuda_major())
     if missing is not None:
         raise MissingBuild(missing)

