@@ -50,7 +50,7 @@ def asked(expression: str) -> Asked:
 
 def dashboard() -> dict[str, Any]:
     """The one that Grafana is provisioned with."""
-    return dict(json.loads((DOCKER / "grafana/dashboards/pdconn.json").read_text()))
+    return dict(json.loads((DOCKER / "grafana/dashboards/pdconn.json").read_text(encoding="utf-8")))
 
 
 def expressions(board: Mapping[str, Any]) -> Iterator[str]:
@@ -108,9 +108,11 @@ def _metrics_port(words: list[str]) -> str | None:
 
 def scraping() -> dict[str, Any]:
     """Prometheus' configuration."""
-    return dict(yaml.safe_load((DOCKER / "prometheus.yml").read_text()))
+    return dict(yaml.safe_load((DOCKER / "prometheus.yml").read_text(encoding="utf-8")))
 
 
 def provisioned(name: str) -> dict[str, Any]:
     """One of the files that Grafana is provisioned with."""
-    return dict(yaml.safe_load((DOCKER / "grafana/provisioning" / name).read_text()))
+    return dict(
+        yaml.safe_load((DOCKER / "grafana/provisioning" / name).read_text(encoding="utf-8"))
+    )

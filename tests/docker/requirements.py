@@ -21,7 +21,7 @@ _LINE = re.compile(r"^([\w.-]+)==", re.M)
 
 def pinned() -> list[str]:
     """The packages of ``requirements.txt``."""
-    return _LINE.findall((DOCKER.parent / "requirements.txt").read_text())
+    return _LINE.findall((DOCKER.parent / "requirements.txt").read_text(encoding="utf-8"))
 
 
 def for_tests_only() -> list[str]:
@@ -55,5 +55,8 @@ def _required() -> Iterator[str]:
 
 def left_out() -> list[str]:
     """The packages whose lines ``tests-only.txt`` matches: ``grep -vf`` leaves them out."""
-    patterns = [re.compile(line) for line in (DOCKER / "tests-only.txt").read_text().splitlines()]
+    patterns = [
+        re.compile(line)
+        for line in (DOCKER / "tests-only.txt").read_text(encoding="utf-8").splitlines()
+    ]
     return [name for name in pinned() if any(each.match(f"{name}==1") for each in patterns)]

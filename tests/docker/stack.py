@@ -53,7 +53,7 @@ def load(*names: str) -> Stack:
     """These files of ``docker/``, the later ones over the earlier, variables at their defaults."""
     doc: dict[str, Any] = {}
     for name in names:
-        text = _VARIABLE.sub(r"\1", (DOCKER / name).read_text())
+        text = _VARIABLE.sub(r"\1", (DOCKER / name).read_text(encoding="utf-8"))
         doc = _over(doc, yaml.safe_load(text))
     return Stack(doc)
 
@@ -174,7 +174,7 @@ def _images(stack: Stack) -> dict[str, str]:
     for service in stack.services.values():
         if "build" in service:
             path = stack.directory / service["build"]["context"] / service["build"]["dockerfile"]
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             bases = dict(re.findall(r"^ARG (\w+)=(\S+)", text, re.M))
             stages = re.findall(r"^FROM \S+ AS (\S+)", text, re.M)
             for word in set(re.findall(r"^FROM (\S+)", text, re.M)).difference(stages):
@@ -247,7 +247,7 @@ def bad_secrets(stack: Stack) -> list[str]:
         wrong += [f"{name}: {secret} is given or read only" for secret in given ^ read]
     for name, secret in stack.doc["secrets"].items():
         ignored = (stack.directory / secret["file"]).parent / ".gitignore"
-        if not ignored.exists() or ignored.read_text().splitlines()[0] != "*":
+        if not ignored.exists() or ignored.read_text(encoding="utf-8").splitlines()[0] != "*":
             wrong.append(f"{name}: git would take {secret['file']}")
     return wrong + sorted(used ^ stack.doc["secrets"].keys())
 

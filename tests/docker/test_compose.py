@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from pdconn.cli.main import main
 from pdconn.router.config import ProxyConfig
 from pdconn.router.events.caches import PrefixCaches
-from pdconn.router.fleet.member import parse_member
+from pdconn.router.fleet.file import read_fleet
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.routing.policy import Role
@@ -73,6 +73,30 @@ def test_the_stack_is_what_its_name_says(stack: Stack) -> None:
     assert not any("ports" in one for one in stack.engines().values())
 
 
+def test_what_cannot_be_pulled_everywhere_starts_on_demand_only(stack: Stack) -> None:
+    """Images of others are in a profile; what starts without one needs none of them."""
+    others = {n for n, one in stack.services.items() if not one["image"].startswith("pdconn-")}
+    assert others == {"prometheus", "grafana"}
+    on_demand = {name for name, one in stack.services.items() if "profiles" in one}
+    assert on_demand == others
+    started = stack.services.keys() - on_demand
+    assert not any(on_demand & set(stack.services[n].get("depends_on", ())) for n in started)
+
+
+def test_the_project_has_a_name_without_the_key_that_old_compose_refuses() -> None:
+    assert "COMPOSE_PROJECT_NAME=pdconn" in (DOCKER / ".env").read_text().splitlines()
+
+
+def test_kv_goes_by_the_card_of_its_network_and_no_card_is_named() -> None:
+    for files in (STACKS["cpu"], STACKS["gpu"]):
+        stack = load(*files)
+        (subnet,) = stack.doc["networks"]["kv"]["ipam"]["config"]
+        for service in stack.engines().values():
+            assert "UCX_NET_DEVICES" not in service["environment"]
+            transfer = json.loads(option(service["command"], "kv-transfer-config") or "")
+            assert transfer["kv_connector_extra_config"]["kv_interface"] == subnet["subnet"]
+
+
 def test_rdma_gives_each_engine_a_card_and_memory_to_pin() -> None:
     engines = load(*STACKS["rdma"]).engines()
     cards = {one["environment"]["UCX_NET_DEVICES"] for one in engines.values()}
@@ -99,6 +123,8 @@ def test_every_gpu_is_one_engines() -> None:
         (laws.misshapen, lambda d: d["services"]["p1"].update(helthcheck={})),
         (laws.misshapen, lambda d: d["services"]["p1"].update(restart="sometimes")),
         (laws.misshapen, lambda d: d.update(netwroks={})),
+        (laws.misshapen, lambda d: d.update(name="pdconn")),
+        (laws.misshapen, lambda d: networks(d, "p1")["kv"].update(interface_name="kv0")),
         (laws.misshapen, lambda d: d["services"]["router"].pop("image")),
         (laws.unpinned, lambda d: d["services"]["grafana"].update(image="grafana/grafana")),
         (laws.unpinned, lambda d: d["services"]["p1"].update(image="pdconn:latest")),
@@ -135,6 +161,10 @@ def test_a_stack_with_a_fault_is_refused(
     assert check(changed(load("compose.yaml"), change)) != []
 
 
+def networks(doc: dict[str, Any], service: str) -> dict[str, Any]:
+    return dict(doc["services"][service]["networks"])
+
+
 def move(doc: dict[str, Any], service: str, address: str) -> None:
     doc["services"][service]["networks"]["serving"]["ipv4_address"] = address
 
@@ -162,9 +192,15 @@ def test_the_routers_command_is_one_and_names_every_engine_where_it_listens(
     router = stack.services["router"]
     assert router["entrypoint"] == ["pdconn"]
     config = proxy_config(router["command"], monkeypatch)
+    assert not config.prefill
+    assert not config.decode
+    mounted = dict(each.split(":")[:2] for each in router["volumes"])
+    inside = Path(config.fleet or "")
+    (folder,) = (here for here, there in mounted.items() if there == str(inside.parent))
+    members = read_fleet(DOCKER / folder / inside.name)
     configured = {
-        role: [parse_member("", word, [role]) for word in words]
-        for role, words in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+        role: [one for one in members if role in one.roles and not one.draining]
+        for role in (Role.PREFILL, Role.DECODE)
     }
     assert [m.url for m in configured[Role.PREFILL]] == ["http://p1:8000", "http://p2:8000"]
     assert [m.url for m in configured[Role.DECODE]] == ["http://d1:8000", "http://d2:8000"]

@@ -32,7 +32,7 @@ def lint(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_a_dockerfile_has_no_fault_that_hadolint_knows(name: str) -> None:
-    assert lint((DOCKER / name).read_text()) == []
+    assert lint((DOCKER / name).read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,25 @@ def test_a_dockerfile_has_no_fault_that_hadolint_knows(name: str) -> None:
     ],
 )
 def test_a_dockerfile_with_a_fault_is_refused(name: str, old: str, new: str, rule: str) -> None:
-    text = (DOCKER / name).read_text()
+    text = (DOCKER / name).read_text(encoding="utf-8")
     assert old in text
     assert any(rule in line for line in lint(text.replace(old, new)))
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_runs_as_the_user_that_the_manifests_name(name: str) -> None:
-    last = (DOCKER / name).read_text().rpartition("\nFROM ")[2]
+    last = (DOCKER / name).read_text(encoding="utf-8").rpartition("\nFROM ")[2]
     assert re.findall(r"^USER (\S+)$", last, re.M) == ["10001:10001"]
     for base in ("router", "prefill", "decode"):
         manifest = DOCKER.parent / f"examples/kubernetes/base/{base}.yaml"
-        assert "runAsUser: 10001\n" in manifest.read_text()
+        assert "runAsUser: 10001\n" in manifest.read_text(encoding="utf-8")
 
 
 def test_the_routers_image_has_the_base_dependencies_alone() -> None:
-    text = (DOCKER / "Dockerfile.router").read_text()
-    project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
+    text = (DOCKER / "Dockerfile.router").read_text(encoding="utf-8")
+    project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     installed = re.findall(r"/bin/pip .*\binstall (.*)$", text, re.M)
     assert installed == ["--no-cache-dir . -c requirements.txt"]
     heavy = re.compile("vllm|torch|nixl|ucx|boto")
@@ -80,7 +82,7 @@ def test_the_engines_image_leaves_out_what_only_tests_need() -> None:
 def test_no_compiler_and_no_pip_come_into_our_images() -> None:
     """Only the stages before the last one install with pip, and none installs a compiler."""
     for name in ("Dockerfile", "Dockerfile.router"):
-        text = (DOCKER / name).read_text()
+        text = (DOCKER / name).read_text(encoding="utf-8")
         last = text.rpartition("\nFROM ")[2]
         assert "pip" not in last
         assert "/opt/pdconn /opt/pdconn\n" in last
@@ -89,7 +91,7 @@ def test_no_compiler_and_no_pip_come_into_our_images() -> None:
 
 def test_both_our_python_images_begin_with_one_base_by_digest() -> None:
     bases = {
-        name: re.findall(r"^ARG BASE=(\S+)$", (DOCKER / name).read_text(), re.M)
+        name: re.findall(r"^ARG BASE=(\S+)$", (DOCKER / name).read_text(encoding="utf-8"), re.M)
         for name in DOCKERFILES
     }
     assert bases["Dockerfile"] == bases["Dockerfile.router"]
@@ -100,7 +102,7 @@ def test_both_our_python_images_begin_with_one_base_by_digest() -> None:
 @pytest.mark.parametrize(("base", "is_said"), [("vllm/a:v1", True), ("vllm/a:v1@sha256:ab", False)])
 def test_a_build_without_a_digest_is_said_so(base: str, is_said: bool) -> None:
     """By the step of the Dockerfile itself, run in a shell; the label says it of the image."""
-    text = (DOCKER / "Dockerfile.gpu").read_text()
+    text = (DOCKER / "Dockerfile.gpu").read_text(encoding="utf-8")
     after = text.partition("\nFROM ${BASE}\n")[2]
     assert "\nARG BASE\nLABEL org.opencontainers.image.base.name=${BASE}\n" in after
     (step,) = re.findall(r"^RUN (case .*?^    esac)$", after, re.M | re.S)
@@ -115,8 +117,10 @@ def test_a_build_without_a_digest_is_said_so(base: str, is_said: bool) -> None:
 
 
 def test_the_readme_pins_the_base_that_the_dockerfile_names() -> None:
-    (base,) = re.findall(r"^ARG BASE=(\S+)$", (DOCKER / "Dockerfile.gpu").read_text(), re.M)
-    page = (DOCKER / "README.md").read_text()
+    (base,) = re.findall(
+        r"^ARG BASE=(\S+)$", (DOCKER / "Dockerfile.gpu").read_text(encoding="utf-8"), re.M
+    )
+    page = (DOCKER / "README.md").read_text(encoding="utf-8")
     assert f'--build-arg BASE="{base}@$(' in page
     assert f"imagetools inspect --format '{{{{.Manifest.Digest}}}}' {base})" in page
     assert "](#pin-vllms-image)" in page
