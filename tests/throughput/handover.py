@@ -1,4 +1,4 @@
-"""Time from a request to decode until its first token.
+"""Time from prefill's answer until decode's first token.
 
     python -m tests.throughput.handover --json handover.json
 
@@ -29,9 +29,10 @@ from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.quiet import Neighbours, wait_for_quiet
 from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants
-from tests.throughput.engines.results import BASELINE, Results, verdicts
+from tests.throughput.engines.results import RIVALS, Results, verdicts
 
 _LENGTHS = (200, 1000, 3000)
+DEFAULT = ("in-tree", "in-tree-tuned", "in-tree-push", "pdconn")
 
 
 def main() -> int:
@@ -56,7 +57,7 @@ def main() -> int:
         settings = {key: str(value) for key, value in vars(options).items()}
         document = {"settings": settings, "cores": os.cpu_count(), **results.as_json(verdict)}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    wrong = results.mismatches or any(name != BASELINE for name, _ in results.failed)
+    wrong = results.mismatches or any(name not in RIVALS for name, _ in results.failed)
     return 1 if wrong or (options.check and not all(verdict)) else 0
 
 
@@ -115,7 +116,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--json", type=Path, help="where to write all measurements")
-    add("--connectors", nargs="*", choices=CONNECTORS, default=["in-tree", "pdconn"])
+    add("--connectors", nargs="*", choices=CONNECTORS, default=DEFAULT)
     add("--lengths", nargs="+", type=int, default=_LENGTHS, help="prompts, in tokens")
     add("--rounds", type=int, default=15, help="prompts of each length")
     add("--warm-up", type=int, default=2, help="rounds that do not count")

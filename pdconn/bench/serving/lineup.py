@@ -47,9 +47,16 @@ def _with(**extra: Any) -> Connector:
     return Connector({**_PDCONN, "kv_connector_extra_config": extra})
 
 
+_IN_TREE = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+
+
 CONNECTORS: Mapping[str, Connector] = MappingProxyType(
     {
-        "in-tree": Connector({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
+        "in-tree": Connector(_IN_TREE),
+        "in-tree-tuned": Connector(
+            {**_IN_TREE, "kv_connector_module_path": "pdconn.bench.serving.resting"}
+        ),
+        "in-tree-push": Connector({**_IN_TREE, "kv_connector": "NixlPushConnector"}),
         "pdconn": Connector(_PDCONN),
         "pdconn-sample": _with(verify="sample"),
         "pdconn-always": _with(verify="always"),

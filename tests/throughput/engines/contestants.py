@@ -1,21 +1,30 @@
-"""The contestants of a measurement; their requests go to prefill and decode without a router."""
+"""The contestants of a measurement; their requests go to prefill and decode without a router.
+
+A connector that pulls gets decode's request once prefill has answered, with its ticket.  One that
+pushes is asked as its routers ask: both legs at once, so that decode has registered its blocks
+before prefill is done.  The hand-over begins with prefill's answer for either.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pdconn.bench.serving.lineup import assign_engines
-from pdconn.lab.client import Client, Timed, prefill_only
+from pdconn.lab.client import ASK_FOR_REMOTE_DECODE, Client, Timed, prefill_only
 from pdconn.lab.engine import Engine
 
 #: The answer goes on after its first token, as answers do.
 ANSWER_TOKENS = 8
 
 ALONE = "alone"
+
+PUSHING = frozenset({"in-tree-push"})
 
 _WAKING = 5
 _TIMEOUT_S = 120.0
@@ -28,8 +37,8 @@ class Taken:
     Attributes:
         prefill_s: the prefill engine's request, sent to answered; of an engine
             alone, zero.
-        first_s: the decode request, sent to its first streamed token; of an
-            engine alone, of the only request.
+        first_s: from prefill's answer to decode's first streamed token; of an
+            engine alone, from sending the only request.
         timed: the answer.
     """
 
@@ -51,6 +60,8 @@ class Contestant:
         if not rest:
             timed = first.stream(prompt, ANSWER_TOKENS)
             return Taken(0.0, timed.first_token_s, timed)
+        if self.name in PUSHING:
+            return both_legs_at_once(first, rest[0], prompt)
         prefill_s, ticket = _prefill(first, prompt)
         timed = rest[0].stream(prompt, ANSWER_TOKENS, kv_transfer_params=ticket)
         return Taken(prefill_s, timed.first_token_s, timed)
@@ -71,6 +82,28 @@ class Contestant:
         finally:
             for engine in self.engines:
                 engine.pause()
+
+
+def both_legs_at_once(prefill: Client, decode: Client, prompt: Sequence[int]) -> Taken:
+    """Ask decode while prefill computes, as a push needs it.
+
+    Both requests bear one id, by which NixlPushConnector matches decode's blocks with prefill's.
+    Where prefill is found is what it says itself, in the ticket of a one-token prompt.
+    """
+    place = prefill_only(prefill, [4]) or {}
+    request = f"push-{secrets.token_hex(8)}"
+    # vLLM calls the first prompt of a completion so.
+    params = {**place, "remote_request_id": f"cmpl-{request}-0", "remote_block_ids": []}
+    with ThreadPoolExecutor(1) as pool:
+        sent = time.perf_counter()
+        asked = pool.submit(
+            decode.stream, prompt, ANSWER_TOKENS, kv_transfer_params=params, request_id=request
+        )
+        began = time.perf_counter()
+        prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE, request_id=request)
+        answered = time.perf_counter()
+        timed = asked.result()
+    return Taken(answered - began, sent + timed.first_token_s - answered, timed)
 
 
 def _prefill(client: Client, prompt: Sequence[int]) -> tuple[float, Mapping[str, Any] | None]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from tests.throughput.engines.contestants import ALONE, ANSWER_TOKENS, Taken
 
-BASELINE = "in-tree"
+BASELINE, TUNED = "in-tree", "in-tree-tuned"
+RIVALS = frozenset({BASELINE, TUNED, "in-tree-push"})
+"""Contestants that are not ours."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,32 @@ def verdicts(results: Results, connectors: Sequence[str]) -> list[Verdict]:
     lengths = sorted({length for name, length in results.first if name != ALONE})
     found = []
     for name in connectors:
-        if name == BASELINE:
+        if name in RIVALS:
             continue
         longest = lengths[-1]
         prefill = results.median(ALONE, longest)
         claim = f"{name}, {longest} tokens: median handover / full prefill"
         found.append(Verdict(claim, results.median(name, longest) / prefill, 0.15))
-        if BASELINE not in connectors:
-            continue
         for length in lengths:
-            theirs = results.median(BASELINE, length)
-            claim = f"{name}, {length} tokens: median / in-tree median"
-            found.append(Verdict(claim, results.median(name, length) / theirs, 0.1))
-            claim = f"{name}, {length} tokens: worst / in-tree median"
-            found.append(Verdict(claim, results.worst(name, length) / theirs, 1.0))
+            if BASELINE in connectors:
+                found += _beside_the_plain_one(results, name, length)
+            if TUNED in connectors:
+                found += _beside_the_tuned_one(results, name, length)
     return found
+
+
+def _beside_the_plain_one(results: Results, name: str, length: int) -> list[Verdict]:
+    ours, theirs = f"{name}, {length} tokens", results.median(BASELINE, length)
+    return [
+        Verdict(f"{ours}: median / in-tree median", results.median(name, length) / theirs, 0.1),
+        Verdict(f"{ours}: worst / in-tree median", results.worst(name, length) / theirs, 1.0),
+    ]
+
+
+def _beside_the_tuned_one(results: Results, name: str, length: int) -> list[Verdict]:
+    ours, theirs = f"{name}, {length} tokens", results.median(TUNED, length)
+    worst = results.worst(name, length) / results.worst(TUNED, length)
+    return [
+        Verdict(f"{ours}: median / tuned median", results.median(name, length) / theirs, 0.7),
+        Verdict(f"{ours}: worst / tuned worst", worst, 1.0),
+    ]

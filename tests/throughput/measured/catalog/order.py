@@ -39,6 +39,7 @@ _LIST = (
     handovers.DEMO,
     handovers.VERIFY,
     handovers.HANDOVER,
+    handovers.HANDOVER_RESERVED,
 )
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({each.name: each for each in _LIST})

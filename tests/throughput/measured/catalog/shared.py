@@ -18,6 +18,8 @@ CONTESTANTS = {
     "alone": "one engine alone",
     "single": "one engine alone",
     "in-tree": "vLLM's in-tree NixlConnector",
+    "in-tree-tuned": "the same, NIXL's progress thread at rest",
+    "in-tree-push": "vLLM's in-tree NixlPushConnector",
     "pdconn": "**pdconn**",
     "pdconn-sample": "pdconn, `verify: sample`",
     "pdconn-always": "pdconn, `verify: always`",
