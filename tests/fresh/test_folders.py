@@ -18,17 +18,18 @@ from tests.fresh.clean import copy_tree
 ROOT = Path(__file__).parents[2]
 
 LOOKED_AT = (
-    "tests/bench", "tests/cli", "tests/contracts", "tests/deploy", "tests/docker", "tests/docs",
-    "tests/doctor", "tests/fresh", "tests/lab", "tests/next", "tests/router/operations",
-    "tests/sidechannel", "tests/store/shelves", "tests/structure",
+    "tests/cli", "tests/docker", "tests/docs", "tests/doctor", "tests/fresh", "tests/lab",
+    "tests/router/operations", "tests/store/shelves", "tests/structure",
 )  # fmt: skip
 """Rooms that start processes, read files of the checkout, or print paths."""
 
 ENGINES = ("tests/vllm/engines/test_hostile.py", "tests/vllm/engines/test_pair.py")
 
+ASCII = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+"""Python takes the text of files for ASCII; torch cannot be imported then, commands without can."""
+
 PLACES = {
-    # Python takes the text of files for ASCII: what is UTF-8 must be read as such.
-    "pdconn": {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    "pdconn": {"LC_ALL": "POSIX"},
     "pd conn": {"HOME": "/nonexistent", "LC_ALL": "C.UTF-8"},
     "π": {"LC_ALL": "C.UTF-8", "http_proxy": "http://127.0.0.1:9", "TMPDIR": "{folder}"},
 }
@@ -44,6 +45,24 @@ def test_a_checkout_may_have_any_name_and_its_user_any_locale(tmp_path: Path, na
     ended = _tests_in(folder, more, *LOOKED_AT, "-m", "not (engine or multinode or ucx or matrix)")
     assert ended.returncode == 0, ended.stdout[-5000:]
     assert " passed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--model", "gemma-3-27b", "--prompt", "32768"),
+        ("score", "examples/snapshot.json"),
+        ("proxy", "--help"),
+        ("doctor", "--help"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_work_where_text_is_ascii(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "pdconn.cli.main", *words]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **ASCII}, check=False, capture_output=True
+    )
+    assert ended.returncode == 0, ended.stderr.decode(errors="replace")
 
 
 @pytest.mark.engine
