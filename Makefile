@@ -8,6 +8,8 @@
 #   make check-next   pdconn on the next vLLM, whose Python files are downloaded (336 MB, once; about 4 minutes)
 #   make property, chaos, fuzz, soak      the long runs: topologies, virtual time, hostile input, faults
 #   make bench    measure all that docs/benchmarks.md shows and write its tables (an hour; ARGS="--run NAME" for one)
+#   make compose  docker/compose.yaml in real containers: both images built, engines and the router killed,
+#                 paused, cut off and restarted (as root on Debian; installs Docker if there is none)
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none),
 #                 and what vLLM makes of layouts, sleep and buffers on this machine
@@ -45,7 +47,7 @@ test: test-fast test-vllm
 # Most of these wait for peers that are late on purpose, so three fit on two cores.  The tests
 # of UCX without NIXL have processes of their own: NIXL brings another UCX along.
 test-fast: venv
-	$(BIN)/python -m pytest -m "not engine and not multinode and not ucx and not matrix" -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not multinode and not ucx and not matrix and not compose" -n 3 --dist worksteal $(ARGS)
 	$(BIN)/python -m pytest -m ucx -n 2 --dist worksteal $(ARGS)
 
 test-vllm: venv
@@ -92,6 +94,10 @@ soak: venv
 
 bench: venv
 	$(BIN)/python -m tests.throughput.measured $(or $(ARGS),--run)
+
+.PHONY: compose
+compose: venv
+	$(BIN)/python -m pytest -m compose -s tests/docker/fleet $(ARGS)
 
 multinode: venv
 	$(BIN)/python -m pytest tests/multinode $(ARGS)

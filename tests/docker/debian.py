@@ -163,7 +163,7 @@ def _await_daemon(daemon: subprocess.Popen[bytes], log: Path) -> None:
     give_up = time.monotonic() + _START_TIMEOUT_S
     while not answers():
         if daemon.poll() is not None or time.monotonic() > give_up:
-            raise DockerFailed(f"dockerd does not start: {log.read_text()[-2000:]}")
+            raise DockerFailed(f"dockerd does not start: {log.read_text(encoding='utf-8')[-2000:]}")
         time.sleep(0.2)
 
 
@@ -201,7 +201,7 @@ def _share_authorities(root: Path) -> list[str]:
 
 
 def _certificates(bundle: Path) -> set[str]:
-    return set(_CERTIFICATE.findall(bundle.read_text()))
+    return set(_CERTIFICATE.findall(bundle.read_text(encoding="utf-8")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

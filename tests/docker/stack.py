@@ -121,7 +121,10 @@ _SERVICE = _only(
     shm_size={"type": "string", "pattern": r"^\d+(mb|gb)$"},
     ulimits=_each({"type": "integer"}),
     sysctls=_each({"type": "integer"}),
+    ipc={"enum": ["shareable", "service:namespaces"]},
+    pid={"const": "service:namespaces"},
     cap_drop={"const": ["ALL"]},
+    cap_add={"const": ["SYS_PTRACE"]},
     security_opt={"const": ["no-new-privileges:true"]},
     read_only={"type": "boolean"},
     devices={"type": "array", "items": {"const": "/dev/infiniband"}},
@@ -210,7 +213,11 @@ def bad_addresses(stack: Stack) -> list[str]:
         name: ipaddress.ip_network(network["ipam"]["config"][0]["subnet"])
         for name, network in stack.doc["networks"].items()
     }
-    wrong = [f"{name}: no network" for name, one in stack.running().items() if not one["networks"]]
+    wrong = [
+        f"{name}: no network"
+        for name, one in stack.running().items()
+        if not one.get("networks") and one.get("network_mode") != "none"
+    ]
     seen = set()
     for name, service in stack.services.items():
         for network, attached in service.get("networks", {}).items():

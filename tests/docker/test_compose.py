@@ -41,6 +41,7 @@ STACKS = {
     "cpu": ("compose.yaml",),
     "gpu": ("compose.yaml", "compose.gpu.yaml"),
     "rdma": ("compose.yaml", "compose.gpu.yaml", "compose.rdma.yaml"),
+    "shm": ("compose.yaml", "compose.shm.yaml"),
 }
 Change = Callable[[dict[str, Any]], object]
 HEALTHY = {"condition": "service_healthy"}
@@ -66,7 +67,8 @@ def test_the_stack_keeps_the_laws(stack: Stack, check: Callable[[Stack], list[st
 def test_the_stack_is_what_its_name_says(stack: Stack) -> None:
     """A router, two prefill and two decode engines, each with addresses of its own."""
     assert list(stack.engines()) == ["p1", "p2", "d1", "d2"]
-    assert set(stack.running()) - set(stack.engines()) == {"router", "prometheus", "grafana"}
+    others = set(stack.running()) - set(stack.engines()) - {"namespaces"}
+    assert others == {"router", "prometheus", "grafana"}
     assert stack.doc["networks"]["kv"]["internal"]
     on_kv = {name for name, one in stack.services.items() if "kv" in one.get("networks", {})}
     assert on_kv == set(stack.engines())
@@ -95,6 +97,36 @@ def test_kv_goes_by_the_card_of_its_network_and_no_card_is_named() -> None:
             assert "UCX_NET_DEVICES" not in service["environment"]
             transfer = json.loads(option(service["command"], "kv-transfer-config") or "")
             assert transfer["kv_connector_extra_config"]["kv_interface"] == subnet["subnet"]
+
+
+def test_engines_share_memory_through_a_container_that_outlives_them() -> None:
+    """And only where it is asked for: all processes of a PID namespace end with its first one."""
+    stack = load(*STACKS["shm"])
+    assert "namespaces" not in stack.engines()
+    assert stack.services["namespaces"]["ipc"] == "shareable"
+    for one in stack.engines().values():
+        assert one["ipc"] == one["pid"] == "service:namespaces"
+        assert one["cap_add"] == ["SYS_PTRACE"]
+        assert one["environment"]["UCX_TLS"] == "cma,tcp"
+    for files in (STACKS["cpu"], STACKS["rdma"]):
+        for one in load(*files).services.values():
+            assert not {"ipc", "pid", "cap_add"} & one.keys()
+
+
+def test_an_overlay_changes_what_its_machines_need_and_nothing_else() -> None:
+    """Images, commands and devices of engines; networks, router and metrics stay."""
+    below = load(*STACKS["cpu"])
+    for files in (STACKS["gpu"], STACKS["rdma"]):
+        above = load(*files)
+        assert above.doc["networks"] == below.doc["networks"]
+        for name in ("router", "prometheus", "grafana"):
+            assert above.services[name] == below.services[name]
+        for name, one in above.engines().items():
+            changed = {key for key in one if one[key] != below.engines()[name].get(key)}
+            assert changed <= {
+                "image", "command", "environment", "deploy", "volumes", "shm_size", "devices",
+                "ulimits",
+            }  # fmt: skip
 
 
 def test_rdma_gives_each_engine_a_card_and_memory_to_pin() -> None:

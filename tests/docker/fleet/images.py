@@ -1,0 +1,98 @@
+"""Build the two images that ``compose.yaml`` runs, and look at what is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from tests.docker.debian import Say, builder, run
+from tests.docker.stack import DOCKER, load
+
+_BUILD_TIMEOUT_S = 1500.0
+
+#: Run by the image's own Python: what its wheels installed, and what should not be there.
+_LOOK = """
+import hashlib, importlib.metadata, json, os, shutil, sys
+wheels = 0
+for one in importlib.metadata.distributions():
+    for file in one.files or ():
+        path = one.locate_file(file)
+        if not str(file).endswith(".pyc") and os.path.isfile(path):
+            wheels += os.stat(path).st_size
+names = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as", "make", "nvcc")
+seen, twice, packed = {}, [], []
+for folder, _, files in os.walk(sys.prefix):
+    for file in files:
+        path = os.path.join(folder, file)
+        size = 0 if os.path.islink(path) else os.stat(path).st_size
+        if size >= 1 << 20:
+            with open(path, "rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest in seen:
+                twice.append((path, seen[digest], size))
+            seen[digest] = path
+for folder, _, files in os.walk("/"):
+    if not folder.startswith(("/proc", "/sys", "/usr/share/python-wheels")):
+        packed += [os.path.join(folder, file) for file in files if file.endswith(".whl")]
+print(json.dumps({"wheels_nbytes": wheels, "packed": packed, "twice": twice,
+                  "compilers": [name for name in names if shutil.which(name)]}))
+"""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What an image holds.
+
+    Attributes:
+        nbytes: its size, as Docker counts it: all layers, unpacked.
+        wheels_nbytes: files that its Python packages installed, without bytecode.
+        compilers: programs on its path that compile, assemble or link.
+        packed: wheels that lie there as they were downloaded.
+        twice: files of 1 MiB and more with the content of another, and their size.
+    """
+
+    name: str
+    nbytes: int
+    wheels_nbytes: int
+    compilers: tuple[str, ...]
+    packed: tuple[str, ...]
+    twice: tuple[tuple[str, str, int], ...]
+
+
+def our_images() -> dict[str, str]:
+    """Image -> Dockerfile, of the services that are built."""
+    services = load("compose.yaml").services.values()
+    return {one["image"]: one["build"]["dockerfile"] for one in services if "build" in one}
+
+
+def build(base: str, say: Say) -> None:
+    """Build both on ``base``; what the builder has kept is not made again.
+
+    Raises:
+        DockerFailed: a build fails.
+    """
+    arguments = ["--network", "host", "--build-arg", f"BASE={base}"]
+    # Another index than the public one, such as the index of torch's CPU builds.
+    if index := os.environ.get("TORCH_INDEX"):
+        arguments += ["--build-arg", f"TORCH_INDEX={index}"]
+    for name, dockerfile in our_images().items():
+        say(f"building {name}")
+        words = [builder(), "build", *arguments, "-f", DOCKER.parent / dockerfile, "-t", name]
+        environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
+        run([*words, DOCKER.parent], _BUILD_TIMEOUT_S, env=environ)
+
+
+def look(name: str) -> Image:
+    """What is in an image."""
+    nbytes = int(run(["docker", "image", "inspect", "--format", "{{.Size}}", name]))
+    words = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "python3", name, "-c", _LOOK]
+    seen = json.loads(run(words))
+    return Image(
+        name,
+        nbytes,
+        seen["wheels_nbytes"],
+        tuple(seen["compilers"]),
+        tuple(seen["packed"]),
+        tuple((path, other, size) for path, other, size in seen["twice"]),
+    )
