@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from pdconn.doctor.findings import Checked, Diagnosis, checked, fault
+from pdconn.doctor.findings import Checked, Diagnosis, Finding, checked, fault
 from pdconn.doctor.fleet import advertised, channels, engines, events, golden, traffic
 from pdconn.doctor.local import (
     credentials,
@@ -37,7 +37,8 @@ from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, merged
 from pdconn.router.fleet.sources import FleetSource
 from pdconn.sidechannel.security import Security, SecurityError
-from pdconn.vllm.config import Settings
+from pdconn.vllm.config import ConfigError, Settings
+from pdconn.vllm.memory.card import kv_card
 from transport.errors import FieldError
 
 Say = Callable[[str], None]
@@ -131,7 +132,9 @@ def _local(
         "limits", limits.judge_limits(limited, host, wants_huge_pages=wants),
         limits.seen_limits(limited),
     )  # fmt: skip
-    yield checked("devices", (), devices.seen_devices(host), *devices.ucx_lines(host))
+    refused_card, chosen = _kv_card(questions, settings)
+    seen = devices.seen_devices(host), *chosen, *devices.ucx_lines(host)
+    yield checked("devices", refused_card, *seen)
     yield _ucx(questions, settings, host, say)
     yield _config(questions, refused)
     yield from _side_channel(questions, settings)
@@ -140,6 +143,18 @@ def _local(
         kept = store.read_store(settings.store)
         judged = store.judge_store(kept, settings.store)
         yield checked("store", judged, store.seen_store(kept, settings.store))
+
+
+def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Finding], list[str]]:
+    """What an engine with these settings will log of the network card that carries KV."""
+    if settings is None or questions.config is None:
+        return [], []
+    try:
+        return [], [kv_card(settings, questions.engine_environ).sentence]
+    except ConfigError as error:
+        message = f"expected {error.expected}, got {error.seen}"
+        remedy = 'set "kv_interface" to one of them, or leave it out'
+        return [fault("devices.kv-interface", error.field, message, remedy)], []
 
 
 def _ucx(

@@ -79,6 +79,7 @@ class Lender:
         host: address to listen at; ``0.0.0.0`` and ``::`` are every one.
         port: 0 picks a free one; see :attr:`port`.
         advertised: the host that tickets name; ``host`` unless given.
+        why_unreachable: why an address cannot read KV, and is refused; empty if it can.
         security: how readers must authenticate; not at all by default.
         is_summing: whether checksums of what is lent will be added.
         limits: bounds of connections.
@@ -98,6 +99,7 @@ class Lender:
         port: int,
         *,
         advertised: str | None = None,
+        why_unreachable: Callable[[str], str] | None = None,
         security: Security | None = None,
         is_summing: bool = False,
         limits: ConnectionLimits | None = None,
@@ -108,6 +110,7 @@ class Lender:
         self._security.require(host)
         self._security.require(advertised)
         self._clock = clock
+        self._why_unreachable = why_unreachable or (lambda host: "")
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._policy = self._security.for_lender(f"{advertised}:{self.port}")
@@ -276,8 +279,8 @@ class Lender:
             self._selector.unregister(self._listener)
             self._accept_from = self._clock() + pause_s
             return False
-        refusal = self._admission.refusal(address[0])
-        if refusal is not None:
+        refusal = self._admission.refusal(address[0]) or self._why_unreachable(address[0])
+        if refusal:
             sock.close()
             self._sessions.counts["connections_refused"] += 1
             log.debug("pdconn: connection refused: %s peer=%s:%d", refusal, *address[:2])

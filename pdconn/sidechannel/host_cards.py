@@ -11,11 +11,13 @@ import ctypes
 import ipaddress
 import os
 import socket
+import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pdconn.sidechannel.advertise import NoAdvertisedHost, advertised_host, is_wildcard
-from pdconn.sidechannel.kv_card import HostAddress, HostCards, HostInterface, NetCard
+from pdconn.sidechannel.kv_card import HostAddress, HostCards, HostInterface, NetCard, Network
 
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _MAX_STACKED = 4
@@ -89,6 +91,21 @@ def side_channel_addresses(
     return tuple(_unmapped(ipaddress.ip_address(text)) for text in texts)
 
 
+def without_route(card: str, host: str, routes: Callable[[str], Iterable[Network]]) -> bool:
+    """Whether ``card`` has no way to ``host``, in any routing table.
+
+    UCX ends the process of a lender that is restricted to such a card when ``host`` connects
+    (1.23, "no active messages transport").
+
+    Args:
+        routes: the networks that a card has a route to.
+    """
+    address = _unmapped(ipaddress.ip_address(host.partition("%")[0]))
+    if any(own is not None and own.ip == address for _, _, own in _interfaces()):
+        return False  # it is this machine itself
+    return not any(address in network for network in routes(card))
+
+
 def _unmapped(address: HostAddress) -> HostAddress:
     """Of ``::ffff:10.0.0.1`` the IPv4 address, which is what the card has."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -143,7 +160,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
@@ -198,3 +215,57 @@ def _interface(addr: int | None, netmask: int | None) -> HostInterface | None:
     prefix = int.from_bytes(mask, "big").bit_count()
     address = ipaddress.ip_address(ctypes.string_at(addr + offset, size))
     return ipaddress.ip_interface(f"{address}/{prefix}")
+
+
+# --- routes, from the kernel --------------------------------------------------------------
+
+_RTM_GETROUTE, _DUMP, _NLMSG_ERROR, _NLMSG_DONE = 26, 0x301, 2, 3
+_UNICAST = 1
+_RTA_DST, _RTA_OIF, _RTA_MULTIPATH = 1, 4, 9
+
+
+def routes_of(card: str) -> list[Network]:
+    """Networks that ``card`` has a route to, in any table, as UCX asks for them.
+
+    Raises:
+        OSError: there is no such card, or the kernel does not answer.
+    """
+    index = socket.if_nametoindex(card)
+    found: list[Network] = []
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(1.0)
+        kernel.send(struct.pack("=IHHII12x", 28, _RTM_GETROUTE, _DUMP, 1, 0))
+        while True:
+            for kind, body in _records(kernel.recv(1 << 16), 16, "=IH"):
+                if kind == _NLMSG_ERROR:
+                    raise OSError("the kernel does not list its routes")
+                if kind == _NLMSG_DONE:
+                    return found
+                found += _route(body, index)
+
+
+def _records(data: bytes, head: int, layout: str) -> Iterator[tuple[int, bytes]]:
+    """Type and content of netlink's messages (a head of 16 bytes) or attributes (of 4)."""
+    while len(data) >= head:
+        size, kind = struct.unpack_from(layout, data)
+        if size < head:
+            return
+        yield kind, data[head:size]
+        data = data[(size + 3) & ~3 :]
+
+
+def _route(message: bytes, index: int) -> Iterator[Network]:
+    """The network of a route by interface ``index``; none of a route by another."""
+    family, prefix, kind = message[0], message[1], message[7]
+    if kind != _UNICAST or family not in _OFFSETS:
+        return
+    attributes = dict(_records(message[12:], 4, "=HH"))
+    hops = [attributes[_RTA_OIF]] if _RTA_OIF in attributes else []
+    several = attributes.get(_RTA_MULTIPATH, b"")
+    while len(several) >= 8:
+        hops.append(several[4:8])
+        several = several[max(8, int.from_bytes(several[:2], sys.byteorder)) :]
+    if any(int.from_bytes(hop, sys.byteorder) == index for hop in hops):
+        size = _OFFSETS[socket.AddressFamily(family)][1]
+        address = ipaddress.ip_address(attributes.get(_RTA_DST, bytes(size)))
+        yield ipaddress.ip_network(f"{address}/{prefix}")

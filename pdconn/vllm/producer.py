@@ -47,6 +47,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.lends.shared_tickets import SharedTickets
+from pdconn.vllm.memory.card import kv_card, why_unreachable
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
@@ -141,6 +142,7 @@ class ProducerScheduler:
             host,
             port,
             advertised=self._host,
+            why_unreachable=why_unreachable(kv_card(self._settings).devices),
             security=self._settings.security,
             is_summing=self._settings.verify is not Verify.OFF,
         )

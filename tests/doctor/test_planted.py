@@ -189,6 +189,21 @@ def test_a_taken_port_is_found_and_an_engine_at_it_is_not_a_fault(
         assert ids(host.ask(capsys)[1]) == ids(before)
 
 
+def test_the_card_that_carries_kv_is_shown_and_one_that_is_not_here_found(
+    host: Host, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    before = host.ask(capsys)[1]
+    host.extra["kv_interface"] = "no-such-card"
+    code, document = host.ask(capsys)
+    assert [one for one in ids(document) if one not in ids(before)] == ["devices.kv-interface"]
+    assert code == 1
+    host.extra["kv_interface"] = "127.0.0.0/8"
+    document = host.ask(capsys)[1]
+    assert ids(document) == ids(before)
+    assert "KV goes over lo (kv_interface: 127.0.0.0/8)" in json.dumps(document)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "found"),
     [

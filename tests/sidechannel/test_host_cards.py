@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pdconn.sidechannel.host_cards import Interfaces, read_cards, side_channel_addresses
+from pdconn.sidechannel.host_cards import (
+    Interfaces,
+    read_cards,
+    routes_of,
+    side_channel_addresses,
+    without_route,
+)
 
 UP = 0x1 | 0x40
 
@@ -28,18 +34,18 @@ class Sys:
     def port(self, device: str, port: int, state: str = "4: ACTIVE", node: bool = True) -> None:
         folder = self.root / f"sys/class/infiniband/{device}/ports/{port}"
         folder.mkdir(parents=True)
-        (folder / "state").write_text(f"{state}\n")
+        (folder / "state").write_text(f"{state}\n", encoding="utf-8")
         verbs = f"uverbs{device[-1]}"
         known = self.root / "sys/class/infiniband_verbs" / verbs
         known.mkdir(parents=True, exist_ok=True)
-        (known / "ibdev").write_text(f"{device}\n")
+        (known / "ibdev").write_text(f"{device}\n", encoding="utf-8")
         if node:
             (self.root / "dev/infiniband").mkdir(parents=True, exist_ok=True)
             (self.root / "dev/infiniband" / verbs).touch()
 
     def card(self, name: str, device: str | None = None, dev_port: int = 0) -> None:
         (self.net / name).mkdir(parents=True)
-        (self.net / name / "dev_port").write_text(f"{dev_port}\n")
+        (self.net / name / "dev_port").write_text(f"{dev_port}\n", encoding="utf-8")
         if device is not None:
             (self.net / name / "device/infiniband" / device).mkdir(parents=True)
 
@@ -146,3 +152,40 @@ def test_addresses_of_a_side_channel() -> None:
     assert side_channel_addresses("0.0.0.0", "10.1.2.4", pod) == (ipaddress.ip_address("10.1.2.4"),)
     assert side_channel_addresses("0.0.0.0", None, {"POD_IP": "nonsense"}) == ()
     assert side_channel_addresses("no.such.host.invalid", None) == ()
+
+
+def networks(*texts: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    return [ipaddress.ip_network(text) for text in texts]
+
+
+def test_a_reader_beyond_every_route_of_the_card_cannot_be_served() -> None:
+    table = {"eth1": networks("10.1.0.0/16", "fd00::/64"), "eth0": networks("0.0.0.0/0")}
+    assert not without_route("eth1", "10.1.2.3", table.__getitem__)
+    assert not without_route("eth1", "::ffff:10.1.2.3", table.__getitem__)
+    assert not without_route("eth1", "fd00::9", table.__getitem__)
+    assert without_route("eth1", "10.2.2.3", table.__getitem__)
+    assert not without_route("eth0", "10.2.2.3", table.__getitem__)
+    assert not without_route("eth1", "127.0.0.1", table.__getitem__), "this machine itself"
+
+
+def test_the_kernels_routes_are_those_of_proc() -> None:
+    """Of every card, IPv4's main table as the kernel writes it elsewhere."""
+    for _ in range(20):  # others may add and remove routes meanwhile
+        listed = dict.fromkeys([name for _, name in socket.if_nameindex()], 0)
+        written: dict[str, set[str]] = {name: set() for name in listed}
+        for line in Path("/proc/net/route").read_text(encoding="utf-8").splitlines()[1:]:
+            name, to, _, flags, *_, mask, _, _, _ = line.split()
+            if int(flags, 16) & 0x1 and not int(flags, 16) & 0x200:
+                number = bytes.fromhex(to)[::-1]
+                bits = int(mask, 16).bit_count()
+                written.setdefault(name, set()).add(f"{ipaddress.ip_address(number)}/{bits}")
+        seen = {name: set(map(str, routes_of(name))) for name in listed}
+        if all(written[name] <= seen[name] for name in listed):
+            break
+    assert any(written.values())
+    for name in listed:
+        assert written[name] <= seen[name]
+        others = {route for each in listed if each != name for route in written[each]}
+        assert not (others - written[name]) & seen[name], "routes of other cards are left out"
+    with pytest.raises(OSError, match="interface"):
+        routes_of("no-such-card")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from pdconn.sidechannel.host_cards import read_cards, side_channel_addresses
+from pdconn.sidechannel.host_cards import (
+    read_cards,
+    routes_of,
+    side_channel_addresses,
+    without_route,
+)
 from pdconn.sidechannel.kv_card import (
     AUTO,
     KEY,
@@ -16,6 +21,7 @@ from pdconn.sidechannel.kv_card import (
     asked_card,
     side_channel_card,
 )
+from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.vllm.config import ConfigError, Settings
 
 log = logging.getLogger(__name__)
@@ -49,3 +55,24 @@ def kv_card(settings: Settings, environ: Mapping[str, str] = os.environ) -> KVCa
         return asked_card(wanted, host)
     except NoSuchCard as error:
         raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
+
+
+def why_unreachable(devices: Sequence[str]) -> Callable[[str], str] | None:
+    """Says why a reader's address cannot be served over ``devices``; None where UCX chooses."""
+    cards = [device for device in devices if ":" not in device]
+    if len(cards) != 1 or len(devices) != 1:  # RDMA goes by no route, and several cards by many
+        return None
+
+    warn = QuietLog(log).warning
+
+    def why(host: str) -> str:
+        try:
+            if without_route(cards[0], host, routes_of):
+                reason = f"KV goes over {cards[0]}, which has no route to {host}"
+                warn("pdconn: connection refused: %s; add one, or set %s", reason, KEY)
+                return reason
+        except (OSError, ValueError) as error:  # then UCX finds out
+            log.debug("pdconn: routes are not known: %s", error)
+        return ""
+
+    return why

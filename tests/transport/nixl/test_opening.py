@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,17 +12,21 @@ import pytest
 
 from tests.transport.nixl.scripted import ERRORS, FakeNixl, World, failing
 from transport.errors import TransportUnavailable
+from transport.nixl import transport as transport_module
 from transport.nixl.agent import NixlLibrary
-from transport.nixl.options import UCX_DEFAULTS, backend_params, merged_engine_config, ucx_version
+from transport.nixl.options import (
+    UCX_DEFAULTS,
+    backend_params,
+    merged_engine_config,
+    restricted_to,
+    ucx_version,
+)
 from transport.nixl.transport import NixlTransport, load_library
 from transport.types import PeerId
 
 
-def test_a_backend_that_is_missing_or_does_not_start_is_named() -> None:
-    with pytest.raises(TransportUnavailable, match="no plugin 'MOONCAKE', only POSIX, UCX"):
-        World(backends=["MOONCAKE"])
-    nixl = FakeNixl()
-    nixl.will("create_backend", failing("nixlBackendError"))
+def scripted_library(nixl: FakeNixl) -> NixlLibrary:
+    """A library whose agent is ``nixl``."""
     api = SimpleNamespace(nixl_agent_config=SimpleNamespace, nixl_agent=lambda *_: nixl)
     bindings = SimpleNamespace(
         **ERRORS,
@@ -29,14 +34,23 @@ def test_a_backend_that_is_missing_or_does_not_start_is_named() -> None:
         nixlAgent=lambda *_: None,
         NIXL_THREAD_SYNC_STRICT=0,
     )
+    return NixlLibrary(api, bindings, "0")
+
+
+def test_a_backend_that_is_missing_or_does_not_start_is_named() -> None:
+    with pytest.raises(TransportUnavailable, match="no plugin 'MOONCAKE', only POSIX, UCX"):
+        World(backends=["MOONCAKE"])
+    nixl = FakeNixl()
+    nixl.will("create_backend", failing("nixlBackendError"))
     with pytest.raises(TransportUnavailable, match="cannot start UCX"):
-        NixlTransport("d", library=NixlLibrary(api, bindings, "0"))
+        NixlTransport("d", library=scripted_library(nixl))
 
 
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(TransportUnavailable, match=r"Install nixl as docs/quickstart.md shows"):
+    monkeypatch.setattr(transport_module, "installed_versions", dict)
+    with pytest.raises(TransportUnavailable, match=r"install what is missing: pip install nixl"):
         load_library()
 
 
@@ -98,3 +112,34 @@ def test_describing_names_versions_settings_and_the_environment(
     assert facts["progress_delay_us"] == "5000"
     assert facts["UCX_TLS"] == "tcp"
     assert PeerId("d-1") == world.reader.peer_id
+
+
+def test_network_devices_are_set_for_ucx_while_it_starts_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    for devices, expected in ((("mlx5_0:1", "eth1"), "mlx5_0:1,eth1"), ((), None)):
+        nixl, seen = FakeNixl(), []
+
+        def start(*_: object, seen: list[str | None] = seen) -> None:
+            seen.append(os.environ.get("UCX_NET_DEVICES"))
+
+        monkeypatch.setattr(nixl, "create_backend", start)
+        library = scripted_library(nixl)
+        transport = NixlTransport("d", library=library, net_devices=devices, huge_pages=False)
+        assert seen == [expected]
+        assert transport.describe().get("net_devices") == expected
+        assert "UCX_NET_DEVICES" not in os.environ
+
+
+def test_network_devices_never_replace_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    with (
+        pytest.raises(ValueError, match=r"none beside UCX_NET_DEVICES=eth7 .*, got eth1"),
+        restricted_to(["eth1"]),
+    ):
+        pass
+    with restricted_to([]):
+        assert os.environ["UCX_NET_DEVICES"] == "eth7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pdconn.sidechannel.kv_card import HostCards, NetCard
 from pdconn.vllm.config import ConfigError, read_settings
 from pdconn.vllm.memory import card as card_module
-from pdconn.vllm.memory.card import kv_card
+from pdconn.vllm.memory.card import kv_card, why_unreachable
 from tests.sidechannel.test_kv_card import CONTAINER, LO
 
 
@@ -73,3 +74,29 @@ def test_the_only_card_of_a_machine_is_chosen(monkeypatch: pytest.MonkeyPatch) -
     only = NetCard("ens5", CONTAINER.cards[1].addresses)
     monkeypatch.setattr(card_module, "read_cards", lambda environ: HostCards((LO, only)))
     assert chosen("172.30.0.11") == "ens5"
+
+
+def test_a_reader_that_the_card_has_no_route_to_is_refused_before_ucx_meets_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def routes(card: str) -> list[ipaddress.IPv4Network]:
+        return [ipaddress.IPv4Network("172.30.1.0/24" if card == "eth1" else "0.0.0.0/0")]
+
+    monkeypatch.setattr(card_module, "routes_of", routes)
+    [eth1, eth0] = [why_unreachable((name,)) for name in ("eth1", "eth0")]
+    assert eth1 is not None
+    assert eth0 is not None
+    assert eth1("172.30.1.21") == eth0("10.9.9.9") == caplog.text == ""
+    assert eth1("10.9.9.9") == "KV goes over eth1, which has no route to 10.9.9.9"
+    assert "connection refused: KV goes over eth1, which has no route to 10.9.9.9" in caplog.text
+    assert why_unreachable(()) is why_unreachable(("mlx5_0:1", "eth1")) is None
+
+
+def test_routes_that_cannot_be_read_refuse_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(card: str) -> list[ipaddress.IPv4Network]:
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr(card_module, "routes_of", refuse)
+    why = why_unreachable(("eth1",))
+    assert why is not None
+    assert why("10.9.9.9") == ""
