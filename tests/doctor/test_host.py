@@ -162,6 +162,24 @@ def test_a_port_without_link_is_not_chosen(tmp_path: Path) -> None:
     assert "UCX_NET_DEVICES=eth0 UCX_TLS=tcp" in ucx_lines(devices)[0]
 
 
+def test_a_container_s_card_is_one_end_of_a_pair(tmp_path: Path) -> None:
+    """Neither a bridge nor the host's ends of other containers' pairs lead to other hosts."""
+    for name, (index, link) in {"docker0": (4, 4), "veth9": (5, 2), "eth0": (7, 8)}.items():
+        folder = tmp_path / "sys/class/net" / name
+        written(folder / "operstate", "up")
+        written(folder / "ifindex", str(index))
+        written(folder / "iflink", str(link))
+    (tmp_path / "sys/class/net/veth9/master").mkdir()
+    assert ucx_lines(read_devices(tmp_path)) == [
+        "host memory: UCX_NET_DEVICES=eth0 UCX_TLS=tcp,cma"
+    ]
+    physical = make_host(tmp_path / "physical", active=False)
+    (physical / "sys/class/net").joinpath("eth0").rename(physical / "sys/class/net/eth1")
+    for file in (tmp_path / "sys/class/net/eth0").iterdir():
+        written(physical / "sys/class/net/eth0" / file.name, file.read_text(encoding="utf-8"))
+    assert "UCX_NET_DEVICES=eth1 UCX_TLS=tcp" in ucx_lines(read_devices(physical))[0]
+
+
 def test_a_host_without_network_says_so(tmp_path: Path) -> None:
     assert "no network interface" in ucx_lines(read_devices(tmp_path))[0]
 

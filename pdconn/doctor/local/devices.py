@@ -42,7 +42,10 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class NetDevice:
-    """A network interface; ``gbits_per_s`` None where the driver does not say."""
+    """A network interface; ``gbits_per_s`` None where the driver does not say.
+
+    ``is_paired`` for a container's card: one end of a pair whose other end is elsewhere.
+    """
 
     name: str
     is_up: bool
@@ -50,6 +53,7 @@ class NetDevice:
     numa: int | None
     is_loopback: bool = False
     is_physical: bool = True
+    is_paired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,9 @@ def _net_devices(folder: Path) -> Iterator[NetDevice]:
             _numa(device / "device"),
             is_loopback=device.name == "lo",
             is_physical=_text(device / "type") == _ETHERNET and (device / "device").exists(),
+            # A host's end of such a pair is joined to a bridge, which is its master.
+            is_paired=_text(device / "iflink") != _text(device / "ifindex")
+            and not (device / "master").exists(),
         )
 
 
@@ -167,8 +174,10 @@ def _gpu_line(gpu: GpuDevice, devices: Devices) -> str:
 
 
 def _fastest(nets: Sequence[NetDevice]) -> NetDevice | None:
-    up = [net for net in nets if net.is_up and not net.is_loopback and net.is_physical]
-    return max(up, key=lambda net: (net.gbits_per_s or 0.0, net.name), default=None)
+    up = [net for net in nets if net.is_up and not net.is_loopback]
+    # In a container there is no physical card, and the speed of a pair says nothing.
+    usable = [net for net in up if net.is_physical] or [net for net in up if net.is_paired]
+    return max(usable, key=lambda net: (net.gbits_per_s or 0.0, net.name), default=None)
 
 
 def seen_devices(devices: Devices) -> str:
