@@ -23,7 +23,7 @@ from pdconn.vllm.connector import PdconnConnector
 from tests.docs.generate import DOCS, PARTS, stale
 from tests.docs.pages import Command
 from tests.docs.test_generated import as_it_is
-from tests.docs.test_quickstart import SERVED, transfer_config
+from tests.docs.test_quickstart import SERVED, STARTED, transfer_config
 
 
 def test_what_engines_count_is_what_the_code_says() -> None:
@@ -40,6 +40,14 @@ def test_vllm_takes_the_command(command: Command) -> None:
     transfer = KVTransferConfig(**given)
     assert KVConnectorFactory.get_connector_class(transfer) is PdconnConnector
     assert given["kv_role"] == transfer_config(command)["kv_role"]
+
+
+def test_vllm_takes_the_engines_that_have_no_connector() -> None:
+    alone = [one for one in STARTED if one not in SERVED]
+    assert {one.page for one in alone} == {"tutorial.md"}, "what two engines are compared with"
+    for command in alone:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(command.words[2:])
+        assert args.kv_transfer_config is None
 
 
 def test_a_command_with_a_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdconn.cli.main import main
+from tests.docs.architecture import HEIGHT, THEMES, WIDTH, picture
 from tests.docs.generate import DOCS, ROOT
 
 IMAGES = DOCS / "images"
@@ -35,13 +36,58 @@ def test_a_picture_is_what_its_command_draws(
     ).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_architecture_is_what_its_script_draws(theme: str) -> None:
+    shown = (IMAGES / f"architecture-{theme}.svg").read_text(encoding="utf-8")
+    assert shown == picture(THEMES[theme]), "run `python -m tests.docs.architecture`"
+
+
+def outside(svg: str) -> list[str]:
+    """Elements of the architecture that do not lie within the picture."""
+    return [
+        element
+        for element in re.findall(r"<(?:rect|line|text|circle)[^>]*>", svg)
+        for axis, most in (("x", WIDTH), ("y", HEIGHT))
+        for place in re.findall(rf'\b(?:c?{axis}|{axis}[12])="(\d+)"', element)
+        if int(place) > most
+    ]
+
+
+def test_nothing_of_the_architecture_lies_outside() -> None:
+    for theme in THEMES.values():
+        assert outside(picture(theme)) == []
+    assert len(outside(picture(THEMES["light"]).replace('x="490"', 'x="990"'))) == 1
+
+
+def test_the_architecture_s_texts_have_contrast() -> None:
+    """Every text is readable on each ground that it may stand on: WCAG asks for 4.5."""
+    for theme in THEMES.values():
+        for ground in (theme.page, theme.engine, theme.box):
+            for colour in (theme.text, theme.quiet, theme.accent):
+                assert contrast(colour, ground) >= 4.5, (colour, ground)
+    assert contrast(THEMES["light"].quiet, THEMES["dark"].page) < 4.5, "the other theme's"
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of WCAG 2."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
 def test_every_picture_is_small_used_and_can_be_made_again() -> None:
     pages = "\n".join(
         page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *DOCS.glob("*.md"))
     )
     found = sorted(IMAGES.iterdir())
-    assert {path.name for path in found if path.suffix == ".svg"} == set(drawn()) != set()
+    made = {*drawn(), *(f"architecture-{theme}.svg" for theme in THEMES)}
+    assert {path.name for path in found if path.suffix == ".svg"} == made != set(THEMES)
     for path in found:
         assert path.stat().st_size <= MOST_NBYTES, path.name
-        assert f"images/{path.name})" in pages, f"{path.name} is used nowhere"
+        assert re.search(rf"images/{re.escape(path.name)}[)\"]", pages), path.name
     assert "python -m tests.router.page" in pages, "which makes the others"
