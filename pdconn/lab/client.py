@@ -35,11 +35,15 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Timed:
-    """An answer, and seconds from sending the request to its tokens."""
+    """An answer, and seconds from sending the request to its tokens.
+
+    ``sent_s`` is when the request was sent, on the clock of ``time.perf_counter``.
+    """
 
     answer: Answer
     first_token_s: float
     last_token_s: float
+    sent_s: float = 0.0
 
 
 class Client:
@@ -89,7 +93,7 @@ class Client:
                     first = time.perf_counter() - began
                 chunks.append(chunk)
             last = time.perf_counter() - began
-        return Timed(_answer(chunks), first, last)
+        return Timed(_answer(chunks), first, last, began)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send JSON, get JSON.

@@ -179,7 +179,7 @@ def test_json_on_standard_output_is_nothing_but_json(
         (["--rate", "-1"], "rate: expected more than 0"),
         (["--ttft-bound", "0"], "ttft-bound: expected more than 0"),
         (["--itl-bound", "nan"], "itl-bound: expected more than 0"),
-        (["--contestants", "pdcon"], "contestants: expected single, in-tree, pdconn"),
+        (["--contestants", "pdcon"], "contestants: expected single, in-tree, in-tree-tuned"),
         (["--contestants", "single,single"], "contestants: expected at least one, each once"),
         (["--contestants", ","], "contestants: expected at least one"),
         (["--model", "gpt-5"], "model: expected tiny, handover, or a --target"),

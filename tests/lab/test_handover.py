@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from pdconn.bench.serving.lineup import engine_specs
 from pdconn.lab.client import Timed
 from pdconn.lab.compare import Answer
 from pdconn.lab.engine import Engine
 from pdconn.lab.quiet import Neighbours, wait_for_quiet
-from tests.throughput.engines.contestants import ALONE, Taken, contestants
+from pdconn.lab.spec import EngineSpec
+from tests.throughput.engines.contestants import ALONE, Contestant, Taken, contestants
 from tests.throughput.engines.results import Results, verdicts
 
 
@@ -84,6 +91,71 @@ def test_each_contestant_gets_its_own_engines_and_cores(tmp_path: Path) -> None:
     }
     assert [spec.cpus for spec in wanted] == [(0,), (0,), (1,), (0,), (1,)]
     assert wanted[-1].layout == "BHLNC"
+
+
+def test_an_engine_that_pushes_is_known_by_name_before_it_answers(tmp_path: Path) -> None:
+    wanted = engine_specs(["in-tree-push", "in-tree"], tmp_path, cores="apart")
+    named = [(spec.kv_transfer_config or {}).get("engine_id") for spec in wanted]
+    assert named == ["in-tree-push-prefill", "in-tree-push-decode", None, None]
+
+
+class _Asked(BaseHTTPRequestHandler):
+    """An engine that takes ``server.seconds`` for its answer of one token, and keeps requests."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((time.perf_counter(), body))  # type: ignore[attr-defined]
+        time.sleep(self.server.seconds)  # type: ignore[attr-defined]
+        logprobs = {"token_logprobs": [0.0], "top_logprobs": [{"token_id:7": 0.0}]}
+        choice = {"token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
+        answer = json.dumps({"choices": [choice], "kv_transfer_params": None})
+        text = f"data: {answer}\n\ndata: [DONE]\n\n" if body.get("stream") else answer
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def _engine(spec: EngineSpec, seconds: float) -> Iterator[tuple[Engine, Any]]:
+    with ThreadingHTTPServer((spec.host, spec.port), _Asked) as server:
+        server.seconds, server.asked = seconds, []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield Engine(spec, Path()), server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_pushing_pair_is_asked_for_both_legs_at_once(tmp_path: Path) -> None:
+    specs = engine_specs(["in-tree-push"], tmp_path, cores="apart")
+    with _engine(specs[0], 0.4) as (first, prefill), _engine(specs[1], 1.0) as (second, decode):
+        taken = Contestant("in-tree-push", (first, second)).answer([5, 6, 7])
+    [(_, to_prefill)], [(asked_s, to_decode)] = prefill.asked, decode.asked
+    assert asked_s < prefill.asked[0][0] + 0.4, "before prefill has answered"
+    assert to_prefill["request_id"] == to_decode["request_id"]
+    assert to_prefill["kv_transfer_params"]["do_remote_decode"] is True
+    params = to_decode["kv_transfer_params"]
+    assert (params["do_remote_prefill"], params["remote_engine_id"], params["remote_port"]) == (
+        True, "in-tree-push-prefill", specs[0].side_channel_port,
+    )  # fmt: skip
+    assert taken.prefill_s >= 0.4
+    # From prefill's answer, 0.4 s after both were asked, to decode's token, 1.0 s after.
+    assert 0.3 < taken.first_s < taken.timed.first_token_s - 0.3
+
+
+def test_a_pulling_pair_is_asked_one_leg_after_the_other(tmp_path: Path) -> None:
+    """Negative control."""
+    specs = engine_specs(["in-tree"], tmp_path, cores="apart")
+    with _engine(specs[0], 0.2) as (first, prefill), _engine(specs[1], 0.0) as (second, decode):
+        taken = Contestant("in-tree", (first, second)).answer([5, 6, 7])
+    assert decode.asked[0][0] >= prefill.asked[0][0] + 0.2
+    assert taken.first_s == taken.timed.first_token_s
 
 
 def test_only_what_others_burn_counts_against_a_turn() -> None:

@@ -27,11 +27,16 @@ CORES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Connector:
-    """A connector as an operator would configure it; ``kv_role`` is added for each side."""
+    """A connector as an operator would configure it; ``kv_role`` is added for each side.
+
+    ``names_engines`` adds an ``engine_id`` too: a router that asks decode while prefill computes
+    must know it.
+    """
 
     kv_transfer_config: Mapping[str, Any]
     layout: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    names_engines: bool = False
 
 
 _PDCONN = {
@@ -48,15 +53,16 @@ def _with(**extra: Any) -> Connector:
 
 
 _IN_TREE = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+_IN_TREE_PUSH = {"kv_connector": "NixlPushConnector", "kv_buffer_device": "cpu"}
+_RESTING = {"kv_connector_module_path": "pdconn.bench.serving.resting"}
 
 
 CONNECTORS: Mapping[str, Connector] = MappingProxyType(
     {
         "in-tree": Connector(_IN_TREE),
-        "in-tree-tuned": Connector(
-            {**_IN_TREE, "kv_connector_module_path": "pdconn.bench.serving.resting"}
-        ),
-        "in-tree-push": Connector({**_IN_TREE, "kv_connector": "NixlPushConnector"}),
+        "in-tree-tuned": Connector({**_IN_TREE, **_RESTING}),
+        "in-tree-push": Connector(_IN_TREE_PUSH, names_engines=True),
+        "in-tree-push-tuned": Connector({**_IN_TREE_PUSH, **_RESTING}, names_engines=True),
         "pdconn": Connector(_PDCONN),
         "pdconn-sample": _with(verify="sample"),
         "pdconn-always": _with(verify="always"),
@@ -105,9 +111,10 @@ def _spec(name: str, core: int, role: str | None, model: Path, cores: str) -> En
         return spec
     connector = CONNECTORS[name]
     kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+    named = {"engine_id": spec.name} if connector.names_engines else {}
     return replace(
         spec,
-        kv_transfer_config={**connector.kv_transfer_config, "kv_role": kv_role},
+        kv_transfer_config={**connector.kv_transfer_config, "kv_role": kv_role, **named},
         side_channel_port=side_channel,
         layout=connector.layout,
         env={**spec.env, **connector.env},

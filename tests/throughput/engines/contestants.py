@@ -24,7 +24,7 @@ ANSWER_TOKENS = 8
 
 ALONE = "alone"
 
-PUSHING = frozenset({"in-tree-push"})
+PUSHING = frozenset({"in-tree-push", "in-tree-push-tuned"})
 
 _WAKING = 5
 _TIMEOUT_S = 120.0
@@ -56,12 +56,12 @@ class Contestant:
 
     def answer(self, prompt: Sequence[int]) -> Taken:
         """Put one prompt through and time it."""
+        if self.name in PUSHING:
+            return both_legs_at_once(*self.engines, prompt)
         first, *rest = (Client(engine.url, _TIMEOUT_S) for engine in self.engines)
         if not rest:
             timed = first.stream(prompt, ANSWER_TOKENS)
             return Taken(0.0, timed.first_token_s, timed)
-        if self.name in PUSHING:
-            return both_legs_at_once(first, rest[0], prompt)
         prefill_s, ticket = _prefill(first, prompt)
         timed = rest[0].stream(prompt, ANSWER_TOKENS, kv_transfer_params=ticket)
         return Taken(prefill_s, timed.first_token_s, timed)
@@ -84,26 +84,34 @@ class Contestant:
                 engine.pause()
 
 
-def both_legs_at_once(prefill: Client, decode: Client, prompt: Sequence[int]) -> Taken:
-    """Ask decode while prefill computes, as a push needs it.
+def both_legs_at_once(prefill: Engine, decode: Engine, prompt: Sequence[int]) -> Taken:
+    """Ask decode while prefill computes, as vLLM's proxy for NixlPushConnector does.
 
-    Both requests bear one id, by which NixlPushConnector matches decode's blocks with prefill's.
-    Where prefill is found is what it says itself, in the ticket of a one-token prompt.
+    Decode is told where prefill is, from prefill's configuration.  Both requests have one id, by
+    which prefill finds the blocks that decode has registered for its prompt.
     """
-    place = prefill_only(prefill, [4]) or {}
+    config = prefill.spec.kv_transfer_config or {}
     request = f"push-{secrets.token_hex(8)}"
-    # vLLM calls the first prompt of a completion so.
-    params = {**place, "remote_request_id": f"cmpl-{request}-0", "remote_block_ids": []}
+    place = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": config["engine_id"],
+        "remote_host": prefill.spec.host,
+        "remote_port": prefill.spec.side_channel_port,
+        "remote_request_id": request,
+        "tp_size": prefill.spec.tensor_parallel,
+        "pp_size": 1,
+    }
+    first, second = (Client(engine.url, _TIMEOUT_S) for engine in (prefill, decode))
     with ThreadPoolExecutor(1) as pool:
-        sent = time.perf_counter()
         asked = pool.submit(
-            decode.stream, prompt, ANSWER_TOKENS, kv_transfer_params=params, request_id=request
+            second.stream, prompt, ANSWER_TOKENS, kv_transfer_params=place, request_id=request
         )
         began = time.perf_counter()
-        prefill.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE, request_id=request)
+        first.complete(prompt, 1, kv_transfer_params=ASK_FOR_REMOTE_DECODE, request_id=request)
         answered = time.perf_counter()
         timed = asked.result()
-    return Taken(answered - began, sent + timed.first_token_s - answered, timed)
+    return Taken(answered - began, timed.sent_s + timed.first_token_s - answered, timed)
 
 
 def _prefill(client: Client, prompt: Sequence[int]) -> tuple[float, Mapping[str, Any] | None]:

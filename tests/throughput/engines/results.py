@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.throughput.engines.contestants import ALONE, ANSWER_TOKENS, Taken
+from tests.throughput.engines.contestants import ALONE, ANSWER_TOKENS, PUSHING, Taken
 
 BASELINE, TUNED = "in-tree", "in-tree-tuned"
-RIVALS = frozenset({BASELINE, TUNED, "in-tree-push"})
+RIVALS = frozenset({BASELINE, TUNED, *PUSHING})
 """Contestants that are not ours."""
 
 

@@ -41,12 +41,18 @@ FIRST_REQUEST = Benchmark(
 SERVE = Benchmark(
     "serve",
     "What do users see: time to first token (TTFT), time between tokens (ITL), goodput?",
-    "Five small engines behind the same `pdconn proxy`: pdconn and the in-tree NixlConnector, "
-    "each a prefill and a decode engine on a core of its own, and one engine on one core. "
+    "Small engines behind the same `pdconn proxy`: for each connector a prefill and a decode "
+    "engine, on a core each, and one engine on one core. "
     "Prompts of 1000 tokens, answers of 32, one at a time, in turns in one run. Bounds: 500 ms "
     "TTFT, 50 ms ITL. Milliseconds, median and 99th percentile (of 12: the worst).",
-    (Command("serve", "pdconn bench serve --rounds 3 --requests 4"),),
-    5,
+    (
+        Command(
+            "serve",
+            "pdconn bench serve --contestants pdconn,in-tree-tuned,in-tree,in-tree-push,single"
+            " --rounds 3 --requests 4",
+        ),
+    ),
+    8,
     (
         Table(
             ("serve",),
