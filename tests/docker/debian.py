@@ -179,7 +179,7 @@ def base_image(say: Say) -> str:
     with tempfile.TemporaryDirectory(dir="/var/lib") as folder:
         root = Path(folder) / "root"
         run(["debootstrap", "--variant=minbase", f"--include={_INCLUDED}", _SUITE, root, _ARCHIVE])
-        changes = [f"--change=ENV {setting}" for setting in _share_authorities(root)]
+        changes = [f"--change=ENV {setting}" for setting in share_authorities(root)]
         left_out = [f"--exclude=./{path}" for path in _LEFT_OUT]
         packed = Path(folder) / "root.tar"
         run(["tar", "-C", root, *left_out, "-cf", packed, "."])
@@ -187,13 +187,13 @@ def base_image(say: Say) -> str:
     return BASE
 
 
-def _share_authorities(root: Path) -> list[str]:
+def share_authorities(root: Path, host: Path = Path("/")) -> list[str]:
     """Let the image trust whom this machine trusts; settings for programs with lists of their own.
 
     A machine behind a proxy that opens TLS has an authority of its own, without which no package
     index can be reached from a container.  Elsewhere the image stays as it is.
     """
-    ours, theirs = Path("/") / _AUTHORITIES, root / _AUTHORITIES
+    ours, theirs = host / _AUTHORITIES, root / _AUTHORITIES
     if not ours.exists() or not _certificates(ours) - _certificates(theirs):
         return []
     shutil.copyfile(ours, theirs)

@@ -28,7 +28,7 @@ PROJECT = "pdconn-check"
 ALONE = "alone"
 MODEL = "tiny"
 """What engines call the model that they serve."""
-START_TIMEOUT_S = 420.0
+START_TIMEOUT_S = 600.0
 
 _HTTP, _ADMIN = 8000, 9000
 _USER = 10001
