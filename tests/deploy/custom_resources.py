@@ -138,7 +138,30 @@ SCALED_OBJECT = _resource(
     ),
 )
 
+# The pods in it are held to Kubernetes' own schema, see ``misshapen``.
+_POD = _only(("metadata", "spec"), metadata={"type": "object"}, spec={"type": "object"})
+LEADER_WORKER_SET = _resource(
+    "leaderworkerset.x-k8s.io/v1",
+    "LeaderWorkerSet",
+    _only(
+        ("leaderWorkerTemplate",),
+        replicas=_COUNT,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        networkConfig=_only(subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+        leaderWorkerTemplate=_only(
+            ("workerTemplate",),
+            size={"type": "integer", "minimum": 1},
+            restartPolicy={
+                "enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]
+            },
+            leaderTemplate=_POD,
+            workerTemplate=_POD,
+        ),
+    ),
+)
+
 SCHEMAS = {
+    "LeaderWorkerSet": LEADER_WORKER_SET,
     "PodMonitor": POD_MONITOR,
     "PrometheusRule": PROMETHEUS_RULE,
     "ScaledObject": SCALED_OBJECT,

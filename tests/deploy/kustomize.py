@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,9 +76,9 @@ def _read(folder: Path) -> Mapping[str, Any]:
 def _documents(path: Path) -> list[Resource]:
     if not path.is_file():
         raise BuildError(f"{path}: expected a file or folder, got nothing")
-    return [
-        each for each in yaml.safe_load_all(path.read_text(encoding="utf-8")) if each is not None
-    ]
+    every = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    # Through JSON, since what YAML's anchors share would be changed in every place at once.
+    return [json.loads(json.dumps(each)) for each in every if each is not None]
 
 
 def _refuse_twice(made: list[Resource]) -> None:
@@ -149,7 +150,8 @@ def _patched(folder: Path, patch: Mapping[str, Any], made: list[Resource]) -> li
         )
         met = met or bool(meets)
         apply = _operated if isinstance(change, list) else _merged
-        changed.append(apply(each, change) if meets else each)
+        if not (meets and isinstance(change, dict) and change.get("$patch") == "delete"):
+            changed.append(apply(each, change) if meets else each)
     if not met:
         raise BuildError(f"{folder}: patches: expected something to patch, got none like {target}")
     return changed

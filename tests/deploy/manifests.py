@@ -19,13 +19,16 @@ from tests.deploy.kustomize import Resource, build, containers
 
 EXAMPLES = Path(__file__).parents[2] / "examples/kubernetes"
 GUIDE = Path(__file__).parent / "guide"
-OVERLAYS = ("default", "rdma", "keda", "llm-d")
+OVERLAYS = ("default", "rdma", "keda", "llm-d", "multinode")
 
 #: The release whose schemas the manifests are held to; the newest field is ``preStop.sleep``.
 KUBERNETES = "1.34"
 
 #: How long what prefill lends lives unread, by default.
 LEASE_S = read_settings({}, "localhost", 5600, 0, environ={}).kv_lease_duration
+
+#: The controller's label: 0 for a group's leader.
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 
 SECRETS = {
     "base/secrets/pdconn.secret": "0123456789abcdef" * 4,
@@ -48,12 +51,28 @@ class Cluster:
 
     @cached_property
     def workloads(self) -> dict[str, Resource]:
-        """Deployments and StatefulSets by name."""
-        return {
+        """Deployments and StatefulSets by name, and the leader and the workers of each group."""
+        found = {
             each["metadata"]["name"]: each
             for each in self.resources
             if each["kind"] in ("Deployment", "StatefulSet")
         }
+        for each in self.of("LeaderWorkerSet"):
+            for role, index in (("leader", "0"), ("worker", "1")):
+                made = _pods_of_group(each, f"{role}Template", index)
+                found[f"{each['metadata']['name']} {role}"] = made
+        return found
+
+
+def _pods_of_group(group: Resource, template: str, index: str) -> Resource:
+    """The leader or the workers of a LeaderWorkerSet, with the label that its controller adds."""
+    pod = group["spec"]["leaderWorkerTemplate"][template]
+    labels = {**pod["metadata"]["labels"], WORKER_INDEX: index}
+    return {
+        "kind": "LeaderWorkerSet",
+        "metadata": group["metadata"],
+        "spec": {"template": {"metadata": {"labels": labels}, "spec": pod["spec"]}},
+    }
 
 
 def checkout(folder: Path) -> Path:
@@ -79,6 +98,12 @@ def built(folder: Path, overlay: str) -> Cluster:
     return Cluster(build(folder / "overlays" / overlay))
 
 
+def is_worker(workload: Resource) -> bool:
+    """Pods that serve ranks to the leader of their group, and no HTTP."""
+    index = workload["spec"]["template"]["metadata"]["labels"].get(WORKER_INDEX, "0")
+    return bool(index != "0")
+
+
 def pod_of(workload: Resource) -> dict[str, Any]:
     return dict(workload["spec"]["template"]["spec"])
 
@@ -91,7 +116,7 @@ def argument(container: Mapping[str, Any], name: str) -> str | None:
 
 def port_of(container: Mapping[str, Any], port: str | int) -> int | None:
     """A container's port by its name, or as it is."""
-    named = {one["name"]: one["containerPort"] for one in container["ports"]}
+    named = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
     return port if isinstance(port, int) else named.get(port)
 
 
@@ -121,6 +146,10 @@ def misshapen(cluster: Cluster) -> list[str]:
         elif each["kind"] in SCHEMAS:
             errors = Draft202012Validator(SCHEMAS[each["kind"]]).iter_errors(each)
             wrong += [f"{where}: {error.json_path}: {error.message}" for error in errors]
+            if each["kind"] == "LeaderWorkerSet":
+                templates = each["spec"]["leaderWorkerTemplate"]
+                for role in ("leaderTemplate", "workerTemplate"):
+                    wrong += _bad_pod(templates[role], f"{where}, {role}")
         else:
             wrong += _refused(each, where)
     return wrong
@@ -131,14 +160,14 @@ def _bad_roles(resource: Resource) -> list[str]:
     wrong = []
     for role in resource["spec"]["roles"]:
         template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": role["name"], **template["metadata"]},
-            "spec": template["spec"],
-        }
-        wrong += _refused(pod, f"role {role['name']}")
+        wrong += _bad_pod(template, f"role {role['name']}")
     return wrong
+
+
+def _bad_pod(template: Mapping[str, Any], where: str) -> list[str]:
+    metadata = {"name": "one", **template["metadata"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    return _refused(pod, where)
 
 
 def _refused(resource: Resource, where: str) -> list[str]:
@@ -226,11 +255,17 @@ def cut_short(cluster: Cluster) -> list[str]:
             sleep = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
             delay = int(argument(container, "drain-delay") or sleep.get("seconds", 0))
             drain = argument(container, "drain-timeout") or argument(container, "shutdown-timeout")
-            if drain is None or not delay:
+            if is_worker(workload):  # it waits for as long as its leader needs
+                leader = pod_of(cluster.workloads[name.replace(" worker", " leader")])
+                needed = int(argument(leader["containers"][0], "shutdown-timeout") or 0) + 5
+                if not needed < delay < pod["terminationGracePeriodSeconds"]:
+                    wrong.append(f"{name}: ends {delay} s on, its leader may need {needed} s")
+            elif drain is None or not delay:
                 wrong.append(f"{name}: no delay, or no time to drain")
             elif pod.get("terminationGracePeriodSeconds", 30) < delay + int(drain) + 5:
                 wrong.append(f"{name}: killed before {delay} + {drain} s")
-            if name == "pdconn-prefill" and int(drain or 0) < LEASE_S + 1:
+            lends = "prefill" in name and not is_worker(workload)
+            if lends and int(drain or 0) < LEASE_S + 1:
                 wrong.append(f"{name}: stops before leases of {LEASE_S:g} s end")
     return wrong
 
@@ -239,9 +274,9 @@ def unprobed(cluster: Cluster) -> list[str]:
     """Containers without probes, or with probes of ports that they do not have."""
     wrong = []
     for name, workload in cluster.workloads.items():
-        for container in pod_of(workload)["containers"]:
+        for container in [] if is_worker(workload) else pod_of(workload)["containers"]:
             needed = ["readinessProbe", "livenessProbe"]
-            needed += ["startupProbe"] if workload["kind"] == "StatefulSet" else []
+            needed += ["startupProbe"] if workload["kind"] != "Deployment" else []
             for probe in needed:
                 asked = container.get(probe, {}).get("httpGet")
                 if asked is None:
@@ -267,14 +302,21 @@ def unselected(cluster: Cluster) -> list[str]:
             wrong.append(f"Service {name}: {len(met)} workloads, or no such port")
     for budget in cluster.of("PodDisruptionBudget"):
         met = [n for n, (labels, _) in pods.items() if selects(budget["spec"]["selector"], labels)]
-        if met != [budget["metadata"]["name"]]:
+        of_one = {n.removesuffix(" leader").removesuffix(" worker") for n in met}
+        name = budget["metadata"]["name"]
+        if of_one not in ({name}, {f"{name}-group"}):
             wrong.append(f"PodDisruptionBudget {budget['metadata']['name']}: {met}")
         elif budget["spec"].get("minAvailable", 0) >= cluster.workloads[met[0]]["spec"].get(
             "replicas", 2
         ):
             wrong.append(f"PodDisruptionBudget {met[0]}: a node could never be drained")
     for monitor in cluster.of("PodMonitor"):
-        met = [c for labels, c in pods.values() if selects(monitor["spec"]["selector"], labels)]
+        met = [
+            container
+            for name, (labels, container) in pods.items()
+            if selects(monitor["spec"]["selector"], labels)
+            and not is_worker(cluster.workloads[name])
+        ]
         ports = [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]
         if not met or any(port_of(one, port) is None for one in met for port in ports):
             wrong.append(f"PodMonitor {monitor['metadata']['name']}: no pod, or no such port")

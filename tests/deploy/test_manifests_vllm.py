@@ -52,6 +52,24 @@ def test_vllm_refuses_an_argument_with_a_fault(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(("role", "rank"), [("leader", 0), ("worker", 1)])
+@pytest.mark.parametrize("engine", ["prefill", "decode"])
+def test_vllm_takes_the_arguments_of_each_pod_of_a_group(
+    examples: Path, engine: str, role: str, rank: int
+) -> None:
+    words = command(built(examples, "multinode"), f"pdconn-{engine}-group {role}")
+    for name, value in (("GROUP_SIZE", "2"), ("WORKER_INDEX", "1"), ("LEADER_ADDRESS", "10.1.2.3")):
+        words = [word.replace(f"$(LWS_{name})", value) for word in words]
+    assert not any("$(" in word for word in words)
+    args = parsed(words)
+    assert (args.nnodes, args.node_rank, args.master_addr) == (2, rank, "10.1.2.3")
+    assert args.tensor_parallel_size == 8
+    assert args.distributed_executor_backend == "mp"
+    transfer = args.kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == "PdconnConnector"
+
+
 def test_vllm_takes_what_llm_ds_guide_becomes(examples: Path) -> None:
     (found,) = built(examples, "llm-d").of("DisaggregatedSet")
     for role in found["spec"]["roles"]:
