@@ -23,7 +23,7 @@ from pdconn.vllm.connector import PdconnConnector
 from tests.docs.generate import DOCS, PARTS, stale
 from tests.docs.pages import Command
 from tests.docs.test_generated import as_it_is
-from tests.docs.test_quickstart import SERVED, STARTED, transfer_config
+from tests.docs.test_quickstart import SERVED, STARTED, engine_words, transfer_config
 
 
 def test_what_engines_count_is_what_the_code_says() -> None:
@@ -34,7 +34,7 @@ def test_what_engines_count_is_what_the_code_says() -> None:
 
 @pytest.mark.parametrize("command", SERVED, ids=str)
 def test_vllm_takes_the_command(command: Command) -> None:
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(command.words[2:])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(engine_words(command))
     config = args.kv_transfer_config
     given = config if isinstance(config, dict) else vars(config)
     transfer = KVTransferConfig(**given)
@@ -46,7 +46,7 @@ def test_vllm_takes_the_engines_that_have_no_connector() -> None:
     alone = [one for one in STARTED if one not in SERVED]
     assert {one.page for one in alone} == {"tutorial.md"}, "what two engines are compared with"
     for command in alone:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(command.words[2:])
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(engine_words(command))
         assert args.kv_transfer_config is None
 
 

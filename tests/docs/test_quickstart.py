@@ -27,7 +27,16 @@ from tests.docs.pages import Command, commands, every_page
 
 COMMANDS = [command for page in every_page() for command in commands(page)]
 OURS = [one for one in COMMANDS if one.words[:1] == ["pdconn"]]
-STARTED = [one for one in COMMANDS if one.words[:2] == ["vllm", "serve"]]
+STARTS = (["vllm", "serve"], ["python", "-m", "vllm.entrypoints.openai.api_server"])
+
+
+def engine_words(command: Command) -> list[str] | None:
+    """The options of a command that starts an engine; None of any other."""
+    found = [command.words[len(one) :] for one in STARTS if command.words[: len(one)] == one]
+    return found[0] if found else None
+
+
+STARTED = [one for one in COMMANDS if engine_words(one) is not None]
 SERVED = [one for one in STARTED if "--kv-transfer-config" in one.words]
 SHELL = ("(umask", "export", "cd")
 
