@@ -13,29 +13,18 @@ _BUILD_TIMEOUT_S = 1500.0
 
 #: Run by the image's own Python: what its wheels installed, and what should not be there.
 _LOOK = """
-import hashlib, importlib.metadata, json, os, shutil, sys
-wheels = 0
+import importlib.metadata, json, os, shutil
+wheels, packed = 0, []
 for one in importlib.metadata.distributions():
     for file in one.files or ():
         path = one.locate_file(file)
         if not str(file).endswith(".pyc") and os.path.isfile(path):
             wheels += os.stat(path).st_size
 names = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as", "make", "nvcc")
-seen, twice, packed = {}, [], []
-for folder, _, files in os.walk(sys.prefix):
-    for file in files:
-        path = os.path.join(folder, file)
-        size = 0 if os.path.islink(path) else os.stat(path).st_size
-        if size >= 1 << 20:
-            with open(path, "rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            if digest in seen:
-                twice.append((path, seen[digest], size))
-            seen[digest] = path
 for folder, _, files in os.walk("/"):
     if not folder.startswith(("/proc", "/sys", "/usr/share/python-wheels")):
         packed += [os.path.join(folder, file) for file in files if file.endswith(".whl")]
-print(json.dumps({"wheels_nbytes": wheels, "packed": packed, "twice": twice,
+print(json.dumps({"wheels_nbytes": wheels, "packed": packed,
                   "compilers": [name for name in names if shutil.which(name)]}))
 """
 
@@ -49,7 +38,6 @@ class Image:
         wheels_nbytes: files that its Python packages installed, without bytecode.
         compilers: programs on its path that compile, assemble or link.
         packed: wheels that lie there as they were downloaded.
-        twice: files of 1 MiB and more with the content of another, and their size.
     """
 
     name: str
@@ -57,7 +45,6 @@ class Image:
     wheels_nbytes: int
     compilers: tuple[str, ...]
     packed: tuple[str, ...]
-    twice: tuple[tuple[str, str, int], ...]
 
 
 def our_images() -> dict[str, str]:
@@ -89,10 +76,5 @@ def look(name: str) -> Image:
     words = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "python3", name, "-c", _LOOK]
     seen = json.loads(run(words))
     return Image(
-        name,
-        nbytes,
-        seen["wheels_nbytes"],
-        tuple(seen["compilers"]),
-        tuple(seen["packed"]),
-        tuple((path, other, size) for path, other, size in seen["twice"]),
+        name, nbytes, seen["wheels_nbytes"], tuple(seen["compilers"]), tuple(seen["packed"])
     )

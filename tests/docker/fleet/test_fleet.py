@@ -14,11 +14,11 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import compare
-from tests.docker.debian import Say, engine, why_not
+from tests.docker.debian import Say, builder, engine, run, why_not
 from tests.docker.fleet.__main__ import built, printing
 from tests.docker.fleet.checks import Checks, elsewhere
 from tests.docker.fleet.containers import ALONE, MODEL, Card, Fleet, fleet, until, variant
-from tests.docker.fleet.images import Image
+from tests.docker.fleet.images import Image, look
 from tests.docker.fleet.traffic import MAX_TOKENS, fresh, send
 from tests.docker.prometheus import asked, on_the_base_image, programs
 
@@ -72,8 +72,23 @@ def test_the_routers_image_has_at_most_250_mb(images: list[Image]) -> None:
 
 def test_no_image_holds_a_compiler_or_a_packed_wheel(images: list[Image]) -> None:
     for image in images:
+        assert image.wheels_nbytes > 50e6
         assert image.compilers == ()
         assert image.packed == ()
+
+
+def test_a_compiler_and_a_packed_wheel_are_seen(images: list[Image], say: Say) -> None:
+    """The control of the test above."""
+    _, router = images
+    made = router.name.replace(":", "-with-more:")
+    script = f"FROM {router.name}\nUSER 0\nRUN ln -s /bin/sh /usr/bin/g++ && touch /srv/a.whl\n"
+    run([builder(), "build", "--tag", made, "-"], input=script)
+    try:
+        seen = look(made)
+    finally:
+        run(["docker", "rmi", made])
+    assert seen.compilers == ("g++",)
+    assert seen.packed == ("/srv/a.whl",)
 
 
 def test_answers_are_those_of_one_engine_alone(checks: Checks) -> None:
