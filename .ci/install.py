@@ -114,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress()
     try:
         check_library()
-        print(announcement(torch_version(pip, args.torch, index)), flush=True)
+        version = torch_version(pip, args.torch, index)
+        if version is not None:  # else all that is large is there already
+            print(announcement(version), flush=True)
         for title, words in (
             (f"1 of 3: {args.torch}", [args.torch, *index]),
             ("2 of 3: what requirements.txt pins", ["--no-deps", "-r", str(PINS)]),
@@ -144,8 +146,10 @@ def check_library() -> None:
         ) from None
 
 
-def torch_version(pip: Sequence[str], torch: str, index: Sequence[str]) -> str:
-    """The version of torch that pip would install, like ``2.13.0+cpu``; nothing is installed.
+def torch_version(pip: Sequence[str], torch: str, index: Sequence[str]) -> str | None:
+    """The version of torch that pip would install, like ``2.13.0+cpu``; None if it is there.
+
+    Nothing is installed.
 
     Raises:
         InstallFailed: pip finds none.
@@ -157,8 +161,8 @@ def torch_version(pip: Sequence[str], torch: str, index: Sequence[str]) -> str:
     asked = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if asked.returncode:
         raise InstallFailed(f"pip finds no {torch}; its own error is above")
-    version: str = json.loads(asked.stdout)["install"][0]["metadata"]["version"]
-    return version
+    wanted = json.loads(asked.stdout)["install"]
+    return str(wanted[0]["metadata"]["version"]) if wanted else None
 
 
 def announcement(version: str) -> str:

@@ -70,6 +70,22 @@ def test_a_port_where_nothing_listens_is_not_reachable(install: ModuleType) -> N
     assert not install.is_reachable("http://127.0.0.1:9/torch/")
 
 
+@pytest.mark.parametrize(
+    ("report", "version"),
+    [
+        ('{"install": [{"metadata": {"name": "torch", "version": "2.13.0"}}]}', "2.13.0"),
+        ('{"install": []}', None),  # a second run: it is installed already
+    ],
+)
+def test_the_version_that_pip_would_install_is_asked_of_pip(
+    install: ModuleType, tmp_path: Path, report: str, version: str | None
+) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text(f"#!/bin/sh\necho '{report}'\n", encoding="utf-8")
+    pip.chmod(0o755)
+    assert install.torch_version([str(pip)], "torch==2.13.0", []) == version
+
+
 def test_a_failing_pip_is_shown_and_ends_the_installation(
     install: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
