@@ -15,6 +15,7 @@
 #                 and what vLLM makes of layouts, sleep and buffers on this machine
 #   make format, clean
 #   make docs     build docs/ into .work/site, part of check; ARGS=--write makes its generated parts anew
+#   make docs-version VERSION=0.1   add the site of this release to the branch gh-pages, as "latest" too
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -75,6 +76,14 @@ check-next: venv
 docs: venv
 	$(BIN)/python -m tests.docs.generate $(or $(ARGS),--check)
 	$(BIN)/mkdocs build --strict
+
+# Commits to a branch of this clone and pushes nothing.  mike calls mkdocs by PATH; it copies, because
+# not every host of pages serves links.
+.PHONY: docs-version
+docs-version: venv
+	@test -n "$(VERSION)" || { echo "make docs-version: expected VERSION=0.1 or the like, got none" >&2; exit 2; }
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mike deploy --branch gh-pages --alias-type copy --update-aliases "$(VERSION)" latest
+	$(BIN)/mike set-default --branch gh-pages latest
 
 format: venv
 	$(BIN)/ruff check --fix .
