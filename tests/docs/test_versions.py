@@ -37,7 +37,8 @@ def clone(tmp_path: Path) -> Path:
 def deployed(clone: Path, *variables: str) -> subprocess.CompletedProcess[str]:
     """The target, with this interpreter's environment taken as installed."""
     return subprocess.run(
-        ["make", "-o", ".venv/.installed", "docs-version", *variables], cwd=clone, env={**os.environ, **WHO},
+        ["make", "-o", ".venv/.installed", "docs-version", *variables],
+        cwd=clone, env={**os.environ, **WHO},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
