@@ -49,13 +49,12 @@ Without --target, engines are started on this machine, without a GPU: a prefill 
 decode engine behind pdconn proxy for each connector, and one engine by itself (single).
 Their model is small and random.  This takes minutes, and 1.6 GiB per engine.
 
-  in-tree             vLLM's NixlConnector as it comes: NIXL's progress thread spins, which
-                      takes a core from the model where there are only two
-  in-tree-tuned       the same with that thread at rest, as in pdconn; done by a plugin of
-                      this benchmark, which loads it into these engines alone
-  in-tree-push        vLLM's NixlPushConnector.  pdconn proxy asks decode once prefill has
-                      answered; vLLM's own proxy for it asks both at once, which hides more
-  in-tree-push-tuned  the same with that thread at rest
+  in-tree        vLLM's NixlConnector as it comes: NIXL's progress thread spins, which takes
+                 a core from the model where there are only two
+  in-tree-tuned  the same with that thread at rest, as in pdconn; done by a plugin of this
+                 benchmark, which loads it into these engines alone
+  in-tree-push   vLLM's NixlPushConnector.  pdconn proxy asks decode once prefill has
+                 answered; vLLM's own proxy for it asks both at once, which hides more
 
 examples:
   pdconn bench serve

@@ -18,7 +18,6 @@ CONTESTANTS = {
     "pdconn": "**pdconn**",
     "in-tree-tuned": "vLLM's NixlConnector, tuned: NIXL's progress thread rests, as in pdconn",
     "in-tree": "vLLM's NixlConnector as it comes: NIXL's progress thread spins on one of the cores",
-    "in-tree-push-tuned": "vLLM's NixlPushConnector, tuned alike, both legs asked at once",
     "in-tree-push": "vLLM's NixlPushConnector as it comes, both legs asked at once",
     "alone": "one engine alone, which computes the prompt",
 }

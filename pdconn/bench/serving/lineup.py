@@ -54,15 +54,14 @@ def _with(**extra: Any) -> Connector:
 
 _IN_TREE = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _IN_TREE_PUSH = {"kv_connector": "NixlPushConnector", "kv_buffer_device": "cpu"}
-_RESTING = {"kv_connector_module_path": "pdconn.bench.serving.resting"}
+_RESTING = "pdconn.bench.serving.resting"
 
 
 CONNECTORS: Mapping[str, Connector] = MappingProxyType(
     {
         "in-tree": Connector(_IN_TREE),
-        "in-tree-tuned": Connector({**_IN_TREE, **_RESTING}),
+        "in-tree-tuned": Connector({**_IN_TREE, "kv_connector_module_path": _RESTING}),
         "in-tree-push": Connector(_IN_TREE_PUSH, names_engines=True),
-        "in-tree-push-tuned": Connector({**_IN_TREE_PUSH, **_RESTING}, names_engines=True),
         "pdconn": Connector(_PDCONN),
         "pdconn-sample": _with(verify="sample"),
         "pdconn-always": _with(verify="always"),

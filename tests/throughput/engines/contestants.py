@@ -24,7 +24,7 @@ ANSWER_TOKENS = 8
 
 ALONE = "alone"
 
-PUSHING = frozenset({"in-tree-push", "in-tree-push-tuned"})
+PUSHING = frozenset({"in-tree-push"})
 
 _WAKING = 5
 _TIMEOUT_S = 120.0

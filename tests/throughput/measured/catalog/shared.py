@@ -20,7 +20,6 @@ CONTESTANTS = {
     "in-tree": "vLLM's in-tree NixlConnector",
     "in-tree-tuned": "NixlConnector, NIXL's progress thread at rest",
     "in-tree-push": "vLLM's in-tree NixlPushConnector",
-    "in-tree-push-tuned": "NixlPushConnector, NIXL's progress thread at rest",
     "pdconn": "**pdconn**",
     "pdconn-sample": "pdconn, `verify: sample`",
     "pdconn-always": "pdconn, `verify: always`",
