@@ -32,8 +32,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.docs import measured_parts
 from tests.docs import store_settings as store_settings_table
+from tests.docs.claims import measured_parts
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.docs.claims.measured_parts import borrowed, change, handover, result, savings
 from tests.docs.generate import DOCS, ROOT, _table
-from tests.docs.measured_parts import borrowed, change, handover, result, savings
 from tests.docs.pages import every_page
 
 _HISTORY = {"CHANGELOG.md", "changelog.md"}

@@ -1,7 +1,7 @@
 """The parts of pages that are made from measured results, sentences with figures among them.
 
 A figure that a page claims is computed here from ``tests/throughput/results``, so that it changes
-with them; ``tests/docs/test_claims.py`` looks for figures that are written by hand.
+with them; ``tests/docs/claims/test_claims.py`` looks for figures that are written by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "throughput" / "results"
+RESULTS = Path(__file__).parents[2] / "throughput" / "results"
 
 CONTESTANTS = {
     "pdconn": "**pdconn**",
