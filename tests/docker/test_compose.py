@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,39 +307,6 @@ def test_an_engine_with_a_fault_is_refused(true: str, false: str, secrets: Path)
     text = json.dumps(load("compose.yaml").services["p1"]).replace(true, false)
     with pytest.raises(ConfigError):
         settings(json.loads(text), secrets)
-
-
-# What the images are made of
-
-
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu", "Dockerfile.router"])
-def test_a_dockerfile_copies_what_is_there_and_what_is_let_in(name: str) -> None:
-    text = (DOCKER / name).read_text()
-    copied = {
-        word
-        for line in text.splitlines()
-        if line.startswith("COPY ") and "--from" not in line
-        for word in line.split()[1:-1]
-    }
-    let_in = (DOCKER / f"{name}.dockerignore").read_text().split()
-    assert copied
-    assert [word for word in copied if not (DOCKER.parent / word).exists()] == []
-    assert copied <= {word.removeprefix("!") for word in let_in if word.startswith("!")}
-    assert "*" in let_in  # all else stays out, secrets above all
-
-
-def test_the_tiny_model_is_where_engines_look_for_it(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("tokenizers")
-    stack = load("compose.yaml")
-    model = stack.services["model"]
-    script = next(v for v in model["volumes"] if v.startswith("./")).split(":")
-    assert model["entrypoint"] == ["python3", script[1]]
-    for _ in range(2):
-        subprocess.run([sys.executable, DOCKER / script[0], tmp_path], check=True)
-    written = {f"{model['command'][0]}/{path.name}" for path in tmp_path.iterdir()}
-    assert {option(one["command"], "model") for one in stack.engines().values()} <= written
-    assert (tmp_path / "tiny" / "config.json").exists()
 
 
 # What is measured
