@@ -13,6 +13,7 @@
 #   make multinode    2 prefill and 2 decode engines, each in a network namespace (as root)
 #   make gpu      memory of a GPU: two processes on one card (host memory only, where there is none),
 #                 and what vLLM makes of layouts, sleep and buffers on this machine
+#   make gpu-kit  what to take to a machine with a GPU and no network, and the command to run there
 #   make format, clean
 #   make docs     build docs/ into .work/site, part of check; ARGS=--write makes its generated parts anew
 #   make docs-version VERSION=0.1   add the site of this release to the branch gh-pages, as "latest" too
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help venv demo fresh test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu clean
+.PHONY: help venv demo fresh test test-fast test-vllm test-matrix check check-next format property chaos fuzz soak bench multinode gpu gpu-kit clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -116,6 +117,9 @@ gpu: venv
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
 	$(BIN)/python -m pytest tests/vllm/memory tests/vllm/test_supported.py tests/vllm/blocks/test_arrangement.py \
 		-m "not engine" $(ARGS)
+
+gpu-kit: venv
+	@$(BIN)/python -m tests.gpu.kit.build
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,16 @@
+"""What travels to a machine with a GPU and no network, and what runs there.
+
+    make gpu-kit          writes .gpu-kit/, at most 60 MiB, and prints the one command to run there
+
+    build         downloads, slims and packs; checks sizes and the command's length
+    slim          which files of NIXL's wheel are needed
+    vllm_files    vLLM's Python files, with ``native`` in place of its compiled ones
+    run           copied into the kit: unpacks it, then runs the steps, each with a time limit
+    step_nixl     (a) NIXL on device memory, two processes
+    step_bytes    (b) ``tests/gpu``, against the byte oracle
+    step_vllm     (c) prefill, decode and one engine alone; ``engine_process`` is each of them
+    native        stands in for vLLM's compiled kernels, in the unpacked vLLM
+
+A step writes what it found to a file of JSON after each part of it, so that a time limit costs
+only what comes after.  Every step takes ``--device cpu`` too: so they are tested without a card.
+"""

@@ -1,0 +1,237 @@
+"""(c) Real vLLM without its compiled kernels: prefill and decode beside one engine alone, one card.
+
+For each model three engines run, in processes of their own.  Decode's answer must be the one of the
+engine alone.  Pulled tokens are counted by vLLM as cached ones: decode has never seen the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdconn.lab.compare import Answer, compare, make_prompts
+from pdconn.lab.model import TINY, write_model
+from tests.gpu.kit.found import Found, step_arguments
+from tests.vllm.engines.families.models import GRANITE_4_H
+from transport import Device
+
+MODEL_S = {"cuda": 105, "cpu": 600}
+"""A model takes no longer, so that an engine that hangs leaves time to the next model."""
+LENGTHS = {"cuda": (5, 33, 64, 200, 700, 1500), "cpu": (40, 70)}
+TOKENS = {"cuda": 8, "cpu": 3}
+TOLERANCE = {"cuda": 0.02, "cpu": 1e-3}
+"""In nats, between right answers: kernels for one token and for many sum in another order.
+Changing the first of 3000 tokens moves an answer by more than 0.1 (``pdconn.lab.model``)."""
+LOGPROBS = 5
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class EngineEnded(Exception):
+    """An engine's process ended, or did not start in time."""
+
+
+class WrongLength(Exception):
+    """An answer has another number of tokens than was asked for: the request failed."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is made on the spot, and options of its engines."""
+
+    name: str
+    write: Callable[[Path], Path]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+MODELS = (
+    Model("gemma-3-like", lambda folder: write_model(folder, TINY), {"block_size": 32}),
+    Model("granite-4-h-like", GRANITE_4_H.write, {"enable_prefix_caching": True}),
+)
+
+
+class EngineProcess:
+    """One engine; its log is a file beside the model."""
+
+    def __init__(self, name: str, model: Path, options: dict[str, Any], log: Path) -> None:
+        self._name, self._log = name, log
+        command = [sys.executable, "-m", "tests.gpu.kit.engine_process", str(model)]
+        self._process = subprocess.Popen(
+            [*command, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("wb"),
+            text=True,
+        )
+
+    def answered(self) -> dict[str, Any]:
+        """Its next line of JSON.
+
+        Raises:
+            EngineEnded: with the end of its log.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                found: dict[str, Any] = json.loads(line[1:])
+                return found
+        raise EngineEnded(f"{self._name}: {self._log.read_text(errors='replace')[-1500:]}")
+
+    def ask(self, prompt: Sequence[int], tokens: int, transfer: Any = None) -> dict[str, Any]:
+        """Its answer to a prompt."""
+        request = {"prompt": list(prompt), "tokens": tokens, "logprobs": LOGPROBS}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request | {"kv_transfer_params": transfer}) + "\n")
+        self._process.stdin.flush()
+        answered = self.answered()
+        if len(answered["tokens"]) != tokens:
+            log = self._log.read_text(errors="replace")[-2500:]
+            said = f"{len(answered['tokens'])} tokens, {answered['finish_reason']}"
+            raise WrongLength(f"{self._name}: expected {tokens} tokens, got {said}: {log}")
+        return answered
+
+    def end(self) -> None:
+        """SIGKILL after a moment: an engine that hangs must not cost the next model."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def options_of(device: Device, model: Model, role: str | None) -> dict[str, Any]:
+    """Options of an engine: as small as it gets, and explicit about memory."""
+    options = {
+        "max_model_len": 2048 if device.kind == "cuda" else 256,
+        "max_num_batched_tokens": 2048 if device.kind == "cuda" else 256,
+        "max_num_seqs": 4 if device.kind == "cuda" else 2,
+        "kv_cache_memory_bytes": (1 << 30) if device.kind == "cuda" else (64 << 20),
+        "gpu_memory_utilization": 0.1,
+        **model.options,
+    }
+    if role is not None:
+        extra = {"side_channel_host": "127.0.0.1", "verify": "always"}
+        options["kv_transfer_config"] = {
+            "kv_connector": "PdconnConnector",
+            "kv_connector_module_path": "pdconn.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": extra,
+        }
+    return options
+
+
+@contextmanager
+def engines(device: Device, model: Model, folder: Path) -> Iterator[list[EngineProcess]]:
+    """Alone, prefill and decode."""
+    written = model.write(folder / "model")
+    with ExitStack() as stack:
+        made = []
+        for name, role in (("alone", None), ("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            one = EngineProcess(
+                name, written, options_of(device, model, role), folder / f"{name}.log"
+            )
+            stack.callback(one.end)
+            made.append(one)
+        yield made
+
+
+def looked_at(device: Device, model: Model, folder: Path) -> dict[str, Any]:
+    """Start three engines of a model, and compare answers prompt by prompt."""
+    found: dict[str, Any] = {}
+    with engines(device, model, folder) as (alone, prefill, decode):
+        found["engines"] = [one.answered() for one in (alone, prefill, decode)]
+        prompts = make_prompts(LENGTHS[device.kind], seed=5)
+        tokens, rows, right = TOKENS[device.kind], [], []
+        [warming] = make_prompts([48], seed=6)  # kernels are compiled at their first use
+        for prompt in (warming, *prompts):
+            whole = alone.ask(prompt, tokens)
+            lent = prefill.ask(prompt, 1, PREFILL)
+            began = time.monotonic()
+            seen = decode.ask(prompt, tokens, lent["kv_transfer_params"])
+            taken_s = time.monotonic() - began
+            differs = compare(answer_of(whole), answer_of(seen), TOLERANCE[device.kind])
+            right.append(whole)
+            rows.append(
+                {
+                    "tokens": len(prompt),
+                    "pulled": seen["cached"],
+                    "hand-over, ms": _ms(seen["first_s"]),
+                    "alone, ms": _ms(whole["first_s"]),
+                    "whole answer, ms": _ms(taken_s),
+                    "differs": str(differs) if differs else None,
+                }
+            )
+    found["prompts"] = rows[1:]
+    timed = [row["hand-over, ms"] for row in rows[1:]]
+    found["hand-over, median ms"] = statistics.median(timed)
+    control = compare(answer_of(right[1]), answer_of(right[-1]), TOLERANCE[device.kind])
+    found["control: another prompt's answer differs"] = control is not None
+    found["ok"] = is_right(found)
+    return found
+
+
+def is_right(found: dict[str, Any]) -> bool:
+    """Whether every answer is the one of the engine alone, and was pulled, by runner V2."""
+    return (
+        all(row["differs"] is None and row["pulled"] for row in found["prompts"])
+        and all(one["runner"] == "V2" for one in found["engines"])
+        and found["control: another prompt's answer differs"]
+    )
+
+
+def answer_of(answered: dict[str, Any]) -> Answer:
+    """For ``compare``."""
+    top = tuple({int(token): value for token, value in one.items()} for one in answered["top"])
+    return Answer(tuple(answered["tokens"]), tuple(answered["logprobs"]), top)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)
+
+
+def main() -> int:
+    """Exit status 1: a model failed; the others are looked at all the same."""
+    device, found = step_arguments(__doc__)
+    wanted = os.environ.get("PDCONN_GPU_KIT_MODELS", ",".join(one.name for one in MODELS))
+    return run_models(device, [one for one in MODELS if one.name in wanted.split(",")], found)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError("the model's time is over")
+
+
+def run_models(device: Device, models: Sequence[Model], found: Found) -> int:
+    """Look at each model."""
+    signal.signal(signal.SIGALRM, _too_long)
+    is_fine = True
+    with tempfile.TemporaryDirectory(prefix="kit-vllm-") as work:
+        for model in models:
+            folder = Path(work) / model.name
+            folder.mkdir()
+            signal.alarm(MODEL_S[device.kind])
+            try:
+                seen = looked_at(device, model, folder)
+            except Exception as error:  # noqa: BLE001 - of vLLM, among others; the next model runs
+                seen = {"ok": False, "error": repr(error)[-2000:]}
+                print(model.name, error, flush=True)
+            finally:
+                signal.alarm(0)
+            found.add(model.name, seen)
+            is_fine = is_fine and bool(seen["ok"])
+    return 0 if is_fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
