@@ -23,6 +23,7 @@ from pdconn.puller.verification import Verify
 from pdconn.puller.warmup import WarmUp
 from pdconn.puller.warmup_state import Place
 from registration.scratch import Scratch
+from tests.fakes.layouts import LAYOUTS
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.cases import BLOCK_TOKENS, Case, Request, placed
 from tests.gpu.rigs import LOCALHOST, PATIENCE_S, TRAITS, DeviceLender, settled_reads, ticket_of
@@ -37,6 +38,11 @@ CASES = [
     for held in (0, 3 * BLOCK_TOKENS)
 ]
 UNEQUAL = [case for case in CASES if case.their_tp != case.our_tp and not case.held]
+NEXT = dict(zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True))
+EVERY = [Case(at, at, *tp) for at in LAYOUTS for tp in ((1, 1), (4, 1), (2, 4))] + [
+    Case(theirs, ours, 4, 2) for theirs, ours in NEXT.items()
+]
+"""Every layout, whole heads and slices of the model's four; and one read into another."""
 MIXED = [Case("BLHNC", "BHLNC", 2, 1), Case("BHLNC", "LBHNC", 1, 2), Case("LBHNC", "BLHNC", 2, 2)]
 
 
@@ -61,7 +67,7 @@ def pulled(
             yield request, rank, ours, plan.num_runs
 
 
-@pytest.mark.parametrize("case", [*CASES, *MIXED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MIXED, *EVERY], ids=str)
 def test_every_byte_that_is_needed_arrives_and_no_other_changes(
     case: Case, lender: DeviceLender, device: Device
 ) -> None:
@@ -69,6 +75,14 @@ def test_every_byte_that_is_needed_arrives_and_no_other_changes(
     for request, rank, ours, _ in pulled(case, ranks, device):
         wrong = np.flatnonzero(ours != request.expected(rank))
         assert not len(wrong), f"rank {rank}: {len(wrong)} bytes are wrong, first {wrong[0]}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_read_as_another_is_noticed(layout: str) -> None:
+    """Negative control."""
+    ours = Request.of(Case(layout, layout, 1, 1)).expected(0)
+    other = Request.of(Case(layout, NEXT[layout], 1, 1)).expected(0)
+    assert (ours != other).any()
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])

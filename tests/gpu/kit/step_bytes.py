@@ -22,7 +22,6 @@ FILES = (
     "test_allocated.py",
     "test_store_copies.py",
     "test_pulls.py",
-    "test_layouts.py",
     "test_contract.py",
     "test_threads.py",
 )

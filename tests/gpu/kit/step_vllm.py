@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class EngineProcess:
 
     def __init__(self, name: str, model: Path, options: dict[str, Any], log: Path) -> None:
         self._name, self._log = name, log
+        self._said: deque[str] = deque(maxlen=25)
         command = [sys.executable, "-m", "tests.gpu.kit.engine_process", str(model)]
         self._process = subprocess.Popen(
             [*command, json.dumps(options)],
@@ -85,7 +87,8 @@ class EngineProcess:
             if line.startswith("@"):
                 found: dict[str, Any] = json.loads(line[1:])
                 return found
-        raise EngineEnded(f"{self._name}: {self._log.read_text(errors='replace')[-1500:]}")
+            self._said.append(line)  # vLLM logs to standard output
+        raise EngineEnded(f"{self._name}: {self._tail()}")
 
     def ask(self, prompt: Sequence[int], tokens: int, transfer: Any = None) -> dict[str, Any]:
         """Its answer to a prompt."""
@@ -95,10 +98,13 @@ class EngineProcess:
         self._process.stdin.flush()
         answered = self.answered()
         if len(answered["tokens"]) != tokens:
-            log = self._log.read_text(errors="replace")[-2500:]
             said = f"{len(answered['tokens'])} tokens, {answered['finish_reason']}"
-            raise WrongLength(f"{self._name}: expected {tokens} tokens, got {said}: {log}")
+            raise WrongLength(f"{self._name}: expected {tokens} tokens, got {said}: {self._tail()}")
         return answered
+
+    def _tail(self) -> str:
+        errors = self._log.read_text(errors="replace")[-1200:]
+        return errors + "".join(line[:300] for line in self._said)
 
     def end(self) -> None:
         """SIGKILL after a moment: an engine that hangs must not cost the next model."""
@@ -224,8 +230,8 @@ def run_models(device: Device, models: Sequence[Model], found: Found) -> int:
             try:
                 seen = looked_at(device, model, folder)
             except Exception as error:  # noqa: BLE001 - of vLLM, among others; the next model runs
-                seen = {"ok": False, "error": repr(error)[-2000:]}
-                print(model.name, error, flush=True)
+                seen = {"ok": False, "error": repr(error)[-400:]}
+                print(model.name, error, flush=True)  # whole, into the log of the step
             finally:
                 signal.alarm(0)
             found.add(model.name, seen)
