@@ -15,57 +15,57 @@ _FLAG = "true, false"
 MEANINGS: Mapping[str, tuple[str, str]] = {
     "root": (
         "path",
-        "Where rows are kept: a folder of this machine or of a shared file system, made if it is "
-        "not there. Engines with the same root share rows.",
+        "Where rows are kept: a folder on this machine or on a shared file system, created if it "
+        "is missing. Engines with the same root share rows.",
     ),
     "capacity": (
         _SIZE,
-        "Bytes that the root may hold, rows and those being written; the least that an engine on "
-        "the root names counts. See [The budget](#the-budget).",
+        "Bytes that the root may hold, counting rows that are being written. If engines on the "
+        "root give different values, the smallest counts. See [The budget](#the-budget).",
     ),
-    "shelf": ("", "Where rows are and what moves their bytes, see [Shelves](#shelves)."),
+    "shelf": ("", "Where rows are and what moves their bytes; see [Shelves](#shelves)."),
     "bucket": (
         "`bucket` or `bucket/prefix`",
-        "With shelf `obj`, needed: the bucket of rows, see [Object stores](#object-stores).",
+        "Required with shelf `obj`: the bucket of the rows; see [Object stores](#object-stores).",
     ),
-    "endpoint": ("URL", "With shelf `obj`: the server; without one AWS is used."),
+    "endpoint": ("URL", "With shelf `obj`: the server. The default is AWS."),
     "region": (
         "region",
-        "With shelf `obj`: the bucket's; without one what the machine's AWS configuration says.",
+        "With shelf `obj`: the bucket's region. The default is that of the machine's AWS settings.",
     ),
     "staging": (
         _SIZE,
-        "Host memory of each rank for rows on their way to the KV cache, for all requests; one "
-        "prefix is loaded as far as it fits. `pdconn plan --store` says what a prompt takes.",
+        "Host memory of each rank for rows on their way to the KV cache, shared by all requests. A "
+        "prefix is loaded as far as it fits. `pdconn plan --store` says how much a prompt needs.",
     ),
     "block_tokens": (
         "power of two, multiple of 16",
-        "Tokens of a row. At least the largest block of a KV cache group, and a multiple of all; "
-        "of models with states the engine's block. Engines share rows only if it is the same.",
+        "Tokens of a row: a multiple of the block of every KV cache group; for models with states "
+        "the engine's block. Engines share rows only if this value is the same.",
     ),
     "window_every": (
         "",
-        "At which boundaries windows are kept, besides the last of a prompt and the place where "
-        "prompts part: `auto` keeps them at or below the bytes of full attention, `all` at every "
-        "boundary, `last` at no other, a number of tokens at every so many.",
+        "At which boundaries windows are kept, besides the end of a prompt and the place where "
+        "two prompts diverge: `auto` keeps as many as take no more bytes than full attention, "
+        "`all` keeps every boundary, `last` no further one, a number one every so many tokens.",
     ),
     "wa_share": (
         "above 0, at most 1",
-        "Share of the capacity that windows may take; beyond it their rows are evicted first.",
+        "Share of the capacity that windows may take; above it their rows are evicted first.",
     ),
     "save": (
         "",
-        "What is saved: `prompt` tokens, or `all`, the generated ones with them, for the next turn "
-        "of a conversation.",
+        "What is saved: the tokens of the `prompt`, or `all`, which adds the generated ones for "
+        "the next turn of a conversation.",
     ),
-    "read_only": (_FLAG, "Load rows, and save none."),
+    "read_only": (_FLAG, "Load rows but save none."),
     "min_tokens": (
         "number",
-        "A hit that saves fewer tokens than this is computed instead, as is a prompt of fewer.",
+        "A hit that saves fewer tokens than this is computed instead, and so is a shorter prompt.",
     ),
     "direct_io": (
         "`auto`, true, false",
-        "O_DIRECT for whole pages. `auto` reads past the page cache what is not in it.",
+        "O_DIRECT for whole pages. `auto` uses it for what is not in the page cache.",
     ),
 }
 

@@ -28,8 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-prefill",
         action="store_true",
-        help="answer 503 where decode would have to compute a prompt that could have been handed "
-        "over: no prefill engine answers, it lends nothing, or a ticket is spent",
+        help="answer 503 if decode would have to compute a prompt that could have been handed "
+        "over, because no prefill engine answers, it lends nothing, or the ticket has been used",
     )
     _configure_policy(parser)
     _configure_listeners(parser)
@@ -57,7 +57,7 @@ def _configure_times(parser: argparse.ArgumentParser) -> None:
     seconds("--wait", None, wait)
     warm_up = (
         "before listening, hand a short prompt over between all engines, for at most this long; "
-        "the rest, and engines that join or come back, meanwhile (no warm-up)"
+        "later also for engines that join or come back (no warm-up)"
     )
     seconds("--warm-up", None, warm_up)
     delay = "on SIGTERM, first answer /readyz with 503 for this long and serve on"
@@ -70,9 +70,9 @@ def _configure_times(parser: argparse.ArgumentParser) -> None:
         help="after a failure, ask at most this many other engines of the role (all)",
     )
     seconds("--connect-timeout", 5.0, "time-out of connecting to an engine")
-    prefill = "give prefill this long for its ticket, then ask another engine (no time-out)"
+    prefill = "wait this long for prefill's ticket, then ask another engine (no time-out)"
     seconds("--prefill-timeout", None, prefill)
-    whole = "answer 504 this long after a request came, or break its answer off (no time-out)"
+    whole = "answer 504 this long after a request arrived, or break its answer off (no time-out)"
     seconds("--request-timeout", None, whole)
     tokens = "route a prompt without its tokens if no engine tells them in this time"
     seconds("--tokenize-timeout", TIMEOUT_S, tokens)
@@ -124,19 +124,19 @@ def _configure_listeners(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="keys of clients, one a line, of which each request names one as "
-        "'Authorization: Bearer KEY' (none: no key is needed)",
+        help="keys of clients, one per line; each request must send one as "
+        "'Authorization: Bearer KEY' (without it no key is needed)",
     )
     parser.add_argument(
         "--forward-authorization",
         action="store_true",
-        help="pass the client's key on to engines (without --api-key-file it always passes)",
+        help="pass the client's key on to engines (without --api-key-file it is always passed on)",
     )
     parser.add_argument(
         "--engine-key-file",
         metavar="FILE",
-        help="the key that engines ask for, by which the proxy asks for their models; with "
-        "--api-key-file and without --forward-authorization it takes the place of clients' keys",
+        help="the key that engines require; the proxy sends it when it asks for their models, and "
+        "in place of clients' keys with --api-key-file and without --forward-authorization",
     )
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain for clients, PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM without passphrase")
@@ -146,12 +146,13 @@ def _configure_listeners(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="ORIGIN",
-        help="let pages of these origins ask from a browser, such as https://chat.example; *: all",
+        help="let pages of these origins send requests from a browser, such as "
+        "https://chat.example; *: all origins",
     )
     parser.add_argument(
         "--show-engines",
         action="store_true",
-        help="tell clients engines' addresses: X-Pdconn-Engine, reasons of a 503, /health",
+        help="show engines' addresses to clients: X-Pdconn-Engine, reasons of a 503, /health",
     )
 
 
@@ -175,14 +176,14 @@ def _configure_admission(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="of those above --max-requests, let so many wait for a place (%(default)s)",
+        help="of the requests above --max-requests, let this many wait (%(default)s)",
     )
     parser.add_argument(
         "--queue-timeout",
         type=float,
         default=WAIT_S,
         metavar="SECONDS",
-        help="answer 503 to a request that has waited this long for a place (%(default)g)",
+        help="answer 503 to a request that has waited this long (%(default)g)",
     )
     parser.add_argument(
         "--stall-timeout",
@@ -214,20 +215,21 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="TOKENS",
-        help="decode that holds a prefix and lacks at most this serves it alone (%(default)s)",
+        help="decode serves a prompt alone if it holds a prefix and lacks at most this many tokens "
+        "(%(default)s)",
     )
     parser.add_argument(
         "--pull-above",
         type=int,
         metavar="TOKENS",
-        help="prefill pulls what another engine holds more of a prompt, from so many tokens on and "
-        "where that is faster; every engine needs kv_role kv_both (never)",
+        help="let prefill pull a prefix from another engine that holds at least this many tokens "
+        "more of it, if that is faster; every engine needs kv_role kv_both (never)",
     )
     parser.add_argument(
         "--reuse-tokens",
         action="store_true",
-        help="decode takes the token ids of a chat that prefill has computed, and neither renders "
-        "nor tokenizes it again; other requests are handed over as ever",
+        help="decode takes a chat's token ids from prefill instead of rendering and tokenizing it "
+        "again; other requests are handed over as usual",
     )
     parser.add_argument(
         "--hash-algorithm",
