@@ -120,7 +120,6 @@ def environment(unpacked: Path, kit: Path, device: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         "PDCONN_GPU_KIT": str(kit),
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "pdconn",
         "HF_HUB_OFFLINE": "1",

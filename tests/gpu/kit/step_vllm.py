@@ -23,6 +23,7 @@ from typing import Any
 
 from pdconn.lab.compare import Answer, compare, make_prompts
 from pdconn.lab.model import TINY, write_model
+from pdconn.lab.ports import free_ports
 from tests.gpu.kit.found import Found, step_arguments
 from tests.vllm.engines.families.models import GRANITE_4_H
 from transport import Device
@@ -127,7 +128,9 @@ def options_of(device: Device, model: Model, role: str | None) -> dict[str, Any]
         **model.options,
     }
     if role is not None:
-        extra = {"side_channel_host": "127.0.0.1", "verify": "always"}
+        extra: dict[str, Any] = {"verify": "always"}
+        if role == "kv_producer":
+            extra |= {"side_channel_host": "127.0.0.1", "side_channel_port": free_ports(1)[0]}
         options["kv_transfer_config"] = {
             "kv_connector": "PdconnConnector",
             "kv_connector_module_path": "pdconn.vllm",
