@@ -4,7 +4,8 @@
 
 It says first what pip is going to download and how large that is, then what pip does, and at the
 end how much it was.  torch comes first, with its dependencies; requirements.txt pins everything
-else and is installed without dependency resolution (why: see its first lines).
+else and is installed without dependency resolution (why: see its first lines).  Of the two builds
+of NIXL that it pins, the one is installed that NIXL imports beside this torch.
 
 Standard library only, since nothing is installed yet.
 """
@@ -18,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -33,8 +35,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """torch's own index of CPU builds: the public index has builds for CUDA only, on Linux on x86."""
 
 # Measured with Python 3.11 on Linux on x86-64; `make fresh` compares the first with what pip says.
-CUDA_TORCH_GB, CPU_TORCH_GB, PINNED_GB = 2.74, 0.2, 0.71
-CUDA_DISK_GB, CPU_DISK_GB = 7.7, 4.2
+CUDA_TORCH_GB, CPU_TORCH_GB, PINNED_GB = 2.74, 0.2, 0.66
+CUDA_DISK_GB, CPU_DISK_GB = 7.5, 4.2
 
 _DOWNLOADING = re.compile(r"Downloading (\S+).*?\(([\d.]+) (kB|MB|GB)\)")
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -117,13 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         version = torch_version(pip, args.torch, index)
         if version is not None:  # else all that is large is there already
             print(announcement(version), flush=True)
-        for title, words in (
-            (f"1 of 3: {args.torch}", [args.torch, *index]),
-            ("2 of 3: what requirements.txt pins", ["--no-deps", "-r", str(PINS)]),
-            ("3 of 3: pdconn", ["--no-deps", "--no-build-isolation", "-e", str(ROOT)]),
-        ):
-            progress.say_step(title)
-            _install(pip, words, progress)
+        progress.say_step(f"1 of 3: {args.torch}")
+        _install(pip, [args.torch, *index], progress)
+        progress.say_step("2 of 3: what requirements.txt pins")
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as pins:
+            pins.write(pins_beside(PINS.read_text(encoding="utf-8"), torch_cuda_major(args.venv)))
+            pins.flush()
+            _install(pip, ["--no-deps", "-r", pins.name], progress)
+        progress.say_step("3 of 3: pdconn")
+        _install(pip, ["--no-deps", "--no-build-isolation", "-e", str(ROOT)], progress)
     except InstallFailed as error:
         print(f"not installed: {error}", file=sys.stderr)
         return 1
@@ -163,6 +167,26 @@ def torch_version(pip: Sequence[str], torch: str, index: Sequence[str]) -> str |
         raise InstallFailed(f"pip finds no {torch}; its own error is above")
     wanted = json.loads(asked.stdout)["install"]
     return str(wanted[0]["metadata"]["version"]) if wanted else None
+
+
+def torch_cuda_major(venv: Path) -> int | None:
+    """Major version of the CUDA that the installed torch is built for; None for a CPU build."""
+    asks = "import runpy; from importlib.util import find_spec as f; from pathlib import Path as P;"
+    asks += "t = runpy.run_path(P(f('torch').origin).parent / 'version.py'); print(t['cuda'] or '')"
+    said = subprocess.run(
+        [str(venv / "bin/python"), "-c", asks], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+    return int(said.split(".")[0]) if said else None
+
+
+def pins_beside(pins: str, cuda_major: int | None) -> str:
+    """The pins without the build of NIXL that is not for this torch.
+
+    Beside a CPU build of torch NIXL would take either, and prefers that for CUDA 13, whose OBJ
+    back end needs a library that no wheel has.
+    """
+    other = "nixl-cu12" if cuda_major == 13 else "nixl-cu13"
+    return "".join(line for line in pins.splitlines(True) if not line.startswith(f"{other}=="))
 
 
 def announcement(version: str) -> str:

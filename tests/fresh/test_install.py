@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from transport.nixl.builds import torch_cuda_major
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +71,19 @@ def test_the_smaller_way_is_not_named_where_it_leads_nowhere_or_is_taken(
 
 def test_a_port_where_nothing_listens_is_not_reachable(install: ModuleType) -> None:
     assert not install.is_reachable("http://127.0.0.1:9/torch/")
+
+
+def test_one_build_of_nixl_is_installed_the_one_that_this_torch_needs(install: ModuleType) -> None:
+    pins = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    lines = pins.splitlines()
+    for cuda, left_out in ((12, "nixl-cu13"), (13, "nixl-cu12"), (None, "nixl-cu13")):
+        kept = install.pins_beside(pins, cuda).splitlines()
+        assert [line.partition("==")[0] for line in lines if line not in kept] == [left_out]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_the_cuda_of_torch_is_read_without_importing_it(install: ModuleType) -> None:
+    assert install.torch_cuda_major(Path(sys.prefix)) == torch_cuda_major()
 
 
 @pytest.mark.parametrize(

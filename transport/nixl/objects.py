@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from transport.errors import BackendFailure
+from transport.errors import BackendFailure, TransportUnavailable
 from transport.nixl.errors import error_classes, mapper
 from transport.nixl.transport import load_library
 
@@ -54,7 +54,7 @@ class NixlObjects:
         wait_s: how long a transfer may take, besides a second for every 4 MiB.
 
     Raises:
-        TransportUnavailable: NIXL is missing.
+        TransportUnavailable: NIXL is missing, or its back end does not load.
         TransportError: its back end cannot be made.
     """
 
@@ -65,7 +65,10 @@ class NixlObjects:
         self._numbers = itertools.count(1)
         self._memory = mmap.mmap(-1, _AT_ONCE)
         self._stuck: list[_Request] = []
-        with self._mapped(f"create agent {name}"), _few_tries():
+        # NIXL lists its plugins by their files, and finds out here that one does not load: that of
+        # nixl-cu13 1.5.1 needs libcuobjclient.so.1 of NVIDIA's cuObject, which no wheel has.
+        unloadable = {"nixlNotFoundError": TransportUnavailable}
+        with self._mapped(f"load nixl's plugin {_BACKEND}", unloadable), _few_tries():
             empty = library.api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._raw: Any = library.api.nixl_agent(name, empty)
             self._raw.create_backend(_BACKEND, dict(options))

@@ -13,6 +13,7 @@ import pytest
 from pdconn.cli.main import main
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.obj import bucket as bucket_module
+from pdconn.store.shelf.obj import data as data_module
 from pdconn.store.shelf.obj.bucket import BucketPlace
 from tests.store.joined.rig import FakeEngine, Model, Shape, until_ready
 from tests.store.joined.test_joined import SETTINGS, prompt
@@ -85,8 +86,9 @@ def test_a_server_that_fails_costs_no_request_and_the_store_goes_on(
     fault: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_CONNECT_S", "_ANSWER_S", "_TRANSFER_S", "_PAUSE_S"):
+    for name in ("_CONNECT_S", "_ANSWER_S", "_PAUSE_S"):
         monkeypatch.setattr(bucket_module, name, 1)
+    monkeypatch.setattr(data_module, "_TRANSFER_S", 1)
     with Relay(server.endpoint) as relay:
         given = settings(tmp_path / "a", place, relay.endpoint)
         with engine(given, Shape(tp=2), "a") as ours:

@@ -1,8 +1,8 @@
-"""A bucket of an S3-compatible object store: small objects by boto3, large ones by NIXL.
+"""A bucket of an S3-compatible object store: what is done by boto3.  Small objects.
 
-NIXL cannot put an object only where there is none, tell a missing object from a failure, or
-remove one, so these calls are made by boto3.  Credentials are what boto3 finds (environment,
-``~/.aws``, role of the machine) and nothing of the settings.
+Large ones are moved by NIXL (``pdconn.store.shelf.obj.data``), which cannot put an object only
+where there is none, tell a missing object from a failure, or remove one.  Credentials are what
+boto3 finds (environment, ``~/.aws``, role of the machine) and nothing of the settings.
 
 After a failure of the network no call is tried for a few seconds: it fails at once, so that
 look-ups do not queue behind a server that is down.
@@ -11,21 +11,17 @@ look-ups do not queue behind a server that is down.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from pdconn.store.errors import ShelfFailure, StoreError
-from transport.errors import TransportError, TransportUnavailable
-from transport.nixl.objects import NixlObjects
 
 _CONNECT_S, _ANSWER_S = 2, 4
-_TRANSFER_S = 10.0
 _PAUSE_S = 5.0
 _THREADS = "8"
 """Connections of one thread's agent: its large ranges are read side by side."""
@@ -126,6 +122,34 @@ class Bucket:
                 raise
         return True
 
+    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
+        """Make or replace an object of all pieces, one after another.
+
+        Raises:
+            ShelfFailure: it is not known to be there.
+        """
+        with self._failures("make", key):
+            self._client.put_object(
+                Bucket=self.place.bucket, Key=self._full(key), Body=b"".join(pieces)
+            )
+
+    def read_into(self, key: str, offset: int, into: memoryview) -> None:
+        """Fill a buffer from an offset in an object.
+
+        Raises:
+            ShelfFailure: the object is missing, ends before, or cannot be read now.
+        """
+        wanted = f"bytes={offset}-{offset + len(into) - 1}"
+        with self._failures("read", key):
+            answer = self._client.get_object(
+                Bucket=self.place.bucket, Key=self._full(key), Range=wanted
+            )
+            with answer["Body"] as body:
+                data: bytes = body.read(len(into) + 1)
+            if len(data) != len(into):
+                raise ValueError(f"{wanted}: expected {len(into)} bytes, got {len(data)}")
+            into[:] = data
+
     def remove(self, key: str) -> None:
         """Remove an object, also where there is none."""
         with self._failures("remove", key):
@@ -191,67 +215,6 @@ class Bucket:
         if "AWS_CA_BUNDLE" in os.environ:
             options["ca_bundle"] = os.environ["AWS_CA_BUNDLE"]
         return options
-
-
-class BucketData:
-    """One thread's way to the large objects of a bucket; NIXL is loaded at the first.
-
-    Temporary credentials change: the agent is made anew then.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._options: dict[str, str] = {}
-        self._objects: NixlObjects | None = None
-
-    def put(self, key: str, pieces: list[memoryview]) -> None:
-        """Make an object.
-
-        Raises:
-            ShelfFailure: it is not known to be there.
-            StoreError: NIXL cannot be used here.
-        """
-        try:
-            with self._failures("make", key):
-                self._opened().put(self._bucket.place.prefix + key, pieces)
-        except ShelfFailure:
-            self._bucket.failed()
-            raise
-
-    def get(self, reads: list[tuple[str, int, memoryview]]) -> None:
-        """Fill each buffer from its offset in an object.
-
-        Raises:
-            ShelfFailure: an object is missing, or cannot be read now.
-            StoreError: NIXL cannot be used here.
-        """
-        prefix = self._bucket.place.prefix
-        with self._failures("read", reads[0][0]):
-            self._opened().get([(prefix + key, at, into) for key, at, into in reads])
-
-    def close(self) -> None:
-        """Let the agent go."""
-        if self._objects is not None:
-            self._objects.close()
-            self._objects = None
-
-    def _opened(self) -> NixlObjects:
-        options = self._bucket.nixl_options()
-        if self._objects is None or options != self._options:
-            self.close()
-            name = f"pdconn-obj-{os.getpid()}-{secrets.token_hex(4)}"
-            self._objects = NixlObjects(name, options, _TRANSFER_S)
-            self._options = options
-        return self._objects
-
-    @contextmanager
-    def _failures(self, action: str, key: str) -> Iterator[None]:
-        try:
-            yield
-        except TransportUnavailable as error:
-            raise StoreError(f"shelf obj: {error}") from error
-        except TransportError as error:
-            raise ShelfFailure(f"cannot {action} {self._bucket.place}{key}: {error}") from error
 
 
 def _status(error: Any) -> int:

@@ -23,7 +23,7 @@ from pdconn.store.format.names import RowKind, RowName
 from pdconn.store.shelf.base import Buffer
 from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import failure, object_of, open_regular, read_whole
-from pdconn.store.shelf.obj.bucket import BucketData
+from pdconn.store.shelf.obj.data import BucketData
 from pdconn.store.shelf.obj.index import MOST_OBJECTS, Extent, Inline, RowIndex, data_key
 
 INLINE_NBYTES = 32 << 10

@@ -26,7 +26,8 @@ from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Buffer
 from pdconn.store.shelf.folders import failure, regular
-from pdconn.store.shelf.obj.bucket import BucketData, BucketPlace, open_bucket
+from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
+from pdconn.store.shelf.obj.data import BucketData
 from pdconn.store.shelf.obj.index import (
     MOST_NBYTES,
     PieceFinder,

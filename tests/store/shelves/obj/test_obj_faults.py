@@ -12,6 +12,7 @@ import pytest
 
 from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.shelf.obj import bucket as bucket_module
+from pdconn.store.shelf.obj import data as data_module
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.shelf import ObjShelf
 from tests.store.shelves.obj.s3_server import Relay, S3Server
@@ -33,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 def relay(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     monkeypatch.setattr(bucket_module, "_CONNECT_S", 1)
     monkeypatch.setattr(bucket_module, "_ANSWER_S", 1)
-    monkeypatch.setattr(bucket_module, "_TRANSFER_S", 1)
+    monkeypatch.setattr(data_module, "_TRANSFER_S", 1)
     monkeypatch.setattr(bucket_module, "_PAUSE_S", 0.2)
     with Relay(server.endpoint) as made:
         yield made

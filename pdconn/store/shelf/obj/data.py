@@ -1,0 +1,137 @@
+"""Large objects of a bucket: through NIXL's OBJ back end, or by boto3 where that does not load.
+
+The plugin of ``nixl-cu13`` 1.5.1 needs a library of NVIDIA's cuObject, which no wheel has, and
+``nixl-cu13`` is what torch's wheels for CUDA 13 ask for.  A store must not depend on that: boto3
+moves the same bytes, with one copy more and no requests side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from pdconn.store.errors import ShelfFailure
+from pdconn.store.shelf.obj.bucket import Bucket
+from transport.errors import TransportError, TransportUnavailable
+from transport.nixl.objects import NixlObjects
+
+_log = logging.getLogger(__name__)
+
+_TRANSFER_S = 10.0
+
+
+class Objects(Protocol):
+    """Objects by their whole keys; one thread."""
+
+    def put(self, key: str, pieces: Sequence[memoryview]) -> None: ...
+    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Boto3Objects:
+    """Objects of a bucket by its boto3 client, one request after another."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
+        """See :meth:`Bucket.put`."""
+        self._bucket.put(key, pieces)
+
+    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
+        """See :meth:`Bucket.read_into`."""
+        for key, offset, into in reads:
+            self._bucket.read_into(key, offset, into)
+
+    def close(self) -> None:
+        """Nothing is held: the client is the bucket's."""
+
+
+class BucketData:
+    """One thread's way to the large objects of a bucket; NIXL is loaded at the first.
+
+    Temporary credentials change: the agent is made anew then.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._options: dict[str, str] = {}
+        self._objects: Objects | None = None
+
+    def put(self, key: str, pieces: list[memoryview]) -> None:
+        """Make an object.
+
+        Raises:
+            ShelfFailure: it is not known to be there.
+        """
+        try:
+            with self._failures("make", key):
+                self._opened().put(key, pieces)
+        except ShelfFailure:
+            self._bucket.failed()
+            raise
+
+    def get(self, reads: list[tuple[str, int, memoryview]]) -> None:
+        """Fill each buffer from its offset in an object.
+
+        Raises:
+            ShelfFailure: an object is missing, or cannot be read now.
+        """
+        with self._failures("read", reads[0][0]):
+            self._opened().get(reads)
+
+    def close(self) -> None:
+        """Let the agent go."""
+        if self._objects is not None:
+            self._objects.close()
+            self._objects = None
+
+    def _opened(self) -> Objects:
+        options = self._bucket.nixl_options()
+        if self._objects is None or options != self._options:
+            self.close()
+            self._objects = self._made(options)
+            self._options = options
+        return self._objects
+
+    def _made(self, options: dict[str, str]) -> Objects:
+        name = f"pdconn-obj-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            return _Prefixed(NixlObjects(name, options, _TRANSFER_S), self._bucket.place.prefix)
+        except TransportUnavailable as error:
+            _say_once(str(error))
+            return Boto3Objects(self._bucket)
+
+    @contextmanager
+    def _failures(self, action: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except TransportError as error:
+            raise ShelfFailure(f"cannot {action} {self._bucket.place}{key}: {error}") from error
+
+
+class _Prefixed:
+    """NIXL's objects, whose keys are those of the whole bucket."""
+
+    def __init__(self, objects: NixlObjects, prefix: str) -> None:
+        self._objects = objects
+        self._prefix = prefix
+
+    def put(self, key: str, pieces: Sequence[memoryview]) -> None:
+        self._objects.put(self._prefix + key, pieces)
+
+    def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
+        self._objects.get([(self._prefix + key, at, into) for key, at, into in reads])
+
+    def close(self) -> None:
+        self._objects.close()
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _log.warning("pdconn: store: objects are moved by boto3, not by NIXL: %s", reason)
