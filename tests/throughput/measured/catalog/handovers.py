@@ -48,11 +48,11 @@ SERVE = Benchmark(
     (
         Command(
             "serve",
-            "pdconn bench serve --contestants pdconn,in-tree-tuned,in-tree,in-tree-push,single"
+            "pdconn bench serve --contestants pdconn,in-tree-tuned,in-tree,single"
             " --rounds 3 --requests 4",
         ),
     ),
-    8,
+    7,
     (
         Table(
             ("serve",),
