@@ -10,6 +10,7 @@
     step_bytes    (b) ``tests/gpu``, against the byte oracle
     step_vllm     (c) prefill, decode and one engine alone; ``engine_process`` is each of them
     native        stands in for vLLM's compiled kernels, in the unpacked vLLM
+    on_meta       how far (c) comes without a card
 
 A step writes what it found to a file of JSON after each part of it, so that a time limit costs
 only what comes after.  Every step takes ``--device cpu`` too: so they are tested without a card.

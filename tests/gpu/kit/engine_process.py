@@ -18,15 +18,14 @@ import time
 from typing import Any
 
 
-def engine_of(model: str, options: dict[str, Any]) -> Any:
-    """A ``LLMEngine`` without compilation, graphs and compiled kernels."""
+def arguments_of(model: str, options: dict[str, Any]) -> Any:
+    """Of an engine without compilation, graphs and compiled kernels."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     transfer = options.pop("kv_transfer_config", None)
     native = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}
-    arguments = EngineArgs(
+    return EngineArgs(
         model=model,
         dtype="float32",
         enforce_eager=True,
@@ -36,7 +35,6 @@ def engine_of(model: str, options: dict[str, Any]) -> Any:
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
         **options,
     )
-    return LLMEngine.from_engine_args(arguments)
 
 
 def facts_of(engine: Any) -> dict[str, Any]:
@@ -102,7 +100,9 @@ def _platform() -> Any:
 def main() -> None:
     """Serve until standard input ends."""
     began = time.monotonic()
-    engine = engine_of(sys.argv[1], json.loads(sys.argv[2]))
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(arguments_of(sys.argv[1], json.loads(sys.argv[2])))
     boot_s = round(time.monotonic() - began, 1)
     print("@" + json.dumps({**facts_of(engine), "boot_s": boot_s}), flush=True)
     for number, line in enumerate(sys.stdin):

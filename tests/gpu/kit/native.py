@@ -3,8 +3,10 @@
 The unpacked vLLM has modules of the compiled ones' names, which call :func:`stand_in` as vLLM
 imports them, in each of its processes.  With ``custom_ops: ["none"]``, no compilation, and the IR's
 operations set to ``native`` vLLM calls no compiled kernel for the two models of the kit, and Triton
-attention writes the KV cache by a Triton kernel.  One operation is called whatever is configured:
-``_C::init_cpu_memory_env``, by the worker for CPUs, to bind memory to a node.
+attention writes the KV cache by a Triton kernel.  Some operations are called whatever is
+configured: on CUDA, as modules are imported, those that ask which products of quantized numbers the
+kernels have; on a CPU, the one by which the worker binds memory to a node.  A layer of gated units
+looks up its kernel as it is built, though it then computes by torch; these are here in torch too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ _kept: list[Any] = []
 """Libraries of operations live as long as their objects."""
 
 HOPPER = (9, 0)
+_LACKING = (
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_group_gemm_supported",
+)
+"""Questions that are answered by no."""
+GATED = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
 
 
 def stand_in() -> None:
@@ -27,9 +37,31 @@ def stand_in() -> None:
     library = torch.library.Library("_C", "FRAGMENT")
     library.define("init_cpu_memory_env(int[] nodes) -> ()")
     library.impl("init_cpu_memory_env", lambda _nodes: None, "CompositeExplicitAutograd")
+    for name in _LACKING:
+        library.define(f"{name}(int capability) -> bool")
+        library.impl(name, lambda _capability: False, "CompositeExplicitAutograd")
+    for name in GATED:
+        library.define(f"{name}(Tensor! result, Tensor input) -> ()")
+        library.impl(name, _gated(name), "CompositeExplicitAutograd")
     _kept.append(library)
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         _fake_card()
+
+
+def _gated(name: str) -> Any:
+    """The first half of the last axis through a function, times the second half."""
+    import torch.nn.functional as functions
+
+    def act(half: Any) -> Any:
+        if name == "silu_and_mul":
+            return functions.silu(half)
+        return functions.gelu(half, approximate="tanh" if "tanh" in name else "none")
+
+    def gated(result: Any, source: Any) -> None:
+        first, second = source.chunk(2, dim=-1)
+        result.copy_(act(first) * second)
+
+    return gated
 
 
 def _fake_card() -> None:

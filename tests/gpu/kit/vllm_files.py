@@ -16,7 +16,7 @@ KEPT = {".py", ".json", ".jinja", ".typed", ".txt", ".yaml"}
 STANDS_IN = "from tests.gpu.kit import native\n\nnative.stand_in()\n"
 INSTEAD = ("_C_stable_libtorch", "_C", "_C_AVX512", "_C_AVX2")
 """Modules that ``vllm.platforms`` imports for CUDA, and for CPUs of three kinds."""
-EMPTY = ("_moe_C_stable_libtorch",)
+EMPTY = ("_moe_C_stable_libtorch", "vllm_flash_attn/_vllm_fa2_C")
 
 
 def files_of(wheel: Path) -> dict[str, bytes]:
