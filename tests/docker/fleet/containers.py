@@ -12,6 +12,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -132,8 +133,8 @@ class Fleet:
     def address(self, service: str) -> str:
         """Its address on the network ``serving``."""
         files = [yaml.safe_load((self.directory / name).read_text()) for name in self._files]
-        (found,) = (file["services"][service] for file in files if service in file["services"])
-        return str(found["networks"]["serving"]["ipv4_address"])
+        *_, last = (file["services"][service] for file in files if service in file["services"])
+        return str(last["networks"]["serving"]["ipv4_address"])
 
     def url(self, service: str) -> str:
         """Where it serves, as this machine reaches it over the network's bridge."""
@@ -224,6 +225,8 @@ def fleet(directory: Path, say: Say) -> Iterator[Fleet]:
     compose = shlex.split(os.environ.get("PDCONN_COMPOSE", "")) or compose_command()
     if compose is None:
         raise DockerFailed("there is no Compose: install docker-compose")
+    # A time limit of CI ends this process by SIGTERM: remove the containers then, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     made = Fleet(_copy(directory), compose)
     made.compose("down", "--volumes", "--remove-orphans")  # of a run that was killed
     try:
