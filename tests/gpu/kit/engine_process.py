@@ -1,8 +1,8 @@
 """One vLLM engine in a process, driven by lines of JSON; answers are lines that begin with ``@``.
 
     {"prompt": [ids], "tokens": n, "logprobs": k, "kv_transfer_params": {…} or null}
-    ──► {"tokens": […], "logprobs": […], "top": […], "first_s": s, "cached": n,
-         "kv_transfer_params": …}
+    ──► {"tokens": […], "logprobs": […], "top": […], "first_s": s, "pulls": n,
+         "finish_reason": …, "kv_transfer_params": …}
 
 ``first_s`` is the time from the request to its first token.  The engine has no HTTP server: what is
 looked at is the model's runner, its attention, and the connector.
@@ -43,14 +43,12 @@ def facts_of(engine: Any) -> dict[str, Any]:
     import vllm
 
     config = engine.vllm_config
-    layers = config.compilation_config.static_forward_context.values()
-    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
     return {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "platform": type(_platform()).__name__,
-        "attention": sorted(backends),
+        "attention": config.attention_config.backend.name,
         "block_tokens": config.cache_config.block_size,
     }
 
@@ -85,10 +83,18 @@ def answer(engine: Any, request: dict[str, Any], name: str) -> dict[str, Any]:
         "logprobs": [position[t] for position, t in zip(top, chosen.token_ids, strict=True)],
         "top": top,
         "first_s": first_s,
-        "cached": last.num_cached_tokens,
+        "pulls": pulls_counted(),
         "finish_reason": chosen.finish_reason,
         "kv_transfer_params": last.kv_transfer_params,
     }
+
+
+def pulls_counted() -> int:
+    """``pdconn:pulls_total`` of this engine: vLLM's front end collects it, step by step."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    return int(sum(one.value for one in samples if one.name == "pdconn:pulls_total"))
 
 
 def _platform() -> Any:

@@ -1,7 +1,7 @@
 """(c) Real vLLM without its compiled kernels: prefill and decode beside one engine alone, one card.
 
 For each model three engines run, in processes of their own.  Decode's answer must be the one of the
-engine alone.  Pulled tokens are counted by vLLM as cached ones: decode has never seen the prompt.
+engine alone, and pdconn must have counted a pull.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def looked_at(device: Device, model: Model, folder: Path) -> dict[str, Any]:
         found["engines"] = [one.answered() for one in (alone, prefill, decode)]
         prompts = make_prompts(LENGTHS[device.kind], seed=5)
         tokens, rows, right = TOKENS[device.kind], [], []
+        pulls = 0
         [warming] = make_prompts([48], seed=6)  # kernels are compiled at their first use
         for prompt in (warming, *prompts):
             whole = alone.ask(prompt, tokens)
@@ -172,10 +173,11 @@ def looked_at(device: Device, model: Model, folder: Path) -> dict[str, Any]:
             taken_s = time.monotonic() - began
             differs = compare(answer_of(whole), answer_of(seen), TOLERANCE[device.kind])
             right.append(whole)
+            pulls, before = seen["pulls"], pulls
             rows.append(
                 {
                     "tokens": len(prompt),
-                    "pulled": seen["cached"],
+                    "pulls": pulls - before,
                     "hand-over, ms": _ms(seen["first_s"]),
                     "alone, ms": _ms(whole["first_s"]),
                     "whole answer, ms": _ms(taken_s),
@@ -194,7 +196,7 @@ def looked_at(device: Device, model: Model, folder: Path) -> dict[str, Any]:
 def is_right(found: dict[str, Any]) -> bool:
     """Whether every answer is the one of the engine alone, and was pulled, by runner V2."""
     return (
-        all(row["differs"] is None and row["pulled"] for row in found["prompts"])
+        all(row["differs"] is None and row["pulls"] == 1 for row in found["prompts"])
         and all(one["runner"] == "V2" for one in found["engines"])
         and found["control: another prompt's answer differs"]
     )
