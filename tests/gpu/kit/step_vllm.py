@@ -7,7 +7,6 @@ engine alone, and pdconn must have counted a pull.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -215,8 +214,9 @@ def _ms(seconds: float) -> float:
 def main() -> int:
     """Exit status 1: a model failed; the others are looked at all the same."""
     device, found = step_arguments(__doc__)
-    wanted = os.environ.get("PDCONN_GPU_KIT_MODELS", ",".join(one.name for one in MODELS))
-    return run_models(device, [one for one in MODELS if one.name in wanted.split(",")], found)
+    # vLLM's mixers for CPUs are compiled, whatever Triton can do.
+    models = MODELS if device.kind == "cuda" else MODELS[:1]
+    return run_models(device, models, found)
 
 
 def _too_long(*_: object) -> None:
