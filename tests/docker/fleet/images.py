@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
-from tests.docker.debian import Say, builder, run
+from tests.docker.debian import DockerFailed, Say, builder, run
 from tests.docker.stack import DOCKER, load
 
 _BUILD_TIMEOUT_S = 1500.0
@@ -66,8 +67,16 @@ def build(base: str, say: Say) -> None:
     for name, dockerfile in our_images().items():
         say(f"building {name}")
         words = [builder(), "build", *arguments, "-f", DOCKER.parent / dockerfile, "-t", name]
-        environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
-        run([*words, DOCKER.parent], _BUILD_TIMEOUT_S, env=environ)
+        before = _image_id(name)
+        run([*words, DOCKER.parent], _BUILD_TIMEOUT_S, env={**os.environ, "DOCKER_BUILDKIT": "1"})
+        if before is not None and before != _image_id(name):
+            with suppress(DockerFailed):  # a container of a fleet that runs may need it still
+                run(["docker", "rmi", before])
+
+
+def _image_id(name: str) -> str | None:
+    found = run(["docker", "images", "--quiet", "--no-trunc", name]).split()
+    return found[0] if found else None
 
 
 def look(name: str) -> Image:
