@@ -86,14 +86,25 @@ def pinned(names: Sequence[str], requirements: Path) -> list[str]:
 
 
 def build(kit: Path, downloads: Path) -> str:
-    """Write the kit; the command that runs it.
+    """Write the kit, whole or not at all; the command that runs it.
 
     Raises:
         NotHad: something cannot be downloaded.
         TooLarge: see there.
     """
     downloads.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(kit, ignore_errors=True)
+    command = command_of(kit.relative_to(ROOT) if kit.is_relative_to(ROOT) else kit)
+    with tempfile.TemporaryDirectory(dir=downloads) as folder:
+        made = Path(folder) / "kit"
+        _write(made, downloads)
+        (made / "command").write_text(command + "\n", encoding="utf-8")
+        shutil.rmtree(kit, ignore_errors=True)
+        check_sizes(nbytes_of(made), travelling(), len(command))
+        shutil.copytree(made, kit)
+    return command
+
+
+def _write(kit: Path, downloads: Path) -> None:
     wheels = kit / "wheels"
     wheels.mkdir(parents=True)
     for requirement in pinned(MISSING, ROOT / "requirements.txt"):
@@ -104,10 +115,6 @@ def build(kit: Path, downloads: Path) -> str:
     packed(_tests(), kit / "tests.tar.xz")
     for name in _OWN:
         shutil.copy(Path(__file__).with_name(name), kit)
-    command = command_of(kit.relative_to(ROOT) if kit.is_relative_to(ROOT) else kit)
-    (kit / "command").write_text(command + "\n", encoding="utf-8")
-    check_sizes(nbytes_of(kit), travelling(), len(command))
-    return command
 
 
 def command_of(kit: Path) -> str:

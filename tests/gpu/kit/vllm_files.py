@@ -40,7 +40,7 @@ def files_of(wheel: Path) -> dict[str, bytes]:
 def packed(files: Mapping[str, bytes], into: Path) -> Path:
     """The files as tar.xz, the same bytes for the same files."""
     with (
-        lzma.open(into, "wb", preset=9 | lzma.PRESET_EXTREME) as compressed,
+        lzma.open(into, "wb", preset=6) as compressed,
         tarfile.open(fileobj=compressed, mode="w") as written,
     ):
         for name in sorted(files):
