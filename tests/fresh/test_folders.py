@@ -18,8 +18,8 @@ from tests.fresh.clean import copy_tree
 ROOT = Path(__file__).parents[2]
 
 LOOKED_AT = (
-    "tests/cli", "tests/docker", "tests/docs", "tests/doctor", "tests/fresh", "tests/lab",
-    "tests/router/operations", "tests/store/shelves", "tests/structure",
+    "tests/cli", "tests/doctor", "tests/fresh", "tests/lab", "tests/store/shelves",
+    "tests/structure",
 )  # fmt: skip
 """Rooms that start processes, read files of the checkout, or print paths."""
 
@@ -42,7 +42,15 @@ def test_a_checkout_may_have_any_name_and_its_user_any_locale(tmp_path: Path, na
     folder = tmp_path / name
     copy_tree(ROOT, folder)
     more = {key: value.format(folder=tmp_path) for key, value in PLACES[name].items()}
-    ended = _tests_in(folder, more, *LOOKED_AT, "-m", "not (engine or multinode or ucx or matrix)")
+    ended = _tests_in(
+        folder,
+        more,
+        *LOOKED_AT,
+        "-n",
+        "2",
+        "-m",
+        "not (engine or multinode or ucx or matrix or compose)",
+    )
     assert ended.returncode == 0, ended.stdout[-5000:]
     assert " passed" in ended.stdout
 
