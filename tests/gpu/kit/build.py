@@ -80,7 +80,7 @@ def pinned(names: Sequence[str], requirements: Path) -> list[str]:
     Raises:
         KeyError: a name has none.
     """
-    lines = [line for line in requirements.read_text().splitlines() if "==" in line]
+    lines = [line for line in requirements.read_text(encoding="utf-8").splitlines() if "==" in line]
     known = {line.partition("==")[0]: line.partition(";")[0].strip() for line in lines}
     return [known[name] for name in names]
 

@@ -68,7 +68,7 @@ time.sleep(60)
 def is_running(pid: int) -> bool:
     """Whether it is a process that is no zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
     return state != "Z"
