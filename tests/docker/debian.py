@@ -25,7 +25,6 @@ Say = Callable[[str], None]
 
 BASE = "pdconn-base:bookworm"
 _SUITE = "bookworm"
-_ARCHIVE = "http://deb.debian.org/debian"
 _INCLUDED = "python3,python3-venv,ca-certificates"
 
 #: A program that shows that a package is there, and the package.
@@ -178,7 +177,7 @@ def base_image(say: Say) -> str:
     say(f"making {BASE} with debootstrap")
     with tempfile.TemporaryDirectory(dir="/var/lib") as folder:
         root = Path(folder) / "root"
-        run(["debootstrap", "--variant=minbase", f"--include={_INCLUDED}", _SUITE, root, _ARCHIVE])
+        run(["debootstrap", "--variant=minbase", f"--include={_INCLUDED}", _SUITE, root])
         changes = [f"--change=ENV {setting}" for setting in share_authorities(root)]
         left_out = [f"--exclude=./{path}" for path in _LEFT_OUT]
         packed = Path(folder) / "root.tar"
