@@ -23,8 +23,6 @@ LOOKED_AT = (
 )  # fmt: skip
 """Rooms that start processes, read files of the checkout, or print paths."""
 
-ENGINES = ("tests/vllm/engines/test_hostile.py", "tests/vllm/engines/test_pair.py")
-
 ASCII = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 """Python takes the text of files for ASCII; torch cannot be imported then, commands without can."""
 
@@ -71,17 +69,6 @@ def test_commands_work_where_text_is_ascii(words: tuple[str, ...]) -> None:
         command, cwd=ROOT, env={**os.environ, **ASCII}, check=False, capture_output=True
     )
     assert ended.returncode == 0, ended.stderr.decode(errors="replace")
-
-
-@pytest.mark.engine
-@pytest.mark.matrix
-@pytest.mark.timeout(900)
-def test_engines_run_in_a_folder_with_a_space(tmp_path: Path) -> None:
-    folder = tmp_path / "pd conn"
-    copy_tree(ROOT, folder)
-    ended = _tests_in(folder, {}, *ENGINES, "-m", "not matrix", "-k", "hostile or descriptor")
-    assert ended.returncode == 0, ended.stdout[-5000:]
-    assert " passed" in ended.stdout
 
 
 def test_a_test_that_fails_elsewhere_is_seen(tmp_path: Path) -> None:
