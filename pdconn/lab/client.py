@@ -70,7 +70,7 @@ class Client:
     ) -> Answer:
         """Continue ``prompt`` greedily by exactly ``max_tokens`` tokens."""
         body = self._body(prompt, max_tokens, kv_transfer_params, top, more)
-        return _answer([self.post("/v1/completions", body)])
+        return answer_of([self.post("/v1/completions", body)])
 
     def stream(
         self,
@@ -93,7 +93,7 @@ class Client:
                     first = time.perf_counter() - began
                 chunks.append(chunk)
             last = time.perf_counter() - began
-        return Timed(_answer(chunks), first, last, began)
+        return Timed(answer_of(chunks), first, last, began)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send JSON, get JSON.
@@ -231,7 +231,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _answer(responses: Sequence[Mapping[str, Any]]) -> Answer:
+def answer_of(responses: Sequence[Mapping[str, Any]]) -> Answer:
     """Join a response, or the chunks of a streamed one."""
     choices = [response["choices"][0] for response in responses]
     logprobs = [choice["logprobs"] for choice in choices]

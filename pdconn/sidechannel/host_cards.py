@@ -117,20 +117,20 @@ def _unmapped(address: HostAddress) -> HostAddress:
 
 def _usable_ports(root: Path) -> Iterator[str]:
     nodes = _has_node(root)
-    for device in _listed(root / "sys/class/infiniband"):
+    for device in listed_files(root / "sys/class/infiniband"):
         # Without an answer it counts: then UCX chooses, which cannot switch RDMA off.
         if not nodes.get(device.name, True):
             continue
-        for port in _listed(device / "ports"):
-            if _text(port / "state").endswith("ACTIVE"):
+        for port in listed_files(device / "ports"):
+            if text_of(port / "state").endswith("ACTIVE"):
                 yield f"{device.name}:{port.name}"
 
 
 def _has_node(root: Path) -> dict[str, bool]:
     """Whether the node of each RDMA device is in ``/dev``."""
     return {
-        _text(verbs / "ibdev"): (root / "dev/infiniband" / verbs.name).exists()
-        for verbs in _listed(root / "sys/class/infiniband_verbs")
+        text_of(verbs / "ibdev"): (root / "dev/infiniband" / verbs.name).exists()
+        for verbs in listed_files(root / "sys/class/infiniband_verbs")
         if verbs.name.startswith("uverbs")
     }
 
@@ -138,27 +138,29 @@ def _has_node(root: Path) -> dict[str, bool]:
 def _ports_of(root: Path, name: str, depth: int) -> Iterator[str]:
     """RDMA ports of a card, or of the cards that a VLAN or a bond is made of."""
     card = root / "sys/class/net" / name
-    for device in _listed(card / "device/infiniband"):
+    for device in listed_files(card / "device/infiniband"):
         ports = root / "sys/class/infiniband" / device.name / "ports"
-        known = [port.name for port in _listed(ports)]
-        dev_port = _text(card / "dev_port")
+        known = [port.name for port in listed_files(ports)]
+        dev_port = text_of(card / "dev_port")
         # The second port of a card is another interface of the same PCI device.
         own = str(int(dev_port) + 1) if dev_port.isdecimal() else ""
         for port in [own] if own in known else known:
             yield f"{device.name}:{port}"
-    for lower in _listed(card) if depth else ():
+    for lower in listed_files(card) if depth else ():
         if lower.name.startswith("lower_"):
             yield from _ports_of(root, lower.name.removeprefix("lower_"), depth - 1)
 
 
-def _listed(folder: Path) -> list[Path]:
+def listed_files(folder: Path) -> list[Path]:
+    """What is in a folder of ``/sys``, in order; nothing where there is no such folder."""
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A file of ``/sys`` without white space around it; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdconn.sidechannel.host_cards import listed_files, text_of
+
 _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """VGA, 3D, other display, processing accelerator: the first six characters of a PCI class."""
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
@@ -96,37 +98,37 @@ def read_devices(root: Path = Path("/")) -> Devices:
 
 def _rdma_ports(root: Path) -> Iterator[RdmaPort]:
     nodes = root / "dev/infiniband"
-    has_node = any(_listed(nodes))
-    for device in _listed(root / "sys/class/infiniband"):
+    has_node = any(listed_files(nodes))
+    for device in listed_files(root / "sys/class/infiniband"):
         numa, pci = _numa(device / "device"), _pci_path(device / "device")
-        for port in _listed(device / "ports"):
-            active = _text(port / "state").partition(":")[2].strip() == "ACTIVE"
-            rate = _number(_text(port / "rate").partition(" ")[0]) or 0.0
+        for port in listed_files(device / "ports"):
+            active = text_of(port / "state").partition(":")[2].strip() == "ACTIVE"
+            rate = _number(text_of(port / "rate").partition(" ")[0]) or 0.0
             number = int(port.name) if port.name.isdecimal() else 0
             yield RdmaPort(device.name, number, active, rate, numa, pci, has_node)
 
 
 def _net_devices(folder: Path) -> Iterator[NetDevice]:
-    for device in _listed(folder):
-        mbits = _number(_text(device / "speed"))
+    for device in listed_files(folder):
+        mbits = _number(text_of(device / "speed"))
         yield NetDevice(
             device.name,
-            _text(device / "operstate") in ("up", "unknown"),
+            text_of(device / "operstate") in ("up", "unknown"),
             mbits / 1e3 if mbits is not None and mbits > 0 else None,
             _numa(device / "device"),
             is_loopback=device.name == "lo",
-            is_physical=_text(device / "type") == _ETHERNET and (device / "device").exists(),
+            is_physical=text_of(device / "type") == _ETHERNET and (device / "device").exists(),
             # A host's end of such a pair is joined to a bridge, which is its master.
-            is_paired=_text(device / "iflink") != _text(device / "ifindex")
+            is_paired=text_of(device / "iflink") != text_of(device / "ifindex")
             and not (device / "master").exists(),
         )
 
 
 def _gpus(root: Path) -> tuple[GpuDevice, ...]:
     found = []
-    for device in _listed(root / "sys/bus/pci/devices"):
-        vendor = _GPU_VENDORS.get(_text(device / "vendor"))
-        if vendor is not None and _text(device / "class")[:6] in _DISPLAY_CLASSES:
+    for device in listed_files(root / "sys/bus/pci/devices"):
+        vendor = _GPU_VENDORS.get(text_of(device / "vendor"))
+        if vendor is not None and text_of(device / "class")[:6] in _DISPLAY_CLASSES:
             found.append((device, vendor))
     return tuple(
         GpuDevice(index, device.name, vendor, _numa(device), _pci_path(device))
@@ -194,20 +196,6 @@ def seen_devices(devices: Devices) -> str:
 # --- files of /sys ------------------------------------------------------------------------
 
 
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _number(text: str) -> float | None:
     try:
         return float(text)
@@ -216,7 +204,7 @@ def _number(text: str) -> float | None:
 
 
 def _numa(device: Path) -> int | None:
-    number = _number(_text(device / "numa_node"))
+    number = _number(text_of(device / "numa_node"))
     return None if number is None or number < 0 else int(number)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from pdconn.lab.client import answer_of
 from pdconn.lab.compare import Answer, make_prompts, spread_lengths
 from tests.docker.fleet.containers import MODEL
 
@@ -62,7 +63,7 @@ def send(url: str, prompt: Prompt, max_tokens: int = MAX_TOKENS) -> Sent:
     seconds = time.monotonic() - began
     if problem is not None:
         return Sent(prompt, seconds, problem=problem, cut=cut or bool(chunks), began=bool(chunks))
-    return Sent(prompt, seconds, _answer(chunks), began=True)
+    return Sent(prompt, seconds, answer_of(chunks), began=True)
 
 
 def _connected(url: str) -> http.client.HTTPConnection:
@@ -118,20 +119,6 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any] | Non
             yield None
         elif line.startswith(b"data: "):
             yield json.loads(line.removeprefix(b"data: "))
-
-
-def _answer(chunks: Sequence[dict[str, Any]]) -> Answer:
-    choices = [chunk["choices"][0] for chunk in chunks]
-    logprobs = [choice["logprobs"] for choice in choices]
-    return Answer(
-        tokens=tuple(token for choice in choices for token in choice["token_ids"]),
-        logprobs=tuple(value for each in logprobs for value in each["token_logprobs"]),
-        top=tuple(
-            {int(token.removeprefix("token_id:")): value for token, value in position.items()}
-            for each in logprobs
-            for position in each["top_logprobs"]
-        ),
-    )
 
 
 class Traffic:

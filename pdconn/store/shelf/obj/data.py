@@ -26,7 +26,7 @@ _TRANSFER_S = 10.0
 
 
 class Objects(Protocol):
-    """Objects by their whole keys; one thread."""
+    """Objects by their keys below the bucket's prefix; one thread."""
 
     def put(self, key: str, pieces: Sequence[memoryview]) -> None: ...
     def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None: ...
@@ -46,7 +46,8 @@ class Boto3Objects:
     def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
         """See :meth:`Bucket.read_into`."""
         for key, offset, into in reads:
-            self._bucket.read_into(key, offset, into)
+            if into:  # a range of no bytes cannot be asked for
+                self._bucket.read_into(key, offset, into)
 
     def close(self) -> None:
         """Nothing is held: the client is the bucket's."""

@@ -40,7 +40,7 @@ def test_what_was_put_in_pieces_is_read_in_ranges(
         data.put("a", [pages(whole[:1000]), pages(whole[1000:])])
         data.put("b", [pages(b"other")])
     into, other = pages(100), pages(5)
-    data.get([("a", 4 * MIB - 50, into), ("b", 0, other)])
+    data.get([("a", 4 * MIB - 50, into), ("b", 0, other), ("b", 2, memoryview(bytearray()))])
     assert into == whole[4 * MIB - 50 : 4 * MIB + 50]
     assert other == b"other"
     assert isinstance(data._objects, Boto3Objects)
