@@ -15,11 +15,20 @@ from pathlib import Path
 _ENGINE_CONFIG = "engine_config"
 NET_DEVICES = "UCX_NET_DEVICES"
 
-UCX_DEFAULTS = {"TCP_TX_SEG_SIZE": "520K", "TCP_RX_SEG_SIZE": "2064K"}
-"""With UCX's own segments of 8 KiB a READ over TCP reaches a fifth of the throughput.  The lender
-copies into a segment and sends it: half a MiB stays in a core's cache, and a block of 1 MiB and
-its headers fit two.  The reader receives into a segment as much as there is, and moves what is
-left of an incomplete message to the front: the longer its own, the more rarely."""
+UCX_DEFAULTS = {
+    "TCP_TX_SEG_SIZE": "520K",
+    "TCP_RX_SEG_SIZE": "2064K",
+    "CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
+"""``TCP_…``: with UCX's own segments of 8 KiB a READ over TCP reaches a fifth of the throughput.
+The lender copies into a segment and sends it: half a MiB stays in a core's cache, and a block of
+1 MiB and its headers fit two.  The reader receives into a segment as much as there is, and moves
+what is left of an incomplete message to the front: the longer its own, the more rarely.
+
+``CUDA_IPC_…``: UCX's own ``auto`` lets ``cuda_ipc`` write, and not read, on a card that has no
+active NVLink.  READs between processes of one host then go through TCP, which is some hundred times
+slower (vLLM issue 52607, NIXL pull request 2208; ``docs/gpu.md``).  Without a card it says
+nothing."""
 
 UCX_TABLES = {"PRINT_TRANSPORT_TABLES": "y"}
 """Lets UCX print the transports that it chose for each connection; NIXL cannot be asked."""

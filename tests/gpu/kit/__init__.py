@@ -6,9 +6,8 @@
     slim          which files of NIXL's wheel are needed
     vllm_files    vLLM's Python files, with ``native`` in place of its compiled ones
     run           copied into the kit: unpacks it, then runs the steps, each with a time limit
-    step_nixl     (a) NIXL on device memory, two processes
-    step_bytes    (b) ``tests/gpu``, against the byte oracle
-    step_vllm     (c) prefill, decode and one engine alone; ``engine_process`` is each of them
+    steps         (a) NIXL on device memory, (b) ``tests/gpu``, (c) vLLM, (d) hand-over
+    engine_process  one vLLM engine, as the steps (c) and (d) start them
     native        stands in for vLLM's compiled kernels, in the unpacked vLLM
     on_meta       how far (c) comes without a card
 

@@ -6,12 +6,17 @@ What is downloaded (400 MB, nearly all of it vLLM's wheel) is kept in ``.work/gp
 from __future__ import annotations
 
 import argparse
+import email
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.gpu.kit.slim import slimmed
 from tests.gpu.kit.vllm_files import files_of, packed
@@ -35,10 +40,18 @@ MISSING = (
     "lm-format-enforcer", "loguru", "msgspec", "nixl", "openai", "oss-harmony",
     "partial-json-parser", "pybase64", "pydantic", "pydantic-extra-types", "pydantic-settings",
     "pydantic_core", "python-dotenv", "python-json-logger", "pyzmq", "referencing", "rpds-py",
-    "setproctitle", "sniffio", "starlette", "truststore", "xgrammar",
+    "setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "xgrammar",
 )  # fmt: skip
 """What pdconn and vLLM import on the way to an answer, and that machine lacks.  Their versions are
 those of ``requirements.txt``."""
+
+THERE = (
+    "aiohttp", "annotated-doc", "anyio", "attrs", "h11", "idna", "numpy", "packaging",
+    "prometheus-client", "pyyaml", "torch", "transformers", "triton", "typing-extensions", "xxhash",
+)  # fmt: skip
+"""What the wheels of the kit need besides, and that machine has."""
+_NOT_NEEDED = ("nixl-cu12",)
+_MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 
 PYTHON = ("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3")
 _GLIBCS = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
@@ -51,6 +64,10 @@ _OWN = ("run.py", "unpack.py")
 
 class TooLarge(Exception):
     """The kit, or what travels with it, is over its limit."""
+
+
+class NotWhole(Exception):
+    """A wheel of the kit needs one that neither the kit nor that machine has."""
 
 
 def fetched(requirement: str, downloads: Path) -> Path:
@@ -74,6 +91,24 @@ def fetched(requirement: str, downloads: Path) -> Path:
     return wheel
 
 
+def unmet(wheels: Path) -> dict[str, list[str]]:
+    """What wheels need and nobody has: by name, the files that need it."""
+    files = sorted(wheels.glob("*.whl"))
+    had = {canonicalize_name(file.name.partition("-")[0]) for file in files}
+    had |= {*THERE, *_NOT_NEEDED}
+    found: dict[str, list[str]] = {}
+    for file in files:
+        with zipfile.ZipFile(file) as wheel:
+            [name] = [one for one in wheel.namelist() if one.endswith(".dist-info/METADATA")]
+            headers = email.message_from_bytes(wheel.read(name))
+        for line in headers.get_all("Requires-Dist", ()):
+            needed = Requirement(line)
+            applies = needed.marker is None or needed.marker.evaluate(_MACHINE)
+            if applies and canonicalize_name(needed.name) not in had:
+                found.setdefault(canonicalize_name(needed.name), []).append(file.name)
+    return found
+
+
 def pinned(names: Sequence[str], requirements: Path) -> list[str]:
     """The requirement of each name.
 
@@ -90,13 +125,15 @@ def build(kit: Path, downloads: Path) -> str:
 
     Raises:
         NotHad: something cannot be downloaded.
-        TooLarge: see there.
+        NotWhole, TooLarge: see there.
     """
     downloads.mkdir(parents=True, exist_ok=True)
     command = command_of(kit.relative_to(ROOT) if kit.is_relative_to(ROOT) else kit)
     with tempfile.TemporaryDirectory(dir=downloads) as folder:
         made = Path(folder) / "kit"
         _write(made, downloads)
+        if missing := unmet(made / "wheels"):
+            raise NotWhole(f"expected every wheel's needs in the kit or there, missing: {missing}")
         (made / "command").write_text(command + "\n", encoding="utf-8")
         shutil.rmtree(kit, ignore_errors=True)
         check_sizes(nbytes_of(made), travelling(), len(command))
@@ -185,7 +222,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     try:
         command = build(KIT, DOWNLOADS)
-    except (NotHad, TooLarge) as error:
+    except (NotHad, NotWhole, TooLarge) as error:
         print(f"gpu-kit: {error}", file=sys.stderr)
         return 1
     nbytes, tree = nbytes_of(KIT), travelling()

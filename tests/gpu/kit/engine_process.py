@@ -13,9 +13,95 @@ looked at is the model's runner, its attention, and the connector.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+LOGPROBS = 5
+
+
+class EngineEnded(Exception):
+    """An engine's process ended, or did not start in time."""
+
+
+class WrongLength(Exception):
+    """An answer has another number of tokens than was asked for: the request failed."""
+
+
+class EngineProcess:
+    """One engine, in a session of its own; its log is a file.
+
+    Args:
+        options: of the engine, see ``EngineArgs``.
+        env: further variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        options: dict[str, Any],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._name, self._log = name, log
+        command = [sys.executable, "-m", "tests.gpu.kit.engine_process", str(model)]
+        self._process = subprocess.Popen(
+            [*command, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("wb"),
+            text=True,
+            env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", **(env or {})},
+            start_new_session=True,
+        )
+
+    def answered(self) -> dict[str, Any]:
+        """Its next line of JSON.
+
+        Raises:
+            EngineEnded: with the end of its log.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):  # others are not ours
+                found: dict[str, Any] = json.loads(line[1:])
+                return found
+        raise EngineEnded(f"{self._name}: {self._tail()}")
+
+    def ask(self, prompt: Sequence[int], tokens: int, transfer: Any = None) -> dict[str, Any]:
+        """Its answer to a prompt."""
+        request = {"prompt": list(prompt), "tokens": tokens, "logprobs": LOGPROBS}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request | {"kv_transfer_params": transfer}) + "\n")
+        self._process.stdin.flush()
+        answered = self.answered()
+        if len(answered["tokens"]) != tokens:
+            said = f"{len(answered['tokens'])} tokens, {answered['finish_reason']}"
+            raise WrongLength(f"{self._name}: expected {tokens} tokens, got {said}: {self._tail()}")
+        return answered
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]
+
+    def end(self) -> None:
+        """Kill its processes: an engine that hangs must not cost the next model."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def end_at_sigterm() -> None:
+    """Let a step that is told to end leave its contexts, and so end its engines."""
+
+    def leave(number: int, _frame: Any) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def arguments_of(model: str, options: dict[str, Any]) -> Any:

@@ -7,6 +7,8 @@ attention writes the KV cache by a Triton kernel.  Some operations are called wh
 configured: on CUDA, as modules are imported, those that ask which products of quantized numbers the
 kernels have; on a CPU, the one by which the worker binds memory to a node.  A layer of gated units
 looks up its kernel as it is built, though it then computes by torch; these are here in torch too.
+Model runner V2 writes what a step needs into pinned memory of the host, and its kernels read it
+there: the view of such memory as the card's is made through ``__cuda_array_interface__``.
 """
 
 from __future__ import annotations
@@ -43,9 +45,46 @@ def stand_in() -> None:
     for name in GATED:
         library.define(f"{name}(Tensor! result, Tensor input) -> ()")
         library.impl(name, _gated(name), "CompositeExplicitAutograd")
+    library.define("get_cuda_view_from_cpu_tensor(Tensor(a) host) -> Tensor(a)")
+    library.impl("get_cuda_view_from_cpu_tensor", seen_by_card, "CompositeExplicitAutograd")
     _kept.append(library)
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         _fake_card()
+
+
+class CardArray:
+    """Pinned memory of the host, described as a card's array: it has one address for both.
+
+    Source: CUDA Array Interface, version 3.
+    """
+
+    def __init__(self, host: Any) -> None:
+        self._host = host  # the view keeps this object, and so the memory, alive
+        self.__cuda_array_interface__ = {
+            "shape": (host.numel() * host.element_size(),),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def seen_by_card(host: Any) -> Any:
+    """A tensor on the card of the same shape, dtype and bytes.
+
+    Raises:
+        ValueError: the memory is not pinned, or not in one piece.
+    """
+    import torch
+
+    if not host.numel():
+        return torch.empty(host.shape, dtype=host.dtype, device="cuda")
+    if not host.is_pinned() or not host.is_contiguous():
+        raise ValueError(
+            f"expected pinned memory in one piece, got pinned={host.is_pinned()}, "
+            f"contiguous={host.is_contiguous()}"
+        )
+    seen = torch.as_tensor(CardArray(host), device="cuda")
+    return seen.view(host.dtype).view(host.shape)
 
 
 def _gated(name: str) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.kit.native import HOPPER
-from tests.gpu.kit.step_vllm import MODELS, options_of
+from tests.gpu.kit.steps.vllm import MODELS, options_of
 from transport import Device
 
 TOKENS = 7

@@ -1,6 +1,6 @@
 """Runs the kit's steps one after the other, each with a time limit, and prints a line for each.
 
-    python3 run.py --out DIR [--device cuda] [--steps nixl,bytes,vllm] [--total-s 470]
+    python3 run.py --out DIR [--device cuda] [--steps nixl,bytes,vllm,handover] [--total-s 470]
 
 This file is copied into the kit, beside ``wheels/``, ``vllm.tar.xz`` and ``tests.tar.xz``.  It
 needs nothing but Python.  A step that fails, or takes too long, costs only itself: the others run,
@@ -84,7 +84,9 @@ def run_step(step: Step, out: Path, limit_s: float, env: Mapping[str, str]) -> O
             _end(process)
     seconds = time.monotonic() - began
     said = "" if state == "ok" else _tail(log)
-    return Outcome(step.name, state, round(seconds, 2), limit_s, _read(found), said)
+    outcome = Outcome(step.name, state, round(seconds, 2), limit_s, _read(found), said)
+    found.unlink(missing_ok=True)  # it is in results.json
+    return outcome
 
 
 def run_steps(
@@ -121,8 +123,11 @@ def environment(unpacked: Path, kit: Path, device: str) -> dict[str, str]:
         "PDCONN_GPU_KIT": str(kit),
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # or it is imported, whether it is installed or not
         "VLLM_PLUGINS": "pdconn",
         "HF_HUB_OFFLINE": "1",
+        "TRITON_CACHE_DIR": str(unpacked / "triton"),
+        "TRITON_CACHE_AUTOTUNING": "1",  # the second engine takes what the first one tried out
         "TRITON_F32_DEFAULT": "ieee",  # or float32 is rounded to ten bits before each product
         "PYTHONUNBUFFERED": "1",
     }
@@ -139,9 +144,10 @@ def steps_of(kit: Path, unpacked: Path, device: str) -> list[Step]:
     unpack = [sys.executable, str(kit / "unpack.py"), str(kit), str(unpacked)]
     return [
         Step("unpack", unpack, 60.0),
-        Step("nixl", [*here, "tests.gpu.kit.step_nixl", *on], 70.0),
-        Step("bytes", [*here, "tests.gpu.kit.step_bytes", *on], 120.0),
-        Step("vllm", [*here, "tests.gpu.kit.step_vllm", *on], 215.0),
+        Step("nixl", [*here, "tests.gpu.kit.steps.nixl", *on], 60.0),
+        Step("bytes", [*here, "tests.gpu.kit.steps.bytes", *on], 100.0),
+        Step("vllm", [*here, "tests.gpu.kit.steps.vllm", *on], 300.0),
+        Step("handover", [*here, "tests.gpu.kit.steps.handover", *on], 150.0),
     ]
 
 
@@ -150,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--steps", default="nixl,bytes,vllm")
+    parser.add_argument("--steps", default="nixl,bytes,vllm,handover")
     parser.add_argument("--total-s", type=float, default=TOTAL_S)
     parser.add_argument("--limit-factor", type=float, default=1.0, help="for a slow machine")
     options = parser.parse_args()

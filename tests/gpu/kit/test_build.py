@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tarfile
+import zipfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -13,8 +14,8 @@ import pytest
 from tests.gpu.kit import build
 from tests.gpu.kit.build import KIT_NBYTES, MISSING, TooLarge, check_sizes, pinned
 from tests.gpu.kit.slim import needed, slimmed
-from tests.gpu.kit.step_bytes import counted
-from tests.gpu.kit.step_nixl import ways_in
+from tests.gpu.kit.steps.bytes import counted
+from tests.gpu.kit.steps.nixl import ways_in
 from tests.gpu.kit.vllm_files import STANDS_IN, files_of, packed
 
 INFO = "nixl_cu13-1.5.1.dist-info"
@@ -114,6 +115,23 @@ def test_every_package_has_a_pinned_version() -> None:
     assert all("==" in one for one in found)
     with pytest.raises(KeyError, match="no-such-package"):
         pinned(["no-such-package"], build.ROOT / "requirements.txt")
+
+
+def test_what_a_wheel_needs_is_in_the_kit_or_on_that_machine(tmp_path: Path) -> None:
+    """``typing-inspection`` was in neither: on the card vLLM was not imported."""
+    with zipfile.ZipFile(tmp_path / "made_up-1-py3-none-any.whl", "w") as wheel:
+        needs = (
+            "torch>=2",
+            "typing_inspection",
+            "never; python_version < '3'",
+            "odd; extra == 'x'",
+        )
+        lines = "".join(f"Requires-Dist: {one}\n" for one in needs)
+        wheel.writestr("made_up-1.dist-info/METADATA", f"Metadata-Version: 2.1\n{lines}")
+    assert build.unmet(tmp_path) == {"typing-inspection": ["made_up-1-py3-none-any.whl"]}
+    with zipfile.ZipFile(tmp_path / "typing_inspection-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("typing_inspection-1.dist-info/METADATA", "Metadata-Version: 2.1\n")
+    assert build.unmet(tmp_path) == {}
 
 
 def test_the_ways_of_ucx_are_read_from_its_table() -> None:

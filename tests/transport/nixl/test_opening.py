@@ -80,9 +80,12 @@ def test_invalid_options_are_refused(make: Callable[[], object]) -> None:
 
 
 def test_the_users_settings_win_over_ours() -> None:
-    assert merged_engine_config("") == "TCP_TX_SEG_SIZE=520K,TCP_RX_SEG_SIZE=2064K"
-    assert merged_engine_config("UCX_TCP_TX_SEG_SIZE=1M, TLS=tcp") == (
-        f"TCP_TX_SEG_SIZE=1M,TCP_RX_SEG_SIZE={UCX_DEFAULTS['TCP_RX_SEG_SIZE']},TLS=tcp"
+    ours = "TCP_TX_SEG_SIZE=520K,TCP_RX_SEG_SIZE=2064K,CUDA_IPC_ENABLE_GET_ZCOPY=on"
+    assert merged_engine_config("") == ours
+    user = "UCX_TCP_TX_SEG_SIZE=1M, TLS=tcp, CUDA_IPC_ENABLE_GET_ZCOPY=auto"
+    assert merged_engine_config(user) == (
+        f"TCP_TX_SEG_SIZE=1M,TCP_RX_SEG_SIZE={UCX_DEFAULTS['TCP_RX_SEG_SIZE']},"
+        "CUDA_IPC_ENABLE_GET_ZCOPY=auto,TLS=tcp"
     )
     assert backend_params(["POSIX"], {"POSIX": {"a": "b"}}) == {"POSIX": {"a": "b"}}
     assert backend_params(["UCX"], {"UCX": {"num_workers": "1"}})["UCX"]["num_workers"] == "1"
