@@ -143,11 +143,11 @@ def steps_of(kit: Path, unpacked: Path, device: str) -> list[Step]:
     on = ["--device", device]
     unpack = [sys.executable, str(kit / "unpack.py"), str(kit), str(unpacked)]
     return [
-        Step("unpack", unpack, 60.0),
-        Step("nixl", [*here, "tests.gpu.kit.steps.nixl", *on], 60.0),
-        Step("bytes", [*here, "tests.gpu.kit.steps.bytes", *on], 100.0),
-        Step("vllm", [*here, "tests.gpu.kit.steps.vllm", *on], 300.0),
-        Step("handover", [*here, "tests.gpu.kit.steps.handover", *on], 150.0),
+        Step("unpack", unpack, 40.0),
+        Step("nixl", [*here, "tests.gpu.kit.steps.nixl", *on], 45.0),
+        Step("bytes", [*here, "tests.gpu.kit.steps.bytes", *on], 105.0),
+        Step("vllm", [*here, "tests.gpu.kit.steps.vllm", *on], 190.0),
+        Step("handover", [*here, "tests.gpu.kit.steps.handover", *on], 90.0),
     ]
 
 

@@ -97,7 +97,7 @@ def test_a_step_that_writes_nothing_readable_has_found_nothing(tmp_path: Path) -
 
 def test_the_limits_end_before_the_commands_own(tmp_path: Path) -> None:
     steps = steps_of(tmp_path, tmp_path, "cuda")
-    assert [one.name for one in steps] == ["unpack", "nixl", "bytes", "vllm"]
+    assert [one.name for one in steps] == ["unpack", "nixl", "bytes", "vllm", "handover"]
     assert sum(one.limit_s for one in steps) <= TOTAL_S < LIMIT_S <= 480
     assert f"timeout -k 5 {LIMIT_S} " in command_of(Path(".gpu-kit"))
 

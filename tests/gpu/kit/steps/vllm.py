@@ -25,7 +25,7 @@ from tests.gpu.kit.found import Found, step_arguments
 from tests.vllm.engines.families.models import GRANITE_4_H
 from transport import Device
 
-MODEL_S = {"cuda": 110, "cpu": 600}
+MODEL_S = {"cuda": 105, "cpu": 600}
 """A model takes no longer, so that an engine that hangs leaves time to the next model."""
 LENGTHS = {"cuda": (5, 33, 64, 200, 700, 1500), "cpu": (5, 70)}
 TOKENS = {"cuda": 8, "cpu": 3}
