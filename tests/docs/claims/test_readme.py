@@ -13,7 +13,9 @@ from tests.docs.generate import ROOT
 RESULTS = ROOT / "tests/throughput/results"
 FIRST_SCREEN = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Try it")[0]
 
-HAND_OVER = r"it takes (\d+) ms \(median, 1,000 tokens\), and (\d+) ms with NixlConnector as it comes"
+HAND_OVER = (
+    r"it takes (\d+) ms \(median, 1,000 tokens\), and (\d+) ms with NixlConnector as it comes"
+)
 TUNED = r"and (\d+) ms with NixlConnector as it comes, (\d+) ms with its progress thread tuned"
 FIRST_TOKEN = r"its median is (\d+) ms with pdconn and (\d+) ms with one engine alone"
 
