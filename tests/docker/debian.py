@@ -40,10 +40,15 @@ _LEFT_OUT = (
     *("usr/share/doc/*", "usr/share/man/*", "usr/share/info/*", "usr/share/locale/*"),
 )
 _START_TIMEOUT_S = 60.0
+_LEAST_FREE = 25e9
 
 
 class DockerFailed(Exception):
     """A command failed; says which, and what it wrote."""
+
+
+class NoEngine(DockerFailed):
+    """No engine here: its packages cannot be installed, or it does not start."""
 
 
 def run(words: Sequence[str | Path], timeout_s: float = 600.0, **more: object) -> str:
@@ -71,6 +76,11 @@ def why_not() -> str | None:
         return f"a Docker Engine needs root, and this is user {os.geteuid()}"
     if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
         return "the packages are Debian's, and this is no Debian"
+    free = shutil.disk_usage("/var/lib").free
+    if free < _LEAST_FREE:
+        return (
+            f"images need {_LEAST_FREE / 1e9:.0f} GB below /var/lib, and {free / 1e9:.1f} are free"
+        )
     return _why_no_overlay()
 
 
@@ -134,13 +144,16 @@ def engine(say: Say) -> Iterator[None]:
     """Have an engine for the block: install what is missing, start one if none answers.
 
     Raises:
-        DockerFailed: a package cannot be installed, or ``dockerd`` does not start.
+        NoEngine: a package cannot be installed, or ``dockerd`` does not start.
     """
     if packages := missing():
         say(f"installing {', '.join(packages)}")
         quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        run(["apt-get", "update"], env=quiet)
-        run(["apt-get", "install", "-y", "--no-install-recommends", *packages], env=quiet)
+        try:
+            run(["apt-get", "update"], env=quiet)
+            run(["apt-get", "install", "-y", "--no-install-recommends", *packages], env=quiet)
+        except DockerFailed as failure:
+            raise NoEngine(str(failure)) from failure
     if answers():
         yield
         return
@@ -162,7 +175,7 @@ def _await_daemon(daemon: subprocess.Popen[bytes], log: Path) -> None:
     give_up = time.monotonic() + _START_TIMEOUT_S
     while not answers():
         if daemon.poll() is not None or time.monotonic() > give_up:
-            raise DockerFailed(f"dockerd does not start: {log.read_text(encoding='utf-8')[-2000:]}")
+            raise NoEngine(f"dockerd does not start: {log.read_text(encoding='utf-8')[-2000:]}")
         time.sleep(0.2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,3 +101,24 @@ def test_an_image_trusts_whom_this_machine_trusts(
     settings = debian.share_authorities(tmp_path / "image", tmp_path / "host")
     assert bool(settings) == shared
     assert bundle.read_text(encoding="utf-8") == (ours if shared else ONE)
+
+
+def test_a_machine_without_room_for_images_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=10**11, used=0, free=2 * 10**9)
+    monkeypatch.setattr(debian.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(debian.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(debian.Path, "exists", lambda path: True)
+    monkeypatch.setattr(debian.shutil, "disk_usage", lambda path: usage)
+    assert debian.why_not() == "images need 25 GB below /var/lib, and 2.0 are free"
+
+
+def test_a_machine_whose_packages_cannot_be_had_has_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(words: list[str], **_: object) -> str:
+        raise debian.DockerFailed(f"{words[0]}: no network")
+
+    monkeypatch.setattr(debian, "missing", lambda: ["docker.io"])
+    monkeypatch.setattr(debian, "run", refused)
+    with pytest.raises(debian.NoEngine, match="apt-get: no network"), debian.engine(print):
+        pass

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from pdconn.lab.client import Client, prefill_then_decode
 from pdconn.lab.compare import compare
-from tests.docker.debian import Say, builder, engine, run, why_not
+from tests.docker.debian import NoEngine, Say, builder, engine, run, why_not
 from tests.docker.fleet.__main__ import built, printing
 from tests.docker.fleet.checks import Checks, elsewhere
 from tests.docker.fleet.containers import ALONE, MODEL, Card, Fleet, fleet, until, variant
@@ -35,7 +36,11 @@ def docker(say: Say) -> Iterator[None]:
     """A Docker Engine."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with engine(say):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(engine(say))
+        except NoEngine as failure:
+            pytest.skip(str(failure))
         yield
 
 
