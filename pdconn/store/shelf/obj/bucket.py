@@ -134,13 +134,10 @@ class Bucket:
             )
 
     def read_into(self, key: str, offset: int, into: memoryview) -> None:
-        """Fill a buffer from an offset in an object; what a short object lacks is zeros.
-
-        It is the same with NIXL's back end.  A short object says nothing about the bucket, so
-        that no other row is passed over because of it.
+        """Fill a buffer from an offset in an object.
 
         Raises:
-            ShelfFailure: the object is missing, or cannot be read now.
+            ShelfFailure: the object is missing, ends before, or cannot be read now.
         """
         wanted = f"bytes={offset}-{offset + len(into) - 1}"
         with self._failures("read", key):
@@ -149,10 +146,10 @@ class Bucket:
             )
             with answer["Body"] as body:
                 data: bytes = body.read(len(into) + 1)
-            if len(data) > len(into):
-                raise ValueError(f"{wanted}: expected {len(into)} bytes, got more")
-            into[: len(data)] = data
-            into[len(data) :] = bytes(len(into) - len(data))
+        if len(data) != len(into):  # of this object alone: the bucket is not taken for broken
+            said = f"{wanted}: expected {len(into)} bytes, got {len(data)}"
+            raise ShelfFailure(f"cannot read {self.place}{key}: {said}")
+        into[:] = data
 
     def remove(self, key: str) -> None:
         """Remove an object, also where there is none."""

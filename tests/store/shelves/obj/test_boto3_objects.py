@@ -49,17 +49,15 @@ def test_what_was_put_in_pieces_is_read_in_ranges(
     assert "nixlNotFoundError" in said[0]
 
 
-def test_an_object_that_is_missing_is_a_failure_and_a_short_one_is_filled_with_zeros(
-    data: BucketData,
-) -> None:
-    """As with NIXL's back end, see ``test_what_is_missing_and_what_is_short``."""
+def test_an_object_that_is_missing_or_ends_early_is_a_failure_of_its_own(data: BucketData) -> None:
     data.put("short", [pages(b"1234")])
     with pytest.raises(ShelfFailure, match="cannot read"):
         data.get([("none", 0, pages(4))])
-    into = pages(b"." * 8)
-    data.get([("short", 0, into)])
-    assert into == b"1234" + bytes(4)
-    data.get([("short", 0, into[:4])])  # the bucket is not taken for broken
+    with pytest.raises(ShelfFailure, match="expected 8 bytes, got 4"):
+        data.get([("short", 0, pages(8))])
+    into = pages(4)
+    data.get([("short", 0, into)])  # the bucket is not taken for broken
+    assert into == b"1234"
 
 
 @pytest.mark.skipif(not loads(), reason="NIXL's OBJ back end does not load here")
