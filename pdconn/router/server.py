@@ -166,7 +166,7 @@ async def _services(
         limits=limits,
         engine_key=engine_key,
     )
-    feeds = EventFeeds(router.caches)
+    feeds = EventFeeds(router.caches, computed=router.not_found)
     metrics.watch(router.caches, feeds.statuses, policy.name)
     tries = EngineTries(engines, health, metrics, config.most_tries)
     handover = make_handover(config, client, router, tries, planner, limits=limits)

@@ -20,6 +20,7 @@ prefix cache: engines publish KV events if they run with
   --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config
   '{"enable_kv_cache_events": true, "publisher": "zmq",
     "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+(with "*": vLLM connects to any other endpoint and listens nowhere).
 Add the endpoints to the URL:
   URL,events=tcp://{host}:5557,replay=tcp://{host}:5657[,ranks=N]
 {host} stands for the URL's host; with N data-parallel ranks, rank r uses port + r.

@@ -140,7 +140,8 @@ def judge_events(facts: Sequence[EventFacts]) -> Iterator[Finding]:
                 """start it with --kv-events-config '{"enable_kv_cache_events": true, """
                 """"publisher": "zmq", "endpoint": "tcp://*:5557", """
                 """"replay_endpoint": "tcp://*:5657"}', where """
-                f"one port is {port}, or correct events= and replay= of this command"
+                f"one port is {port} (with the *: vLLM connects to any other endpoint and "
+                "listens nowhere), or correct events= and replay= of this command"
             )
             yield fault("events.port", one.name, message, remedy)
         if one.silent:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import zmq.asyncio
 
@@ -22,14 +23,27 @@ _CLOSING = 1 << 20
 """No bound in effect: each is a subscriber that was running."""
 
 
+Computed = Callable[[str], int | None]
+"""Prompt tokens that an engine did not find in its cache; None while it says nothing."""
+
+
+def _unknown(engine: str) -> int | None:
+    del engine
+    return None
+
+
 class EventFeeds:
     """Subscribers that follow the fleet."""
 
     def __init__(
-        self, caches: PrefixCaches, subscriber: Callable[..., Subscriber] = Subscriber
+        self,
+        caches: PrefixCaches,
+        subscriber: Callable[..., Subscriber] = Subscriber,
+        computed: Computed = _unknown,
     ) -> None:
         self._caches = caches
         self._subscriber = subscriber
+        self._computed = computed
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = self._context.get(
             zmq.SOCKET_LIMIT
@@ -40,16 +54,27 @@ class EventFeeds:
 
     def fleet_changed(self, members: Iterable[Member]) -> None:
         """Subscribe to these engines and to no others."""
-        wanted = [source for member in members for source in _sources(member)]
+        fleet = list(members)
+        wanted = [source for member in fleet for source in _sources(member)]
+        several = {member.url for member in fleet if member.ranks > 1}
         for source in [known for known in self._subscribers if known not in wanted]:
             subscriber = self._subscribers.pop(source)
             self._ending.append(source)
             self._closing.spawn(self._end(source, subscriber), f"unsubscribe from {source.engine}")
         for source in wanted:
             if source not in self._subscribers:
-                made = self._subscriber(source, self._caches, context=self._context)
-                self._subscribers[source] = made
+                computed = self._answers if source.engine in several else self._computed
+                self._subscribers[source] = self._subscriber(
+                    source,
+                    self._caches,
+                    context=self._context,
+                    computed=partial(computed, source.engine),
+                )
                 self._start(source)
+
+    def _answers(self, engine: str) -> int | None:
+        """Of an engine of several ranks: its page does not say which of them computes."""
+        return None if self._computed(engine) is None else 0
 
     async def _end(self, source: EventSource, subscriber: Subscriber) -> None:
         await subscriber.close()

@@ -21,19 +21,18 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
-import zmq
 import zmq.asyncio
 from xxhash import xxh3_64_intdigest
-from zmq.utils.monitor import parse_monitor_message
 
 from pdconn.router.background import Background
 from pdconn.router.errors import BadSetting
+from pdconn.router.events.sockets import EventSockets, burst
 from pdconn.router.events.tracker import Apply, Effect, NeedReplay, Numbered, Reset, State, Tracker
-from pdconn.router.prefix.events import MAX_NBYTES, BadBatch, Batch, decode_batch
+from pdconn.router.prefix.events import BadBatch, Batch, decode_batch
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ log = logging.getLogger(__name__)
 REPLAY_SILENCE_S = 3.0
 #: Pause before a broken connection is made again; ZeroMQ retries one that cannot be made.
 RECONNECT_S = 0.1
-#: Messages that a socket queues.  vLLM's ROUTER drops what does not fit.
-LIVE_HWM, REPLAY_HWM = 10_000, 100_000
-#: Messages that are handled before other tasks run.
-BURST = 64
+#: How often a source that has published nothing is looked at.
+LOOK_EVERY_S = 3.0
+#: Prompt tokens that an engine computes without an event before it is said to publish none.
+SILENT_TOKENS = 4096
 #: File descriptors of one subscriber, as Linux counts them: three sockets of ZeroMQ, the inner end
 #: of the monitor, and two connections.
 FILES_A_SUBSCRIBER = 6
@@ -95,6 +94,7 @@ class Status:
         malformed: messages that could not be decoded at all.
         gaps, replays, restarts: noticed, requested, noticed.
         lag_s: from the engine's time stamp of the last batch until it was applied here.
+        silent: why nothing arrives from an engine that is at work; None where it does.
     """
 
     state: State = State.AWAY
@@ -106,6 +106,7 @@ class Status:
     replays: int = 0
     restarts: int = 0
     lag_s: float | None = None
+    silent: str | None = None
 
 
 class Sink(Protocol):
@@ -121,6 +122,29 @@ class Sink(Protocol):
         """The state of a source changed."""
 
 
+class Silence(Enum):
+    """Why nothing arrives from an engine that is at work: reason and remedy."""
+
+    NOT_BOUND = (
+        "nothing listens at {events}",
+        """its --kv-events-config needs "enable_kv_cache_events": true, "publisher": "zmq" and """
+        """"endpoint": "tcp://*:{port}": vLLM binds an endpoint with * and connects to any other""",
+    )
+    NO_EVENTS = (
+        "it computes prompts and publishes no event at {events}",
+        "events need its prefix caching (--enable-prefix-caching), and events= the port of its "
+        '"endpoint"',
+    )
+
+    def __init__(self, why: str, remedy: str) -> None:
+        self.why = why
+        self.remedy = remedy
+
+
+def _no_answer() -> int | None:
+    return None
+
+
 class Subscriber:
     """Receives the events of one source from ``start`` to ``close``.
 
@@ -129,6 +153,10 @@ class Subscriber:
             sources (each source takes up to 4 of ``zmq.MAX_SOCKETS``).
         now: seconds since the epoch.
         replay_silence_s: a replay without an answer for this long has failed.
+        computed: prompt tokens that the engine did not find in its cache, since its start, as it
+            reports them; None while it reports nothing.
+            An engine that works and publishes nothing is logged once.
+        look_every_s: how often that is looked at.
     """
 
     def __init__(
@@ -139,8 +167,15 @@ class Subscriber:
         context: zmq.asyncio.Context | None = None,
         now: Callable[[], float] = time.time,
         replay_silence_s: float = REPLAY_SILENCE_S,
+        computed: Callable[[], int | None] = _no_answer,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._source, self._sink, self._now = source, sink, now
+        self._computed, self._look_every_s = computed, look_every_s
+        self._look_at_s = 0.0
+        self._silent: Silence | None = None
+        self._heard = False
+        self._computed_before: int | None = None
         self._context = context
         self._silence_s = replay_silence_s
         self._task = Background(limit=1)
@@ -172,6 +207,7 @@ class Subscriber:
             replays=tracker.replays,
             restarts=tracker.restarts,
             lag_s=self._lag_s,
+            silent=None if self._silent is None else self._say(self._silent.why),
         )
 
     # --- the task -------------------------------------------------------------------------
@@ -180,7 +216,9 @@ class Subscriber:
         context = self._context or zmq.asyncio.Context()
         try:
             while True:
-                sockets = _EventSockets(context, self._source, self._silence_s)
+                sockets = EventSockets(
+                    context, self._source.events, self._source.topic, self._silence_s
+                )
                 try:
                     await self._serve(sockets)
                 finally:
@@ -192,33 +230,58 @@ class Subscriber:
             if self._context is None:
                 context.term()
 
-    async def _serve(self, sockets: _EventSockets) -> None:
+    async def _serve(self, sockets: EventSockets) -> None:
         """Receive until the connection breaks."""
+        self._look_at_s = time.monotonic() + self._look_every_s
         while True:
-            await sockets.wait_readable()
+            await sockets.wait_readable(self._look_at_s)
             # Read first and query the monitor second, so that nothing read here can be from a
             # connection that the monitor has not reported yet.
-            published = await _burst(sockets.live)
-            answers = [] if sockets.replay is None else await _burst(sockets.replay)
+            published = await burst(sockets.live)
+            answers = [] if sockets.replay is None else await burst(sockets.replay)
             broken, made = await sockets.changes()
             if broken:
                 return
             if made:
+                self._silent, self._heard, self._computed_before = None, False, None
                 await self._perform(self._tracker.connected(), sockets)
             for frames in published:
                 await self._published(frames, sockets)
             await self._answered(answers, sockets)
             self._report()
+            self._look(sockets.is_up)
             await asyncio.sleep(0)
 
-    async def _published(self, frames: list[bytes], sockets: _EventSockets) -> None:
+    def _look(self, is_up: bool) -> None:
+        """Log, once, that an engine is at work and nothing arrives from it."""
+        if time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + self._look_every_s
+        computed = self._computed()
+        if self._silent is not None or computed is None or (is_up and self._heard):
+            return
+        if not is_up:
+            self._silent = Silence.NOT_BOUND
+        elif self._computed_before is None:
+            self._computed_before = computed
+        elif computed - self._computed_before >= SILENT_TOKENS:
+            self._silent = Silence.NO_EVENTS
+        if self._silent is not None:
+            why, remedy = self._say(self._silent.why), self._say(self._silent.remedy)
+            log.warning("pdconn: KV events: %s; %s %s", why, remedy, self._name)
+
+    def _say(self, words: str) -> str:
+        events = self._source.events
+        return words.replace("{events}", events).replace("{port}", events.rpartition(":")[2])
+
+    async def _published(self, frames: list[bytes], sockets: EventSockets) -> None:
         item = self._numbered(frames[1], frames[2]) if len(frames) == 3 else None
         if item is None:
             self._malformed += 1
         else:
             await self._perform(self._tracker.live(item), sockets)
 
-    async def _answered(self, answers: list[list[bytes]], sockets: _EventSockets) -> None:
+    async def _answered(self, answers: list[list[bytes]], sockets: EventSockets) -> None:
         asked = sockets.replay
         for frames in answers:
             if sockets.replay is not asked:
@@ -234,6 +297,7 @@ class Subscriber:
             else:
                 sockets.note_answer()  # malformed messages do not count as answers
                 await self._perform(self._tracker.replayed(item), sockets)
+        # Without a replay under way there is nothing to be late, however old its deadline.
         if sockets.replay_timed_out and sockets.replay is asked and not answers:
             log.warning("pdconn: KV events: replay timed out %s", self._name)
             await self._perform(self._tracker.replay_failed(), sockets)
@@ -250,7 +314,7 @@ class Subscriber:
             log.debug("pdconn: KV events: malformed batch: %s %s", error, self._name)
         return Numbered(number, xxh3_64_intdigest(payload), batch, len(payload))
 
-    async def _perform(self, effects: tuple[Effect, ...], sockets: _EventSockets) -> None:
+    async def _perform(self, effects: tuple[Effect, ...], sockets: EventSockets) -> None:
         for effect in effects:
             match effect:
                 case Apply(batch):
@@ -269,6 +333,7 @@ class Subscriber:
             sockets.close_replay()
 
     def _apply(self, batch: Batch) -> None:
+        self._silent, self._heard = None, True
         self._batches += 1
         self._events += len(batch.events)
         self._undecodable += batch.num_undecodable
@@ -286,93 +351,4 @@ class Subscriber:
         return f"engine={self._source.engine} rank={self._source.rank}"
 
 
-# --- sockets ------------------------------------------------------------------------------
-
 _END = (-1).to_bytes(8, "big", signed=True)
-
-
-class _EventSockets:
-    """The sockets of one connection to an engine.
-
-    Attributes:
-        live: receives what is published.
-        replay: receives the replay under way, if any.
-    """
-
-    def __init__(self, context: zmq.asyncio.Context, source: EventSource, silence_s: float) -> None:
-        self._context, self._silence_s = context, silence_s
-        self._deadline = 0.0
-        self._up = False
-        self.replay: zmq.asyncio.Socket | None = None
-        self.live = _socket(context, zmq.SUB, LIVE_HWM)
-        self._monitor = self.live.get_monitor_socket(
-            zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-        )
-        self.live.subscribe(source.topic)
-        self.live.connect(source.events)
-
-    def close(self) -> None:
-        self.close_replay()
-        self.live.disable_monitor()
-        self._monitor.close(linger=0)
-        self.live.close(linger=0)
-
-    async def wait_readable(self) -> None:
-        """Wait until a socket has a message, or the replay times out."""
-        poller = zmq.asyncio.Poller()
-        for socket in (self.live, self._monitor, self.replay):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        left_s = None if self.replay is None else max(0.0, self._deadline - time.monotonic())
-        await poller.poll(None if left_s is None else int(left_s * 1e3) + 1)
-
-    async def changes(self) -> tuple[bool, bool]:
-        """Whether the connection broke, and whether it was made, since the last call."""
-        made = False
-        for frames in await _burst(self._monitor):
-            if parse_monitor_message(frames)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._up = made = True
-            elif self._up:
-                return True, made
-        return False, made
-
-    # --- replay ---------------------------------------------------------------------------
-
-    async def request_replay(self, address: str, start: int) -> None:
-        """Request the batches from ``start`` on; abandons the replay before."""
-        self.close_replay()
-        self.replay = _socket(self._context, zmq.DEALER, REPLAY_HWM)
-        self.replay.connect(address)
-        self.note_answer()
-        await self.replay.send_multipart([b"", start.to_bytes(8, "big")])
-
-    def note_answer(self) -> None:
-        self._deadline = time.monotonic() + self._silence_s
-
-    @property
-    def replay_timed_out(self) -> bool:
-        return time.monotonic() >= self._deadline
-
-    def close_replay(self) -> None:
-        if self.replay is not None:
-            self.replay.close(linger=0)
-            self.replay = None
-
-
-def _socket(context: zmq.asyncio.Context, kind: int, hwm: int) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.ipv6 = True
-    socket.rcvhwm = hwm
-    socket.maxmsgsize = MAX_NBYTES
-    socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 30, 10, 3
-    return socket
-
-
-async def _burst(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
-    messages: list[list[bytes]] = []
-    with suppress(zmq.Again):
-        while len(messages) < BURST:
-            messages.append(await socket.recv_multipart(zmq.NOBLOCK))
-    return messages

@@ -29,6 +29,7 @@ _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = "vllm:kv_cache_usage_perc"  # a share of 1, in spite of its name
 _QUERIES = "vllm:prefix_cache_queries_total"
 _HITS = "vllm:prefix_cache_hits_total"
+_PROMPT_TOKENS = "vllm:prompt_tokens_total"
 _LENT = "pdconn:leases_granted_total"
 _LEASES_ENDED = (
     "pdconn:leases_read_total",
@@ -38,7 +39,7 @@ _LEASES_ENDED = (
 
 #: The largest sensible value of each; above it floats skip whole numbers.
 _LIMITS = dict.fromkeys(
-    (_RUNNING, _WAITING, _QUERIES, _HITS, _LENT, *_LEASES_ENDED), float(1 << 53)
+    (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT_TOKENS, _LENT, *_LEASES_ENDED), float(1 << 53)
 ) | {_KV_USAGE: 1.0}
 NAMES = tuple(_LIMITS)
 
@@ -52,6 +53,7 @@ class Load:
         kv_usage: of the fullest rank's cache, 0 to 1.
         lent_leases: prompts whose blocks are lent to decode at this moment.
         prefix_queries, prefix_hits: tokens looked up and found, since the engine's start.
+        prompt_tokens: of all prompts since its start, found or not.
         num_ignored: lines of these metrics that made no sense.
     """
 
@@ -61,7 +63,15 @@ class Load:
     lent_leases: int | None = None
     prefix_queries: int | None = None
     prefix_hits: int | None = None
+    prompt_tokens: int | None = None
     num_ignored: int = 0
+
+    @property
+    def not_found(self) -> int | None:
+        """Prompt tokens since its start that its prefix cache did not hold."""
+        if self.prompt_tokens is None:
+            return None
+        return max(0, self.prompt_tokens - (self.prefix_hits or 0))
 
 
 def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
@@ -94,6 +104,7 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
         lent_leases=_lent(values),
         prefix_queries=_total(values, _QUERIES),
         prefix_hits=_total(values, _HITS),
+        prompt_tokens=_total(values, _PROMPT_TOKENS),
         num_ignored=num_ignored,
     )
 

@@ -137,6 +137,11 @@ class RequestRouter:
         load = loads.get(engine) or Load()
         return max((load.running or 0) + (load.waiting or 0), self.inflight.at(engine)[0])
 
+    def not_found(self, engine: str) -> int | None:
+        """Prompt tokens that an engine's cache did not hold; None while its page is not known."""
+        load = self.loads.fresh(LOAD_FOR_S).get(engine)
+        return None if load is None else load.not_found
+
     def no_choice(self, request: RoutedRequest, why: str) -> Decision:
         """The record of a request for which there is nothing to decide."""
         num_tokens = _query(request, None, False).num_tokens

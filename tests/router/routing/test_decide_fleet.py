@@ -147,7 +147,7 @@ async def test_an_engine_that_publishes_elsewhere_now_is_believed_from_there_onl
 @in_loop
 async def test_a_new_address_is_listened_to_once_the_old_one_is_forgotten():
     class Slow:
-        def __init__(self, source, sink, context):
+        def __init__(self, source, sink, **others):
             self.port = source.events[-1]
 
         def start(self):
