@@ -2,7 +2,7 @@
 
 ::
 
-    begin       create, posix_fallocate     no space is an error here and not while writing
+    begin       create, fallocate           no space is an error here and not while writing
     write       open, pwritev, close        by any process
     put_note    write aside, rename         so that a note is whole or not there
 """
@@ -17,6 +17,7 @@ from typing import Literal
 
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.shelf.base import Buffer, StoredPart
+from pdconn.store.shelf.fallocate import fallocate
 from pdconn.store.shelf.folders import (
     Folders,
     failure,
@@ -32,6 +33,9 @@ from pdconn.store.shelf.folders import (
     write_whole,
 )
 from pdconn.store.shelf.transfer import FileTransfer
+
+_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""What file systems answer that have no ``fallocate``: NFS before 4.2, ramfs, some FUSE."""
 
 ATTEMPTS = 4
 """A folder may be removed between making and using it, by a process that tidies up."""
@@ -54,7 +58,7 @@ class FileParts:
         all but the first.
 
         Raises:
-            ShelfFailure: no space; nothing is left behind.
+            ShelfFailure: no space; a part that this call made is not left behind.
         """
         path = self._folders.part(writer, part)
         folder = self._folders.writer_folder(writer)
@@ -62,9 +66,10 @@ class FileParts:
             if not self._folders.is_folder(folder):
                 self._folders.make(folder)
             for _ in range(ATTEMPTS):
-                opened = open_regular(path, os.O_WRONLY | os.O_CREAT)
-                if opened is not None:
-                    self._make_room(opened[0], path, nbytes)
+                made = self._made_or_opened(path)
+                if made is not None:
+                    fd, is_new = made
+                    self._make_room(fd, path, nbytes, is_new=is_new)
                     return
                 self._folders.make(folder)
         except OSError as error:
@@ -199,23 +204,36 @@ class FileParts:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(entry.path)
 
-    def _make_room(self, fd: int, path: str, nbytes: int) -> None:
-        """Reserve a new file's bytes and close it; it is removed again where that fails."""
+    def _made_or_opened(self, path: str) -> tuple[int, bool] | None:
+        """A descriptor of a part, and whether this call made it; None without its folder."""
+        try:
+            made = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:  # another rank was first
+            opened = open_regular(path, os.O_RDWR)
+            return None if opened is None else (opened[0], False)
+        return None if made is None else (made[0], True)
+
+    def _make_room(self, fd: int, path: str, nbytes: int, *, is_new: bool) -> None:
+        """Reserve a part's bytes and close it; a new one is removed again where that fails.
+
+        One that another rank made stays: that rank may be writing to it.
+        """
         try:
             try:
                 self._reserve(fd, nbytes)
             finally:
                 os.close(fd)
         except BaseException:
-            unlink_quietly(path)
+            if is_new:
+                unlink_quietly(path)
             raise
 
     def _reserve(self, fd: int, nbytes: int) -> None:
         if not nbytes:
             return
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            fallocate(fd, nbytes)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            if error.errno not in _CANNOT_RESERVE:
                 raise
             os.ftruncate(fd, nbytes)

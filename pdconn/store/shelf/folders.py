@@ -220,7 +220,8 @@ def open_regular(path: str, flags: int) -> tuple[int, int] | None:
         found = os.fstat(fd)
     except BaseException:
         os.close(fd)
-        if flags & os.O_CREAT:
+        if flags & os.O_CREAT and flags & (os.O_EXCL | os.O_TRUNC):
+            # Without either it may be another process's, which was first.
             unlink_quietly(path)
         raise
     if not stat.S_ISREG(found.st_mode):

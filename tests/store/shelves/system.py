@@ -1,14 +1,18 @@
 """The system calls of the shelf of files, counted, made to fail, or cut short by a kill.
 
-Stands for the module ``os`` (and ``fcntl``) in the shelf's modules, and passes calls on to them.
+Stands for the module ``os`` (and ``fcntl``, and ``fallocate``) in the shelf's modules, and passes
+calls on to them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +21,7 @@ import pytest
 from pdconn.store.shelf import file_parts, files, folders, transfer
 
 _CALLS = (
-    "open close fstat lstat read write preadv pwritev posix_fallocate ftruncate link unlink"
+    "open close fstat lstat read write preadv pwritev ftruncate link unlink"
     " rename mkdir rmdir scandir utime makedirs"
 )
 CALLS = frozenset(_CALLS.split())
@@ -61,6 +65,8 @@ class System:
         for module in (files, file_parts, folders, transfer):
             patch.setattr(module, "os", self)
         patch.setattr(transfer, "fcntl", self.fcntl)
+        reserve = self._wrapped("fallocate", SimpleNamespace(fallocate=file_parts.fallocate))
+        patch.setattr(file_parts, "fallocate", reserve)
         return self
 
 
@@ -101,3 +107,20 @@ def in_child(run: Callable[[], None]) -> int:
 def open_files() -> set[str]:
     """Descriptors of this process."""
     return set(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, kind: str, options: str = "defaults") -> Iterator[Path]:
+    """An empty file system of its own at a new folder; the test is skipped where none may be."""
+    if os.geteuid():
+        pytest.skip(f"only root mounts {kind}")
+    folder.mkdir(0o700)
+    mount = ["mount", "-t", kind, "-o", options, kind, str(folder)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{kind} cannot be mounted here: {done.stderr.strip()}")
+    folder.chmod(0o700)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

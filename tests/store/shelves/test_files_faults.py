@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from pdconn.store.shelf.files import FilesShelf
 from pdconn.store.shelf.folders import open_root
 from tests.store.shelves.plain_rows import MIB, PAGE, load, pages, payload, row_name, save
 from tests.store.shelves.real_rows import discard_all, save_row, verify, verify_all
-from tests.store.shelves.system import System, failing_at, open_files
+from tests.store.shelves.system import System, failing_at, mounted, open_files
 
 ROW, OTHER, NEW = row_name(1), row_name(2), row_name(3)
 CODES = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS)
@@ -100,7 +99,7 @@ def test_a_call_that_fails_is_a_failure_of_the_shelf_and_nothing_more(
         ("rows", "scandir"),
         ("touch", "utime"),
         ("remove", "unlink"),
-        ("begin", "posix_fallocate"),
+        ("begin", "fallocate"),
         ("begin", "open"),
         ("write", "pwritev"),
         ("put_note", "write"),
@@ -133,12 +132,12 @@ def test_a_part_takes_no_more_than_its_room(tmp_path: Path) -> None:
     assert part.nbytes == 4 * PAGE
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "ftruncate", "close"])
+@pytest.mark.parametrize("call", ["fallocate", "ftruncate", "close"])
 def test_a_part_without_room_is_not_left_behind(tmp_path: Path, call: str) -> None:
     shelf = FilesShelf(tmp_path)
 
     def before(number: int, name: str) -> None:
-        if name == "posix_fallocate" and call == "ftruncate":
+        if name == "fallocate" and call == "ftruncate":
             raise OSError(errno.EOPNOTSUPP, "not here")
         if name == call:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -149,6 +148,27 @@ def test_a_part_without_room_is_not_left_behind(tmp_path: Path, call: str) -> No
             shelf.begin("writer", "p", PAGE)
     assert list(shelf.parts()) == []
     shelf.begin("writer", "p", PAGE)
+
+
+@pytest.mark.parametrize("call", ["fallocate", "ftruncate", "close", "fstat"])
+def test_a_part_that_another_rank_made_is_not_removed(tmp_path: Path, call: str) -> None:
+    """It was: the rank that was first wrote to a file without a name."""
+    theirs, ours = FilesShelf(tmp_path), FilesShelf(tmp_path)
+    theirs.begin("writer", "p", 4 * PAGE)
+
+    def before(number: int, name: str) -> None:
+        if name == "fallocate" and call == "ftruncate":
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        if name == call:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        System(before).install(patch)
+        with pytest.raises(ShelfFailure, match="EIO"):
+            ours.begin("writer", "p", 4 * PAGE)
+    theirs.write("writer", "p", [(0, pages(payload(1)))])
+    theirs.commit("writer", "p", "ns", ROW)
+    assert load(ours, ROW, 4 * PAGE) == payload(1)
 
 
 @pytest.mark.parametrize("module", [file_parts, folders])
@@ -167,7 +187,7 @@ def test_a_file_system_that_cannot_reserve_gets_a_file_of_the_size(tmp_path: Pat
     shelf = FilesShelf(tmp_path)
 
     def before(number: int, name: str) -> None:
-        if name == "posix_fallocate":
+        if name == "fallocate":
             raise OSError(errno.EOPNOTSUPP, "not here")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -278,15 +298,8 @@ def test_a_row_that_is_truncated_while_it_is_read_is_damaged(tmp_path: Path) -> 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    if os.geteuid():
-        pytest.skip("only root mounts")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("may not mount here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "small", "tmpfs", "size=1m") as folder:
+        yield folder
 
 
 def test_a_full_disk_refuses_parts_and_keeps_rows(small_disk: Path) -> None:
