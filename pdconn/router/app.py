@@ -313,7 +313,7 @@ def _end_span(served: Served, status: int | None) -> None:
         outcome=None if end is None else end.value,
         status=status,
     )
-    if end not in (RequestEnd.OK, RequestEnd.CLIENT_LEFT, RequestEnd.REFUSED):
+    if end is None or end.is_failure:
         span.fail("" if end is None else end.value)
     span.end()
 

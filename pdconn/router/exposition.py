@@ -11,25 +11,32 @@ global to a process, and an engine may share it, so they are left out where the 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
 from pdconn import __version__
+from pdconn.router.labels import LabelValue
 
 
 @dataclass(frozen=True, slots=True)
 class RouterMetric:
-    """A row of a table of metrics; ``buckets`` are a histogram's."""
+    """A row of a table of metrics.
+
+    Attributes:
+        buckets: of a histogram.
+        values: by label the enum of its values; of other labels the fleet or a path decides.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     help: str
     buckets: tuple[float, ...] = ()
+    values: Mapping[str, type[LabelValue]] = field(default_factory=dict)
 
 
 BUILD_INFO = RouterMetric(

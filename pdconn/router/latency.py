@@ -43,8 +43,6 @@ FIRST_TOKEN_SECONDS = RouterMetric(
 )
 LATENCY_METRICS = (REQUEST_SECONDS, FIRST_TOKEN_SECONDS)
 
-_CLIENTS_DOING = (RequestEnd.OK, RequestEnd.CLIENT_LEFT, RequestEnd.REFUSED)
-
 
 @dataclass(slots=True)
 class Moment:
@@ -86,7 +84,7 @@ class RequestTimes:
             self._requests.labels(route.path).observe(outcome.total_s)
         moment = self._moment
         moment.ended += 1
-        moment.failed += outcome.end not in _CLIENTS_DOING
+        moment.failed += outcome.end is None or outcome.end.is_failure
         if outcome.decode is not None:
             moment.served += 1
             moment.handed_over += outcome.ticket_s is not None

@@ -1,15 +1,45 @@
-"""The table of the router's Prometheus metrics.
+"""The table of the router's Prometheus metrics, and the values of their labels.
 
-Label values come from enums, from the router's own paths and from the fleet, never from a client.
+Label values come from enums (``labels``), from the router's own paths and from the fleet, never
+from a client.
 """
 
 from __future__ import annotations
 
+from pdconn.router.admission.connections import Dropped
 from pdconn.router.exposition import BUILD_INFO, RouterMetric
+from pdconn.router.labels import LabelValue
 from pdconn.router.latency import LATENCY_METRICS
+from pdconn.router.openai.requests import Direct
+from pdconn.router.pulls.pull import PullEnd
+from pdconn.router.routing.routed_request import RequestEnd
 
 _ENGINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _DECISION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
+
+
+class TicketEnd(LabelValue):
+    """What happened to an unused ticket: the label ``outcome`` of ``unused_tickets_total``."""
+
+    RETURNED = ("returned", "Prefill was asked to free the blocks.")
+    REFUSED = ("refused", "Decode did not take it back; the lease frees the blocks.")
+    NO_ENGINE = ("no_engine", "No decode engine could take it back; the lease frees the blocks.")
+    TOO_MANY = ("too_many", "Too many were being returned; the lease frees the blocks.")
+
+
+class DecisionKind(LabelValue):
+    """The label ``decision`` of ``decisions_total``."""
+
+    HAND_OVER = ("hand_over", "Prefill, then decode.")
+    DECODE_ALONE = ("decode_alone", "Decode only.")
+
+
+class ReportedTokens(LabelValue):
+    """The label ``kind`` of ``reported_tokens_total``."""
+
+    PREDICTED = ("predicted", "That the router expected prefill to hold.")
+    CACHED = ("cached", "That prefill reported as cached.")
+    PROMPT = ("prompt", "All tokens of these prompts.")
 
 
 METRICS = (
@@ -18,6 +48,7 @@ METRICS = (
         "counter",
         ("route", "outcome"),
         "Client requests by route and outcome",
+        values={"outcome": RequestEnd},
     ),
     RouterMetric(
         "pdconn_router_inflight_requests",
@@ -48,8 +79,8 @@ METRICS = (
         "pdconn_router_connections_dropped_total",
         "counter",
         ("reason",),
-        "Connections of clients that the router closed early, by reason; accept_failed: it could "
-        "not open one (file descriptors)",
+        "Connections of clients that the router closed early, or could not open, by reason",
+        values={"reason": Dropped},
     ),
     RouterMetric(
         "pdconn_router_body_bytes",
@@ -67,7 +98,8 @@ METRICS = (
         "pdconn_router_direct_requests_total",
         "counter",
         ("reason",),
-        "Requests that decode answered without a ticket, by reason; no_prefill: prefill is down",
+        "Requests that decode answered without a ticket, by reason",
+        values={"reason": Direct},
     ),
     RouterMetric(
         "pdconn_router_retries_total",
@@ -79,7 +111,8 @@ METRICS = (
         "pdconn_router_unused_tickets_total",
         "counter",
         ("outcome",),
-        "Tickets that their requests did not use; returned: prefill was asked to free the blocks",
+        "Tickets that their requests did not use, by what came of them",
+        values={"outcome": TicketEnd},
     ),
     RouterMetric(
         "pdconn_router_engine_up",
@@ -111,7 +144,8 @@ METRICS = (
         "pdconn_router_decisions_total",
         "counter",
         ("policy", "decision"),
-        "Routing decisions; hand_over: prefill, then decode; decode_alone: decode only",
+        "Routing decisions by policy and kind",
+        values={"decision": DecisionKind},
     ),
     RouterMetric(
         "pdconn_router_decision_seconds",
@@ -142,13 +176,15 @@ METRICS = (
         "pdconn_router_reported_tokens_total",
         "counter",
         ("kind",),
-        "Prompt tokens where prefill reported its cache hit: predicted, cached, prompt (all)",
+        "Prompt tokens where prefill reported its cache hit",
+        values={"kind": ReportedTokens},
     ),
     RouterMetric(
         "pdconn_router_prefix_pulls_total",
         "counter",
         ("outcome",),
         "Prefixes that prefill was to pull from another engine (--pull-above), by what came of it",
+        values={"outcome": PullEnd},
     ),
     RouterMetric(
         "pdconn_router_prefix_pull_tokens_total",

@@ -9,8 +9,6 @@ Metrics of pods are read when the page is requested, so there is nothing to keep
 
 from __future__ import annotations
 
-from enum import Enum
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdconn.router.admission.connections import Dropped
@@ -19,22 +17,13 @@ from pdconn.router.events.collector import PodCollector, Statuses
 from pdconn.router.exposition import add_process, render
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.latency import RequestTimes
-from pdconn.router.metric_table import METRICS
+from pdconn.router.metric_table import METRICS, DecisionKind, ReportedTokens, TicketEnd
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.pulls.pull import PrefixPull, PullEnd
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import Decision, RequestEnd
 
 _ROWS = {row.name.removeprefix("pdconn_router_"): row for row in METRICS}
-
-
-class TicketEnd(Enum):
-    """What happened to an unused ticket: the label ``outcome`` of ``unused_tickets_total``."""
-
-    RETURNED = "returned"
-    REFUSED = "refused"
-    NO_ENGINE = "no_engine"
-    TOO_MANY = "too_many"
 
 
 class RouterMetrics:
@@ -90,18 +79,18 @@ class RouterMetrics:
         for route in Route:
             for ended in RequestEnd:
                 self._requests.labels(route.path, ended.value)
-        for reason in Direct:
-            self._direct.labels(reason.value)
-        for dropped in Dropped:
-            self._dropped.labels(dropped.value)
-        for ticket in TicketEnd:
-            self._tickets.labels(ticket.value)
-        for end in PullEnd:
-            self._pulls.labels(end.value)
         for role in Role:
             self._hit_tokens.labels(role.value)
-        for kind in ("predicted", "cached", "prompt"):
-            self._reported.labels(kind)
+        for family, name in (
+            (self._direct, "direct_requests_total"),
+            (self._dropped, "connections_dropped_total"),
+            (self._tickets, "unused_tickets_total"),
+            (self._pulls, "prefix_pulls_total"),
+            (self._reported, "reported_tokens_total"),
+        ):
+            ((label, values),) = _ROWS[name].values.items()
+            for one in values:
+                family.labels(**{label: one.value})
         self.fleet_changed()
 
     # The fleet
@@ -126,8 +115,8 @@ class RouterMetrics:
     def watch(self, caches: PrefixCaches, statuses: Statuses, policy: str) -> None:
         """Show the pods too, and the policy's decisions from the start."""
         self.registry.register(PodCollector(caches, statuses, _ROWS))
-        for alone in (False, True):
-            self._decisions.labels(policy, _decision(alone))
+        for decision in DecisionKind:
+            self._decisions.labels(policy, decision.value)
 
     # Requests
 
@@ -158,7 +147,8 @@ class RouterMetrics:
     def decided(self, decision: Decision) -> None:
         """Count a decision."""
         ranking = decision.ranking
-        self._decisions.labels(decision.policy, _decision(ranking.alone)).inc()
+        kind = DecisionKind.DECODE_ALONE if ranking.alone else DecisionKind.HAND_OVER
+        self._decisions.labels(decision.policy, kind.value).inc()
         self._decision_seconds.observe(decision.took_s)
         if decision.lookup is None:
             self._without_lookup.inc()
@@ -171,9 +161,12 @@ class RouterMetrics:
     def reported(self, decision: Decision, prefill: str, cached_tokens: int) -> None:
         """Count what prefill reported as cached, beside what was predicted."""
         if decision.lookup is not None:
-            self._reported.labels("predicted").inc(decision.hit_tokens(prefill))
-            self._reported.labels("cached").inc(max(0, cached_tokens))
-            self._reported.labels("prompt").inc(decision.num_tokens)
+            for kind, num_tokens in (
+                (ReportedTokens.PREDICTED, decision.hit_tokens(prefill)),
+                (ReportedTokens.CACHED, max(0, cached_tokens)),
+                (ReportedTokens.PROMPT, decision.num_tokens),
+            ):
+                self._reported.labels(kind.value).inc(num_tokens)
 
     def prefix_pulled(self, pull: PrefixPull) -> None:
         """Count a pull that has ended."""
@@ -185,7 +178,3 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The page that Prometheus reads."""
         return render(self.registry)
-
-
-def _decision(alone: bool) -> str:
-    return "decode_alone" if alone else "hand_over"

@@ -206,6 +206,29 @@ def router_metrics() -> str:
     return _metrics(text_string_to_metric_families(text))
 
 
+def router_outcomes() -> str:
+    """Every outcome of a client's request, and whose failure it is."""
+    from pdconn.router.routing.routed_request import RequestEnd
+
+    rows = ((f"`{one.value}`", one.fault.value, one.meaning) for one in RequestEnd)
+    return _table(("`outcome`", "fault", "meaning"), rows)
+
+
+def router_label_values() -> str:
+    """Every value of every other label that comes from the code."""
+    from pdconn.router.metric_table import METRICS
+    from pdconn.router.routing.routed_request import RequestEnd
+
+    rows = [
+        (f"`{row.name}`", f'`{label}="{one.value}"`', one.meaning)
+        for row in METRICS
+        for label, values in row.values.items()
+        if values is not RequestEnd
+        for one in values
+    ]
+    return _table(("metric", "value", "meaning"), rows)
+
+
 def _metrics(families: Iterable[Metric]) -> str:
     """A row per family, by name; the labels that tell series apart, and not ``le``."""
     rows = []
@@ -287,6 +310,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "example-score": partial(example, "score", "examples/snapshot.json"),
     "engine-metrics": engine_metrics,
     "router-metrics": router_metrics,
+    "router-outcomes": router_outcomes,
+    "router-label-values": router_label_values,
     "state-machines": state_machines,
     "modules": modules,
     "versions": versions,

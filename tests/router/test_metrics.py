@@ -38,6 +38,17 @@ async def test_every_metric_of_the_page_is_in_the_table_and_the_other_way_round(
     assert shown == {row.name: (row.kind, set(row.labels), row.help) for row in METRICS}
 
 
+OF_THE_FLEET = {"route", "engine", "role", "pod", "policy", "version", "python"}
+
+
+@pytest.mark.parametrize("row", METRICS, ids=lambda row: row.name)
+def test_every_label_that_is_not_of_the_fleet_has_a_table_of_values(row: RouterMetric) -> None:
+    assert set(row.labels) - OF_THE_FLEET == row.values.keys()
+    for values in row.values.values():
+        assert len({one.meaning for one in values}) == len(values) > 1
+        assert all(one.meaning.endswith((".", "503.")) for one in values)
+
+
 @pytest.mark.parametrize("row", METRICS, ids=lambda row: row.name)
 def test_names_follow_prometheus(row: RouterMetric) -> None:
     assert row.name.startswith("pdconn_router_")

@@ -31,6 +31,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from pdconn.lifecycle.admission import AdmissionControl, AdmissionLimits
 from pdconn.router.errors import BodyTooSlow
+from pdconn.router.labels import LabelValue
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +40,17 @@ PROGRESS_NBYTES = 256 << 10
 SHORTEST_STAY_S = 0.02
 
 
-class Dropped(Enum):
+class Dropped(LabelValue):
     """Why a client's connection was closed: the label ``reason`` of a metric."""
 
-    TIMED_OUT = "timed_out"
-    CROWDED_OUT = "crowded_out"
-    IDLE = "idle"
-    REFUSED = "refused"
-    ACCEPT_FAILED = "accept_failed"
+    TIMED_OUT = (
+        "timed_out",
+        "Its client stalled: in a head, a body, or an answer that it does not read.",
+    )
+    CROWDED_OUT = ("crowded_out", "It stalled, and its place was needed.")
+    IDLE = ("idle", "It was idle between two requests, and its place was needed.")
+    REFUSED = ("refused", "Its host had as many open connections as one host may have.")
+    ACCEPT_FAILED = ("accept_failed", "The system could not open it: file descriptors.")
 
 
 class _Owes(Enum):

@@ -13,7 +13,8 @@ from msgspec import Raw
 from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
-from pdconn.router.metrics import RouterMetrics, TicketEnd
+from pdconn.router.metric_table import TicketEnd
+from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import return_body
 from pdconn.router.routing.policy import Role
 from pdconn.router.routing.routed_request import RoutedRequest

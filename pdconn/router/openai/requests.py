@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Raw
 
 from pdconn.router.errors import BadBody
+from pdconn.router.labels import LabelValue
 from transport.errors import did_you_mean, shown
 
 Fields = Mapping[str, Raw]
@@ -41,39 +42,60 @@ class Route(Enum):
         self.may_be_text = expected.startswith("a string")
 
 
-class Direct(Enum):
-    """Why a request went to decode without a ticket."""
+class Direct(LabelValue):
+    """Why a request went to decode without a ticket: the label ``reason`` of a metric."""
 
-    #: A response carries one ticket, whatever the number of prompts in the body.
-    SEVERAL_PROMPTS = "several_prompts"
-    #: vLLM makes n requests of it, and each would pull with the same ticket: the first that
-    #: is done frees blocks that the others still read.
-    SEVERAL_CHOICES = "several_choices"
-    #: Beam search builds its own requests and leaves the ticket out of them.
-    BEAM_SEARCH = "beam_search"
-    #: vLLM computes the whole prompt to score it; the ticket would not be used.
-    PROMPT_LOGPROBS = "prompt_logprobs"
-    #: A prompt without token ids: connectors count tokens, and there are none.
-    PROMPT_EMBEDS = "prompt_embeds"
-    #: Where vLLM truncates a prompt can depend on max_tokens, which differs between the two
-    #: bodies: the blocks would be of two different prompts.
-    TRUNCATED_PROMPT = "truncated_prompt"
-    #: An engine keeps the response, or the one before it, in its own memory; only the engine that
-    #: keeps it can go on from it, and prefill would have to keep it too.
-    STORED_RESPONSE = "stored_response"
-    #: Tools that the engine calls itself: it generates again after each call, with the same
-    #: ticket and another prompt.
-    SERVER_TOOLS = "server_tools"
-    #: Prefill answered without a ticket: it runs without a connector, or with another one.
-    NO_TICKET = "no_ticket"
-    #: Decode lacks so little of the prompt that a hand-over would cost more.
-    PREFIX_HELD = "prefix_held"
-    #: No prefill engine answers, so decode computes the prompt itself.
-    NO_PREFILL = "no_prefill"
-    #: No prefill engine answered within ``--prefill-timeout``.
-    NO_PREFILL_IN_TIME = "no_prefill_in_time"
-    #: A decode engine failed while it had the ticket, which may be used up.
-    TICKET_SPENT = "ticket_spent"
+    SEVERAL_PROMPTS = (
+        "several_prompts",
+        "Several prompts in one body: a response carries one ticket.",
+    )
+    # vLLM makes n requests of it, and each would pull with the same ticket: the first that is done
+    # frees blocks that the others still read.
+    SEVERAL_CHOICES = ("several_choices", "`n` above 1: each of them would use the same ticket.")
+    BEAM_SEARCH = (
+        "beam_search",
+        "Beam search makes requests of its own and leaves the ticket out of them.",
+    )
+    PROMPT_LOGPROBS = (
+        "prompt_logprobs",
+        "`echo` or `prompt_logprobs`: vLLM computes the whole prompt to score it.",
+    )
+    PROMPT_EMBEDS = (
+        "prompt_embeds",
+        "A prompt of embeddings: connectors count token ids, and there are none.",
+    )
+    # Where vLLM truncates a prompt can depend on max_tokens, which differs between the two bodies:
+    # the blocks would be of two different prompts.
+    TRUNCATED_PROMPT = (
+        "truncated_prompt",
+        "A prompt that vLLM truncates: prefill and decode could cut it at two places.",
+    )
+    # Prefill would have to keep the response too.
+    STORED_RESPONSE = (
+        "stored_response",
+        "A response that one engine keeps, or one that goes on from it.",
+    )
+    SERVER_TOOLS = (
+        "server_tools",
+        "Tools that the engine calls itself: it generates again, with another prompt.",
+    )
+    NO_TICKET = (
+        "no_ticket",
+        "Prefill answered without a ticket: it runs without a connector, or with another one.",
+    )
+    PREFIX_HELD = (
+        "prefix_held",
+        "Decode lacks so little of the prompt that a hand-over would cost more.",
+    )
+    NO_PREFILL = ("no_prefill", "No prefill engine answers.")
+    NO_PREFILL_IN_TIME = (
+        "no_prefill_in_time",
+        "No prefill engine answered within `--prefill-timeout`.",
+    )
+    TICKET_SPENT = (
+        "ticket_spent",
+        "A decode engine failed while it had the ticket, which may be used up.",
+    )
 
 
 #: field -> (values that leave it off, reason).  Any other value turns it on, "yes" and 1.0 too:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+
+from pdconn.router.labels import LabelValue
 
 
-class PullEnd(Enum):
+class PullEnd(LabelValue):
     """What came of a pull: the label ``outcome`` of ``prefix_pulls_total``."""
 
-    TAKEN = "taken"
-    #: Prefill computed it all the same: the ticket came too late, or a read failed.
-    UNUSED = "unused"
-    #: The holder does not hold it any more, or does not lend.
-    REFUSED = "refused"
-    #: The holder did not answer before computing became the better choice.
-    LATE = "late"
-    #: The holder, or prefill with the ticket in its hands, does not answer.
-    FAILED = "failed"
+    TAKEN = ("taken", "Prefill pulled the prefix.")
+    UNUSED = (
+        "unused",
+        "Prefill computed it all the same: the ticket came too late, or a read failed.",
+    )
+    REFUSED = ("refused", "The holder does not hold it any more, or does not lend.")
+    LATE = (
+        "late",
+        "The holder did not answer before computing became the better choice.",
+    )
+    FAILED = ("failed", "The holder, or prefill with the ticket in its hands, did not answer.")
 
 
 @dataclass(frozen=True, slots=True)
