@@ -21,7 +21,7 @@ from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
 from pdconn.vllm.nixl.keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
-from pdconn.vllm.values import cores, flag, lease, names, options, port, seconds, text
+from pdconn.vllm.values import cores, flag, lease, name, names, options, port, seconds, text
 from transport.choose import WANTED, Wanted
 from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
@@ -68,6 +68,7 @@ class Settings:
     progress_cores: int | None = None
     layout: str = OUR_LAYOUT
     enforce_handshake_compat: bool = True
+    weights_id: str | None = None
     description_file: str | None = None
     read_timeout: float = 120.0
     drain_timeout: float = 5.0
@@ -301,6 +302,12 @@ KEYS: tuple[Key, ...] = (
     Key(
         "enforce_handshake_compat", "true, false", "true", flag, "both",
         "Refuse peers whose model, KV dtype or block content has another name.", _SAME,
+    ),
+    Key(
+        "weights_id", "letters, digits, `.`, `_`, `-`", "none", name, "both",
+        "A name for these very weights, where nothing proves which they are: an object store, "
+        "ModelScope, a loader of your own, see `docs/stores.md`. It is believed, so change it "
+        "whenever they change.",
     ),
     Key(
         "description_file", "path", "none", text, "both",

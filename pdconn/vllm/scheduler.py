@@ -84,7 +84,9 @@ class PdScheduler:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._engine_id = transfer.engine_id
         if settings.store is not None:
-            self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
+            self._store = EngineStore(
+                settings.store, vllm_config, incarnation, kv_cache_config, settings.weights_id
+            )
         has_states = any(keeps_states(kv_cache_config))
         self._num_lookahead = num_lookahead(vllm_config, has_states)
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

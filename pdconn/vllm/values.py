@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pdconn.lifecycle.lease import MIN_TTL_S
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("text")
+    return value
+
+
+def name(value: Any) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError("1 to 64 of: letters, digits, '.', '_', '-'")
     return value
 
 

@@ -21,15 +21,17 @@ from pdconn.store.engine.build import build_scheduler
 from pdconn.store.engine.requests import Save
 from pdconn.store.engine.scheduler import StoreScheduler
 from pdconn.store.errors import FormatError
-from pdconn.store.format.layout import store_layout
+from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.cache.partial import PartialBlocks
+from pdconn.vllm.identity.weights import engine_weights, started_at
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
 from pdconn.vllm.store.states import StateGroups, end_pass_at
 from registration.references import KVCacheReferences
+from transport.errors import shown
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +47,19 @@ class EngineStore:
         config: vLLM's configuration.
         writer: this boot's name.
         kv_cache_config: vLLM's KV cache configuration.
+        weights_id: the operator's name for the weights.
     """
 
     def __init__(
-        self, settings: StoreSettings, config: Any, writer: str, kv_cache_config: Any
+        self,
+        settings: StoreSettings,
+        config: Any,
+        writer: str,
+        kv_cache_config: Any,
+        weights_id: str | None = None,
     ) -> None:
         self._settings, self._config, self._writer = settings, config, writer
+        self._weights_id = weights_id
         self._kv_cache_config = kv_cache_config
         self._events: StoreEvents | None = None
         self._store: StoreScheduler | None = None
@@ -103,7 +112,7 @@ class EngineStore:
                 locality="LOCAL",
                 clock=time.monotonic,
             )
-        self._namespace = namespace_of(self._config, traits, layout)
+        self._namespace = self._name(traits, layout)
         self._store = build_scheduler(
             self._settings,
             layout,
@@ -225,6 +234,18 @@ class EngineStore:
         """Stop the threads."""
         if self._store is not None:
             self._store.close()
+
+    def _name(self, traits: dict[str, str], layout: StoreLayout) -> str:
+        """Of the namespace; a random one where nothing proves which weights these are."""
+        weights = engine_weights(self._config, named=self._weights_id, since=started_at())
+        found = namespace_of(self._config, traits, layout, weights, salt=secrets.token_hex(8))
+        if found.doubt:
+            log.warning(
+                "pdconn: store: rows are kept for this boot of this engine alone, since nothing "
+                "proves its weights (see weights_id in docs/stores.md): %s",
+                shown(found.doubt, 300),
+            )
+        return found.name
 
     def _ids_of(
         self, state: Any, request: Any, passed: range, select: Any

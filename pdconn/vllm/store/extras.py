@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pdconn.vllm.store.identity import weights_digest
+from pdconn.vllm.identity.files import weights_digest
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _adapter(lora: Any) -> str | None:
 def _files_digest(lora: Any) -> str | None:
     path = Path(lora.lora_path)
     try:
-        files = tuple(sorted((f.name, f.stat().st_mtime_ns, f.stat().st_size)
+        files = tuple(sorted((f.name, f.stat().st_ctime_ns, f.stat().st_size)
                              for f in path.iterdir() if f.is_file()))  # fmt: skip
     except OSError:
         return None

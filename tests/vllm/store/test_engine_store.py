@@ -11,6 +11,7 @@ import pytest
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine.requests import Save
 from pdconn.store.settings import StoreSettings
+from tests.vllm.store.configured import TRAITS, config, layout
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -153,3 +154,22 @@ def test_rows_are_made_of_kernel_blocks_and_the_engines_blocks_are_pinned(store:
     assert store._num_pinned == 3
     store.note([1])
     assert not store._pool.held()
+
+
+def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_that_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of an object store; the control draws its weights itself."""
+
+    def named(how: str, **changes: Any) -> str:
+        model = config("x", model_weights="s3://models/tiny", **changes)
+        model.load_config.load_format = how
+        made = EngineStore(StoreSettings("root", 1 << 20), model, "writer", None)
+        return made._name(TRAITS, layout())
+
+    assert named("dummy") == named("dummy")
+    assert not caplog.records
+    assert named("runai_streamer") != named("runai_streamer")
+    first, _ = (record.getMessage() for record in caplog.records)
+    assert "s3://models/tiny" in first
+    assert "weights_id" in first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,44 +12,10 @@ import numpy as np
 import pytest
 
 from pdconn.lab.model import write_model
-from pdconn.store.format.layout import store_layout
-from pdconn.vllm.store.identity import namespace_of, salted, weights_digest
-from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
-from tests.fakes.layouts import layout_memory
-
-TRAITS = {"model": "tiny", "kv_dtype": "auto/float32", "block_content": "TRITON:"}
-
-
-class Config(dict[str, Any]):
-    """A ``transformers`` configuration, as far as it is looked at."""
-
-    _commit_hash = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self)
-
-
-def config(model: Path | str, **changes: Any) -> Any:
-    hf = Config({"hidden_size": 128, "rope_theta": 10_000.0, **changes.pop("hf", {})})
-    model_config = SimpleNamespace(
-        model=str(model), hf_config=hf, hf_text_config=hf, dtype="float32",
-        quantization=None, revision=None, seed=0, max_model_len=2048,
-    )  # fmt: skip
-    vars(model_config).update(changes)
-    return SimpleNamespace(
-        model_config=model_config,
-        load_config=SimpleNamespace(load_format="auto"),
-        speculative_config=None,
-    )
-
-
-def layout(token_nbytes: int = 64) -> Any:
-    memory = layout_memory(
-        "LBHNC", base=4096, num_blocks=4, layers=("a",), num_heads=2, block_tokens=16,
-        token_nbytes=token_nbytes,
-    )  # fmt: skip
-    references = build_kv_cache_references([GroupMemory(AttentionKind.FULL, None, 16, memory)])
-    return store_layout([references], 64)
+from pdconn.vllm.identity.files import weights_digest
+from pdconn.vllm.identity.weights import engine_weights
+from pdconn.vllm.store.identity import namespace_of, salted
+from tests.vllm.store.configured import TRAITS, config, layout, named
 
 
 @pytest.fixture(scope="module")
@@ -63,23 +30,23 @@ def test_engines_of_one_model_share_a_namespace_wherever_it_lies(
     copy.mkdir()
     for path in model.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
-    assert namespace_of(config(model), TRAITS, layout()) == namespace_of(
+    assert named(config(model), TRAITS, layout()) == named(
         config(copy), TRAITS | {"model": "elsewhere"}, layout()
     )
 
 
 CHANGES: dict[str, Callable[[Path], str]] = {
-    "dtype": lambda m: namespace_of(config(m, dtype="bfloat16"), TRAITS, layout()),
-    "quantisation": lambda m: namespace_of(config(m, quantization="fp8"), TRAITS, layout()),
-    "an override": lambda m: namespace_of(config(m, hf={"rope_theta": 1e6}), TRAITS, layout()),
-    "KV dtype": lambda m: namespace_of(config(m), TRAITS | {"kv_dtype": "fp8"}, layout()),
-    "block content": lambda m: namespace_of(config(m), TRAITS | {"block_content": "X"}, layout()),
-    "layout of rows": lambda m: namespace_of(config(m), TRAITS, layout(128)),
-    "a reset": lambda m: salted(namespace_of(config(m), TRAITS, layout()), "salt"),
-    "quantisation's arguments": lambda m: namespace_of(
+    "dtype": lambda m: named(config(m, dtype="bfloat16"), TRAITS, layout()),
+    "quantisation": lambda m: named(config(m, quantization="fp8"), TRAITS, layout()),
+    "an override": lambda m: named(config(m, hf={"rope_theta": 1e6}), TRAITS, layout()),
+    "KV dtype": lambda m: named(config(m), TRAITS | {"kv_dtype": "fp8"}, layout()),
+    "block content": lambda m: named(config(m), TRAITS | {"block_content": "X"}, layout()),
+    "layout of rows": lambda m: named(config(m), TRAITS, layout(128)),
+    "a reset": lambda m: salted(named(config(m), TRAITS, layout()), "salt"),
+    "quantisation's arguments": lambda m: named(
         config(m, quantization_config={"ignore": ["lm_head"]}), TRAITS, layout()
     ),
-    "how media are processed": lambda m: namespace_of(
+    "how media are processed": lambda m: named(
         config(m, multimodal_config=SimpleNamespace(mm_processor_kwargs={"num_crops": 4})),
         TRAITS,
         layout(),
@@ -91,12 +58,12 @@ CHANGES: dict[str, Callable[[Path], str]] = {
 def test_whatever_changes_kv_changes_the_namespace(
     model: Path, change: Callable[[Path], str]
 ) -> None:
-    assert change(model) != namespace_of(config(model), TRAITS, layout())
+    assert change(model) != named(config(model), TRAITS, layout())
 
 
 def test_tables_that_depend_on_the_longest_prompt_do_and_others_do_not(model: Path) -> None:
     def of(length: int, **hf: Any) -> str:
-        return namespace_of(config(model, max_model_len=length, hf=hf), TRAITS, layout())
+        return named(config(model, max_model_len=length, hf=hf), TRAITS, layout())
 
     scaled = {"rope_scaling": {"rope_type": "longrope"}}
     assert of(2048) == of(4096)
@@ -135,20 +102,30 @@ def test_a_change_of_a_part_of_a_large_tensor_is_seen_there(tmp_path: Path, at: 
     assert weights_digest(str(tmp_path)) != before
 
 
-def test_two_buckets_are_two_models_although_their_folders_have_the_same_index(
-    tmp_path: Path,
-) -> None:
-    """vLLM copies all but the weights of a bucket to a folder, which it takes for the model."""
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model-1"}}', encoding="utf-8"
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_weights": "s3://models/base"},
+        {"model": "org/base", "revision": "main"},
+        {"trust_remote_code": True, "hf": {"auto_map": {"AutoModel": "org/other--code.Model"}}},
+    ],
+    ids=["bucket", "branch", "code of another repository"],
+)
+def test_what_nothing_proves_is_shared_with_nobody(model: Path, changes: dict[str, Any]) -> None:
+    """Not with an engine of the same configuration, and not with the next boot."""
+    made = config(**{"model": model, **changes})
+    weights = engine_weights(made, named=None, since=math.inf)
+    first, second = (
+        namespace_of(made, TRAITS, layout(), weights, salt=salt) for salt in ("a", "b")
     )
-
-    def of(bucket: str) -> str:
-        return namespace_of(config(tmp_path, model_weights=bucket), TRAITS, layout())
-
-    assert of("s3://models/base") == of("s3://models/base")
-    assert of("s3://models/base") != of("s3://models/tuned")
-    assert weights_digest(str(tmp_path)) is None
+    assert first.name != second.name
+    assert first.doubt
+    sure = config(model)
+    known = namespace_of(
+        sure, TRAITS, layout(), engine_weights(sure, named=None, since=math.inf), salt="a"
+    )
+    assert not known.doubt
+    assert known.name == named(sure, TRAITS, layout(), salt="b")
 
 
 def test_a_model_of_one_file_is_told_by_the_file(tmp_path: Path) -> None:
@@ -156,27 +133,15 @@ def test_a_model_of_one_file_is_told_by_the_file(tmp_path: Path) -> None:
     found = []
     for value in (0, 1, 0):
         file.write_bytes(bytes([value]) * 200_000)
-        found.append(namespace_of(config(file), TRAITS, layout()))
+        found.append(named(config(file), TRAITS, layout()))
     assert found[0] == found[2] != found[1]
-
-
-def test_weights_from_elsewhere_are_told_by_where(model: Path) -> None:
-    def of(where: str) -> str:
-        loaded = config(model)
-        loaded.load_config = SimpleNamespace(
-            load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": where}
-        )
-        return namespace_of(loaded, TRAITS, layout())
-
-    assert of("s3://a") == of("s3://a")
-    assert of("s3://a") != of("s3://b")
 
 
 def test_equal_sets_in_a_configuration_are_equal_whatever_their_order(model: Path) -> None:
     """Of text it depends on the hash seed of the process: there were no hits after a restart."""
     one, other = set([0, 8]), set([8, 0])  # noqa: C405 - in the order of insertion, as they collide
     assert str(one) != str(other)
-    found = [namespace_of(config(model, hf={"x": each}), TRAITS, layout()) for each in (one, other)]
+    found = [named(config(model, hf={"x": each}), TRAITS, layout()) for each in (one, other)]
     assert found[0] == found[1]
 
 
@@ -187,6 +152,6 @@ def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
 def test_a_draft_model_is_part_of_it(model: Path) -> None:
     drafted = config(model)
     drafted.speculative_config = SimpleNamespace(
-        draft_model_config=config(model, dtype="bfloat16").model_config
+        draft_model_config=config(model, dtype="bfloat16").model_config, draft_load_config=None
     )
-    assert namespace_of(drafted, TRAITS, layout()) != namespace_of(config(model), TRAITS, layout())
+    assert named(drafted, TRAITS, layout()) != named(config(model), TRAITS, layout())

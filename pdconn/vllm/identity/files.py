@@ -1,0 +1,98 @@
+"""A digest of the files of a model or an adapter.
+
+It is of names, sizes, the headers of safetensors, and samples of each tensor, since a fine-tuned
+model has the header of its base::
+
+    safetensors    header | 1 KiB ........ 1 KiB ........ 1 KiB | 1 KiB ...
+                            start   a step of 16 MiB        end   next tensor
+    other files    64 samples, evenly
+
+Models that differ in a few rows of one tensor alone can look the same; docs/stores.md says so.
+Beside the weights it is of small files that change what weights mean: an index, scales and
+methods of quantisation, and how media are prepared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_FOLDERS = ("", "*/", "*/*/")
+"""Some models keep an encoder in a folder of its own; links are followed."""
+_NOT_LOADED = re.compile(r"(?:^|/)(?:\.|original/)")
+"""vLLM ignores ``original``; what begins with a dot is a downloader's own."""
+_BESIDE = ("*.index.json", "*quant*.json", "*processor_config.json")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+_SAMPLE = 1024
+_SAMPLES = 64
+_STEP = 16 << 20
+_MAX_HEADER = 1 << 27
+
+
+def weights_digest(model: str) -> str | None:
+    """Of the weights in ``model``, a directory or one file; None if there are none.
+
+    An index alone names tensors and not what is in them: that is no weights.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = files_of(model)
+    if not found:
+        return None
+    root = Path(model) if Path(model).is_dir() else Path(model).parent
+    digest = hashlib.sha256()
+    for path in found:
+        digest.update(f"{path.relative_to(root).as_posix()}|{path.stat().st_size}|".encode())
+        with path.open("rb") as file:
+            for start, nbytes in _samples(path, file):
+                file.seek(start)
+                digest.update(file.read(nbytes))
+    return digest.hexdigest()
+
+
+def files_of(model: str) -> list[Path]:
+    """Files that :func:`weights_digest` is of, in order; none without weights.
+
+    Of one file they are its parts, and beside GGUF the encoders of media that go with it.
+    """
+    root = Path(model)
+    if root.is_file():
+        stem = _SPLIT.sub("", root.stem)
+        parts = {path for path in root.parent.iterdir() if _SPLIT.sub("", path.stem) == stem}
+        media = set(root.parent.glob("mmproj*.gguf")) if root.suffix == ".gguf" else set()
+        return sorted({root} | {one for one in parts | media if one.suffix == root.suffix})
+    weights = {
+        path
+        for folder in _FOLDERS
+        for form in _WEIGHTS
+        for path in root.glob(folder + form)
+        if not _NOT_LOADED.search(path.relative_to(root).as_posix())
+    }
+    return sorted(weights.union(*(root.glob(form) for form in _BESIDE))) if weights else []
+
+
+def _samples(path: Path, file: Any) -> Iterator[tuple[int, int]]:
+    """(start, bytes) of what is read of a file: header and samples of each tensor, or evenly."""
+    size = path.stat().st_size
+    if path.suffix == ".json" or size <= _SAMPLE * _SAMPLES:
+        yield 0, size
+        return
+    if path.suffix == ".safetensors":
+        header_nbytes = int.from_bytes(file.read(8), "little")
+        if header_nbytes <= min(_MAX_HEADER, size - 8):
+            header = file.read(header_nbytes)
+            yield 0, 8 + header_nbytes
+            for name, tensor in json.loads(header).items():
+                if name != "__metadata__":
+                    first, end = (8 + header_nbytes + int(at) for at in tensor["data_offsets"])
+                    for start in (*range(first, end, _STEP), max(first, end - _SAMPLE)):
+                        yield start, min(_SAMPLE, end - start)
+            return
+    for number in range(_SAMPLES):
+        yield (size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE
