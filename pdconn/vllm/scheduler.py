@@ -34,6 +34,7 @@ from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.lendable import answer_of
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
+from pdconn.vllm.patches.deferred_frees import defer_frees
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import drop_wrong_params, num_computed
@@ -114,8 +115,14 @@ class PdScheduler:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
 
     def bind_manager(self, manager: KVCacheManager) -> None:
-        """Let prefill keep what decode's last token attends to, and decode hits of its own."""
+        """Let prefill keep what decode's last token attends to, and decode hits of its own.
+
+        Raises:
+            ConfigError: this vLLM would let us fill blocks that a step still writes.
+        """
         self._manager = manager
+        if self._consumer is not None or self._store is not None:
+            defer_frees()
         if self._producer is not None:
             changed = keep_window_of_last_token(manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)

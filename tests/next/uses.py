@@ -53,6 +53,8 @@ USES: dict[str, str] = {
     " enable_caching req_to_blocks num_cached_block block_pool block_size kv_cache_group_id",
     "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": ""
     " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
+    "vllm.v1.core.sched.scheduler:Scheduler": "schedule update_from_output _update_after_schedule"
+    " _request_blocks_can_be_freed _free_request_blocks _free_blocks _preempt_request",
     "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens"
     " kv_connector_block_state",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids boundary_state_offloads",

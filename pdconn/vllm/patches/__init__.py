@@ -1,0 +1,4 @@
+"""What pdconn changes in vLLM's insides, one file each: what, why, and the check at the start.
+
+deferred_frees   blocks that a step in flight may still write are freed once it is over
+"""
