@@ -20,17 +20,8 @@ import aiohttp
 
 from pdconn.doctor.findings import Checked, Diagnosis, Finding, checked, fault
 from pdconn.doctor.fleet import advertised, channels, engines, events, golden, traffic
-from pdconn.doctor.local import (
-    credentials,
-    devices,
-    given,
-    limits,
-    ports,
-    store,
-    ucx,
-    used,
-    versions,
-)  # fmt: skip
+from pdconn.doctor.given import config, judge
+from pdconn.doctor.local import credentials, devices, limits, ports, store, ucx, used, versions
 from pdconn.doctor.probe import ProbeFacts, judge_probe, read_probe, seen_probe
 from pdconn.forecast.link import Link
 from pdconn.router.errors import BadSetting
@@ -39,7 +30,6 @@ from pdconn.router.fleet.sources import FleetSource
 from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.vllm.config import ConfigError, Settings
 from pdconn.vllm.memory.card import kv_card
-from transport.errors import FieldError
 
 Say = Callable[[str], None]
 
@@ -50,7 +40,7 @@ class Questions:
 
     Attributes:
         local: check this host.
-        config: of an engine that is to run here.
+        configs: of engines; of one alone its files and ports are tried here, too.
         sources: of the fleet; empty: no fleet is checked.
         prefill_channels, decode_channels: ``host:port`` or description files.
         secret_file, tls: our credentials for side channels, as the engines have them.
@@ -64,7 +54,7 @@ class Questions:
     """
 
     local: bool = True
-    config: given.GivenConfig | None = None
+    configs: tuple[config.GivenConfig, ...] = ()
     sources: tuple[FleetSource, ...] = ()
     prefill_channels: tuple[str, ...] = ()
     decode_channels: tuple[str, ...] = ()
@@ -84,9 +74,14 @@ class Questions:
     asks_nixl: bool = True
 
     @property
+    def engine(self) -> config.GivenConfig | None:
+        """The only engine of ``configs``."""
+        return self.configs[0] if len(self.configs) == 1 else None
+
+    @property
     def engine_environ(self) -> Mapping[str, str]:
-        """The variables of an engine here: ours, under those of its command line."""
-        return {**self.environ, **(self.config.environ if self.config is not None else {})}
+        """The variables of that engine; without one, ours."""
+        return self.environ if self.engine is None else self.engine.environment(self.environ)
 
 
 def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
@@ -97,11 +92,11 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
     """
     checks: list[Checked] = []
     members = asyncio.run(_members(questions.sources))  # first: a bad file ends the command
-    settings, refused = None, None
-    if questions.config is not None:
-        settings, refused = given.settings_of_given(questions.config, questions.environ)
+    settings = None
+    if questions.engine is not None:
+        settings, _ = judge.settings_of_given(questions.engine, questions.environ)
     if questions.local:
-        checks += _local(questions, settings, refused, say)
+        checks += _local(questions, settings, say)
     measured = None
     if questions.probe is not None:
         say("reading from the other host")
@@ -118,9 +113,7 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
 # --- this host ----------------------------------------------------------------------------
 
 
-def _local(
-    questions: Questions, settings: Settings | None, refused: FieldError | None, say: Say
-) -> Iterator[Checked]:
+def _local(questions: Questions, settings: Settings | None, say: Say) -> Iterator[Checked]:
     transport = "nixl" if settings is None else settings.transport
     found = versions.read_versions()
     judged = versions.judge_versions(found, transport)
@@ -136,9 +129,16 @@ def _local(
     seen = devices.seen_devices(host), *chosen, *devices.ucx_lines(host)
     yield checked("devices", refused_card, *seen)
     yield _ucx(questions, settings, host, say)
-    yield _config(questions, refused)
-    yield from _side_channel(questions, settings)
-    if settings is not None and settings.store is not None:
+    if not questions.configs:
+        yield Checked("config", skipped="no --config given")
+    for engine in questions.configs:
+        yield _config(engine, questions.environ)
+    yield from _credentials(questions, settings)
+    yield _port(questions, settings)
+    root = None if settings is None or settings.store is None else settings.store.root
+    if root is not None and _is_elsewhere(questions, root):
+        yield Checked("store", skipped=f"{root} is in the container: run this there")
+    elif settings is not None and settings.store is not None:
         say("trying the store's folder")
         kept = store.read_store(settings.store)
         judged = store.judge_store(kept, settings.store)
@@ -147,7 +147,8 @@ def _local(
 
 def _kv_card(questions: Questions, settings: Settings | None) -> tuple[list[Finding], list[str]]:
     """What an engine with these settings will log of the network card that carries KV."""
-    if settings is None or questions.config is None:
+    engine = questions.engine
+    if settings is None or engine is None or not engine.has_addresses_of_host:
         return [], []
     try:
         return [], [kv_card(settings, questions.engine_environ).sentence]
@@ -170,46 +171,73 @@ def _ucx(
     return checked("ucx", ucx.judge_ucx(facts, host, transport), *ucx.seen_ucx(facts))
 
 
-def _config(questions: Questions, refused: FieldError | None) -> Checked:
-    if questions.config is None:
-        return Checked("config", skipped="no --config given")
-    ours = questions.config.ours or {}
-    role = (questions.config.transfer or {}).get("kv_role")
-    keys = ", ".join(map(str, questions.config.extra)) or "no key"
+def _is_elsewhere(questions: Questions, path: str) -> bool:
+    """Whether a file of the engine is in its container, and not here."""
+    in_container = questions.engine is not None and questions.engine.in_container
+    return in_container and not Path(path).exists()
+
+
+def _config(engine: config.GivenConfig, environ: Mapping[str, str]) -> Checked:
+    _, refused = judge.settings_of_given(engine, environ)
+    ours = engine.ours or {}
+    role = (engine.transfer or {}).get("kv_role")
+    keys = ", ".join(map(str, engine.extra)) or "no key"
     seen = f"{ours.get('kv_connector')}, {role}, {keys}"
-    # Those of files are told by the check of credentials, with their own remedies.
-    is_file = isinstance(refused and refused.__cause__, SecurityError)
-    return checked(
-        "config", given.judge_given(questions.config, None if is_file else refused), seen
-    )
+    # Those of files are findings of the check of credentials, with their own remedies.
+    ours_alone = [error for error in refused if not isinstance(error.__cause__, SecurityError)]
+    name = f"config {engine.name}" if engine.name else "config"
+    return checked(name, judge.judge_given(engine, ours_alone), seen)
 
 
-def _side_channel(questions: Questions, settings: Settings | None) -> Iterator[Checked]:
-    config = questions.config
-    extra = {} if config is None else config.extra
+def _several(questions: Questions) -> str | None:
+    """Why nothing of this host is compared with an engine's settings, if so."""
+    if len(questions.configs) < 2:
+        return None
+    return f"{len(questions.configs)} engines in --config: name one, as FILE#NAME"
+
+
+def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Checked]:
+    engine = questions.engine
+    why = _several(questions)
+    if engine is not None and judge.names_unseen_files(engine):
+        why = "the files are in the container: run this there"
+    if why is not None:
+        yield Checked("credentials", skipped=why)
+        return
+    extra = {} if engine is None else engine.extra
     files = {
         key: extra.get(key) or questions.tls.get(key) for key in ("tls_cert", "tls_key", "tls_ca")
     }
     secret = extra.get("secret_file") or questions.secret_file
     facts = credentials.read_credentials(secret, files, questions.engine_environ)
-    lends = config is not None and config.lends
+    lends = (
+        engine is not None and engine.lends and (engine.is_host_network or not engine.in_container)
+    )
     listens_at = settings.side_channel_host if settings is not None and lends else None
     named = None
     if settings is not None and lends and settings.security.check_hostname:
-        named = given.named_host(settings, questions.engine_environ)
+        named = judge.named_host(settings, questions.engine_environ)
     now = time.time()
     judged = credentials.judge_credentials(facts, listens_at=listens_at, named=named, now=now)
     yield checked("credentials", judged, credentials.seen_credentials(facts, now))
-    if settings is None or config is None or listens_at is None:
-        yield Checked("port", skipped="no --config of an engine that lends")
-        return
+
+
+def _port(questions: Questions, settings: Settings | None) -> Checked:
+    engine = questions.engine
+    why = _several(questions)
+    if why is None and (settings is None or engine is None or not engine.lends):
+        why = "no --config of an engine that lends"
+    elif engine is not None and not engine.has_addresses_of_host:
+        why = "the engine is in a network of its own: run this in its container"
+    if why is not None or settings is None or engine is None:
+        return Checked("port", skipped=why)
     first = settings.side_channel_port
     tried = [
-        ports.read_port(listens_at, port, settings.security)
-        for port in range(first, min(first + config.num_ports, 1 << 16))
+        ports.read_port(settings.side_channel_host, port, settings.security)
+        for port in range(first, min(first + engine.num_ports, 1 << 16))
     ]
     found = [finding for one in tried for finding in ports.judge_port(one)]
-    yield checked("port", found, *map(str, tried))
+    return checked("port", found, *map(str, tried))
 
 
 # --- the fleet ----------------------------------------------------------------------------

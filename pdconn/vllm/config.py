@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.faults.config import Faults, read_faults
-from pdconn.forecast.memory import LAYOUTS
 from pdconn.puller.verification import Verify
 from pdconn.puller.warmup_state import Place, parse_places
 from pdconn.sidechannel.kv_card import AUTO, WantedCard, parse_kv_interface
@@ -21,8 +20,24 @@ from pdconn.sidechannel.security import Security, SecurityError
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.settings import StoreSettings, read_store_settings
 from pdconn.vllm.nixl.keys import IN_TREE_KEYS, InTreeKeyError, Translated, translate
-from pdconn.vllm.values import cores, flag, lease, name, names, options, port, seconds, text
-from transport.choose import WANTED, Wanted
+from pdconn.vllm.values import (
+    OUR_LAYOUT,
+    LendBack,
+    cores,
+    flag,
+    layout,
+    lease,
+    lend_back,
+    name,
+    names,
+    options,
+    port,
+    seconds,
+    text,
+    transport,
+    verify,
+)
+from transport.choose import Wanted
 from transport.errors import FieldError, did_you_mean
 from transport.fault_schedule import FaultError
 
@@ -31,24 +46,8 @@ class ConfigError(FieldError, ValueError):
     """A setting that is unknown, has a wrong value, or is not supported."""
 
 
-OUR_LAYOUT, NO_LAYOUT = "auto", "none"
-"""Values of ``layout`` beside names: what pdconn prefers, and what the attention backend does."""
-
 Check = Callable[[Any], Any]
 """See :mod:`pdconn.vllm.values`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LendBack:
-    """How answers are lent, see :mod:`pdconn.vllm.lends.answers`.
-
-    Attributes:
-        seconds: the lease.
-        share: of the engine's blocks that may be pinned by answers; the oldest is given up first.
-    """
-
-    seconds: float = 60.0
-    share: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +101,43 @@ def read_settings(
     Raises:
         ConfigError: naming the key, what was expected and what came.
     """
-    _refuse_unknown(extra)
-    extra = in_our_keys(extra, role).extra
+    settings, errors = try_settings(extra, host, port, port_offset, environ, role=role)
+    if settings is None:
+        first, *more = errors
+        for error in more:
+            first.add_note(f"and {error}")
+        raise first
+    return settings
+
+
+def try_settings(
+    extra: Mapping[str, Any],
+    host: str,
+    port: int,
+    port_offset: int,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    role: str = "kv_both",
+) -> tuple[Settings | None, list[ConfigError]]:
+    """The settings, or all that is wrong with them; arguments as of :func:`read_settings`."""
+    errors = _unknown_keys(extra)
+    try:
+        extra = in_our_keys(extra, role).extra
+    except ConfigError as error:
+        errors.append(error)
     values: dict[str, Any] = {"side_channel_host": host, "side_channel_port": port}
-    values |= _checked(extra, _CHECKS)
+    values |= _checked(extra, _CHECKS, errors)
     values["side_channel_port"] += port_offset
-    return Settings(
-        **values,
-        debug_faults=_faults(extra),
-        security=_security(extra, environ),
-        store=_store(extra),
-    )
+    for part, read in (
+        ("debug_faults", lambda: _faults(extra)),
+        ("security", lambda: _security(extra, environ, errors)),
+        ("store", lambda: _store(extra)),
+    ):
+        try:
+            values[part] = read()
+        except ConfigError as error:
+            errors.append(error)
+    return (None if errors else Settings(**values)), errors
 
 
 def read_layout(extra: Mapping[str, Any]) -> str:
@@ -122,18 +147,23 @@ def read_layout(extra: Mapping[str, Any]) -> str:
         ConfigError: it is neither a layout nor one of the two other words.
     """
     ours = in_our_keys(extra).extra
-    asked: str = _checked(ours, {"layout": _layout}).get("layout", OUR_LAYOUT)
+    errors: list[ConfigError] = []
+    asked: str = _checked(ours, {"layout": layout}, errors).get("layout", OUR_LAYOUT)
+    if errors:
+        raise errors[0]
     return asked
 
 
-def _refuse_unknown(extra: Mapping[str, Any]) -> None:
+def _unknown_keys(extra: Mapping[str, Any]) -> list[ConfigError]:
     known = [key.name for key in KEYS] + [key.name for key in IN_TREE_KEYS]
+    errors = []
     for key in extra:
         if key not in known:
             hint = did_you_mean(key, known)
             if key == "secret":
                 hint = "configs are logged, so put it in a file (secret_file) or in PDCONN_SECRET"
-            raise ConfigError("kv_connector_extra_config", "a known key", repr(key), hint)
+            errors.append(ConfigError("kv_connector_extra_config", "a known key", repr(key), hint))
+    return errors
 
 
 def in_our_keys(extra: Mapping[str, Any], role: str = "kv_both") -> Translated:
@@ -148,8 +178,10 @@ def in_our_keys(extra: Mapping[str, Any], role: str = "kv_both") -> Translated:
         raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
 
 
-def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """What was given, as its check returns it."""
+def _checked(
+    extra: Mapping[str, Any], checks: Mapping[str, Check], errors: list[ConfigError]
+) -> dict[str, Any]:
+    """What was given, as its check returns it; what a check refuses goes to ``errors``."""
     values = {}
     for key, check in checks.items():
         if key not in extra:
@@ -157,13 +189,15 @@ def _checked(extra: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str,
         try:
             values[key] = check(extra[key])
         except ValueError as error:
-            raise ConfigError(key, error, repr(extra[key])) from None
+            errors.append(ConfigError(key, error, repr(extra[key])))
     return values
 
 
-def _security(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Security:
+def _security(
+    extra: Mapping[str, Any], environ: Mapping[str, str], errors: list[ConfigError]
+) -> Security:
     try:
-        return Security.load(**_checked(extra, _SECURITY_CHECKS), environ=environ)
+        return Security.load(**_checked(extra, _SECURITY_CHECKS, errors), environ=environ)
     except SecurityError as error:
         raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
 
@@ -182,38 +216,6 @@ def _store(extra: Mapping[str, Any]) -> StoreSettings | None:
         return read_store_settings(extra["store"])
     except StoreSettingError as error:
         raise ConfigError(error.field, error.expected, error.seen, error.hint) from error
-
-
-def _verify(value: Any) -> Verify:
-    if value not in list(Verify):
-        raise ValueError(" or ".join(Verify))
-    return Verify(value)
-
-
-def _transport(value: Any) -> Any:
-    if value not in WANTED:
-        raise ValueError(" or ".join(WANTED))
-    return value
-
-
-def _layout(value: Any) -> str:
-    words = (OUR_LAYOUT, NO_LAYOUT, *LAYOUTS)
-    if value not in words:
-        raise ValueError(" or ".join(words))
-    return str(value)
-
-
-def _lend_back(value: Any) -> LendBack | None:
-    expected = 'true, false, or like {"seconds": 60, "share": 0.2}'
-    if isinstance(value, bool):
-        return LendBack() if value else None
-    if not isinstance(value, dict) or not set(value) <= {"seconds", "share"}:
-        raise ValueError(expected)
-    settings = LendBack(**value)
-    share = settings.share
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 0.5:
-        raise ValueError(f"{expected}, with a share above 0 and at most 0.5 of the blocks")
-    return LendBack(lease(settings.seconds), float(share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,7 @@ KEYS: tuple[Key, ...] = (
         "How long decode waits for each answer of prefill: greeting, claim, checksums.",
     ),
     Key(
-        "transport", "`nixl`, `ucx`, `auto`", "`nixl`", _transport, "both",
+        "transport", "`nixl`, `ucx`, `auto`", "`nixl`", transport, "both",
         "What moves the bytes. `ucx` is UCX without NIXL, for host memory only; `auto` is `nixl` "
         "where it loads, else `ucx`. Both sides need the same.",
     ),
@@ -294,7 +296,7 @@ KEYS: tuple[Key, ...] = (
         "0. It is never a core that the model is bound to.",
     ),
     Key(
-        "layout", "`auto`, `none` or a layout", "`auto`", _layout, "both",
+        "layout", "`auto`, `none` or a layout", "`auto`", layout, "both",
         "Memory order of KV blocks to ask vLLM for: `auto` is `LBHNC` (head-major), and none for "
         "MLA and on ROCm; `none` leaves it to the attention backend. `VLLM_KV_CACHE_LAYOUT` goes "
         "first, and vLLM drops what the backend does not read.", "always `LBHNC`, but for MLA",
@@ -351,7 +353,7 @@ KEYS: tuple[Key, ...] = (
         "and its blocks are quarantined until the reads end.",
     ),
     Key(
-        "verify", "`off`, `sample`, `always`", "`off`", _verify, "both",
+        "verify", "`off`, `sample`, `always`", "`off`", verify, "both",
         "Compare checksums of what was lent with what arrived; `sample` is a sixteenth of the "
         "blocks. Set it on both sides.",
     ),
@@ -371,7 +373,7 @@ KEYS: tuple[Key, ...] = (
         '`{"root": "/mnt/kv", "capacity": "200GiB"}`.',
     ),
     Key(
-        "lend_back", "true, false, seconds and share", "false", _lend_back, "decode",
+        "lend_back", "true, false, seconds and share", "false", lend_back, "decode",
         "Return a ticket for prompt and answer, for prefill to pull in the next turn, see "
         "`docs/other-routers.md`; needs `kv_role: kv_both`. "
         '`{"seconds": 60, "share": 0.2}`: the lease, and the part of the KV blocks that such '

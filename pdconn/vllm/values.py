@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
+from pdconn.forecast.memory import LAYOUTS
 from pdconn.lifecycle.lease import MIN_TTL_S
+from pdconn.puller.verification import Verify
+from transport.choose import WANTED
+
+OUR_LAYOUT, NO_LAYOUT = "auto", "none"
+"""Values of ``layout`` beside names: what pdconn prefers, and what the attention backend does."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendBack:
+    """How answers are lent, see :mod:`pdconn.vllm.lends.answers`.
+
+    Attributes:
+        seconds: the lease.
+        share: of the engine's blocks that may be pinned by answers; the oldest is given up first.
+    """
+
+    seconds: float = 60.0
+    share: float = 0.2
+
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -78,3 +99,35 @@ def truth(value: Any) -> bool:
     if written not in ("true", "false"):
         raise ValueError("true or false")
     return written == "true"
+
+
+def verify(value: Any) -> Verify:
+    if value not in list(Verify):
+        raise ValueError(" or ".join(Verify))
+    return Verify(value)
+
+
+def transport(value: Any) -> Any:
+    if value not in WANTED:
+        raise ValueError(" or ".join(WANTED))
+    return value
+
+
+def layout(value: Any) -> str:
+    words = (OUR_LAYOUT, NO_LAYOUT, *LAYOUTS)
+    if value not in words:
+        raise ValueError(" or ".join(words))
+    return str(value)
+
+
+def lend_back(value: Any) -> LendBack | None:
+    expected = 'true, false, or like {"seconds": 60, "share": 0.2}'
+    if isinstance(value, bool):
+        return LendBack() if value else None
+    if not isinstance(value, dict) or not set(value) <= {"seconds", "share"}:
+        raise ValueError(expected)
+    settings = LendBack(**value)
+    share = settings.share
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 0.5:
+        raise ValueError(f"{expected}, with a share above 0 and at most 0.5 of the blocks")
+    return LendBack(lease(settings.seconds), float(share))

@@ -14,7 +14,8 @@ import pytest
 from pdconn.bench.errors import BadOption
 from pdconn.cli.bench_serve import _bounds, _plan, _targets
 from pdconn.cli.main import build_parser
-from pdconn.doctor.local.given import judge_given, read_given
+from pdconn.doctor.given.judge import judge_given
+from pdconn.doctor.given.read import read_given
 from tests.docs.generate import DOCS
 from tests.docs.pages import Command, commands
 from tests.docs.test_quickstart import COMMANDS, SERVED, transfer_config
@@ -91,7 +92,7 @@ def test_both_measurements_of_the_tutorial_ask_the_same_of_each_engine() -> None
 @pytest.mark.parametrize("command", DIAGNOSED, ids=str)
 def test_a_configuration_that_doctor_is_shown_has_no_fault(command: Command) -> None:
     config = command.words[command.words.index("--config") + 1]
-    assert list(judge_given(read_given(config, {}), None)) == []
+    assert list(judge_given(read_given(config, {}), [])) == []
 
 
 def test_a_configuration_with_a_fault_is_noticed() -> None:
@@ -99,7 +100,7 @@ def test_a_configuration_with_a_fault_is_noticed() -> None:
     command = next(one for one in DIAGNOSED if "kv_consumer" in one.text)
     config = command.words[command.words.index("--config") + 1]
     for wrong in (config.replace("recompute", "fail"), config.replace("kv_consumer", "kv_user")):
-        assert list(judge_given(read_given(wrong, {}), None)) != []
+        assert list(judge_given(read_given(wrong, {}), [])) != []
 
 
 def test_the_tutorial_s_figures_are_those_of_its_outputs() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from pdconn.doctor.findings import Finding
 from pdconn.doctor.fleet.events import EventFacts, judge_events
+from pdconn.doctor.given.judge import judge_given, settings_of_given
+from pdconn.doctor.given.read import read_given
 from pdconn.doctor.local.credentials import judge_credentials, read_credentials
 from pdconn.doctor.local.devices import Devices, NetDevice
-from pdconn.doctor.local.given import judge_given, read_given, settings_of_given
 from pdconn.doctor.local.limits import HostLimits, judge_limits, read_limits
 from pdconn.doctor.local.store import judge_store, read_store
 from pdconn.doctor.local.ucx import UcxFacts, judge_ucx
@@ -64,7 +65,7 @@ def test_the_command_for_a_store_makes_its_folder(tmp_path: Path) -> None:
 
 
 def test_the_configuration_that_is_offered_has_no_finding() -> None:
-    remedy = only(list(judge_given(read_given("vllm serve m", {}), None)))
+    remedy = only(list(judge_given(read_given("vllm serve m", {}), [])))
     given = read_given(f"vllm serve m {remedy.removeprefix('add ')}", {})
     settings, refused = settings_of_given(given, {})
     assert settings is not None

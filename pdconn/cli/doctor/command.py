@@ -15,7 +15,7 @@ from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.examine import Questions, examine
 from pdconn.doctor.fleet.channels import check_channel
 from pdconn.doctor.fleet.engines import trusting
-from pdconn.doctor.local.given import read_given
+from pdconn.doctor.given.read import read_engines
 from pdconn.doctor.local.used import read_ucx_log
 from pdconn.doctor.probe import serve_probe
 from pdconn.forecast.errors import ShapeError
@@ -36,8 +36,9 @@ UCX libraries, and what NIXL's UCX may connect by (started in a process of its o
 with --config also: its keys as the engine reads them, HMA, kv_load_failure_policy,
 secret and TLS files, the side channel's address and port, the store's folder
 
---config takes the JSON of --kv-transfer-config, a file with it, vLLM's --config file
-(YAML or JSON), or a whole line 'vllm serve ...'.
+--config takes the JSON of --kv-transfer-config, a line 'vllm serve ...' or 'docker run
+...', or a file: either of them, vLLM's --config file, a script, a systemd unit, Compose
+or Kubernetes YAML. Of a file with several engines FILE#NAME is one.
 
 running engines: /health, /version, /v1/models and max_model_len, clocks, pulls and
 leases of /metrics, ports and hashes of KV events. Engines are written as for pdconn
@@ -63,6 +64,7 @@ examples:
   pdconn doctor
   pdconn doctor --config prefill.json
   pdconn doctor --config "vllm serve MODEL --kv-transfer-config '{...}'"
+  pdconn doctor --config compose.yaml#prefill
   pdconn doctor --prefill http://p0:8000 --decode http://d0:8000 --golden
   pdconn doctor --no-local --fleet fleet.toml --prefill-channel p0:5600 \\
       --decode-channel d0.json --secret-file /run/secrets/pdconn --link 100Gb/s
@@ -191,7 +193,7 @@ def _questions(args: argparse.Namespace) -> Questions:
         raise BadQuestion("--no-local", expected, "none")
     return Questions(
         local=args.local,
-        config=None if args.config is None else read_given(args.config),
+        configs=() if args.config is None else read_engines(args.config),
         sources=tuple(sources),
         prefill_channels=channels["--prefill-channel"],
         decode_channels=channels["--decode-channel"],

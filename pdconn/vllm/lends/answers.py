@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.protocol.prefix import lends_back
-from pdconn.vllm.config import LendBack
+from pdconn.vllm.values import LendBack
 from transport.errors import shown
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
 from pdconn.forecast.memory import PREFERRED
-from pdconn.vllm.config import NO_LAYOUT, OUR_LAYOUT, read_layout
+from pdconn.vllm.config import read_layout
+from pdconn.vllm.values import NO_LAYOUT, OUR_LAYOUT
 from registration.references import KVCacheDataReference, KVCacheGroupReference, KVCacheReferences
 
 log = logging.getLogger(__name__)

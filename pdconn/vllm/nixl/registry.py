@@ -10,6 +10,13 @@ NAMES = ("PdconnConnector", "PdConnector")
 REPLACED = ("NixlConnector", "NixlPullConnector")
 """vLLM's two names for the connector that does what ours does; the one that pushes is kept."""
 
+MODULES = {
+    "pdconn.vllm": NAMES,
+    "pdconn.vllm.connector": NAMES,
+    "pdconn.vllm.nixl": REPLACED[:1],
+}
+"""``kv_connector_module_path``, and the names that vLLM finds our class by in each."""
+
 _MODULE, _CLASS = "pdconn.vllm.connector", "PdconnConnector"
 
 

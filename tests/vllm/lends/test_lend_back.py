@@ -16,11 +16,12 @@ from pdconn.protocol.errors import TicketError
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.prefix import ticket_from
 from pdconn.protocol.ticket import MAX_CUTS, BlockList, Ticket, TicketCut, parse_ticket
-from pdconn.vllm.config import ConfigError, LendBack, read_settings
+from pdconn.vllm.config import ConfigError, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.answers import LendableAnswer, LentAnswers
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prefix_digests
+from pdconn.vllm.values import LendBack
 from tests.fakes.pair import Cache
 from tests.vllm.lends.test_prefixes import grant, request
 from tests.vllm.producer.scheduler import Clock, Pool, settle

@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from pdconn.doctor.errors import BadQuestion
-from pdconn.doctor.local.given import (
-    judge_given,
-    named_host,
-    read_given,
-    settings_of_given,
-)
+from pdconn.doctor.given.judge import judge_given, named_host, settings_of_given
+from pdconn.doctor.given.read import read_given
 from pdconn.vllm.config import Settings
 
 KEY = "kv_connector_extra_config"
@@ -59,7 +55,7 @@ def test_every_form_is_read_alike(tmp_path: Path) -> None:
         given = read_given(form)
         assert given.extra == EXTRA, form
         settings, refused = settings_of_given(given, {})
-        assert refused is None
+        assert refused == []
         assert settings is not None
         assert (settings.kv_lease_duration, settings.side_channel_port) == (60.0, 5600)
         assert found(form) == []
@@ -176,7 +172,7 @@ def test_an_engine_without_connector_is_found() -> None:
         "/nowhere/engine.json",
         "vllm serve m --kv-transfer-config 'open",
         "vllm serve m --kv-transfer-config [1]",
-        "vllm serve m --kv-transfer-config.a 1 --kv-transfer-config.a.b 2",
+        "vllm serve m --kv-transfer-config --port 8000",
         '{"kv_transfer_config": 7}',
     ],
 )
@@ -188,8 +184,8 @@ def test_what_is_no_configuration_is_a_bad_question(text: str) -> None:
 def test_a_configuration_is_checked_without_importing_vllm() -> None:
     code = (
         "import sys; from pdconn.doctor.examine import Questions, examine\n"
-        "from pdconn.doctor.local.given import read_given\n"
-        f"examine(Questions(config=read_given({json.dumps(TRANSFER)!r}), asks_nixl=False))\n"
+        "from pdconn.doctor.given.read import read_engines\n"
+        f"examine(Questions(configs=read_engines({json.dumps(TRANSFER)!r}), asks_nixl=False))\n"
         "print(sorted({'vllm', 'torch', 'nixl', 'ucxx'} & set(sys.modules)))"
     )
     done = subprocess.run(
