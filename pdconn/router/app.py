@@ -30,10 +30,12 @@ from pdconn.router.errors import (
 from pdconn.router.fleet.client import (
     EngineAnswer,
 )
+from pdconn.router.handover.ending import end_of
 from pdconn.router.handover.handover import Handover
 from pdconn.router.handover.listing import ListedModels, Listing
 from pdconn.router.handover.passing import Passing, PassThrough
 from pdconn.router.handover.stream import ENGINE_HEADER, StreamEnd, relay
+from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.forms import check_form
 from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
 from pdconn.router.openai.passed import PASSED, Asks, PassedRoute
@@ -172,6 +174,8 @@ class RouterApp:
                 raise
             except asyncio.CancelledError:
                 end = RequestEnd.CUT_OFF if self._draining else RequestEnd.CLIENT_LEFT
+                if served.answer is not None and served.answer.is_whole:
+                    end = self._whole(served, served.answer)  # the client has everything
                 raise
             finally:
                 self._count_inflight(-1)
@@ -219,21 +223,39 @@ class RouterApp:
     ) -> tuple[web.StreamResponse, RequestEnd]:
         answer, request_id = answered
         name_engine, served = self._config.show_engines, current()
-        ok = RequestEnd.OK if answer.status < 400 else RequestEnd.ENGINE_ERROR
+        reader = served.answer = AnswerReader(answer.status, answer.headers)
         if isinstance(answer, Listing):
-            return _listed(answer, request_id, name_engine=name_engine), ok
-        is_stream = answer.headers.get("Content-Type", "").startswith("text/event-stream")
-        if is_stream and served.routed is not None:
-            waited_s = time.perf_counter() - served.began_s
-            self._metrics.times.first_token(served.routed.body.route, waited_s)
+            reader.feed(answer.body)
+            listed = _listed(answer, request_id, name_engine=name_engine)
+            return listed, self._whole(served, reader)
+        began = partial(self._stream_began, served) if reader.is_stream else None
         response, end = await relay(
-            http, answer, request_id, name_engine=name_engine, deadline_s=deadline_s
+            http,
+            answer,
+            request_id,
+            name_engine=name_engine,
+            reader=reader,
+            deadline_s=deadline_s,
+            began=began,
         )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
             self._health.report_down(answer.engine, why, request_id)
             log.error("pdconn: stream broken engine=%s request=%s", answer.engine, request_id)
-        return response, _ENDS.get(end, ok)
+        return response, _ENDS.get(end) or self._whole(served, reader)
+
+    def _stream_began(self, served: Served) -> None:
+        if served.routed is not None:
+            waited_s = time.perf_counter() - served.began_s
+            self._metrics.times.first_token(served.routed.body.route, waited_s)
+
+    def _whole(self, served: Served, answer: AnswerReader) -> RequestEnd:
+        """The end of a request of which the client has the whole answer."""
+        return end_of(
+            answer,
+            generates=served.routed is not None,
+            is_clients_key=self._config.passes_authorization,
+        )
 
     async def _answer(self, route: Route, http: web.Request) -> _Answered:
         """Of a generating route; the body is held until the answer begins."""

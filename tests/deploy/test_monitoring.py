@@ -88,6 +88,15 @@ def test_values_of_labels_that_alerts_match_are_values_of_the_code() -> None:
     assert [(label, value) for label, value in matched if value not in known[label]] == []
 
 
+def test_the_alert_of_failing_requests_counts_the_outcomes_that_are_the_services_fault() -> None:
+    from pdconn.router.routing.routed_request import Fault, RequestEnd
+
+    counted, left_out = re.findall(r'outcome[=!]~"([^"]*)"', rules()["PdconnRequestsFail"])
+    by_fault = {fault: {one.value for one in RequestEnd if one.fault is fault} for fault in Fault}
+    assert set(counted.split("|")) == by_fault[Fault.SERVICE]
+    assert set(left_out.split("|")) == by_fault[Fault.CLIENT]
+
+
 def test_monitors_put_the_labels_on_series_that_queries_ask_by(default: Cluster) -> None:
     (engines,) = [m for m in default.of("PodMonitor") if "engines" in m["metadata"]["name"]]
     (endpoint,) = engines["spec"]["podMetricsEndpoints"]
@@ -122,6 +131,9 @@ WELL = {
     'pdconn_router_inflight_requests{job="r", instance="r1"}': "3x60",
     'pdconn_router_requests_total{job="r", instance="r1", outcome="ok"}': "0+100x60",
     'pdconn_router_requests_total{job="r", instance="r1", outcome="engine_error"}': "0x60",
+    'pdconn_router_requests_total{job="r", instance="r1", outcome="client_error"}': "0x60",
+    'pdconn_router_requests_total{job="r", instance="r1", outcome="timed_out"}': "0x60",
+    'pdconn_router_requests_total{job="r", instance="r1", outcome="busy"}': "0x60",
     'pdconn_router_direct_requests_total{job="r", instance="r1", reason="no_prefill"}': "0x60",
     'pdconn_router_direct_requests_total{job="r", instance="r1", reason="no_ticket"}': "0x60",
     'pdconn_router_direct_requests_total{job="r", instance="r1", reason="prefix_held"}': "0+50x60",
@@ -155,6 +167,13 @@ FAULTS: dict[str, tuple[dict[str, str | None], set[str]]] = {
     "reads hang": ({"quarantined": "0x29 1x29"}, {"PdconnPullsQuarantined"}),
     "leases expire": ({"kv_expired": "0+5x60"}, {"PdconnLeasesExpire"}),
     "requests fail": ({'outcome="engine_error"': "0+5x60"}, {"PdconnRequestsFail"}),
+    "requests time out": ({'outcome="timed_out"': "0+5x60"}, {"PdconnRequestsFail"}),
+    "clients err": ({'outcome="client_error"': "0+500x60"}, set()),
+    "few requests fail, among many mistakes of clients": (
+        {'outcome="client_error"': "0+5000x60", 'outcome="engine_error"': "0+5x60"},
+        {"PdconnRequestsFail"},
+    ),
+    "the router is full": ({'outcome="busy"': "0+50x60"}, {"PdconnBusy"}),
     "a disk is bad": ({"store_rows_damaged": "0x29 1x29"}, {"PdconnStoreDamaged"}),
     "nobody asks": ({"_total": "5x60"}, set()),
 }
@@ -177,12 +196,14 @@ def fleet(changes: dict[str, str | None]) -> dict[str, str]:
 
 def firing(changes: dict[str, str | None]) -> set[str]:
     """The alerts that fire after half an hour."""
-    series = samples(fleet(changes))
+    return fired_by(fleet(changes))
+
+
+def fired_by(series: dict[str, str]) -> set[str]:
+    """The same, of any series."""
+    given = samples(series)
     return {
-        rule["alert"]
-        for group in groups()
-        for rule in group["rules"]
-        if fires(rule, series, MINUTE)
+        rule["alert"] for group in groups() for rule in group["rules"] if fires(rule, given, MINUTE)
     }
 
 
@@ -196,15 +217,13 @@ def test_every_alert_has_a_fault_that_it_is_for() -> None:
     assert set().union(*(expected for _, expected in FAULTS.values())) == rules().keys()
 
 
-def promtool_says(changes: dict[str, str | None], expected: set[str], folder: Path) -> str:
+def promtool_says(series: dict[str, str], expected: set[str], folder: Path) -> str:
     """Nothing if exactly these alerts fire for Prometheus' own tool, else what it says."""
     (folder / "rules.yml").write_text(yaml.safe_dump({"groups": groups()}), encoding="utf-8")
     query = 'count by (alertname) (count by (alertname, job) (ALERTS{alertstate="firing"}))'
     test: dict[str, Any] = {
         "interval": "1m",
-        "input_series": [
-            {"series": series, "values": values} for series, values in fleet(changes).items()
-        ],
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
             {
                 "expr": query,
@@ -231,13 +250,13 @@ def promtool_says(changes: dict[str, str | None], expected: set[str], folder: Pa
 @pytest.mark.parametrize("fault", FAULTS)
 def test_promtool_fires_the_same(fault: str, tmp_path: Path) -> None:
     changes, expected = FAULTS[fault]
-    assert promtool_says(changes, expected, tmp_path) == ""
+    assert promtool_says(fleet(changes), expected, tmp_path) == ""
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="no promtool to compare with")
 def test_an_alert_that_promtool_does_not_fire_is_noticed(tmp_path: Path) -> None:
     """Negative control."""
-    assert "PdconnPullsFail" in promtool_says({}, {"PdconnPullsFail"}, tmp_path)
+    assert "PdconnPullsFail" in promtool_says(fleet({}), {"PdconnPullsFail"}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +268,9 @@ def test_an_alert_that_promtool_does_not_fire_is_noticed(tmp_path: Path) -> None
         ("PdconnPullsFail", "> 0.01", "> 0.5"),
         ("PdconnPullsCorrupted", "[10m]", "[1m]"),
         ("PdconnLeasesExpire", "leases_granted", "pulls_confirmed"),
+        ("PdconnRequestsFail", "engine_error", "client_error"),
+        ("PdconnRequestsFail", "|timed_out", ""),
+        ("PdconnRequestsFail", "refused|client_error|client_left", "ok"),
     ],
 )
 def test_a_rule_with_a_fault_is_noticed(

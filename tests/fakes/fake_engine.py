@@ -303,3 +303,19 @@ async def hang(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamR
     """A script: the engine computes until its client leaves."""
     await asyncio.sleep(60)
     return web.Response()
+
+
+def stream_of(*events: dict[str, Any], pause_s: float = 0.0) -> Script:
+    """A script: a stream of these events, as vLLM writes them, and its end."""
+
+    async def script(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for event in events:
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            await asyncio.sleep(pause_s)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    return script

@@ -23,6 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from pdconn.router.admin.probes import PROBES
+from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.headers import REQUEST_ID_HEADER
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
@@ -45,6 +46,7 @@ class Served:
         request_id: as engines get it; empty where a request has none.
         end: how it ended, of requests for an answer.
         routed: the request, once its body was read and found good.
+        answer: what has passed of an engine's answer.
         span: of the whole request.
     """
 
@@ -52,6 +54,7 @@ class Served:
     request_id: str = ""
     end: RequestEnd | None = None
     routed: RoutedRequest | None = None
+    answer: AnswerReader | None = None
     span: Span = NOT_TRACED
 
 

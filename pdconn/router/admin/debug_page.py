@@ -206,6 +206,7 @@ def _brief(logged: Logged) -> dict[str, object]:
         "why": decision.ranking.why,
         "decision_ms": round(decision.took_s * 1000, 3),
         "outcome": None if outcome.end is None else outcome.end.value,
+        "fault": None if outcome.end is None else outcome.end.fault.value,
         "status": outcome.status,
         "total_ms": _in_ms(outcome.total_s),
         "prefill": outcome.prefill,

@@ -116,7 +116,7 @@ class Handover:
             finally:
                 self.router.decisions.end(decision, request.outcome())
             if answer is not None:
-                if request.decode is not None:  # else it is prefill's refusal
+                if request.decode is not None and answer.status < 400:
                     self.metrics.decode_answered(request.direct)
                 return answer
         raise NoEngineLeft(Role.DECODE.value, self.engines.failures(Role.DECODE))

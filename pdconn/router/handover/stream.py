@@ -1,18 +1,24 @@
 """An engine's answer to the client, byte for byte.
 
-Chunks are written as they come: not parsed, joined or counted.  A client that reads slowly
-slows the engine's connection down instead of filling the router's memory.
+Chunks are written as they come, neither joined nor changed; an ``AnswerReader`` looks at what was
+written.  A client that reads slowly slows the engine's connection down instead of filling the
+router's memory.
+
+A client that has everything may close its connection before the engine closes its own, and a
+time-out or a broken connection after the last event costs it nothing: such an answer is whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectionLost, EngineAnswer
+from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.headers import REQUEST_ID_HEADER
 
 #: The engine that an answer comes from.
@@ -34,18 +40,27 @@ async def relay(
     request_id: str,
     *,
     name_engine: bool,
+    reader: AnswerReader,
     deadline_s: float | None = None,
+    began: Callable[[], object] | None = None,
 ) -> tuple[web.StreamResponse, StreamEnd]:
     """Write an answer to the client of ``http``, and close the answer.
 
     An answer that is not whole at ``deadline_s``, by the event loop's clock, is broken off.
+
+    Args:
+        reader: of what was written.
+        began: called once the first bytes of a stream are written, unless they are an error.
     """
     headers = answer.headers
     if name_engine:
         headers[ENGINE_HEADER] = answer.engine
     headers[REQUEST_ID_HEADER] = request_id
     if answer.is_complete:
-        return await _at_once(answer, headers), StreamEnd.WHOLE
+        whole = await _at_once(answer, headers, reader)
+        if began is not None and reader.error is None:
+            began()
+        return whole, StreamEnd.WHOLE
     response = web.StreamResponse(status=answer.status, headers=headers)
     async with answer:
         try:
@@ -53,23 +68,35 @@ async def relay(
                 await response.prepare(http)
                 while chunk := await answer.next():
                     await response.write(chunk)
+                    reader.feed(chunk)
+                    if began is not None and reader.error is None:
+                        began()
+                    began = None
                 await response.write_eof()
         except TimeoutError:
             _break_off(http)
-            return response, StreamEnd.TIMED_OUT
+            end = StreamEnd.TIMED_OUT
         except ConnectionLost:
             _break_off(http)
-            return response, StreamEnd.ENGINE_FAILED
+            end = StreamEnd.ENGINE_FAILED
         except ConnectionResetError:
-            return response, StreamEnd.CLIENT_LEFT
-    return response, StreamEnd.WHOLE
+            end = StreamEnd.CLIENT_LEFT
+        else:
+            reader.end()
+            end = StreamEnd.WHOLE
+    return response, StreamEnd.WHOLE if reader.is_whole else end
 
 
-async def _at_once(answer: EngineAnswer, headers: CIMultiDict[str]) -> web.Response:
+async def _at_once(
+    answer: EngineAnswer, headers: CIMultiDict[str], reader: AnswerReader
+) -> web.Response:
     """A body that has arrived already: head and body leave in one packet."""
     headers.popall("Content-Length", None)  # aiohttp writes the same
     async with answer:
-        return web.Response(status=answer.status, headers=headers, body=await answer.rest())
+        body = await answer.rest()
+    reader.feed(body)
+    reader.end()
+    return web.Response(status=answer.status, headers=headers, body=body)
 
 
 def _break_off(http: web.Request) -> None:

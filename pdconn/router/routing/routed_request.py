@@ -62,12 +62,22 @@ class RequestEnd(LabelValue):
         Fault.CLIENT,
         "The router refused it for a mistake of the client: JSON, fields, size, an unknown model.",
     )
+    CLIENT_ERROR = (
+        "client_error",
+        Fault.CLIENT,
+        "An engine refused it for a mistake of the client (4xx, 501), such as a prompt that is too "
+        "long or a temperature below 0; in a stream too.",
+    )
     CLIENT_LEFT = (
         "client_left",
         Fault.CLIENT,
         "The client closed its connection before it had the whole answer.",
     )
-    ENGINE_ERROR = ("engine_error", Fault.SERVICE, "An engine answered with an error.")
+    ENGINE_ERROR = (
+        "engine_error",
+        Fault.SERVICE,
+        "An engine answered 5xx or 429, or with an error in a stream.",
+    )
     BROKEN_STREAM = (
         "broken_stream",
         Fault.SERVICE,

@@ -84,6 +84,12 @@ class _Opening:
     cancel: Callable[[], None]
 
 
+def test_what_the_system_could_not_open_is_counted_apart() -> None:
+    table = Table()
+    table.admission.accept_failed()
+    assert table.counts == {Dropped.ACCEPT_FAILED: 1}
+
+
 @in_loop
 async def test_a_place_is_made_by_what_stalls_then_by_what_idles_and_never_by_what_is_served() -> (
     None

@@ -71,12 +71,12 @@ async def test_without_an_engine_it_ends_as_refused(role):
 @in_loop
 async def test_an_engines_error_is_its_outcome(role):
     async def refuse(engine, seen, http):
-        return error(418, "no")
+        return error(507, "no")
 
     async with deployment() as d:
         getattr(d, role)[0].script = refuse
-        assert (await d.complete()).status == 418
-        assert await ended(d) == ("engine_error", 418)
+        assert (await d.complete()).status == 507
+        assert await ended(d) == ("engine_error", 507)
 
 
 @in_loop
@@ -139,6 +139,22 @@ async def test_another_request_of_the_same_id_keeps_its_own_outcome():
         d.decode[0].admitting.set()
         assert await newer == 200
         assert await ended(d) == ("ok", 200)
+
+
+@pytest.mark.parametrize(("status", "fault"), [(200, "none"), (400, "client"), (500, "service")])
+@in_loop
+async def test_the_page_knows_whose_fault_an_end_is(status, fault):
+    """A client's mistake was red, as an engine's failure is."""
+
+    async def answer(engine, seen, http):
+        return error(status, "x")
+
+    async with deployment() as d:
+        d.decode[0].script = answer if status >= 400 else None
+        assert (await d.complete()).status == status
+        await ended(d)
+        assert (await newest(d))["fault"] == fault
+    assert "one.fault" in pages._PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_says_whose_time_it_shows():

@@ -201,7 +201,9 @@ async def test_a_pod_that_promises_what_it_does_not_hold_loses_trust_and_traffic
         assert chosen[lied_to:] == [honest.url] * (20 - lied_to)
         assert f.router.trust[liar.url] == pytest.approx(0.8**lied_to)
         assert f.router.trust[honest.url] == 1.0
-        assert f.of_router("reported_tokens_total", kind="cached") == 160 * (20 - lied_to)
+        honestly = 160 * (20 - lied_to)
+        assert f.of_router("reported_tokens_total", kind="cached") == honestly
+        assert f.of_router("reported_tokens_total", kind="predicted") == 320 * lied_to + honestly
 
 
 @in_loop

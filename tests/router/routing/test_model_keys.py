@@ -188,7 +188,7 @@ async def test_each_client_sees_what_its_own_key_shows() -> None:
         assert [card["id"] for card in json.loads(reply.body)["data"]] == [A, B]
         assert (await ask(d, None, path="/v1/models")).status == 401
         assert d.outcome("ok", "/v1/models") == 1
-        assert d.outcome("engine_error", "/v1/models") == 2
+        assert d.outcome("client_error", "/v1/models") == 2
 
 
 @in_loop

@@ -307,4 +307,4 @@ async def test_an_engines_refusal_is_the_spans_status(receiver: OtlpReceiver) ->
         d.prefill[0].script = refuse
         assert (await d.complete()).status == 400
     assert traces.one("prefill").attributes["http.response.status_code"] == 400
-    assert traces.one("POST /v1/completions").attributes["pdconn.outcome"] == "engine_error"
+    assert traces.one("POST /v1/completions").attributes["pdconn.outcome"] == "client_error"

@@ -1,0 +1,177 @@
+"""What an engine's answer says of its own end, read while its bytes pass.  Pure.
+
+An HTTP status is sent before the first token, so it does not say how a stream ended, and a client
+that has the last event may close its connection before the engine closes its own.  So the reader
+looks at what passes::
+
+    data: {"choices": ...}         a token
+    data: {"error": {...}}         it failed, as a client's mistake or an engine's: ``code``
+    data: [DONE]                   the client has everything, whoever closes the connection first
+
+Each route has an end of its own (``message_stop``, ``response.completed``).  A JSON body is whole
+once ``Content-Length`` bytes have passed.  Only events that may hold one of these are decoded, and
+of what is remembered between two calls there is a bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Raw
+
+from pdconn.router.openai.requests import is_empty
+
+#: Of an event or of a body that is read; of longer ones nothing is known.
+MOST_NBYTES = 1 << 20
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+_DONE = b"[DONE]"
+#: Only an event with one of these names can be its stream's end, an error, or hold its usage.
+#: Within a JSON string the quotation marks would be escaped.
+_WORTH_READING = re.compile(
+    rb'"(?:error|usage|message_stop|response\.(?:completed|incomplete|failed))"'
+)
+_LAST_EVENTS = frozenset(
+    {"message_stop", "response.completed", "response.incomplete", "response.failed"}
+)
+_FAILED = ("error", "response.failed")
+_UNKNOWN_ERROR = 500
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count | None = None
+    input_tokens: _Count | None = None  # /v1/responses and /v1/messages
+    cache_read_input_tokens: _Count = 0  # of /v1/messages, which counts these apart
+    cache_creation_input_tokens: _Count = 0
+
+    @property
+    def of_the_prompt(self) -> int | None:
+        if self.prompt_tokens is not None or self.input_tokens is None:
+            return self.prompt_tokens
+        return self.input_tokens + self.cache_read_input_tokens + self.cache_creation_input_tokens
+
+
+class _Inner(msgspec.Struct):
+    """``response`` of an event of ``/v1/responses``, and ``message`` of ``/v1/messages``."""
+
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer, or an event of a stream."""
+
+    type: str | None = None
+    error: Raw = Raw(b"null")
+    detail: Raw = Raw(b"null")  # of FastAPI itself
+    usage: _Usage | None = None
+    response: _Inner | None = None
+    message: _Inner | str | None = None
+
+
+class _Error(msgspec.Struct):
+    code: int | str | None = None
+
+
+class AnswerReader:
+    """Reads an answer that passes, of which it changes nothing.
+
+    Attributes:
+        status: of the answer.
+        error: the status that an error in the answer names; None without one.
+        has_no_route: it is a web framework's 404 or 405, not one of an OpenAI API.
+        prompt_tokens: as its usage counts them; None where it does not say.
+        is_whole: the client needs no more bytes.
+
+    >>> reader = AnswerReader(200, {"Content-Type": "text/event-stream"})
+    >>> reader.feed(b'data: {"error": {"code": 400}}\\n\\ndata: [DONE]\\n\\n')
+    >>> reader.error, reader.is_whole
+    (400, True)
+    """
+
+    __slots__ = ("_expected", "_is_json", "_nbytes", "_rest", "error", "has_no_route", "is_stream",
+                 "is_whole", "prompt_tokens", "status")  # fmt: skip
+
+    def __init__(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        self.error: int | None = None
+        self.has_no_route = False
+        self.prompt_tokens: int | None = None
+        kind = headers.get("Content-Type", "")
+        self.is_stream = kind.startswith("text/event-stream")
+        length = headers.get("Content-Length", "")
+        self._expected = int(length) if length.isascii() and length.isdigit() else None
+        self.is_whole = self._expected == 0
+        self._nbytes = 0
+        self._rest: bytes | None = b""  # of what is not read yet; None: it is too long
+        self._is_json = kind.startswith("application/json")
+
+    def feed(self, chunk: bytes) -> None:
+        """The next bytes have been written to the client."""
+        self._nbytes += len(chunk)
+        if self.is_stream:
+            self._read_lines(chunk)
+        elif self._is_json:
+            self._keep(chunk)
+        if self._nbytes == self._expected:
+            self.end()
+
+    def end(self) -> None:
+        """All bytes have been written."""
+        self.is_whole = True
+        if not self.is_stream and self._rest:
+            self._read(self._rest)
+        self._rest = None
+
+    def _read_lines(self, chunk: bytes) -> None:
+        head, *others = chunk.split(b"\n")
+        self._keep(head)
+        for line in others:
+            if self._rest is not None:
+                self._line(self._rest)
+            self._rest = b""
+            self._keep(line)
+
+    def _keep(self, piece: bytes) -> None:
+        if self._rest is None or not piece:
+            return
+        if len(self._rest) + len(piece) > MOST_NBYTES:
+            self._rest = None
+        else:
+            self._rest += piece
+
+    def _line(self, line: bytes) -> None:
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == _DONE:
+            self.is_whole = True
+        elif _WORTH_READING.search(data):
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        try:
+            found = msgspec.json.decode(data, type=_Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        if found.type in _LAST_EVENTS:
+            self.is_whole = True
+        if found.type in _FAILED or not is_empty(found.error):
+            self.error = _code(found.error)
+        elif self.status in (404, 405):
+            self.has_no_route = not is_empty(found.detail)
+        inner = found.message if isinstance(found.message, _Inner) else found.response
+        usage = found.usage or (None if inner is None else inner.usage)
+        if usage is not None and usage.of_the_prompt:
+            self.prompt_tokens = usage.of_the_prompt
+
+
+def _code(error: Raw) -> int:
+    try:
+        code = msgspec.json.decode(error, type=_Error).code
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _UNKNOWN_ERROR
+    return code if isinstance(code, int) and 400 <= code < 600 else _UNKNOWN_ERROR
