@@ -26,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pdconn.vllm.config import ConfigError
+from pdconn.vllm.identity.updates import watch_updates
 from pdconn.vllm.memory.layout import wanted_layout
 from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
@@ -71,6 +72,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             answer_in_tree_keys(vllm_config)
             self._scheduler = PdScheduler(settings, vllm_config, kv_cache_config)
+            watch_updates(self._scheduler)
 
     # Scheduler side
 

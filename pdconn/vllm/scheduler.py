@@ -42,6 +42,7 @@ from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.engine import EngineStore
 from pdconn.vllm.tracing.pulls import PullSpans
+from transport.errors import shown
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -327,6 +328,12 @@ class PdScheduler:
         """Blocks of so many tokens, by transferred group."""
         ids = self._config.select_transfer_block_ids(block_ids)
         return without_scratch(self._config.transfer_groups, ids, num_tokens)
+
+    def weights_changed(self, method: str) -> None:
+        """A call by this name may change the weights; see :mod:`pdconn.vllm.identity.updates`."""
+        log.info("pdconn: weights may be others from now on: call=%s", shown(method))
+        if self._store is not None:
+            self._store.weights_changed()
 
     def take_stats(self) -> PdStats | None:
         """Leases and rows since the last call."""

@@ -17,15 +17,16 @@ USES: dict[str, str] = {
     "vllm.config:CacheConfig": "enable_prefix_caching cache_dtype get_resolved_kv_cache_layout",
     "vllm.config:ModelConfig": "model dtype hf_config hf_text_config use_mla max_model_len"
     " model_arch_config get_total_num_kv_heads get_total_num_hidden_layers enable_sleep_mode"
-    " quantization revision seed quantization_config multimodal_config model_weights",
+    " quantization revision seed quantization_config multimodal_config model_weights"
+    " trust_remote_code code_revision",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:DeviceConfig": "device_type",
     "vllm.config:AttentionConfig": "hisparse_config",
     "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
     "vllm.config:SpeculativeConfig": "draft_model_config method kv_cache_dtype"
-    " num_speculative_tokens uses_draft_kv_cache use_multi_module_mtp",
+    " num_speculative_tokens uses_draft_kv_cache use_multi_module_mtp draft_load_config",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "is_draft_layer",
-    "vllm.config:LoadConfig": "load_format model_loader_extra_config",
+    "vllm.config:LoadConfig": "load_format model_loader_extra_config download_dir",
     "vllm.config.model_arch:ModelArchitectureConfig": "per_layer_overrides total_num_kv_heads"
     " total_num_hidden_layers",
     "vllm.v1.request:Request": "request_id status kv_transfer_params prompt_token_ids prompt_embeds"
@@ -87,6 +88,7 @@ USES: dict[str, str] = {
     "vllm.distributed.kv_events:BlockRemoved": "__init__",
     "vllm.v1.attention.backend:AttentionBackend": "get_name",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "supported_kv_cache_layouts",
+    "vllm.v1.engine.core:EngineCore": "collective_rpc",
     "vllm.platforms.cpu:CpuPlatform": "check_and_update_config",
     "vllm.model_executor.models:registry": "_run_in_subprocess",
     "vllm.utils.ompmultiprocessing:OMPProcessManager": "configure_omp_envs skip_setup cpu_lists",
@@ -98,6 +100,7 @@ USES: dict[str, str] = {
 
 REPLACED = (
     "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
+    "vllm.v1.engine.core:EngineCore.collective_rpc",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",
     "vllm.v1.core.single_type_kv_cache_manager:"
     "SingleTypeKVCacheManager.max_admission_blocks_per_request",

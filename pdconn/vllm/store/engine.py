@@ -68,6 +68,7 @@ class EngineStore:
         self._splits = UNSPLIT
         self._states = StateGroups()
         self._requests: dict[str, Any] = {}
+        self._begun_before: set[str] = set()
         self._partial: dict[str, PartialBlocks] = {}
         self._pinned: dict[int, list[Any]] = {}
         self._num_pinned = 0
@@ -170,7 +171,7 @@ class EngineStore:
         state = output.kv_connector_block_state
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
-            if request is None or state is None:
+            if request is None or state is None or request_id in self._begun_before:
                 continue
             if self._num_pinned * _PINNED_SHARE > self._pool.num_gpu_blocks:
                 break
@@ -204,6 +205,7 @@ class EngineStore:
     def finished(self, request: Any) -> None:
         """The request left the engine."""
         self._partial.pop(request.request_id, None)
+        self._begun_before.discard(request.request_id)
         if self._requests.pop(request.request_id, None) is not None and self._store is not None:
             self._store.finished(request.request_id)
 
@@ -213,6 +215,16 @@ class EngineStore:
             self._unpin(number)
         if self._store is not None:
             self._store.cleared(salted(self._namespace, secrets.token_hex(8)))
+
+    def weights_changed(self) -> None:
+        """The engine's weights may be others from now on: so are the rows of what it computes.
+
+        Requests that have begun are of both, and are not saved.  What the engine's own prefix
+        cache keeps of the old weights goes on to be of use to it, as its user asked: so these
+        rows, too, are for this boot alone.
+        """
+        self.cleared()
+        self._begun_before.update(self._requests)
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""

@@ -122,6 +122,22 @@ def test_a_reset_unpins_first_and_names_another_place_for_rows(store: Any) -> No
     store.note([1])  # comes late: nothing is freed twice
 
 
+def test_weights_that_change_name_another_place_and_what_has_begun_is_not_saved(store: Any) -> None:
+    """vLLM's own cache is not reset then (``clear_cache=false``)."""
+    step(store)
+    store.weights_changed()
+    assert not store._pool.held()
+    assert store._store.cleared_to != ["ns"]
+    step(store)
+    assert not store._pool.held(), "of both weights"
+    store.finished(request())
+    store.arrived(request())
+    step(store)
+    assert store._pool.held() == {1, 2, 5}, "of the new ones"
+    store.weights_changed()
+    assert len({"ns", *store._store.cleared_to}) == 3
+
+
 def test_a_block_of_which_a_pull_wrote_only_the_end_is_not_saved(store: Any) -> None:
     store.pulled("r", {0: 1})
     store._store.holes = 2

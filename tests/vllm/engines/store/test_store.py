@@ -166,6 +166,31 @@ def test_a_killed_engine_leaves_what_it_committed_to_one_of_another_layout(
     assert client.metrics()["pdconn:store_rows_damaged_total"] > 0
 
 
+def test_what_is_saved_after_weights_were_changed_in_place_is_the_engines_own(
+    survivors: Survivors, expected: Expected
+) -> None:
+    """It is paused with its caches kept, as trainers do; the weights are the same in truth."""
+    [prompt] = prompts(34, (3 * TOKENS + 1,))
+    client, root = survivors.second, survivors.root
+    places = set(root.glob("rows/*"))
+    saved = len(rows(root, "fa"))
+    asked(client, [prompt])
+    wait_for_rows(root, saved + num_rows([prompt]))
+    before = hit_tokens(client)
+    assert not expected.mismatches(asked(client, [prompt]))
+    assert hit_tokens(client) - before == resumable(prompt), "the control"
+    client.post("/pause?clear_cache=false", {})
+    client.post("/collective_rpc", {"method": "reload_weights"})
+    client.post("/resume", {})
+    before = hit_tokens(client)
+    assert not expected.mismatches(asked(client, [prompt]))
+    assert hit_tokens(client) == before
+    wait_for_rows(root, saved + 2 * num_rows([prompt]))
+    assert len(set(root.glob("rows/*")) - places) == 1
+    assert not expected.mismatches(asked(client, [prompt]))
+    assert hit_tokens(client) - before == resumable(prompt)
+
+
 def _damage(root: Path) -> None:
     """Flip a byte in the middle of every row: in bytes that a checksum covers."""
     for path in rows(root, "fa") + rows(root, "wa"):
