@@ -104,9 +104,9 @@ def read_settings(
     settings, errors = try_settings(extra, host, port, port_offset, environ, role=role)
     if settings is None:
         first, *more = errors
-        for error in more:
-            first.add_note(f"and {error}")
-        raise first
+        hints = [first.hint] if first.hint else []
+        hint = "; ".join([*hints, *(f"and {error}" for error in more)])
+        raise ConfigError(first.field, first.expected, first.seen, hint) from first.__cause__
     return settings
 
 

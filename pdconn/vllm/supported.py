@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
+from pdconn.sidechannel.advertise import advertised_host
 from pdconn.vllm.config import ConfigError, Settings, in_our_keys, read_settings
 from pdconn.vllm.memory.sleep import check_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +26,38 @@ def settings_of(config: VllmConfig) -> Settings:
     Raises:
         ConfigError: naming the key, what was expected and what came.
     """
-    return read_settings(
-        config.kv_transfer_config.kv_connector_extra_config,
+    index = config.parallel_config.data_parallel_index
+    return read_transfer(config.kv_transfer_config, index)
+
+
+def read_transfer(transfer: KVTransferConfig, data_parallel_index: int = 0) -> Settings:
+    """Our settings in ``--kv-transfer-config``.
+
+    Raises:
+        ConfigError: naming the key, what was expected and what came.
+    """
+    settings = read_settings(
+        transfer.kv_connector_extra_config,
         envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
         envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
-        config.parallel_config.data_parallel_index,
-        role=config.kv_transfer_config.kv_role,
+        data_parallel_index,
+        role=transfer.kv_role,
     )
+    if settings.lend_back is not None and not transfer.is_kv_producer:
+        hint = "with lend_back decode lends, too"
+        raise ConfigError("kv_role", "kv_both", transfer.kv_role, hint)
+    return settings
+
+
+def check_reachable(settings: Settings) -> None:
+    """What the side channel of an engine that lends checks as it starts, but for its port.
+
+    Raises:
+        FieldError: tickets could name no host, or other hosts could reach it unauthenticated.
+    """
+    host = settings.side_channel_host
+    for reached in (host, advertised_host(host, settings.advertise_host)):
+        settings.security.require(reached)
 
 
 def answer_in_tree_keys(config: VllmConfig) -> None:
@@ -40,15 +67,17 @@ def answer_in_tree_keys(config: VllmConfig) -> None:
         log.info("pdconn: %s", note)
 
 
-def check_supported(config: VllmConfig) -> None:
+def check_supported(config: VllmConfig, transfer: KVTransferConfig | None = None) -> None:
     """Refuse what would be answered wrongly, or not as the user asked for.
+
+    Args:
+        transfer: our part, where ``config`` has MultiConnector's.
 
     Raises:
         ConfigError: naming what was expected and what came.
     """
     _check_blocks(config)
-    _check_memory(config)
-    _check_role(config)
+    _check_memory(config, transfer or config.kv_transfer_config)
     outputs = getattr(config, "aux_output_config", None)
     if getattr(outputs, "enable_return_routed_experts", False):
         hint = "decode does not compute the prompt, so it cannot tell its experts"
@@ -73,19 +102,11 @@ def _check_blocks(config: VllmConfig) -> None:
         raise ConfigError("attention_config.hisparse_config", "none", "one", hint)
 
 
-def _check_memory(config: VllmConfig) -> None:
+def _check_memory(config: VllmConfig, transfer: KVTransferConfig) -> None:
     """Whether KV memory is registered where it is, and stays where it was registered."""
     if config.model_config.enable_sleep_mode:
-        check_sleep(config.kv_transfer_config)
-    device, buffer = config.device_config.device_type, config.kv_transfer_config.kv_buffer_device
+        check_sleep(transfer)
+    device, buffer = config.device_config.device_type, transfer.kv_buffer_device
     if buffer == "cpu" != device:
         hint = "pdconn registers KV memory where it is, without buffers on the host"
         raise ConfigError("kv_buffer_device", device, buffer, hint)
-
-
-def _check_role(config: VllmConfig) -> None:
-    """Whether an engine that is to lend may."""
-    transfer = config.kv_transfer_config
-    if transfer.kv_connector_extra_config.get("lend_back") and not transfer.is_kv_producer:
-        hint = "with lend_back decode lends, too"
-        raise ConfigError("kv_role", "kv_both", transfer.kv_role, hint)

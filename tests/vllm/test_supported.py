@@ -13,7 +13,7 @@ from pdconn.vllm.config import ConfigError
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from pdconn.vllm.memory import sleep
-    from pdconn.vllm.supported import check_supported
+    from pdconn.vllm.supported import check_supported, read_transfer
 
 
 def config(
@@ -74,10 +74,10 @@ def test_buffers_on_the_host_of_a_gpu_are_refused() -> None:
 
 def test_who_is_to_lend_answers_must_be_a_lender() -> None:
     lends: dict[str, object] = {"lend_back": {"seconds": 5}}
-    check_supported(config(role="kv_both", extra=lends))
-    check_supported(config(role="kv_consumer", extra={"lend_back": False}))
+    read_transfer(config(role="kv_both", extra=lends).kv_transfer_config)
+    read_transfer(config(role="kv_consumer", extra={"lend_back": False}).kv_transfer_config)
     with pytest.raises(ConfigError, match="kv_role: expected kv_both, got kv_consumer"):
-        check_supported(config(role="kv_consumer", extra=lends))
+        read_transfer(config(role="kv_consumer", extra=lends).kv_transfer_config)
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])

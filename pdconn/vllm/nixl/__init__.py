@@ -19,6 +19,8 @@ __all__ = ["NixlConnector"]
 def __getattr__(name: str) -> Any:
     if name == "NixlConnector":
         from pdconn.vllm.connector import PdconnConnector
+        from pdconn.vllm.patches.early_check import check_asked_configuration
 
+        check_asked_configuration()
         return PdconnConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

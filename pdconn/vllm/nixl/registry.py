@@ -17,7 +17,8 @@ MODULES = {
 }
 """``kv_connector_module_path``, and the names that vLLM finds our class by in each."""
 
-_MODULE, _CLASS = "pdconn.vllm.connector", "PdconnConnector"
+_MODULE, _CLASS = "pdconn.vllm", "PdconnConnector"
+"""The package, and not the module below it, so that every question is answered there."""
 
 
 def register_names(factory: Any, *, as_nixl: bool) -> None:

@@ -1,4 +1,5 @@
 """What pdconn changes in vLLM's insides, one file each: what, why, and the check at the start.
 
+early_check      our configuration is checked before weights are loaded
 deferred_frees   blocks that a step in flight may still write are freed once it is over
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pdconn.lab.engine import Engine, wait_ready
@@ -12,4 +14,5 @@ def test_an_unknown_key_stops_the_engine_and_names_the_nearest(misconfigured: En
     with pytest.raises(EngineDied):
         wait_ready([misconfigured])
     log = misconfigured.log.read_text(encoding="utf-8")
+    assert re.search("(?i)load.*(model|weights)", log) is None, "it is read before"
     assert "expected a known key, got 'side_channel_prot'; did you mean 'side_channel_port'?" in log
