@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -27,7 +28,8 @@ from pdconn.forecast.link import Link
 from pdconn.router.errors import BadSetting
 from pdconn.router.fleet.member import Member, merged
 from pdconn.router.fleet.sources import FleetSource
-from pdconn.sidechannel.security import Security, SecurityError
+from pdconn.router.routing.policy import Role
+from pdconn.sidechannel.security import Security, SecurityError, is_loopback
 from pdconn.vllm.config import ConfigError, Settings
 from pdconn.vllm.memory.card import kv_card
 
@@ -96,7 +98,8 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
     if questions.engine is not None:
         settings, _ = judge.settings_of_given(questions.engine, questions.environ)
     if questions.local:
-        checks += _local(questions, settings, say)
+        decodes = [urlsplit(one.url).hostname or "" for one in members if Role.DECODE in one.roles]
+        checks += _local(questions, settings, decodes, say)
     measured = None
     if questions.probe is not None:
         say("reading from the other host")
@@ -113,7 +116,9 @@ def examine(questions: Questions, say: Say = lambda text: None) -> Diagnosis:
 # --- this host ----------------------------------------------------------------------------
 
 
-def _local(questions: Questions, settings: Settings | None, say: Say) -> Iterator[Checked]:
+def _local(
+    questions: Questions, settings: Settings | None, decodes: Sequence[str], say: Say
+) -> Iterator[Checked]:
     transport = "nixl" if settings is None else settings.transport
     found = versions.read_versions()
     judged = versions.judge_versions(found, transport)
@@ -134,7 +139,7 @@ def _local(questions: Questions, settings: Settings | None, say: Say) -> Iterato
     for engine in questions.configs:
         yield _config(engine, questions.environ)
     yield from _credentials(questions, settings)
-    yield _port(questions, settings)
+    yield _port(questions, settings, decodes)
     root = None if settings is None or settings.store is None else settings.store.root
     if root is not None and _is_elsewhere(questions, root):
         yield Checked("store", skipped=f"{root} is in the container: run this there")
@@ -222,21 +227,28 @@ def _credentials(questions: Questions, settings: Settings | None) -> Iterator[Ch
     yield checked("credentials", judged, credentials.seen_credentials(facts, now))
 
 
-def _port(questions: Questions, settings: Settings | None) -> Checked:
+def _port(questions: Questions, settings: Settings | None, decodes: Sequence[str]) -> Checked:
+    """Where an engine listens: whether it can, and whether decode can reach it there."""
     engine = questions.engine
-    why = _several(questions)
-    if why is None and (settings is None or engine is None or not engine.lends):
-        why = "no --config of an engine that lends"
-    elif engine is not None and not engine.has_addresses_of_host:
-        why = "the engine is in a network of its own: run this in its container"
-    if why is not None or settings is None or engine is None:
+    if _several(questions) is not None or settings is None or engine is None or not engine.lends:
+        why = _several(questions) or "no --config of an engine that lends"
         return Checked("port", skipped=why)
+    found: list[Finding] = []
     first = settings.side_channel_port
+    host = settings.side_channel_host
+    if is_loopback(settings.advertise_host or host):
+        isolated = not engine.has_addresses_of_host
+        found += ports.judge_loopback(f"{host}:{first}", decodes, is_isolated=isolated)
+    if not engine.has_addresses_of_host:
+        if found:
+            return checked("port", found, f"{host}:{first}, in a network of its own")
+        why = "the engine has addresses that are not this host's: run this where it runs"
+        return Checked("port", skipped=why)
     tried = [
-        ports.read_port(settings.side_channel_host, port, settings.security)
+        ports.read_port(host, port, settings.security)
         for port in range(first, min(first + engine.num_ports, 1 << 16))
     ]
-    found = [finding for one in tried for finding in ports.judge_port(one)]
+    found += [finding for one in tried for finding in ports.judge_port(one)]
     return checked("port", found, *map(str, tried))
 
 

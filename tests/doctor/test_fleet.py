@@ -171,13 +171,26 @@ def test_traffic_without_failures_has_no_finding() -> None:
             ("traffic.small-runs", "warning"),
         ),
         (page(lent=9), "up 1\n", ("traffic.no-connector", "warning")),
+        (page(pulls=55), page(pulls=55), ("traffic.role", "fault")),
+        (page(lent=9), page(lent=55), ("traffic.role", "fault")),
     ],
 )
 def test_counters_that_tell_of_trouble_are_found(
     lender: str, reader: str, found: tuple[str, str]
 ) -> None:
     assert found in traffic(lender, reader)
-    assert len(traffic(lender, reader)) == (2 if "no-connector" in found[0] else 1)
+    beside = "no-connector" in found[0] or "leases" in reader  # and decode has tried no pull
+    assert len(traffic(lender, reader)) == 1 + beside
+
+
+def test_prefill_and_decode_swapped_is_not_healthy() -> None:
+    assert traffic(page(pulls=55, lent=0), page(lent=55, pulls=0)) == [
+        ("traffic.role", "fault"),
+        ("traffic.role", "fault"),
+    ]
+    both = page(lent=55, pulls=55)  # the control: second turns pull from decode
+    assert traffic(both, both) == []
+    assert traffic(page(pulls=4), page(lent=4)) == []  # too few to tell
 
 
 def test_the_reasons_of_failures_are_named() -> None:

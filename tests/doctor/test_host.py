@@ -173,6 +173,11 @@ def test_a_container_s_card_is_one_end_of_a_pair(tmp_path: Path) -> None:
     assert ucx_lines(read_devices(tmp_path)) == [
         "host memory: UCX_NET_DEVICES=eth0 UCX_TLS=tcp,cma"
     ]
+    assert seen_devices(read_devices(tmp_path)) == "eth0 (speed unknown); no GPU"
+    asked = UcxFacts((), None, {"UCX_NET_DEVICES": "eth9"})
+    (found,) = judge_ucx(asked, read_devices(tmp_path))
+    assert found.remedy == "export UCX_NET_DEVICES=eth0"
+    assert "docker0" not in found.message
     physical = make_host(tmp_path / "physical", active=False)
     (physical / "sys/class/net").joinpath("eth0").rename(physical / "sys/class/net/eth1")
     for file in (tmp_path / "sys/class/net/eth0").iterdir():

@@ -79,7 +79,8 @@ def test_a_right_configuration_on_this_machine_has_no_fault(host: Host, capsys: 
     assert [f for f in document["findings"] if f["severity"] == "fault"] == []
     assert (code, document["healthy"]) == (0, True)
     names = {check["name"]: check["outcome"] for check in document["checks"]}
-    assert {names[name] for name in ("config", "credentials", "port", "store")} == {"ok"}
+    assert {names[name] for name in ("config", "credentials", "store")} == {"ok"}
+    assert names["port"] == "note"  # loopback, which may be meant
     assert "skipped" not in names.values()
     assert not (host.folder / "kv").exists()  # looking makes nothing
 
@@ -187,6 +188,27 @@ def test_a_taken_port_is_found_and_an_engine_at_it_is_not_a_fault(
     with lending(Cache("BHLNC", filled=True), SHARED) as port:
         host.extra["side_channel_port"] = port
         assert ids(host.ask(capsys)[1]) == ids(before)
+
+
+def test_a_producer_that_only_loopback_reaches_is_found(host: Host, capsys: Any) -> None:
+    """A note where decode may be here; a fault where it is elsewhere, or behind a container."""
+
+    def found(*words: str, config: str) -> list[str]:
+        main(["doctor", "--json", "--timeout", "0.2", "--config", config, *words])
+        document = json.loads(capsys.readouterr().out)
+        return [f["severity"] for f in document["findings"] if f["id"] == "ports.loopback"]
+
+    host.extra = {"side_channel_port": free_ports(1)[0]}
+    host.transfer["kv_connector_extra_config"] = host.extra
+    line = f"--kv-transfer-config '{json.dumps(host.transfer)}'"
+    assert found(config=f"vllm serve m {line}") == ["note"]
+    assert found("--decode", "http://localhost:1", config=f"vllm serve m {line}") == ["note"]
+    assert found("--decode", "http://192.0.2.7:1", config=f"vllm serve m {line}") == ["fault"]
+    assert found(config=f"docker run image m {line}") == ["fault"]
+    assert found(config=f"docker run --network host image m {line}") == ["note"]
+    protected = "PDCONN_SECRET=0123456789abcdef POD_IP=10.0.0.1"
+    line = f"{protected} VLLM_NIXL_SIDE_CHANNEL_HOST=0.0.0.0 vllm serve m {line}"
+    assert found(config=line) == []
 
 
 def test_the_card_that_carries_kv_is_shown_and_one_that_is_not_here_found(

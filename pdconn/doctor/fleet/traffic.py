@@ -16,6 +16,7 @@ LARGE_PULL_NBYTES = 4 << 20
 """Pulls of less are over soon, however small their runs."""
 FEW_PULLS = 5
 """Of fewer no share is judged."""
+_SWAPPED = "give it as the other role here and to the router (--prefill and --decode, or the file)"
 
 _PULLS = "pdconn:pulls_total"
 _FAILED = "vllm:nixl_num_failed_transfers_total"
@@ -110,12 +111,29 @@ def judge_traffic(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
             yield warning("traffic.no-connector", one.url, message, remedy)
         yield from _pulls(one, traffic)
         yield from _leases(one, traffic)
+    yield from _roles(up)
     lent = sum(traffic.lent for one, traffic in up if one.prefills)
     pulled = sum(traffic.pulls + traffic.failed for one, traffic in up if one.decodes)
     if lent >= FEW_PULLS and not pulled:
         message = f"prefill has lent {lent} prompts, and decode has tried no pull"
         remedy = "the router must pass kv_transfer_params of prefill's answer to decode, unchanged"
         yield fault("traffic.no-pulls", "hand-over", message, remedy)
+
+
+def _roles(engines: Sequence[tuple[EngineFacts, Traffic]]) -> Iterator[Finding]:
+    """Engines that do the opposite of what they were given as.
+
+    An engine in both roles lends and pulls; one that was given as prefill and pulls alone, or as
+    decode and lends alone, is the other.
+    """
+    for one, traffic in engines:
+        tried = traffic.pulls + traffic.failed
+        if one.prefills and not one.decodes and tried >= FEW_PULLS and not traffic.lent:
+            message = f"given as prefill, it has lent nothing and tried {tried} pulls"
+            yield fault("traffic.role", one.url, message, _SWAPPED)
+        elif one.decodes and not one.prefills and traffic.lent >= FEW_PULLS and not tried:
+            message = f"given as decode, it has lent {traffic.lent} prompts and tried no pull"
+            yield fault("traffic.role", one.url, message, _SWAPPED)
 
 
 def _pulls(one: EngineFacts, traffic: Traffic) -> Iterator[Finding]:

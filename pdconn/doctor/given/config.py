@@ -16,6 +16,8 @@ DEFAULT_HOST = "localhost"
 ADDRESSES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", *VARIABLES)
 AN_ADDRESS = "192.0.2.1"
 """Stands for one that only the shell or the cluster knows (RFC 5737 keeps it for examples)."""
+_OF_PROGRAMS = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+"""Variables that say where programs are: doctor starts some in the place of the engine."""
 _MULTI = "MultiConnector"
 _MOST_RANKS = 64
 
@@ -95,4 +97,5 @@ class GivenConfig:
 
     def environment(self, outer: Mapping[str, str]) -> Mapping[str, str]:
         """All variables that it gets; ``outer`` is of the shell that would start it here."""
-        return {**outer, **self.environ} if self.inherits else self.environ
+        kept = outer if self.inherits else {k: v for k, v in outer.items() if k in _OF_PROGRAMS}
+        return {**kept, **self.environ}

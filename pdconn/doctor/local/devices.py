@@ -83,6 +83,15 @@ class Devices:
         return tuple(port for port in self.rdma if port.is_active)
 
     @property
+    def usable_nets(self) -> tuple[NetDevice, ...]:
+        """Interfaces that lead to other hosts: no loopback, bridge or host's end of a pair.
+
+        In a container there is no physical card, and its own end of a pair is what there is.
+        """
+        up = [net for net in self.nets if net.is_up and not net.is_loopback]
+        return tuple([net for net in up if net.is_physical] or [net for net in up if net.is_paired])
+
+    @property
     def names(self) -> set[str]:
         """Everything that ``UCX_NET_DEVICES`` may name."""
         with_ports = {port.name for port in self.rdma}
@@ -156,7 +165,7 @@ def ucx_lines(devices: Devices) -> list[str]:
     port = max(devices.active_rdma, key=lambda one: one.gbits_per_s, default=None)
     if port is not None:
         return [f"host memory: UCX_NET_DEVICES={port.name} UCX_TLS=rc,cma,tcp"]
-    net = _fastest(devices.nets)
+    net = _fastest(devices)
     if net is None:
         return ["host memory: no network interface is up, so peers must be on this host"]
     return [f"host memory: UCX_NET_DEVICES={net.name} UCX_TLS=tcp,cma"]
@@ -169,26 +178,23 @@ def _gpu_line(gpu: GpuDevice, devices: Devices) -> str:
     port = nearest_port(gpu, devices.rdma)
     if port is not None:
         return f"{where}: UCX_NET_DEVICES={port.name} UCX_TLS=rc,{copies}"
-    net = _fastest(devices.nets)
+    net = _fastest(devices)
     if net is None:
         return f"{where}: no network interface is up, so peers must be on this host"
     return f"{where}: UCX_NET_DEVICES={net.name} UCX_TLS=tcp,{copies} (no RDMA device)"
 
 
-def _fastest(nets: Sequence[NetDevice]) -> NetDevice | None:
-    up = [net for net in nets if net.is_up and not net.is_loopback]
-    # In a container there is no physical card, and the speed of a pair says nothing.
-    usable = [net for net in up if net.is_physical] or [net for net in up if net.is_paired]
-    return max(usable, key=lambda net: (net.gbits_per_s or 0.0, net.name), default=None)
+def _fastest(devices: Devices) -> NetDevice | None:
+    nets = devices.usable_nets
+    return max(nets, key=lambda net: (net.gbits_per_s or 0.0, net.name), default=None)
 
 
 def seen_devices(devices: Devices) -> str:
     """A line of the network devices."""
     named = [f"{port.name} {port.gbits_per_s:g} Gbit/s" for port in devices.active_rdma]
-    for net in devices.nets:
-        if net.is_up and not net.is_loopback:
-            speed = "" if net.gbits_per_s is None else f" {net.gbits_per_s:g} Gbit/s"
-            named.append(f"{net.name}{speed or ' (speed unknown)'}")
+    for net in devices.usable_nets:
+        speed = "" if net.gbits_per_s is None else f" {net.gbits_per_s:g} Gbit/s"
+        named.append(f"{net.name}{speed or ' (speed unknown)'}")
     gpus = f"{len(devices.gpus)} GPUs" if devices.gpus else "no GPU"
     return f"{', '.join(named) or 'no network device that is up'}; {gpus}"
 

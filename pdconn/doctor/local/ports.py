@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdconn.doctor.findings import Finding, fault, one_line
+from pdconn.doctor.findings import Finding, fault, note, one_line
 from pdconn.protocol.errors import ProtocolError
 from pdconn.sidechannel.connection import SideChannelLost
 from pdconn.sidechannel.describe import describe
-from pdconn.sidechannel.security import Security
+from pdconn.sidechannel.security import Security, is_loopback
 from pdconn.sidechannel.session import Unauthenticated
 
 
@@ -69,6 +69,29 @@ def _asked(host: str, port: int, security: Security, timeout_s: float) -> PortFa
     except (OSError, SideChannelLost, ProtocolError) as error:
         return PortFacts(host, port, PortUse.TAKEN, one_line(error))
     return PortFacts(host, port, PortUse.ENGINE, described.engine_id)
+
+
+def judge_loopback(where: str, decodes: Sequence[str], *, is_isolated: bool) -> Iterator[Finding]:
+    """An engine whose tickets name loopback, at ``where``.
+
+    Args:
+        decodes: hosts of decode engines that are known.
+        is_isolated: the engine is in a network of its own, as a container's.
+    """
+    remedy = (
+        'set "side_channel_host": "0.0.0.0", or VLLM_NIXL_SIDE_CHANNEL_HOST to an address that '
+        "decode reaches, and a secret or TLS; nothing if decode or a relay to it is on this host"
+    )
+    message = "only loopback is listened at: decode can pull on this host alone"
+    others = [host for host in decodes if not is_loopback(host)]
+    if others:
+        message += f", and decode is at {', '.join(others)}"
+        yield fault("ports.loopback", where, message, remedy)
+    elif is_isolated:
+        message = "only loopback of a container is listened at: no other container can pull"
+        yield fault("ports.loopback", where, message, remedy.partition("; nothing")[0])
+    else:
+        yield note("ports.loopback", where, message, remedy)
 
 
 def judge_port(facts: PortFacts) -> Iterator[Finding]:

@@ -144,11 +144,10 @@ def _net_devices(given: str | None, devices: Devices) -> Iterator[Finding]:
     for word in given.removeprefix("^").split(","):
         if word.strip() in devices.names or word.strip() == "all":
             continue
-        known = ", ".join(sorted(devices.names - {"lo"})) or "none"
+        nets = [net.name for net in devices.usable_nets]
+        good = [port.name for port in devices.active_rdma] or nets
+        known = ", ".join(sorted({*good, *nets})) or "none"
         message = f"expected devices of this host ({known}), got {word!r}"
-        good = [port.name for port in devices.active_rdma] or [
-            net.name for net in devices.nets if net.is_up and not net.is_loopback
-        ]
         remedy = f"export UCX_NET_DEVICES={','.join(good)}" if good else "unset UCX_NET_DEVICES"
         yield fault("ucx.net-devices", "UCX_NET_DEVICES", message, remedy)
 
