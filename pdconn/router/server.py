@@ -315,6 +315,7 @@ async def _wait_for_engines(
         failures = [EngineFailure(name, reasons[name] or "") for name in missing]
         failures += [_no_engine(role, config) for role in Role if not engines.of(role)]
         raise EnginesMissing(wait_s, tuple(failures))
+    health.report_failed(reasons, "start")
 
 
 def _no_engine(role: Role, config: ProxyConfig) -> EngineFailure:

@@ -43,6 +43,7 @@ class Health:
         timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
+        self._silent = f"no answer from /health within {timeout_s:g} s"
         self._decodes_alone = decodes_alone
         self._engines = engines
         self._client = client
@@ -118,7 +119,7 @@ class Health:
                     await answer.rest()
                     return None if answer.status == 200 else f"/health answered {answer.status}"
         except TimeoutError:
-            return f"no answer from /health within {self._timeout_s:g} s"
+            return self._silent
         except (ConnectFailed, ConnectionLost) as error:
             return str(error)
 
@@ -140,6 +141,12 @@ class Health:
                 self._report_up(engine)
         return reasons
 
+    def report_failed(self, reasons: Mapping[str, str | None], request_id: str) -> None:
+        """What is shown as down gets nothing; one that is only slow to answer may be busy."""
+        for engine, why in reasons.items():
+            if why is not None and why not in (self._silent, _NOT_PROBED):
+                self.report_down(engine, why, request_id)
+
     async def page(self, *, name_engines: bool) -> dict[str, object]:
         """The router's own ``/health``: each role needs a healthy engine that does not drain.
 
@@ -147,6 +154,7 @@ class Health:
         ``name_engines``, it holds neither addresses nor reasons, which may contain some.
         """
         reasons = await self.probe_all()
+        self.report_failed(reasons, "/health")
         lines = {
             role.value: [
                 self._line(name, reasons[name], name_engines) for name in self._engines.of(role)

@@ -191,6 +191,11 @@ def engine_name(field: str, url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         hint = "" if "://" in url or not url else f"did you mean {'http://' + url!r}?"
         raise BadSetting(field, expected, url, hint)
+    before, openai, _ = f"{parts.path}/".partition("/v1/")
+    if openai:
+        # The base URL of OpenAI's clients ends in /v1, and requests would ask for /v1/v1/...
+        hint = f"did you mean {f'{parts.scheme}://{parts.netloc}{before}'!r}?"
+        raise BadSetting(field, f"{expected} without /v1, which is of each request", url, hint)
     if parts.username is not None or parts.query or parts.fragment:
         raise BadSetting(field, f"{expected} without user, query or fragment", url)
     if any(letter.isspace() for letter in url):

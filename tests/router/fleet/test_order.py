@@ -69,6 +69,7 @@ def test_misses_name_each_engine_once_the_tried_ones_first():
         ("http://LOCALHOST:8100/", "http://localhost:8100"),
         ("https://gate/engines/P0/", "https://gate/engines/P0"),
         ("http://[::1]:8100", "http://[::1]:8100"),
+        ("http://gate:1/v1x", "http://gate:1/v1x"),
     ],
 )
 def test_an_engine_has_one_name(url, name):
@@ -91,12 +92,21 @@ def test_an_engine_has_one_name(url, name):
         "http://host:1/#x",
         "http://ho st:1",
         "http://[::1:8100",
+        "http://host:1/v1",
+        "http://host:1/v1/",
+        "http://gate/p0/v1/completions",
     ],
 )
 def test_a_url_that_names_no_engine_is_refused_with_its_option(url):
     with pytest.raises(BadSetting, match="--decode: expected") as caught:
         engine_name("--decode", url)
     assert caught.value.field == "--decode"
+
+
+def test_the_base_url_of_openai_s_clients_is_answered_with_the_engine_s() -> None:
+    with pytest.raises(BadSetting, match="did you mean 'http://gate:1/p0'") as caught:
+        engine_name("--prefill", "http://gate:1/p0/v1")
+    assert "without /v1" in str(caught.value.expected)
 
 
 @pytest.mark.parametrize(

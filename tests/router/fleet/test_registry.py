@@ -190,6 +190,26 @@ async def test_health_shows_what_drains_and_needs_one_that_does_not():
 
 
 @in_loop
+async def test_an_engine_that_is_shown_as_down_gets_nothing():
+    """Until now only a request that failed took it out; a slow answer still does not."""
+    async with fake_engines(3) as (p, wrong, d):
+        engines = EngineRegistry([p.url, wrong.url], [d.url])
+        async with health_of(engines) as (health, _):
+            await health.page(name_engines=True)
+            assert engines.outage(wrong.url) is None  # the control
+            wrong.health_status = 404
+            page = await health.page(name_engines=True)
+            assert [line["up"] for line in page["prefill"]] == [True, False]
+            assert engines.outage(wrong.url).why == "/health answered 404"
+            assert engines.outage(p.url) is None
+            wrong.health_status = 200
+            await health.page(name_engines=True)
+            assert engines.outage(wrong.url) is None
+            health.report_failed({p.url: "no answer from /health within 2 s"}, "x")
+            assert engines.outage(p.url) is None
+
+
+@in_loop
 async def test_health_of_an_engine_that_comes_or_goes_meanwhile():
     async with fake_engines(3) as (p, old, new):
         engines = EngineRegistry([p.url], [old.url])
