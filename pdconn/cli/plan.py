@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from pdconn.cli.options import BadArgument, check_file, tokens
 from pdconn.cli.store.planned import configure_store, forecast_stored
@@ -17,6 +18,7 @@ from pdconn.forecast.errors import ForecastError, ShapeError, UnreadableConfig
 from pdconn.forecast.forecast import Cost, Forecast, forecast
 from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.hf.families import FAMILIES
+from pdconn.forecast.hf.kv_dtype import BESIDE
 from pdconn.forecast.link import PRESETS, ROUND_TRIPS, Link, parse_link
 from pdconn.forecast.model import KV_DTYPES, ModelShape, in_kv_dtype
 from pdconn.forecast.report import to_json
@@ -210,6 +212,8 @@ def _kv(model: ModelShape) -> str:
     if nbytes.states:
         parts.append(f"{nbytes.states:,} bytes of states a request")
     numbers = "rows of the model's own format" if size is None else f"{8 * size} bits a number"
+    if model.asked_by:
+        numbers += f" ({model.stored_as}, as {model.asked_by} asks)"
     return f"KV       {'; '.join([*parts, f'{model.kv_dtype}: {numbers}'])}"
 
 
@@ -282,7 +286,7 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 
 def _forecast(args: argparse.Namespace) -> Forecast:
-    model = in_kv_dtype(_model(args.model), args.dtype)
+    model = _model(args.model, args.dtype)
     return forecast(
         _engine("--prefill", args.prefill, model),
         _engine("--decode", args.decode, model),
@@ -308,21 +312,29 @@ def _engine(option: str, text: str, model: ModelShape) -> EngineShape:
         raise error.of(f"{option} ") from error
 
 
-def _model(given: str) -> ModelShape:
+def _model(given: str, dtype: str) -> ModelShape:
     """From a file or folder if it exists, else a built-in shape."""
     path = Path(given)
     if path.is_dir():
         path /= "config.json"
     elif not path.is_file():
-        return built_in(given)
+        return in_kv_dtype(built_in(given), dtype)
+    config, beside = _json(path), path.with_name(BESIDE)
+    is_folders = path.name == "config.json"
+    name = path.resolve().parent.name if is_folders else path.stem
+    # vLLM reads it of the folder: beside another file it may belong to another model.
+    quantization = _json(beside) if is_folders and beside.is_file() else None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnreadableConfig(str(path), "JSON", error) from error
-    try:
-        return model_shape(config, path.resolve().parent.name)
+        return model_shape(config, name, quantization, dtype)
     except ShapeError as error:
         raise error.of(f"{path} ") from error
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableConfig(str(path), "JSON", error) from error
 
 
 def _listing() -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from transport import errors
 from transport.errors import FieldError
+
+_SHOWN = 60
 
 
 class ForecastError(Exception):
@@ -13,5 +16,21 @@ class ShapeError(FieldError, ForecastError):
     """``field`` of a model, an engine or a link is wrong."""
 
 
+def _cut(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 class UnreadableConfig(ShapeError):
     """A key of a ``config.json`` is missing, wrong or not supported."""
+
+    show = staticmethod(_cut)
+
+
+def shown(value: object) -> str:
+    """A value of a file, short enough for an error of one line.
+
+    >>> shown([8] * 80)
+    '[8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8...'
+    """
+    return errors.shown(value, _SHOWN)

@@ -21,7 +21,6 @@ from msgspec import structs
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.states import LayerState
 from registration.references import AttentionKind
-from transport.errors import did_you_mean
 
 MAX_LAYERS = 4096
 
@@ -134,7 +133,8 @@ class ModelShape:
     """A model's name and its sorts of layers.
 
     ``item_nbytes`` are those of a number in the KV cache, None where rows are packed in a format of
-    the model's own; ``kv_dtype`` is what was asked for, ``auto`` the model's own.
+    the model's own; ``kv_dtype`` is what was asked for.  ``stored_as`` is the type itself, and
+    ``asked_by`` the key of a checkpoint that asks for it under ``auto``, empty where none does.
 
     Raises:
         ShapeError: no sorts, or a layer whose part is in two of them.
@@ -144,6 +144,8 @@ class ModelShape:
     sorts: tuple[Sort, ...]
     item_nbytes: int | None = 2
     kv_dtype: str = "auto"
+    stored_as: str = "bfloat16"
+    asked_by: str = ""
 
     def __post_init__(self) -> None:
         if not self.sorts:
@@ -195,8 +197,7 @@ def in_kv_dtype(model: ModelShape, dtype: str) -> ModelShape:
     if dtype == "auto":
         return model
     if dtype not in KV_DTYPES:
-        hint = did_you_mean(dtype, KV_DTYPES, cutoff=0.5)
-        raise ShapeError("dtype", f"auto, {', '.join(KV_DTYPES)}", dtype, hint)
+        raise ShapeError("dtype", f"auto, {', '.join(KV_DTYPES)}", dtype)
     before, after = model.item_nbytes, KV_DTYPES[dtype]
     if before is None:
         raise ShapeError("dtype", f"auto for {model.name}, whose rows have one format", dtype)
@@ -206,7 +207,9 @@ def in_kv_dtype(model: ModelShape, dtype: str) -> ModelShape:
         else sort
         for sort in model.sorts
     )
-    return replace(model, sorts=sorts, item_nbytes=after, kv_dtype=dtype)
+    return replace(
+        model, sorts=sorts, item_nbytes=after, kv_dtype=dtype, stored_as=dtype, asked_by=""
+    )
 
 
 def sorts_of(

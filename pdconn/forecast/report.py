@@ -63,6 +63,7 @@ def _kv(model: ModelShape) -> dict[str, Any]:
     nbytes = model.token_bytes
     return {
         "dtype": model.kv_dtype,
+        "resolved_dtype": model.stored_as,
         "bytes_per_token": nbytes.full + nbytes.windows,
         "full_attention_bytes_per_token": nbytes.full,
         "window_bytes_per_token": nbytes.windows,

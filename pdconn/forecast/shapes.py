@@ -5,12 +5,12 @@ All have 16-bit keys and values, vLLM's default.
 
 from __future__ import annotations
 
+import difflib
 import re
 
 from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.model import LayerSort, ModelShape, sorts_of
 from registration.references import AttentionKind
-from transport.errors import did_you_mean
 
 _FULL, _WINDOW = AttentionKind.FULL, AttentionKind.SLIDING_WINDOW
 
@@ -72,6 +72,7 @@ def _deepseek_v4(name: str) -> ModelShape:
             _state(c128, 128, 128, 4096, block_tokens=8, part="state"),
         ),
         item_nbytes=None,
+        stored_as="fp8_ds_mla",
     )
 
 
@@ -95,17 +96,31 @@ def built_in(name: str) -> ModelShape:
     """The built-in shape called ``name``; case, dots, dashes and an owner are ignored.
 
     Raises:
-        ShapeError: no shape has that name; the error names the nearest.
+        ShapeError: no shape has that name; the error names one that is written nearly so, and
+            those that begin so.
 
     >>> built_in("google/Gemma 3 27B").name
     'gemma-3-27b'
     """
+    wanted = _key(name)
     for shape in SHAPES:
-        if _key(shape.name) == _key(name):
+        if _key(shape.name) == wanted:
             return shape
-    names = [shape.name for shape in SHAPES]
-    wanted = f"a folder, a config.json or one of {', '.join(names)}"
-    raise ShapeError("model", wanted, name, did_you_mean(name.lower(), names, cutoff=0.4))
+    raise ShapeError("model", "a folder, a config.json or a built-in shape", name, _near(wanted))
+
+
+def _near(wanted: str) -> str:
+    """A model of another size or version is not what was meant: numbers have to agree."""
+    longer = [shape.name for shape in SHAPES if wanted and _key(shape.name).startswith(wanted)]
+    if longer:
+        return f"built-in: {', '.join(longer)}"
+    numbers = re.findall(r"\d+", wanted)
+    alike = [one.name for one in SHAPES if re.findall(r"\d+", _key(one.name)) == numbers]
+    near = difflib.get_close_matches(wanted, map(_key, alike), n=1, cutoff=0.8)
+    if near:
+        meant = next(one for one in alike if _key(one) == near[0])
+        return f"did you mean {meant!r}?"
+    return "pdconn plan --list has them; for any other model give its config.json"
 
 
 def _key(name: str) -> str:

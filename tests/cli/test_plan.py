@@ -153,7 +153,8 @@ def test_the_header_says_what_a_token_takes_in_each_type(capsys, dtype, item):
     assert f"KV       {said}; {dtype}: {8 * item} bits a number" in out
     found = json.loads(printed(capsys, *words, "--json"))
     assert found["kv"] == {
-        "dtype": dtype, "bytes_per_token": 2 * each, "full_attention_bytes_per_token": each,
+        "dtype": dtype, "resolved_dtype": "bfloat16" if dtype == "auto" else dtype,
+        "bytes_per_token": 2 * each, "full_attention_bytes_per_token": each,
         "window_bytes_per_token": each, "state_bytes": 0,
     }  # fmt: skip
 
@@ -242,8 +243,11 @@ def test_what_makes_no_sense_ends_with_2_and_one_line(words, wrong, capsys):
         (b"{", "expected JSON"),
         (b"\xff\xfe", "expected JSON"),
         (b"[]", "config: expected a JSON object"),
-        (json.dumps({**LLAMA, "mamba_d_state": 16}).encode(), "mamba_d_state: expected attention"),
-        (json.dumps({"model_type": "gpt2"}).encode(), "num_hidden_layers: expected"),
+        (json.dumps({**LLAMA, "mamba_d_state": 16}).encode(), "mamba_d_state: expected nothing"),
+        (
+            json.dumps({"model_type": "llama", "num_hidden_layers": 0}).encode(),
+            "num_hidden_layers: expected",
+        ),
         (json.dumps({**LLAMA, "model_type": "bert"}).encode(), "model_type: expected a family"),
         (None, "config.json"),
     ],

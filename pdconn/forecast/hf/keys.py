@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from reprlib import repr  # noqa: A004 - shortens long values
 from typing import Any
 
-from pdconn.forecast.errors import UnreadableConfig
+from pdconn.forecast.errors import UnreadableConfig, shown
 from pdconn.forecast.model import MAX_LAYERS
 
 Keys = Mapping[str, Any]
 
-_NESTED = ("text_config", "llm_config", "language_config")
+NESTED = ("text_config", "llm_config", "language_config")
 
 # vLLM caches 32-bit models in 16 bits; a config without a dtype counts as 32-bit.
 _ITEM_NBYTES = {
@@ -27,11 +26,11 @@ def text_keys(config: Keys) -> dict[str, Any]:
     """
     if not isinstance(config, Mapping):
         raise UnreadableConfig("config", "a JSON object", type(config).__name__)
-    for key in _NESTED:
+    for key in NESTED:
         inner = config.get(key)
         if inner is not None:
             if not isinstance(inner, Mapping):
-                raise UnreadableConfig(key, "an object", repr(inner))
+                raise UnreadableConfig(key, "an object", shown(inner))
             kept = {k: v for k, v in inner.items() if v is not None or k not in config}
             return {**config, **kept}
     return dict(config)
@@ -41,7 +40,7 @@ def number(keys: Keys, key: str, most: int = 1 << 24) -> int:
     """The whole number above 0 of ``key``."""
     value = keys.get(key)
     if type(value) is not int or not 0 < value <= most:
-        seen = "nothing" if value is None else repr(value)
+        seen = "nothing" if value is None else shown(value)
         raise UnreadableConfig(key, f"a whole number from 1 to {most}", seen)
     return value
 
@@ -62,14 +61,23 @@ def item_nbytes(keys: Keys) -> int:
     return 2
 
 
+def dtype_name(keys: Keys) -> str:
+    """The type of the cache that vLLM gives a model of this dtype."""
+    for key in ("torch_dtype", "dtype"):
+        if keys.get(key) is not None:
+            dtype = str(keys[key]).removeprefix("torch.")
+            return {"half": "float16", "float": "bfloat16", "float32": "bfloat16"}.get(dtype, dtype)
+    return "bfloat16"
+
+
 def named_layers(keys: Keys, key: str, layers: int, names: Mapping[str, Any]) -> list[Any]:
     """What each of the first ``layers`` names of a list stands for."""
     listed = keys.get(key)
     if not isinstance(listed, list) or len(listed) < layers:
-        raise UnreadableConfig(key, f"a list of {layers} kinds", repr(listed))
+        raise UnreadableConfig(key, f"a list of {layers} kinds", shown(listed))
     foreign = [name for name in listed if not (isinstance(name, str) and name in names)]
     if foreign:
-        raise UnreadableConfig(key, " or ".join(names), repr(foreign[0]))
+        raise UnreadableConfig(key, " or ".join(names), shown(foreign[0]))
     return [names[name] for name in listed[:layers]]
 
 
@@ -80,5 +88,5 @@ def indices(keys: Keys, key: str, first: int, layers: int) -> set[int]:
     if not isinstance(listed, list) or not all(
         type(one) is int and first <= one < end for one in listed
     ):
-        raise UnreadableConfig(key, f"a list of numbers from {first} to {end - 1}", repr(listed))
+        raise UnreadableConfig(key, f"a list of numbers from {first} to {end - 1}", shown(listed))
     return {one - first for one in listed}

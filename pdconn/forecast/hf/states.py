@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from reprlib import repr  # noqa: A004 - shortens long values
 from types import MappingProxyType
 
-from pdconn.forecast.errors import UnreadableConfig
+from pdconn.forecast.errors import UnreadableConfig, shown
 from pdconn.forecast.hf.keys import Keys, indices, item_nbytes, named_layers, number, optional
 from pdconn.forecast.model import MAX_LAYERS
 from pdconn.forecast.states import (
@@ -98,10 +97,10 @@ def _nemotron(keys: Keys) -> list[str]:
         size = len(listed) if isinstance(listed, list) else 1
         return named_layers(keys, "layers_block_type", size, _KINDS_WITH_NONE)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS:
-        raise UnreadableConfig("hybrid_override_pattern", "a letter per layer", repr(pattern))
+        raise UnreadableConfig("hybrid_override_pattern", "a letter per layer", shown(pattern))
     if not set(pattern) <= set(_LETTERS):
         known = ", ".join(_LETTERS)
-        raise UnreadableConfig("hybrid_override_pattern", f"only {known}", repr(pattern))
+        raise UnreadableConfig("hybrid_override_pattern", f"only {known}", shown(pattern))
     return [_LETTERS[letter] for letter in pattern]
 
 

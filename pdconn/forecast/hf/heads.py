@@ -1,0 +1,135 @@
+"""KV heads of a layer, by its kind of attention, and how much a token stores in one of them.
+
+Most families have one number and size of heads.  Others have two::
+
+    Gemma 4    full attention: fewer, if keys are values, and wider
+    MiMo V2    windows: ``swa_`` keys; values are narrower than keys
+    Step 3.5   the kind that ``attention_other_setting`` names: what it says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from pdconn.forecast.errors import UnreadableConfig, shown
+from pdconn.forecast.hf.families import Family
+from pdconn.forecast.hf.keys import Keys, number
+from pdconn.forecast.model import LayerSort, Sort
+from registration.references import AttentionKind
+
+GEMMA_4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+MIMO_V2 = ("mimo_v2", "mimo_v2_flash")
+STEP_3 = ("step3p5", "step3p7")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """KV heads, and numbers stored per token and head."""
+
+    count: int
+    row_items: int
+    is_latent: bool = False
+
+
+def heads_by_kind(
+    keys: Keys, family: str, known: Family, kinds: Iterable[AttentionKind]
+) -> dict[AttentionKind, Heads]:
+    """The heads of each kind of layers.
+
+    Raises:
+        UnreadableConfig: a key is missing, wrong or not supported.
+    """
+    if family in MIMO_V2:
+        return {kind: _mimo_v2(keys, kind) for kind in kinds}
+    if family in STEP_3:
+        return {kind: _step_3(keys, kind) for kind in kinds}
+    one = plain_heads(keys, known)
+    found = dict.fromkeys(kinds, one)
+    if family in GEMMA_4:
+        found[AttentionKind.FULL] = _gemma_4_full(keys, one)
+    return found
+
+
+def plain_heads(keys: Keys, known: Family) -> Heads:
+    """The same heads in all layers."""
+    if known.is_latent:
+        row_items = number(keys, "kv_lora_rank") + number(keys, "qk_rope_head_dim")
+        return Heads(1, row_items, is_latent=True)
+    grouped = keys.get("num_key_value_heads") is not None
+    heads = number(keys, "num_key_value_heads" if grouped else "num_attention_heads")
+    given = keys.get("head_dim") is not None
+    if given and not known.heads_divide_hidden:
+        return Heads(heads, 2 * number(keys, "head_dim"))
+    hidden, queries = number(keys, "hidden_size"), number(keys, "num_attention_heads")
+    if hidden % queries:
+        raise UnreadableConfig("hidden_size", f"a multiple of {queries} heads", hidden)
+    size = hidden // queries
+    if given and keys["head_dim"] != size:
+        raise UnreadableConfig("head_dim", f"hidden_size over heads, {size}", keys["head_dim"])
+    return Heads(heads, 2 * size)
+
+
+def _mimo_v2(keys: Keys, kind: AttentionKind) -> Heads:
+    prefix = "swa_" if kind.is_windowed else ""
+    key_size = number(keys, f"{prefix}head_dim")
+    # vLLM takes the size of keys where none is given for values.
+    value = f"{prefix}v_head_dim"
+    value_size = number(keys, value) if keys.get(value) is not None else key_size
+    return Heads(number(keys, f"{prefix}num_key_value_heads"), key_size + value_size)
+
+
+def _step_3(keys: Keys, kind: AttentionKind) -> Heads:
+    other = keys.get("attention_other_setting")
+    if other is not None and not isinstance(other, Mapping):
+        raise UnreadableConfig("attention_other_setting", "an object", shown(other))
+    is_other = other and other.get("attention_type") == _NAMES[kind]
+    heads = other if other and is_other else keys
+    return Heads(number(heads, "num_attention_groups"), 2 * number(heads, "head_dim"))
+
+
+_NAMES = {
+    AttentionKind.FULL: "full_attention",
+    AttentionKind.SLIDING_WINDOW: "sliding_attention",
+    AttentionKind.CHUNKED_LOCAL: "chunked_attention",
+}
+
+
+def _gemma_4_full(keys: Keys, others: Heads) -> Heads:
+    listed = keys.get("per_layer_config")
+    if listed is not None:
+        if not isinstance(listed, Mapping) or _several(listed):
+            raise UnreadableConfig("per_layer_config", "the same for every layer", shown(listed))
+        keys = {**keys, **next(iter(listed.values()), {})}
+        return Heads(number(keys, "num_key_value_heads"), 2 * number(keys, "head_dim"))
+    count = others.count
+    if keys.get("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None:
+        count = number(keys, "num_global_key_value_heads")
+    return Heads(count, 2 * number(keys, "global_head_dim"))
+
+
+def _several(listed: Mapping[str, object]) -> bool:
+    values = list(listed.values())
+    return any(one != values[0] for one in values)
+
+
+INDEXER_BLOCK = 64
+"""Tokens of a block of the kernels of DeepSeek's sparse attention, of latents too."""
+_QUANTIZED_TOGETHER = 128
+
+
+def with_indexer(sorts: Iterable[Sort], keys: Keys, layers: int) -> tuple[Sort, ...]:
+    """The same layers, with what their indexer keeps of each token beside the latent.
+
+    FP8 numbers, and a float32 scale for each 128 of them.
+    """
+    size = number(keys, "index_head_dim")
+    nbytes = size + 4 * (size // _QUANTIZED_TOGETHER)
+    latents = (structs.replace(sort, block_tokens=INDEXER_BLOCK) for sort in sorts)
+    indexer = LayerSort(
+        tuple(range(layers)), AttentionKind.FULL, None, 1, nbytes,
+        block_tokens=INDEXER_BLOCK, part="indexer", is_latent=True,
+    )  # fmt: skip
+    return (*latents, indexer)
