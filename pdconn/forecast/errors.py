@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 from transport import errors
 from transport.errors import FieldError
 
@@ -24,7 +27,7 @@ def _cut(value: object) -> str:
 class UnreadableConfig(ShapeError):
     """A key of a ``config.json`` is missing, wrong or not supported."""
 
-    show = staticmethod(_cut)
+    show: ClassVar[Callable[[object], str]] = staticmethod(_cut)
 
 
 def shown(value: object) -> str:
