@@ -240,7 +240,7 @@ class RouterApp:
         )
         if end is StreamEnd.ENGINE_FAILED:
             why = "failed in the middle of an answer"
-            self._health.report_down(answer.engine, why, request_id)
+            self._health.suspect(answer.engine, why, request_id)
             log.error("pdconn: stream broken engine=%s request=%s", answer.engine, request_id)
         return response, _ENDS.get(end) or self._whole(served, reader)
 

@@ -10,6 +10,7 @@ from pdconn.router.fleet.loads import KvUsage, LoadPoller
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import AbandonedRequests
 from pdconn.router.handover.handover import Handover
+from pdconn.router.handover.prefill import Prefill
 from pdconn.router.handover.prefix_pull import PrefixPulls
 from pdconn.router.handover.ticket_return import TicketReturner
 from pdconn.router.handover.tries import EngineTries
@@ -39,16 +40,15 @@ def make_handover(
         give_up_s=config.lease_s / 3,  # after that the lease frees the blocks soon enough
         most_returns=limits.most_ticket_returns,
     )
+    pulls = PrefixPulls(planner, client, tries.health, tries.metrics, tickets)
     return Handover(
         tries.engines,
         client,
         router,
         tries.metrics,
         AbandonedRequests(tickets, limits.patience_s),
-        PrefixPulls(planner, client, tries.health, tries.metrics, tickets),
+        Prefill(client, router, pulls, tries, config.prefill_timeout_s, config.reuse_tokens),
         tries,
-        config.prefill_timeout_s,
-        config.reuse_tokens,
     )
 
 

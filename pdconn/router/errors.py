@@ -176,10 +176,6 @@ class NoEngineLeft(Refusal):
         return {"role": self.role, "engines": engines}
 
 
-class PrefillTooLate(NoEngineLeft):
-    """The last prefill engine that was asked has not answered in time."""
-
-
 class RequestTimedOut(Refusal):
     """``--request-timeout`` is over, and no answer has begun."""
 

@@ -168,7 +168,7 @@ async def _services(
     )
     feeds = EventFeeds(router.caches, computed=router.not_found)
     metrics.watch(router.caches, feeds.statuses, policy.name)
-    tries = EngineTries(engines, health, metrics, config.most_tries)
+    tries = EngineTries(engines, health, metrics, config.most_tries, config.decodes_alone)
     handover = make_handover(config, client, router, tries, planner, limits=limits)
     warm_up = FleetWarmUp(
         engines, client, config.warm_up_s, partial(_send, handover), engine_key.authorization
@@ -197,7 +197,7 @@ async def _services(
             )
     finally:
         await warm_up.close()
-        await handover.pulls.close(limits.patience_s)
+        await handover.prefill.pulls.close(limits.patience_s)
         await handover.abandoned.close(limits.last_returns_s)
         await router.tokeniser.models.close()
         await feeds.close()

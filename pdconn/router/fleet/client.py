@@ -8,8 +8,10 @@ errors tell that:
     ConnectionLost   the connection broke after the request began to leave: a ticket in it
                      may be claimed, or used up, by now
 
-``OutOfResources`` is a ``ConnectFailed`` that says nothing of the engine: this process has no
-file descriptor or memory left.
+A kept connection that breaks under its request says little of the engine, whose server closes idle
+ones: ``IdleConnectionLost``, or the request is sent once more.  ``OutOfResources`` is a
+``ConnectFailed`` that says nothing of the engine: this process has no file descriptor or memory
+left.
 
 Answers pass byte for byte: nothing is decompressed, decoded or joined, and no cookie of one
 client reaches another.
@@ -24,24 +26,22 @@ import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
 from pdconn.router.errors import Busy
+from pdconn.router.fleet.sockets import EngineSockets
 from pdconn.router.openai.headers import OF_THE_ANSWER, keep_end_to_end
 
-#: vLLM's server closes an idle connection after 5 s.  The router must close it first, or now
-#: and then a request is written into a connection that is just closing.
-_KEEPALIVE_S = 4.0
-
-#: TCP keepalive: a connection breaks if the engine's host (not its server) is unreachable for
-#: this long; the first probe is sent after 6 s, then every 3 s.
-_DEAD_HOST_S = 15
-_PROBE_AFTER_S, _PROBE_EVERY_S = 6, 3
+#: vLLM's server closes an idle connection after 5 s (``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``).  The router
+#: should close it first, or now and then a request is written into a connection that is just
+#: closing, and has to be sent again.
+KEEPALIVE_S = 4.0
 
 #: aiohttp writes bytes in one piece and warns above 1 MiB; a file in pieces.
 _ONE_PIECE_NBYTES = 1 << 20
@@ -63,6 +63,10 @@ class ConnectionLost(Exception):
     """The connection broke before the answer was complete."""
 
 
+class IdleConnectionLost(ConnectionLost):
+    """A kept connection broke under the request: as a rule the server had just closed it."""
+
+
 class EngineTimedOut(ConnectionLost):
     """The engine did not answer in time; it may be up, and have much to do."""
 
@@ -72,6 +76,14 @@ class Delivery:
     """Whether the request has begun to leave, for callers that may stop waiting."""
 
     begun: bool = False
+
+
+@dataclass(slots=True)
+class _Sending:
+    """One request on its way; ``reuses``: the connection had served another one before."""
+
+    delivery: Delivery
+    reuses: bool = False
 
 
 class EngineAnswer:
@@ -101,6 +113,11 @@ class EngineAnswer:
         """Wait until the body has begun (or ended without a byte)."""
         if self._first_chunk is None:
             self._first_chunk = await self._read()
+
+    @property
+    def first_chunk(self) -> bytes:
+        """The body's beginning, as far as ``await_first`` has brought it."""
+        return self._first_chunk or b""
 
     async def next(self) -> bytes:
         """The bytes that arrived since the last call; empty at the end.
@@ -155,20 +172,36 @@ class EngineAnswer:
 
 
 class EngineClient:
-    """The HTTP session that all requests to all engines share."""
+    """The HTTP session that all requests to all engines share.
+
+    A kept connection may break under a request, since its server closes it in that moment.  The
+    request is then sent once more, on a new connection (RFC 9110, section 9.2.2; Envoy's
+    ``reset-before-request``).
+    """
 
     def __init__(self, connect_timeout_s: float) -> None:
+        self._sockets = EngineSockets()
+        self._timeout = aiohttp.ClientTimeout(
+            # An answer may take minutes to begin and hours to end, so only connecting has a
+            # time-out.
+            total=None,
+            connect=connect_timeout_s,
+            sock_connect=connect_timeout_s,
+        )
+        self._kept = self._session(keepalive_timeout=KEEPALIVE_S)
+        self._new = self._session(force_close=True)
+
+    def _session(self, **connections: Any) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(_note_new)
+        trace.on_connection_reuseconn.append(_note_reused)
         trace.on_request_headers_sent.append(_note_sent)
-        # An answer may take minutes to begin and hours to end, so only connecting has a
-        # time-out.  No limit per host: the engines queue, not the router.
-        self._session = aiohttp.ClientSession(
+        return aiohttp.ClientSession(
+            # No limit per host: the engines queue, not the router.
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_keepalive_socket
+                limit=0, socket_factory=self._sockets.open, **connections
             ),
-            timeout=aiohttp.ClientTimeout(
-                total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s
-            ),
+            timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding", "User-Agent"),
@@ -182,15 +215,21 @@ class EngineClient:
         body: bytes,
         headers: CIMultiDict[str],
         delivery: Delivery | None = None,
+        *,
+        may_repeat: bool = True,
     ) -> EngineAnswer:
         """Send a body; returns when the answer's head has arrived.
 
+        ``may_repeat``: False of a body that the engine must not see twice.
+
         Raises:
             ConnectFailed: the engine has not seen the request.
-            ConnectionLost: it may have.
+            IdleConnectionLost: a kept connection broke, and the body may not be repeated.
+            ConnectionLost: it may have seen it.
         """
-        data = body if len(body) <= _ONE_PIECE_NBYTES else io.BytesIO(body)
-        return await self._request("POST", engine, path, headers, data=data, delivery=delivery)
+        return await self._request(
+            "POST", engine, path, headers, body=body, delivery=delivery, may_repeat=may_repeat
+        )
 
     async def get(self, engine: str, path: str, headers: CIMultiDict[str]) -> EngineAnswer:
         """Request a page; returns when the answer's head has arrived."""
@@ -203,18 +242,46 @@ class EngineClient:
         path: str,
         headers: CIMultiDict[str],
         *,
-        data: bytes | io.BytesIO | None = None,
+        body: bytes | None = None,
         delivery: Delivery | None = None,
+        may_repeat: bool = True,
     ) -> EngineAnswer:
         url = URL(engine + path, encoded=True)
+        sending = _Sending(delivery or Delivery())
+        send = partial(self._send, method=method, url=url, headers=headers, sending=sending)
         try:
-            response = await self._session.request(
+            response = await send(self._kept, body)
+        except ConnectionLost as error:
+            if not sending.reuses:
+                raise
+            if not may_repeat:
+                raise IdleConnectionLost(str(error)) from error
+            try:
+                response = await send(self._new, body)
+            except ConnectFailed as failed:
+                # Of the first time nothing is known: it may have been seen then.
+                raise ConnectionLost(str(failed)) from failed
+        return EngineAnswer(engine, response)
+
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        body: bytes | None,
+        *,
+        method: str,
+        url: URL,
+        headers: CIMultiDict[str],
+        sending: _Sending,
+    ) -> aiohttp.ClientResponse:
+        is_long = body is not None and len(body) > _ONE_PIECE_NBYTES
+        try:
+            return await session.request(
                 method,
                 url,
-                data=data,
+                data=io.BytesIO(body or b"") if is_long else body,
                 headers=headers,
                 allow_redirects=False,
-                trace_request_ctx=delivery,
+                trace_request_ctx=sending,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if _is_our_fault(error):
@@ -222,33 +289,34 @@ class EngineClient:
             raise ConnectFailed(_reason(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLost(_reason(error)) from error
-        return EngineAnswer(engine, response)
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._session.close()
-
-
-def _keepalive_socket(
-    address: tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, object],
-) -> socket.socket:
-    """A socket whose kernel notices that the other host is gone."""
-    sock = socket.socket(address[0], address[1], address[2])
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probes = (_DEAD_HOST_S - _PROBE_AFTER_S) // _PROBE_EVERY_S
-    for option, value in (
-        ("TCP_KEEPIDLE", _PROBE_AFTER_S),
-        ("TCP_KEEPINTVL", _PROBE_EVERY_S),
-        ("TCP_KEEPCNT", probes),
-        ("TCP_USER_TIMEOUT", 1000 * _DEAD_HOST_S),  # sent and not acknowledged
-    ):
-        if hasattr(socket, option):  # Linux has all four
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return sock
+        await self._sockets.close()
+        await self._kept.close()
+        await self._new.close()
 
 
 def _nothing() -> None:
     pass
+
+
+async def _note_new(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceConnectionCreateEndParams,
+) -> None:
+    del session, params
+    context.trace_request_ctx.reuses = False
+
+
+async def _note_reused(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceConnectionReuseconnParams,
+) -> None:
+    del session, params
+    context.trace_request_ctx.reuses = True
 
 
 async def _note_sent(
@@ -257,8 +325,7 @@ async def _note_sent(
     params: aiohttp.TraceRequestHeadersSentParams,
 ) -> None:
     del session, params
-    if isinstance(context.trace_request_ctx, Delivery):
-        context.trace_request_ctx.begun = True
+    context.trace_request_ctx.delivery.begun = True
 
 
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

@@ -1,7 +1,14 @@
-"""Which engines are up: a failed request marks one as down, a probe as up again.
+"""Which engines are up: a failed connection or a failed probe marks one as down, a probe as up.
 
-From the failed request on, a task probes the engine's ``/health`` with growing pauses, until it
-answers 200 or the engine leaves the fleet.
+    a request failed: no connection ─────────────────────────► down ──/health answers 200──► up
+    ...: connection broken, 5xx ──► /health, on a connection ──►│ ▲
+                                    of its own: fails           └─┘ /health fails
+
+A request that fails otherwise than for want of a connection may have failed for its own sake, or
+that of its connection; ``/health`` says whether the engine has.  vLLM answers 503 there when its
+engine core has died, and so it does when its API server goes on living
+(``VLLM_KEEP_ALIVE_ON_ENGINE_DEATH``).  While an engine is down a task probes it, with growing
+pauses.
 """
 
 from __future__ import annotations
@@ -49,6 +56,7 @@ class Health:
         self._client = client
         self._metrics = metrics
         self._probes: dict[asyncio.Task[None], str] = {}
+        self._suspected: set[str] = set()
         self._closed = False
         self._round: asyncio.Task[dict[str, str | None]] | None = None
         self.when_up: Callable[[str], object] = lambda engine: None
@@ -67,8 +75,28 @@ class Health:
             if engine not in self._engines:
                 task.cancel()
 
+    def suspect(self, engine: str, why: str, request_id: str) -> None:
+        """A request to this engine failed: mark it as down if its ``/health`` fails, too."""
+        if self._closed or engine not in self._engines or engine in self._suspected:
+            return
+        if self._engines.outage(engine) is not None:
+            return
+        self._suspected.add(engine)
+        work = self._examine(engine, why, request_id)
+        task = asyncio.create_task(work, name=f"examine {engine}")
+        self._probes[task] = engine
+        task.add_done_callback(self._probe_ended)
+
+    async def _examine(self, engine: str, why: str, request_id: str) -> None:
+        try:
+            found = await self.probe(engine)
+        finally:
+            self._suspected.discard(engine)
+        if found is not None:
+            self.report_down(engine, f"{why}; {found}", request_id)
+
     def report_down(self, engine: str, why: str, request_id: str) -> None:
-        """A request to this engine failed: skip it until it answers again."""
+        """A request did not reach this engine: skip it until it answers again."""
         if engine not in self._engines:
             return  # it has left the fleet
         if self._engines.outage(engine) is not None:

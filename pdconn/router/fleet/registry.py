@@ -5,7 +5,7 @@
                               └─┘ /health fails: the next probe waits twice as long
 
 An engine counts as up until a request to it fails; nothing is probed while everything works.
-One engine may hold both roles, and is down for both.
+One engine may hold both roles, and is down for both.  One that is up may rest (``fleet.rests``).
 
 Engines join, drain and leave while requests run (``update``).  A draining engine gets no new
 requests and finishes those it has; an engine that left is forgotten, and answers that it still
@@ -21,6 +21,7 @@ from typing import Self
 
 from pdconn.router.errors import EngineFailure
 from pdconn.router.fleet.member import Member, merged
+from pdconn.router.fleet.rests import EngineRests
 from pdconn.router.routing.policy import Role
 
 FIRST_BACKOFF_S = 1.0
@@ -70,7 +71,11 @@ class _Standing:
 
 
 class EngineRegistry:
-    """Every engine by role, those that drain, and the outage of each that is down."""
+    """Every engine by role, those that drain, and the outage of each that is down.
+
+    Attributes:
+        rests: of engines that are up and refuse requests again and again.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class EngineRegistry:
         self._by_role = {Role.PREFILL: tuple(prefill), Role.DECODE: tuple(decode)}
         self._draining: frozenset[str] = frozenset()
         self._outages: dict[str, Outage] = {}
+        self.rests = EngineRests()
 
     @classmethod
     def from_members(
@@ -102,6 +108,7 @@ class EngineRegistry:
         after = self._standings()
         for name in before.keys() - after.keys():
             self._outages.pop(name, None)
+        self.rests.keep(after)
         return _compare(before, after)
 
     def _standings(self) -> dict[str, _Standing]:
@@ -128,6 +135,11 @@ class EngineRegistry:
         out = self._outages.keys() | self._draining
         live = (name for name in self._by_role[role] if name not in out)
         return tuple(live if among is None else (name for name in live if name in among))
+
+    def awake(self, role: Role, among: frozenset[str] | None, now: float) -> tuple[str, ...]:
+        """Those of ``live`` that do not rest."""
+        live = self.live(role, among)
+        return tuple(name for name in live if not self.rests.is_resting(name, now))
 
     def is_draining(self, engine: str) -> bool:
         """Whether an engine gets no new requests."""

@@ -45,6 +45,17 @@ class Abandoned(Exception):
     """The client left before another engine was asked."""
 
 
+def enter(request: RoutedRequest, stage: Stage) -> None:
+    """Go on with the next engine, unless the client has left.
+
+    Raises:
+        Abandoned: it has.
+    """
+    if request.client_left:
+        raise Abandoned
+    request.enter(stage)
+
+
 class AbandonedRequests:
     """Finishes requests of clients that left, in the background."""
 

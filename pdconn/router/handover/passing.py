@@ -1,6 +1,7 @@
 """Requests that one engine serves as they are, without prefill and decode (``openai.passed``).
 
-They hold no ticket and may be sent twice, so another engine is tried after any failure.
+They hold no ticket and may be sent twice, so another engine is tried after any failure, and after
+an answer that is one (``rules``).  Where all have failed the client gets the last answer of any.
 """
 
 from __future__ import annotations
@@ -55,33 +56,40 @@ class PassThrough:
             OutOfResources: the router cannot open a connection.
         """
         failures: list[EngineFailure] = []
-        unknown: EngineAnswer | None = None
+        second: EngineAnswer | None = None
+        tries = self.handover.tries
         try:
             engines = self.handover.router.by_load(self._engines(passing))
             # A response is where it is, however many engines there are.
             all_of_them = passing.asks is Asks.HOLDER
-            for engine in engines if all_of_them else self.handover.tries.bounded(engines):
+            for engine in engines if all_of_them else tries.bounded(engines):
                 try:
                     answer = await self._ask(engine, passing)
                 except (ConnectFailed, ConnectionLost) as error:
-                    [role, *_] = self.handover.engines.roles(engine) or (Role.DECODE,)
-                    failures.append(
-                        self.handover.tries.failed(role, engine, passing.request_id, error)
-                    )
+                    role = self._role(engine)
+                    failures.append(tries.failed(role, engine, passing.request_id, error))
                     continue
-                if passing.asks is not Asks.HOLDER or answer.status != _NOT_FOUND:
+                role = self._role(engine)
+                failure = tries.refused(role, answer, answer.status, passing.request_id)
+                is_unknown = passing.asks is Asks.HOLDER and answer.status == _NOT_FOUND
+                if failure is None and not is_unknown:
                     return answer
-                if unknown is not None:
-                    unknown.close()
-                unknown = answer  # perhaps another engine keeps it
-            if unknown is not None:
-                answer, unknown = unknown, None
+                if second is not None:
+                    second.close()
+                second = answer  # perhaps another engine does better, or keeps the response
+            if second is not None:
+                answer, second = second, None
                 return answer
         finally:
-            if unknown is not None:
-                unknown.close()
+            if second is not None:
+                second.close()
         known = self.handover.engines.failures(Role.DECODE, failures)
         raise NoEngineLeft(Role.DECODE.value, known)
+
+    def _role(self, engine: str) -> Role:
+        """The role in which its failures are counted."""
+        [role, *_] = self.handover.engines.roles(engine) or (Role.DECODE,)
+        return role
 
     def _engines(self, passing: Passing) -> tuple[str, ...]:
         decode = self.handover.engines.live(Role.DECODE, passing.serving)

@@ -165,8 +165,10 @@ class PrefixPulls:
                     came = await self._ticket_of(asked, holder, body)
         except OutOfResources as error:
             log.warning("pdconn: no prefix asked for: %s", error)
-        except (ConnectFailed, ConnectionLost) as error:
+        except ConnectFailed as error:
             self._health.report_down(holder.engine, str(error), asked.request_id)
+        except ConnectionLost as error:
+            self._health.suspect(holder.engine, str(error), asked.request_id)
         except TimeoutError:
             came = PullEnd.LATE
         finally:

@@ -13,6 +13,7 @@ from msgspec import Raw
 from pdconn.router.background import Background
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
+from pdconn.router.handover.rules import ELSEWHERE
 from pdconn.router.metric_table import TicketEnd
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import return_body
@@ -81,10 +82,10 @@ class TicketReturner:
                     answer = await self._client.post(engine, path, body, request.headers)
                     async with answer:
                         await answer.rest()
-                except ConnectFailed:
+                except (ConnectFailed, ConnectionLost):
+                    continue  # a second return has no effect
+                if answer.status in ELSEWHERE:
                     continue
-                except ConnectionLost:
-                    return TicketEnd.NO_ENGINE
                 # 404: refused for its model's name, and the lender was notified.
                 # 200: the engine does not check names; it has pulled, and is done.
                 returned = answer.status in (200, 404)

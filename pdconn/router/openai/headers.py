@@ -75,6 +75,14 @@ def from_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return kept
 
 
+def to_rank(headers: CIMultiDict[str], rank: int | None) -> CIMultiDict[str]:
+    """The headers for one data-parallel rank of an engine, or any of its ranks."""
+    headers = headers.copy()
+    if rank is not None:
+        headers[RANK_HEADER] = str(rank)
+    return headers
+
+
 def is_request_id(text: str) -> bool:
     """Whether a client may name its request so.
 

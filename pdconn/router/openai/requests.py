@@ -92,9 +92,17 @@ class Direct(LabelValue):
         "no_prefill_in_time",
         "No prefill engine answered within `--prefill-timeout`.",
     )
+    PREFILL_ERROR = (
+        "prefill_error",
+        "The last prefill engine that was asked answered 429, 500, 502, 503 or 504.",
+    )
+    PREFILL_TOO_SHORT = (
+        "prefill_too_short",
+        "The prompt is longer than prefill's `max_model_len`, though not than that of others.",
+    )
     TICKET_SPENT = (
         "ticket_spent",
-        "A decode engine failed while it had the ticket, which may be used up.",
+        "A decode engine failed or refused while it had the ticket, which may be used up.",
     )
 
 

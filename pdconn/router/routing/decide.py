@@ -37,8 +37,9 @@ from pdconn.router.routing.policy import (
     RouteQuery,
 )
 from pdconn.router.routing.routed_request import Decision, DecisionLog, RoutedRequest
-from pdconn.router.routing.tokenize import Tokenised, Tokeniser
+from pdconn.router.routing.tokenize import Tokenised, Tokeniser, asking, text
 
+_BAD_REQUEST = 400
 BYTES_A_TOKEN = 4
 """Estimate for a body that was not tokenized."""
 MOST_GUESSED = 32_768
@@ -95,8 +96,8 @@ class RequestRouter:
         """
         began = time.perf_counter()
         tokenised, lookup, unknown = await self._look_up(request)
-        prefill = self.engines.live(Role.PREFILL, request.serving)
-        decode = self.engines.live(Role.DECODE, request.serving)
+        prefill = self.eligible(Role.PREFILL, request)
+        decode = self.eligible(Role.DECODE, request)
         query = _query(request, tokenised, bool(prefill) or not self.decodes_alone)
         loads = self.loads.fresh(LOAD_FOR_S)
         computing = [self._candidate(name, lookup, loads) for name in prefill]
@@ -122,16 +123,38 @@ class RequestRouter:
         self.metrics.decided(decision)
         return decision
 
+    def eligible(self, role: Role, request: RoutedRequest) -> tuple[str, ...]:
+        """The engines that a request may go to now; those that rest if there is no other.
+
+        Decode computes a prompt rather than wait for a prefill engine that rests, if it may.
+        """
+        serving = request.serving
+        awake = self.engines.awake(role, serving, time.monotonic())
+        found = _not_failed(role, request, awake)
+        if found or (role is Role.PREFILL and self.decodes_alone):
+            return found
+        return _not_failed(role, request, self.engines.live(role, serving))
+
+    async def is_shorter(self, engine: str, status: int, request: RoutedRequest) -> bool:
+        """Whether an engine may have refused a prompt for its length that another one takes."""
+        if status != _BAD_REQUEST:
+            return False
+        models = await self.tokeniser.models.view(asking(request.headers))
+        name = text(request.body.fields.get("model"))
+        ours, longest = models.max_tokens_at(engine, name), models.max_tokens(name)
+        return ours is not None and longest is not None and ours < longest
+
     def by_load(self, engines: Iterable[str]) -> list[str]:
         """Engines with the fewest requests first, for what is not routed by its prompt.
 
-        Those that are equally busy take turns.
+        Those that are equally busy take turns, and those that rest come last.
         """
-        names, loads = list(engines), self.loads.fresh(LOAD_FOR_S)
+        names, loads, now = list(engines), self.loads.fresh(LOAD_FOR_S), time.monotonic()
         if names:
             self.turn = (self.turn + 1) % len(names)
             names = names[self.turn :] + names[: self.turn]
-        return sorted(names, key=lambda name: self._num_requests(name, loads))
+        is_resting = partial(self.engines.rests.is_resting, now=now)
+        return sorted(names, key=lambda name: (is_resting(name), self._num_requests(name, loads)))
 
     def _num_requests(self, engine: str, loads: Mapping[str, Load]) -> int:
         load = loads.get(engine) or Load()
@@ -270,6 +293,10 @@ class RequestRouter:
         )
         gained = best.hit.weighed_tokens - ranks[-1].hit.weighed_tokens
         return best.hit, best.rank if len(ranks) > 1 and gained >= TIE_TOKENS else None
+
+
+def _not_failed(role: Role, request: RoutedRequest, engines: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in engines if not request.has_failed_at(name, role))
 
 
 def _query(request: RoutedRequest, tokenised: Tokenised | None, has_prefill: bool) -> RouteQuery:

@@ -85,6 +85,10 @@ class ModelView:
         cards = (cards.get(model or "") for cards in self.cards.values())
         return next((card.root for card in cards if card and card.parent and card.root), None)
 
+    def max_tokens_at(self, engine: str, model: str | None) -> int | None:
+        """Tokens of the longest prompt and its answer that one engine takes, if it tells."""
+        return _max_tokens(self.cards.get(engine, {}), model)
+
     def max_tokens(self, model: str | None) -> int | None:
         """Tokens of the longest prompt and its answer that any engine takes, if they tell."""
         found = [_max_tokens(cards, model) for cards in self.cards.values()]

@@ -28,11 +28,11 @@ from multidict import CIMultiDict
 
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.events.caches import PrefixLookup
-from pdconn.router.fleet.client import Delivery
+from pdconn.router.fleet.client import Delivery, EngineAnswer
 from pdconn.router.labels import LabelValue
 from pdconn.router.openai.requests import Direct, ParsedBody
 from pdconn.router.pulls.pull import PrefixPull
-from pdconn.router.routing.policy import Ranking
+from pdconn.router.routing.policy import Ranking, Role
 from pdconn.router.routing.timeline import Answered, Step, StepKind, Timeline
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 
@@ -136,6 +136,8 @@ class RoutedRequest:
         pull: what prefill pulled from another engine, or tried to.
         ticket: from prefill, while it may still be used.
         direct: why decode gets no ticket; None while it is to get one.
+        failures: engines that failed it, and whether it may have broken them.
+        refusal: the last answer of an engine that refused it, for want of a better one.
         prefill, decode: the engines that answered, so far.
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
         ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
@@ -157,6 +159,8 @@ class RoutedRequest:
     pull: PrefixPull | None = None
     ticket: Raw | None = None
     direct: Direct | None = None
+    failures: dict[tuple[str, Role], bool] = field(default_factory=dict)
+    refusal: EngineAnswer | None = None
     prefill: str | None = None
     decode: str | None = None
     cached_tokens: int | None = None
@@ -179,6 +183,25 @@ class RoutedRequest:
         self.delivery = Delivery()
         self.asked_at_s = time.perf_counter()
         self.timeline.asked.append((StepKind(stage.value), self.asked_at_s))
+
+    def has_failed_at(self, engine: str, role: Role) -> bool:
+        """Whether an engine has failed it in this role: another one is asked."""
+        return (engine, role) in self.failures
+
+    def num_broken(self, role: Role) -> int:
+        """Engines of a role that it may have broken."""
+        return sum(broken for (_, of), broken in self.failures.items() if of is role)
+
+    def keep_refusal(self, answer: EngineAnswer | None) -> None:
+        """Keep an answer in place of the one that was kept before."""
+        if self.refusal is not None:
+            self.refusal.close()
+        self.refusal = answer
+
+    def take_refusal(self) -> EngineAnswer | None:
+        """The answer that was kept; its caller closes it."""
+        answer, self.refusal = self.refusal, None
+        return answer
 
     def waited_s(self) -> float:
         """Seconds since the engine was asked."""

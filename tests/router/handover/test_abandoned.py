@@ -71,11 +71,11 @@ async def test_leaving_while_decode_is_not_reached_gives_the_ticket_back(checks_
     post = EngineClient.post
     connecting, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(self, engine, *rest):
+    async def slow(self, engine, *rest, **options):
         if engine == gone.url:
             connecting.set()
             await go_on.wait()
-        return await post(self, engine, *rest)
+        return await post(self, engine, *rest, **options)
 
     monkeypatch.setattr(EngineClient, "post", slow)
     async with deployment(num_decode=2, limits=Limits(patience_s=60.0)) as d:

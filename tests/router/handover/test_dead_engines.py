@@ -60,8 +60,21 @@ async def test_a_ticket_that_died_with_its_engine_is_not_presented_again():
 async def test_a_prefill_engine_that_dies_with_a_request_is_replaced():
     async with deployment(num_prefill=2) as d:
         d.prefill[0].script = reset
+        d.prefill[0].health_status = 503
         assert (await d.complete()).status == 200
         assert d.metric("retries_total", role="prefill", engine=d.prefill[0].url) == 1
+        await until(lambda: d.metric("engine_up", role="prefill", engine=d.prefill[0].url) == 0)
+
+
+@in_loop
+async def test_an_engine_whose_health_is_well_is_not_down_for_a_broken_connection():
+    """Whatever broke it: another server process of the engine, a proxy before it, a full window."""
+    async with deployment(num_decode=2) as d:
+        d.decode[0].script = reset
+        assert (await d.complete()).body == ANSWER
+        await until(lambda: d.decode[0].num_probes)
+        await asyncio.sleep(0.05)
+        assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -162,7 +175,7 @@ async def test_a_stream_that_breaks_does_not_look_whole(announced, caplog):
         return response
 
     async with deployment() as d:
-        d.decode[0].script = short
+        d.decode[0].script, d.decode[0].health_status = short, 503
         with contextlib.suppress(aiohttp.ClientPayloadError):
             async with d.client.post(
                 d.url("/v1/completions"), json={"prompt": "x", "stream": True}
@@ -174,7 +187,7 @@ async def test_a_stream_that_breaks_does_not_look_whole(announced, caplog):
         assert got == sent  # all that came, and no more
         assert d.outcome("broken_stream") == 1
         assert any("stream broken" in r.getMessage() for r in caplog.records)
-        assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 0
+        await until(lambda: d.metric("engine_up", role="decode", engine=d.decode[0].url) == 0)
 
 
 @in_loop
