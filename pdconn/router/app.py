@@ -20,6 +20,7 @@ from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
 from pdconn.router.admission.connections import ClientAdmission
+from pdconn.router.admission.heads import checking_heads
 from pdconn.router.config import ProxyConfig
 from pdconn.router.errors import (
     Busy,
@@ -49,9 +50,11 @@ from pdconn.sidechannel.quiet_log import QuietLog
 
 log = logging.getLogger(__name__)
 
+_MODEL_NAME = "/v1/models/{name}"
 _SERVED = (
     *(route.path for route in Route),
     "/v1/models",
+    _MODEL_NAME,
     "/health",
     "/livez",
     "/readyz",
@@ -113,6 +116,7 @@ class RouterApp:
             self.admission.observing,
             logging_access(self._ended),
             refusing(_SERVED, name_engines=self._config.show_engines),
+            checking_heads,
             *([] if self._keys is None else [requiring(self._keys)]),
         ]
         app = web.Application()
@@ -127,6 +131,9 @@ class RouterApp:
             app.router.add_route(passed.method, passed.path, handler, expect_handler=_continue)
         models = self._counting("/v1/models", self._models)
         app.router.add_get("/v1/models", models, allow_head=False, expect_handler=_continue)
+        # As the model is called: names hold slashes.
+        path, model = "/v1/models/{name:.+}", self._counting(_MODEL_NAME, self._model)
+        app.router.add_get(path, model, allow_head=False, expect_handler=_continue)
         self._probes.add_to(app, name_engines=self._config.show_engines)
         return app
 
@@ -300,6 +307,11 @@ class RouterApp:
         request_id, headers = self._identify(http)
         headers.popall("Content-Type", None)
         return await self._listed.answer(headers, request_id), request_id
+
+    async def _model(self, http: web.Request) -> _Answered:
+        """One model of the list; vLLM has no such route, and clients ask for it first."""
+        (listing, request_id), name = await self._models(http), http.match_info["name"]
+        return (listing.of(name) if isinstance(listing, Listing) else listing), request_id
 
     def _identify(self, http: web.Request) -> tuple[str, CIMultiDict[str]]:
         """The request's id, the client's if it sent one, and the headers for engines."""

@@ -64,6 +64,13 @@ class BadBody(FieldRefusal):
     kind = "BadRequestError"
 
 
+class BadHead(FieldRefusal):
+    """The head of the client's request is odd."""
+
+    status = 400
+    kind = "BadRequestError"
+
+
 class BadQuery(FieldRefusal):
     """The query of an admin page makes no sense."""
 

@@ -257,7 +257,8 @@ def _configure_policy(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MEDIUM=W",
-        help="worth of a cached block by its medium (gpu=1 cpu=0.8 storage=0.5, others 1)",
+        help="worth of a cached block by its medium (gpu=1 cpu=0.8 storage=0.5 fs=0.5 remote=0.3 "
+        "obj=0.3, others 1)",
     )
 
 

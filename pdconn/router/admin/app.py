@@ -17,6 +17,7 @@ from aiohttp.typedefs import Middleware
 from pdconn.router.admin.debug_page import DebugPage
 from pdconn.router.admin.history import History
 from pdconn.router.admin.probes import PROBES, Probes
+from pdconn.router.admission.heads import checking_heads
 from pdconn.router.errors import BadQuery
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.refusals import refusing
@@ -44,7 +45,7 @@ class AdminApp:
     def app(self, *middlewares: Middleware) -> web.Application:
         """The routes, as an aiohttp application; ``middlewares`` are the outermost."""
         refusals = refusing(_SERVED, name_engines=True)
-        app = web.Application(middlewares=[*middlewares, refusals])
+        app = web.Application(middlewares=[*middlewares, refusals, checking_heads])
         app.router.add_get("/", self._page)
         app.router.add_get("/debug/state", self._state)
         app.router.add_get("/debug/history", self._samples)

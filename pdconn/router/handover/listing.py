@@ -1,4 +1,4 @@
-"""``GET /v1/models``: what the engines list, together.
+"""``GET /v1/models`` and ``/v1/models/NAME``: what the engines list, together.
 
 Asked when a client asks, with its key, so that nobody learns of models that engines would not tell.
 Each such question goes to every engine, so those of one client that come while one is under way
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 from multidict import CIMultiDict
 
-from pdconn.router.errors import EngineFailure, NoEngineLeft
+from pdconn.router.errors import EngineFailure, NoEngineLeft, UnknownModel
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineAnswer, EngineTimedOut
 from pdconn.router.handover.handover import Handover
 from pdconn.router.routing.policy import Role
@@ -24,6 +24,7 @@ GIVE_UP_S = 5.0
 """An engine that has not answered by then is left out of the list."""
 MAX_NBYTES = 8 << 20
 """Bound of one engine's list."""
+_OK = 200
 MOST_QUESTIONS = 16
 """To all engines at a time; others wait."""
 
@@ -54,6 +55,19 @@ class Listing:
         default_factory=lambda: CIMultiDict({"Content-Type": "application/json; charset=utf-8"})
     )
     engine: str | None = None
+
+    def of(self, name: str) -> Listing:
+        """The answer to a question for one model: its description, or a refusal as it is.
+
+        Raises:
+            UnknownModel: it is not in the list.
+        """
+        if self.status != _OK:
+            return self
+        for listed, card in _cards(self.body):
+            if listed == name:
+                return Listing(bytes(card))
+        raise UnknownModel(name)
 
 
 @dataclass(slots=True)
@@ -132,7 +146,7 @@ class ListedModels:
                 answer = await self._handover.client.get(engine, "/v1/models", headers)
                 async with answer:
                     raw = await _whole(answer)
-                if answer.status == 200:
+                if answer.status == _OK:
                     return _cards(raw)
                 told = answer.headers
                 told.popall("Content-Length", None)  # of a body that may have been cut

@@ -24,6 +24,10 @@ from pdconn.router.openai.headers import REQUEST_ID_HEADER
 #: The engine that an answer comes from.
 ENGINE_HEADER = "X-Pdconn-Engine"
 
+#: nginx, and proxies that imitate it, hold an answer back until they have much of it, unless told.
+_BUFFERING = "X-Accel-Buffering"
+_EVENTS = "text/event-stream"
+
 
 class StreamEnd(Enum):
     """How a stream ended."""
@@ -56,6 +60,8 @@ async def relay(
     if name_engine:
         headers[ENGINE_HEADER] = answer.engine
     headers[REQUEST_ID_HEADER] = request_id
+    if headers.get("Content-Type", "").startswith(_EVENTS):
+        headers.setdefault(_BUFFERING, "no")
     if answer.is_complete:
         whole = await _at_once(answer, headers, reader)
         if began is not None and reader.error is None:

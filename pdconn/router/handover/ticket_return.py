@@ -77,6 +77,7 @@ class TicketReturner:
         """Any decode engine of the model can return it: a ticket names its lender alone."""
         path = request.body.route.path
         while True:
+            refused = False
             for engine in self._engines.live(Role.DECODE, request.serving):
                 try:
                     answer = await self._client.post(engine, path, body, request.headers)
@@ -85,11 +86,14 @@ class TicketReturner:
                 except (ConnectFailed, ConnectionLost):
                     continue  # a second return has no effect
                 if answer.status in ELSEWHERE:
+                    refused = True
                     continue
                 # 404: refused for its model's name, and the lender was notified.
                 # 200: the engine does not check names; it has pulled, and is done.
                 returned = answer.status in (200, 404)
                 return TicketEnd.RETURNED if returned else TicketEnd.REFUSED
+            if refused:
+                return TicketEnd.REFUSED
             await asyncio.sleep(_PAUSE_S)
 
     def _ended(self, end: TicketEnd, request: RoutedRequest) -> None:

@@ -21,6 +21,7 @@ from typing import Annotated
 from msgspec import Meta, MsgspecError, Raw, Struct, ValidationError
 from msgspec.msgpack import Decoder
 
+from pdconn.router.prefix.groups import REMOTE
 from transport.errors import FieldError
 
 UNNAMED = "unknown"
@@ -46,7 +47,8 @@ class Stored:
     Attributes:
         hashes: the low 64 bits of each block's hash, as unsigned integers.
         group: index of the KV cache group; None where the engine does not name groups.
-        medium: lower case, as ``gpu``; ``UNNAMED`` for an event without one.
+        medium: lower case, as ``gpu``; ``UNNAMED`` for an event without one; ``REMOTE`` for one
+            whose locality is that, since a disk of another host is no disk of this one.
         block_tokens: tokens of one block.
         kind, window: of the group, where the event names them.
         parent: hash of the block before the first, or None.
@@ -174,12 +176,14 @@ class _Stored(Struct, gc=False):
     group_idx: _Group = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: Annotated[int, Meta(ge=0)] | None = None
+    locality: str | None = None
 
 
 class _Removed(Struct, gc=False):
     block_hashes: _Hashes
     medium: str | None = None
     group_idx: _Group = None
+    locality: str | None = None
 
 
 class _Cleared(Struct, gc=False):
@@ -234,14 +238,14 @@ _CLEARED = Cleared()
 
 def _event(sent: _Stored | _Removed | _Cleared) -> Event:
     if isinstance(sent, _Removed):
-        return Removed(_all_low(sent.block_hashes), sent.group_idx, _medium(sent.medium))
+        return Removed(_all_low(sent.block_hashes), sent.group_idx, _medium(sent))
     if isinstance(sent, _Cleared):
         return _CLEARED
     parent = sent.parent_block_hash
     return Stored(
         _all_low(sent.block_hashes),
         sent.group_idx,
-        _medium(sent.medium),
+        _medium(sent),
         sent.block_size,
         sent.kv_cache_spec_kind,
         sent.kv_cache_spec_sliding_window,
@@ -252,8 +256,10 @@ def _event(sent: _Stored | _Removed | _Cleared) -> Event:
     )
 
 
-def _medium(name: str | None) -> str:
-    return UNNAMED if name is None else name.lower()
+def _medium(sent: _Stored | _Removed) -> str:
+    if sent.locality is not None and sent.locality.lower() == REMOTE:
+        return REMOTE
+    return UNNAMED if sent.medium is None else sent.medium.lower()
 
 
 def _low(block_hash: int | bytes) -> int:

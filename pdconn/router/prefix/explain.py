@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pdconn.router.prefix.ends import covered
 from pdconn.router.prefix.families import groups_that_count
-from pdconn.router.prefix.groups import STORED, GroupSpec, Needs, ends_anywhere
+from pdconn.router.prefix.groups import OUTSIDE, GroupSpec, Needs, ends_anywhere
 from pdconn.router.prefix.index import POD_BITS, Index, Pod, alignment
 from pdconn.router.prefix.score import Hit, Prompt
 
@@ -128,7 +128,7 @@ class _Holding:
         unnamed = spec.needs is Needs.WHOLE
         held = np.zeros(len(slots), bool)
         for plane in index.planes():
-            counts = self.with_stored or plane[1] != STORED
+            counts = self.with_stored or plane[1] not in OUTSIDE
             if counts and (plane[0] == group or (unnamed and plane[0] is None)):
                 held |= (index.held(plane, word, slots) & bit) != 0
         return held

@@ -22,6 +22,10 @@ from enum import Enum
 
 STORED = "storage"
 """The medium of blocks in a store: outside the engine, loaded in whole rows."""
+REMOTE = "remote"
+"""The medium of blocks on another host, in a store that several share, whatever they lie on."""
+OUTSIDE = frozenset({STORED, REMOTE, "fs", "obj"})
+"""Media outside the engine's own memory: it has to load what lies there, and cannot lend it."""
 
 
 class Needs(Enum):

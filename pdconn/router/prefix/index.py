@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdconn.router.prefix.events import Cleared, Event, Removed, Stored
-from pdconn.router.prefix.groups import KINDS, STORED, GroupSpec, Needs
+from pdconn.router.prefix.groups import KINDS, OUTSIDE, REMOTE, STORED, GroupSpec, Needs
 
 Words = NDArray[np.uint64]
 Plane = tuple[int | None, str]
@@ -227,7 +227,7 @@ class Index:
                 holders[slot] += 1
                 stored += 1
         pod.num_blocks += stored
-        pod.num_stored += stored if medium == STORED else 0
+        pod.num_stored += stored if medium in OUTSIDE else 0
         self._count(plane, stored)
 
     def remove(self, name: str, group: int | None, medium: str, hashes: Iterable[int]) -> None:
@@ -254,7 +254,7 @@ class Index:
             pod.num_blocks -= 1
             self._release_slot(slot)
         del word  # a view would keep the plane alive
-        pod.num_stored += pod.num_blocks - before if medium == STORED else 0
+        pod.num_stored += pod.num_blocks - before if medium in OUTSIDE else 0
         self._count(plane, pod.num_blocks - before)
 
     def clear(self, name: str) -> None:
@@ -306,7 +306,7 @@ class Index:
         group, kind = event.group, event.kind
         if group is None or kind is None:
             return
-        if event.medium == STORED and event.hashes and KINDS.get(kind) is Needs.WHOLE:
+        if event.medium in (STORED, REMOTE) and event.hashes and KINDS.get(kind) is Needs.WHOLE:
             self.learn_row(name, len(event.hashes) * event.block_tokens)
         known = self.add(name).groups.get(group)
         block_tokens = event.block_tokens

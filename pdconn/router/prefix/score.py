@@ -10,7 +10,7 @@ block, and the largest such L is the hit::
     window (2)  . . x x . x x .      a hit may end at 4 (2, 3) and at 7 (5, 6)
 
 A block counts on whatever medium it is, and weighs as on its best one.  Blocks in a store
-(:data:`~pdconn.router.prefix.groups.STORED`) are loaded in whole rows: a hit that needs them ends
+(:data:`~pdconn.router.prefix.groups.OUTSIDE`) are loaded in whole rows: a hit that needs them ends
 at the end of a row, one that does not need them anywhere::
 
     on the GPU  x x x . . . . .      a hit may end at 1, 2, 3
@@ -51,10 +51,18 @@ from pdconn.router.prefix.ends import (
     tail_ends,
 )
 from pdconn.router.prefix.families import Family, families
-from pdconn.router.prefix.groups import STORED, GroupSpec, Needs
+from pdconn.router.prefix.groups import OUTSIDE, REMOTE, STORED, GroupSpec, Needs
 from pdconn.router.prefix.index import POD_BITS, Index, Plane, Words
 
-DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8, STORED: 0.5}
+DEFAULT_WEIGHTS: Mapping[str, float] = {
+    "gpu": 1.0,
+    "cpu": 0.8,
+    STORED: 0.5,
+    "fs": 0.5,
+    REMOTE: 0.3,
+    "obj": 0.3,
+}
+"""Guessed."""
 UNKNOWN_WEIGHT = 1.0
 """Weight of a block on a medium without one, and of a block that a hit does not need."""
 
@@ -143,7 +151,7 @@ class Scorer:
     def _hits(self, family: Family, word: int, chain: _Chain) -> dict[str, Hit]:
         """The hits of one word of a family."""
         hits = dict(_Pass(self._index, self._weights, family, word, chain).hits())
-        if any(medium == STORED for _, medium in self._index.planes()):
+        if any(medium in OUTSIDE for _, medium in self._index.planes()):
             near = replace(family, with_stored=False)
             own = dict(_Pass(self._index, self._weights, near, word, chain).hits())
             for name, hit in hits.items():
@@ -224,7 +232,7 @@ class _Pass:
         ``limit``: as if the prompt had so many.
         """
         planes = list(self._index.planes())
-        near = [plane for plane in planes if plane[1] != STORED]
+        near = [plane for plane in planes if plane[1] not in OUTSIDE]
         if not self._family.with_stored:
             return self._ends_on(near, limit)
         valid = self._ends_on(planes, limit)

@@ -17,9 +17,11 @@ MIB = 1 << 20
 
 
 @asynccontextmanager
-async def raw(d: Deployment) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def raw(
+    d: Deployment, url: str | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection that sends what no client library would."""
-    port = int(d.proxy.url.rsplit(":", 1)[1])
+    port = int((url or d.proxy.url).rsplit(":", 1)[1])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
@@ -34,8 +36,8 @@ def head(length: int, *headers: str) -> bytes:
     return "\r\n".join(lines).encode("latin-1")
 
 
-async def answer_to(d: Deployment, sent: bytes) -> bytes:
+async def answer_to(d: Deployment, sent: bytes, url: str | None = None) -> bytes:
     """Everything that the proxy answers until it closes."""
-    async with raw(d) as (reader, writer):
+    async with raw(d, url) as (reader, writer):
         writer.write(sent)
         return await asyncio.wait_for(reader.read(), 20.0)

@@ -142,6 +142,58 @@ async def test_of_two_request_ids_neither_is_taken() -> None:
         assert re.fullmatch(OWN, d.prefill[0].seen[0].headers["X-Request-Id"])
 
 
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+
+
+def with_codings(*codings: str, version: str = "1.1") -> bytes:
+    lines = (f"POST {PATH} HTTP/{version}", "Host: x", "Connection: close")
+    named = (f"Transfer-Encoding: {coding}" for coding in codings)
+    return "\r\n".join((*lines, *named, "", "")).encode() + CHUNKED
+
+
+def with_headers(*headers: str) -> bytes:
+    return head(len(GOOD), "Connection: close", *headers) + GOOD
+
+
+ODD = {
+    "gzip, chunked": (with_codings("gzip, chunked"), b"415"),
+    "gzip and chunked": (with_codings("gzip", "chunked"), b"400"),
+    "chunked twice": (with_codings("chunked, chunked"), b"4"),
+    "HTTP/1.0 chunked": (with_codings("chunked", version="1.0"), b"400"),
+    "HTTP/0.9": (head(len(GOOD)).replace(b"HTTP/1.1", b"HTTP/0.9") + GOOD, b"400"),
+    "HTTP/2.0": (head(len(GOOD)).replace(b"HTTP/1.1", b"HTTP/2.0") + GOOD, b"400"),
+    "no version": (f"GET {PATH}\r\n\r\n".encode(), b"400"),
+    "two keys": (with_headers("Authorization: Bearer a", "authorization: Bearer b"), b"400"),
+    "two X-Api-Key": (with_headers("X-Api-Key: a", "X-Api-Key: b"), b"400"),
+    "two hosts": (with_headers("Host: y"), b"400"),
+    "two types": (with_headers("Content-Type: a/b", "Content-Type: c/d"), b"400"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@in_loop
+async def test_a_head_that_two_servers_could_read_in_two_ways_is_refused(odd: str) -> None:
+    """``gzip, chunked`` was read as chunks, HTTP/0.9 answered, of two keys the last passed on."""
+    sent, status = ODD[odd]
+    async with deployment() as d:
+        answer = await answer_to(d, sent)
+        assert answer.partition(b" ")[2].startswith(status), answer[:200]
+        assert b"Bearer" not in answer
+        assert not d.prefill[0].seen
+        admin = await answer_to(d, sent.replace(PATH.encode(), b"/metrics"), d.proxy.admin_url)
+        assert admin.partition(b" ")[2].startswith(status), admin[:200]
+
+
+@pytest.mark.parametrize("sent", [with_codings("chunked"), with_codings("Chunked")])
+@in_loop
+async def test_a_body_in_chunks_is_read(sent: bytes) -> None:
+    """The control."""
+    async with deployment() as d:
+        assert (await answer_to(d, sent)).startswith(b"HTTP/1.1 200 ")
+        old = head(len(GOOD), "Connection: close").replace(b"HTTP/1.1", b"HTTP/1.0") + GOOD
+        assert (await answer_to(d, old)).startswith(b"HTTP/1.0 200 ")
+
+
 @pytest.mark.parametrize(
     "sent",
     [

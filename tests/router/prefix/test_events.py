@@ -20,6 +20,8 @@ from pdconn.router.prefix.events import (
     Stored,
     decode_batch,
 )
+from pdconn.router.prefix.groups import REMOTE
+from pdconn.router.prefix.score import DEFAULT_WEIGHTS
 
 encode = msgspec.msgpack.encode
 BIG = (1 << 64) - 3
@@ -281,3 +283,36 @@ def test_our_fields_are_vllms_in_vllms_order(vllm: Any) -> None:
     for theirs, ours in ((vllm.BlockStored, wire._Stored), (vllm.BlockRemoved, wire._Removed)):
         fields = ours.__struct_fields__
         assert theirs.__struct_fields__[: len(fields)] == fields
+
+
+# What a medium is
+
+
+@pytest.mark.parametrize(
+    ("named", "locality", "medium"),
+    [
+        ("GPU", None, "gpu"),
+        ("STORAGE", "LOCAL", "storage"),
+        ("STORAGE", "REMOTE", "remote"),
+        ("CPU", "remote", "remote"),
+        ("FS", None, "fs"),
+        ("OBJ", None, "obj"),
+        (None, None, UNNAMED),
+    ],
+)
+@pytest.mark.parametrize("form", [dict, row])
+def test_what_lies_on_another_host_is_of_a_medium_of_its_own(form, named, locality, medium):
+    """A store that hosts share weighed as a disk of this one, and a bucket as the GPU's memory."""
+    stored = {**STORED, "medium": named, "locality": locality}
+    removed = {**REMOVED, "medium": named, "locality": locality}
+    assert only(form(stored)).medium == only(form(removed)).medium == medium
+
+
+def test_vllm_has_no_medium_that_we_do_not_know(vllm: Any) -> None:
+    offload = pytest.importorskip("vllm.v1.kv_offload.base")
+    stored = vllm.BlockStored
+    media = {one.value.lower() for one in offload.Medium} | {"gpu"}
+    assert media <= DEFAULT_WEIGHTS.keys()
+    assert {one.value for one in offload.Locality} == {"LOCAL", REMOTE.upper()}
+    names = list(stored.__struct_fields__)
+    assert names.index("locality") == names.index("kv_cache_spec_sliding_window") + 1

@@ -15,7 +15,7 @@ from pdconn.router.events.caches import PrefixCaches
 from pdconn.router.events.subscriber import EventSource
 from pdconn.router.prefix.events import decode_batch
 from pdconn.router.prefix.explain import explain, stored_blocks
-from pdconn.router.prefix.groups import STORED, GroupSpec
+from pdconn.router.prefix.groups import OUTSIDE, STORED, GroupSpec
 from pdconn.router.prefix.index import Index
 from pdconn.router.prefix.score import DEFAULT_WEIGHTS, Hit, Prompt, Scorer
 
@@ -49,6 +49,19 @@ def test_a_block_on_both_weighs_as_on_the_gpu() -> None:
     assert hit(index(range(8), range(8))) == Hit(8, 128, 8.0)
     assert hit(index((), range(8))) == Hit(8, 128, 4.0, loaded_tokens=128)
     assert DEFAULT_WEIGHTS[STORED] < DEFAULT_WEIGHTS["cpu"] < DEFAULT_WEIGHTS["gpu"]
+
+
+@pytest.mark.parametrize("medium", sorted(OUTSIDE))
+def test_whatever_lies_outside_the_engine_is_loaded_and_weighs_less(medium: str) -> None:
+    """A bucket and a disk weighed as the GPU's memory, and counted as what an engine can lend."""
+    made = index(range(2), row=None)
+    made.store("a", 0, medium, HASHES[2:8])
+    found = hit(made)
+    assert (found.tokens, found.loaded_tokens, found.own_tokens) == (128, 96, 32)
+    assert found.score == 2 + 6 * DEFAULT_WEIGHTS[medium] < 2 + 6 * DEFAULT_WEIGHTS["cpu"]
+    control = index(range(2), row=None)
+    control.store("a", 0, "cpu", HASHES[2:8])
+    assert hit(control).own_tokens == 128
 
 
 def test_a_removal_from_one_medium_leaves_the_other() -> None:

@@ -104,7 +104,8 @@ async def test_a_ticket_whose_prefill_dies_is_returned_and_another_one_computes(
         assert routed.outcome.pull.end is PullEnd.FAILED
         assert len(asked_for(holder)) == 1
         sources = [bool(seen.source) for engine in f.prefill for seen in engine.seen]
-        assert sorted(sources) == [False, True]
+        # The one that died may have been asked once more, on a new connection.
+        assert sources.count(False) == 1 <= sources.count(True)
         await until(lambda: returned(f) == 1)
 
 
