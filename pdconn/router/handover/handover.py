@@ -28,7 +28,7 @@ from pdconn.router.fleet.client import (
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.handover.abandoned import Abandoned, AbandonedRequests, enter
 from pdconn.router.handover.prefill import Prefill
-from pdconn.router.handover.rules import INTERNAL_ERROR, event_status, may_repeat
+from pdconn.router.handover.rules import INTERNAL_ERROR, may_repeat, status_of
 from pdconn.router.handover.tries import EngineTries
 from pdconn.router.metrics import RouterMetrics
 from pdconn.router.openai.bodies import decode_body
@@ -81,8 +81,6 @@ class Handover:
                 if refusal is None:
                     raise
                 request.status = refusal.status
-                if request.decode is not None:
-                    self.metrics.decode_answered(request.direct)
                 return refusal
         finally:
             request.keep_refusal(None)
@@ -284,4 +282,4 @@ class Handover:
 
 def _status(answer: EngineAnswer) -> int:
     """Its status, or that of the error with which its stream begins."""
-    return event_status(answer.first_chunk) or answer.status
+    return status_of(answer.status, answer.headers, answer.first_chunk)

@@ -7,56 +7,42 @@ another engine while no byte of an answer has gone out; every other answer is th
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 import msgspec
 from msgspec import Raw
 
+from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.requests import kind_of
 
 ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """Statuses after which another engine may do better."""
-BAD_REQUEST = 400
 INTERNAL_ERROR = 500
 """With a ticket: also a pull that failed, where ``kv_load_failure_policy`` is ``fail``."""
 MOST_BROKEN = 2
 """Engines of a role that one request may break: it may be its own fault, and break all of them."""
-
-_FIRST_EVENT = re.compile(rb"(?:event: ?[a-z_.]+\r?\n)?data: ?(\{[^\r\n]*\})")
-
-
-class _Error(msgspec.Struct):
-    code: int | str | None = None
-
-
-class _ErrorEvent(msgspec.Struct):
-    error: _Error
 
 
 class _OursOnly(msgspec.Struct):
     pdconn: Raw = Raw(b"null")
 
 
-def event_status(chunk: bytes) -> int | None:
-    """The status of an error with which a stream begins; None where it begins otherwise.
+def status_of(status: int, headers: Mapping[str, str], first_chunk: bytes) -> int:
+    """The status of an answer that has begun: that of the error with which its stream begins.
 
     vLLM has sent 200 by the time that it knows: a pull that fails, or a core that dies, is the
     first and only event of a stream.
 
-    >>> event_status(b'data: {"error": {"message": "Internal server error", "code": 500}}')
-    500
-    >>> event_status(b'data: {"choices": [{"text": "error"}]}')
+    >>> stream = {"Content-Type": "text/event-stream"}
+    >>> status_of(200, stream, b'data: {"error": {"code": 503}}\\n\\n')
+    503
     """
-    found = _FIRST_EVENT.match(chunk)
-    if found is None or b'"error"' not in found[1]:
-        return None
-    try:
-        code = msgspec.json.decode(found[1], type=_ErrorEvent).error.code
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return code if isinstance(code, int) and BAD_REQUEST <= code < 600 else INTERNAL_ERROR
+    reader = AnswerReader(status, headers)
+    if reader.is_stream:
+        reader.feed(first_chunk)
+    return reader.error or status
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float | None:

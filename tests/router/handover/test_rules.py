@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdconn.router.fleet.rests import LONGEST_NAMED_S, LONGEST_REST_S, MOST_IN_A_ROW, EngineRests
-from pdconn.router.handover.rules import ELSEWHERE, event_status, retry_after_s
+from pdconn.router.handover.rules import ELSEWHERE, retry_after_s, status_of
 from pdconn.router.server import Limits
 from tests.fakes.deployment import deployment as deployed
 from tests.fakes.event_loop import in_loop, until
@@ -298,14 +298,14 @@ def test_retry_after_is_a_number_or_a_date(value, seconds):
     [
         (b'data: {"error": {"message": "x", "code": 503}}\n\ndata: [DONE]\n\n', 503),
         (b'event: error\ndata: {"type": "error", "error": {"type": "api_error"}}\n\n', 500),
-        (b'data: {"error": {"code": "x"}}\n\n', 500),
         (b'data: {"error": {"code": 400}}\n\n', 400),
-        (b'data: {"choices": [{"text": "\\"error\\": {}"}]}\n\n', None),
-        (b'data: {"error": null}\n\n', None),
-        (b"data: [DONE]\n\n", None),
-        (b'data: {"error": {"co', None),
-        (b"", None),
+        (b'data: {"choices": [{"text": "\\"error\\": {}"}]}\n\n', 200),
+        (b'data: {"error": null}\n\n', 200),
+        (b"data: [DONE]\n\n", 200),
+        (b'data: {"error": {"co', 200),
+        (b"", 200),
     ],
 )
-def test_an_error_event_is_known_by_its_form(chunk, status):
-    assert event_status(chunk) == status
+def test_an_error_with_which_a_stream_begins_is_its_status(chunk, status):
+    assert status_of(200, {"Content-Type": "text/event-stream"}, chunk) == status
+    assert status_of(200, {"Content-Type": "application/json"}, chunk) == 200
