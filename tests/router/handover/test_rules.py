@@ -131,6 +131,7 @@ async def test_a_stream_that_has_begun_is_not_begun_again():
         await response.prepare(http)
         for event in later:
             await response.write(event)
+            await asyncio.sleep(0.2)  # else both may be here before a byte goes to the client
         await response.write_eof()
         return response
 
