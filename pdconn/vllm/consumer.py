@@ -17,6 +17,9 @@ to ask again; each rank's answer comes within the time limits of the pull.  If a
 is lost before the request has blocks, the others are given up, and the request goes on as one
 without a ticket.
 
+A ticket that is for another prompt is left out, and its request computed, under either policy: it
+was judged before anything was promised.
+
 A ticket for a prefix alone (:mod:`pdconn.vllm.lends`) is awaited likewise, in every engine: what
 it does not bring is computed here anyway, so it costs its request nothing but time.
 """
@@ -192,7 +195,9 @@ class ConsumerScheduler:
         if count <= 0:
             return 0, False
         if tracked.problem is not None:
-            is_computed = self._recompute or tracked.prefix
+            # Nothing was promised yet, so a request whose ticket is for another prompt, which is
+            # no failure of anything, is computed whatever the policy says of pulls that fail.
+            is_computed = self._recompute or tracked.prefix or tracked.mistaken
             return (0, False) if is_computed else (count, True)
         key = tracked.follows if tracked.ticket is None else key_of(tracked.ticket)
         if self._prefix_caching and key is not None and self._pulling.get(key):
@@ -321,8 +326,10 @@ class ConsumerScheduler:
         tracked.checked = True
         tracked.problem = tracked.problem_of(request, self._has_states, self._num_lookahead)
         if tracked.problem is not None:
+            tracked.mistaken = True
+            self._counts["tickets_mistaken"] += 1
             name = shown(request.request_id)
-            log.warning("pdconn: ticket of %s is wrong: %s", name, tracked.problem)
+            log.warning("pdconn: ticket of %s is not for its prompt: %s", name, tracked.problem)
 
     def _lost(self, request_id: str, ticket: Ticket, problem: str) -> None:
         """A claim failed: give up those of the other ranks, and go on without the ticket.

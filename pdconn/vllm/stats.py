@@ -67,6 +67,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:answers_given_up",
         "Answers lent whose leases were given up for later ones, or for an engine that stops.",
     ),
+    "tickets_mistaken": (
+        "pdconn:tickets_mistaken",
+        "Tickets that were for another prompt than their request's, which was computed.",
+    ),
     "tickets_gone": (
         "pdconn:tickets_gone",
         "Tickets whose claim failed before their pull began: loaded from the store, or computed.",

@@ -24,6 +24,8 @@ class Tracked:
         pull: the id of its own claim.
         awaited: how many ranks must be granted it before it is promised.
         granted: ranks that were granted it, where the engine waits for that.
+        mistaken: the ticket is good, and of another prompt: a chat template that asks the clock
+            writes two prompts for prefill and decode.
         over: the request has left the engine, which keeps its blocks until the pull has ended.
         prefix: tokens that the ticket covers, if it is for a prefix; once checked those that
             the prompt begins with, too.  0 for a whole prompt.
@@ -35,6 +37,7 @@ class Tracked:
     follows: tuple[str, str] | None = None
     blocks: tuple[list[int], ...] = ()
     checked: bool = False
+    mistaken: bool = False
     pulling: bool = False
     num_local: int = 0
     pull: str = ""

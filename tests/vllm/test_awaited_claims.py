@@ -164,7 +164,7 @@ def test_what_is_told_of_an_earlier_request_of_the_same_name_is_left_out() -> No
     assert engine.side.matched(second, 0) == (39, True)
 
 
-@pytest.mark.parametrize("wrong", [{"remote_port": "x"}, {"remote_num_tokens": 3}])
+@pytest.mark.parametrize("wrong", [{"remote_port": "x"}, {"remote_num_tokens": "x"}])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_wrong_ticket_is_its_clients_error_with_a_store_too(wrong: Any, recompute: bool) -> None:
     """It fails, or is computed, as the policy says, and waits for nothing."""
@@ -178,6 +178,18 @@ def test_a_wrong_ticket_is_its_clients_error_with_a_store_too(wrong: Any, recomp
     assert kinds(commands).count(FailPull) == (0 if recompute else 1)
     assert kinds(commands).count(CancelPull) == len(engine.claims)
     assert engine.side.take_counts() == {}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_ticket_for_another_prompt_is_given_up_at_every_rank(recompute: bool) -> None:
+    """Its request is computed, and waits for no claim, whatever the policy says of pulls."""
+    engine, asked = Asked(recompute), request(remote_num_tokens=3)
+    engine.arrive(asked)
+    assert engine.side.matched(asked, 0) == (0, False)
+    engine.side.allocated(asked, BLOCKS, 0)
+    assert kinds(engine.side.take_commands()).count(CancelPull) == 1
+    assert engine.side.take_counts() == {"tickets_mistaken": 1}
+    assert len(engine.side) == 0
 
 
 def test_a_preempted_request_waits_for_no_claim() -> None:

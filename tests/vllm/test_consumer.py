@@ -143,7 +143,7 @@ def test_the_engine_is_not_asked_to_pull_twice() -> None:
     [
         {"remote_port": "x"},
         {"pdconn": None},
-        {"remote_num_tokens": 3},
+        {"remote_num_tokens": "x"},
     ],
 )
 def test_a_wrong_ticket_fails_the_request_when_failing_is_the_policy(wrong: Any) -> None:
@@ -225,16 +225,31 @@ def test_a_rejected_request_gives_the_ticket_of_a_long_prompt_back() -> None:
     assert kinds(side.take_commands()) == [ClaimTicket, CancelPull]
 
 
-def test_another_prompts_ticket_is_refused_and_given_up() -> None:
-    side, asked = consumer(), request(prompt=[*PROMPT[:-1], 7])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "prompt", [[*PROMPT[:-1], 7], PROMPT[:-1], [*PROMPT, 7], [*PROMPT, *PROMPT]]
+)
+def test_another_prompts_ticket_is_given_up_and_its_request_computed(
+    prompt: list[int], recompute: bool
+) -> None:
+    """A chat template that asks the clock: each chat was answered 500 under the policy fail."""
+    side, asked = consumer(recompute), request(prompt=prompt)
     side.arrived(asked)
-    side.matched(asked, 0)
-    side.allocated(asked, BLOCKS, 39)
-    claim, cancel, failed = side.take_commands()
+    assert side.matched(asked, 0) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    claim, cancel = side.take_commands()
     assert isinstance(claim, ClaimTicket)
     assert cancel == CancelPull("d")
-    assert isinstance(failed, FailPull)
-    assert failed.reason.startswith("pdconn.prompt: expected ")
+    assert side.take_counts() == {"tickets_mistaken": 1}
+    assert len(side) == 0
+
+
+def test_a_ticket_that_is_none_still_costs_what_the_policy_says() -> None:
+    """The control: nobody knows whose mistake it is."""
+    side, asked = consumer(), request(remote_port="x")
+    side.arrived(asked)
+    assert side.matched(asked, 0) == (39, True)
+    assert side.take_counts() == {}
 
 
 def test_siblings_wait_for_the_first_pull_and_then_hit_it() -> None:

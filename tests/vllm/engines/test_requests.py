@@ -81,10 +81,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         lambda p: ours(p, incarnation="0123456789abcdef"),
         "incarnation: theirs",
     ),
-    "another prompt": (
-        lambda p: ours(p, prompt="0" * 32),
-        "pdconn.prompt: expected",
-    ),
     "a prompt that was never prefilled": (
         lambda p: {**p, "remote_request_id": "cmpl-unheard-of"},
         "refused, unknown: nothing is lent under this request",
@@ -119,6 +115,21 @@ def test_a_wrong_ticket_is_recomputed_when_the_policy_says_so(
     answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=change(ticket))
     assert compare(expected[prompt], answer) is None
     assert pair.has_logged(message)
+
+
+def test_a_ticket_for_another_prompt_is_left_out_under_either_policy(
+    pair: PdPair, expected: Expected
+) -> None:
+    """A chat template that asks the clock writes two prompts: each chat was 500 under ``fail``."""
+    lent, asked = prompt_of(4), prompt_of(5)
+    before = pair.decode.metrics().get("pdconn:tickets_mistaken_total", 0.0)
+    for prompt in (asked, lent[:-1], (*lent, 7)):
+        ticket = prefill_only(pair.prefill, lent)
+        answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket)
+        assert compare(expected[prompt], answer) is None
+    assert pair.has_logged("pdconn.prompt: expected")
+    assert pair.decode.metrics()["pdconn:tickets_mistaken_total"] == before + 3
+    assert pair.lent_after_one_more() == 0.0, "the tickets were given up"
 
 
 @FAILING
