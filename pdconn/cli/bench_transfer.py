@@ -39,7 +39,8 @@ arrive are compared with the lender's before and after.  Several values of an op
 commas, make a case each.
 
 An engine is written as tp=4,pp=1,layout=BHLNC,block=16, as for pdconn plan; --layout and
---block set both engines.  Without a layout it is the one of the fewest pieces.
+--block set both engines.  Without a layout it is the one of pdconn plan, which vLLM
+takes with pdconn.
 
 examples:
   pdconn bench transfer
@@ -176,8 +177,7 @@ def _cases(args: argparse.Namespace) -> list[tuple[str, Workload]]:
 def _engine(option: str, text: str, layout: str, block: str, model: ModelShape) -> EngineShape:
     parts = [text, layout and f"layout={layout}", block and f"block={block}"]
     try:
-        engine = parse_engine(",".join(filter(None, parts)), model)
-        return engine if layout or "layout" in text else engine.in_best_layout()
+        return parse_engine(",".join(filter(None, parts)), model)
     except ShapeError as error:
         raise error.of(f"{option} ") from error
 

@@ -81,8 +81,8 @@ class Events:
         """SIGHUP reloaded everything except for these settings."""
         told = [str(mistake) for mistake in mistakes]
         self.emit(
-            f"reloaded, but for {'; '.join(told)}" if told else "reloaded",
-            "reloaded",
+            f"not reloaded: {'; '.join(told)}; all else was" if told else "reloaded",
+            "reload_failed" if told else "reloaded",
             mistakes=told,
         )
 

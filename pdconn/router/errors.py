@@ -8,7 +8,7 @@ An engine's own error is not here: it reaches the client as the engine wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -23,7 +23,7 @@ class Refusal(Exception):
 
     status: ClassVar[int]
     kind: ClassVar[str]
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = {}
     param: str | None = None
 
     def message(self, *, name_engines: bool) -> str:
@@ -97,7 +97,7 @@ class UnsupportedEncoding(FieldRefusal):
 
     status = 415
     kind = "UnsupportedMediaTypeError"
-    headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "identity"}
+    headers: Mapping[str, str] = {"Accept-Encoding": "identity"}
 
 
 class Busy(Refusal):
@@ -105,7 +105,7 @@ class Busy(Refusal):
 
     status = 503
     kind = "ServiceUnavailableError"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    headers: Mapping[str, str] = {"Retry-After": "1"}
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the router is busy: {why}")
@@ -116,6 +116,18 @@ class NotFound(FieldRefusal):
 
     status = 404
     kind = "NotFoundError"
+
+
+class MethodNotAllowed(FieldRefusal):
+    """The router serves this path, but not by this method."""
+
+    status = 405
+    kind = "MethodNotAllowedError"
+
+    def __init__(self, method: str, path: str, allowed: Iterable[str]) -> None:
+        listed = ", ".join(sorted(allowed))
+        super().__init__("method", f"{listed} for {path}", method)
+        self.headers = {"Allow": listed}
 
 
 class UnknownModel(Refusal):
@@ -141,7 +153,7 @@ class Unauthorized(Refusal):
 
     status = 401
     kind = "AuthenticationError"
-    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
     def __init__(self) -> None:
         super().__init__("Authorization: expected 'Bearer KEY' with a key of this service")
@@ -164,7 +176,7 @@ class NoEngineLeft(Refusal):
 
     status = 503
     kind = "ServiceUnavailableError"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    headers: Mapping[str, str] = {"Retry-After": "1"}
 
     def __init__(self, role: str, failures: tuple[EngineFailure, ...]) -> None:
         super().__init__(f"no {role} engine answers: {_listed(failures) or 'none is known'}")
@@ -198,7 +210,7 @@ class HandoverRequired(Refusal):
 
     status = 503
     kind = "ServiceUnavailableError"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    headers: Mapping[str, str] = {"Retry-After": "1"}
 
     def __init__(self, why: Enum) -> None:
         super().__init__(f"prefill is required, and the request was not handed over: {why.value}")

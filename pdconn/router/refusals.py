@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from pdconn.router.errors import NotFound, Refusal
+from pdconn.router.errors import MethodNotAllowed, NotFound, Refusal
 from pdconn.router.openai.requests import Route
 
 
@@ -23,7 +23,10 @@ def refusing(served: Sequence[str], *, name_engines: bool) -> Middleware:
             return await handler(request)
         except Refusal as refusal:
             return _refuse(request, refusal, name_engines)
-        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+        except web.HTTPMethodNotAllowed as error:
+            wrong = MethodNotAllowed(request.method, request.path, error.allowed_methods)
+            return _refuse(request, wrong, name_engines)
+        except web.HTTPNotFound:
             seen = f"{request.method} {request.path}"
             expected = f"one of {', '.join(served)}"
             return _refuse(request, NotFound("path", expected, seen), name_engines)

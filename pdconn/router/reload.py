@@ -46,8 +46,10 @@ class Reloader:
                 mistakes.append(error)
         for mistake in mistakes:
             log.error("pdconn: not reloaded, keeping what was: %s", mistake)
-        log.info(
-            "pdconn: reloaded engines=%d keys=%d mistakes=%d",
+        log.log(
+            logging.WARNING if mistakes else logging.INFO,
+            "pdconn: %s engines=%d keys=%d mistakes=%d",
+            "reloaded only what has no mistake" if mistakes else "reloaded",
             len(members),
             0 if self.keys is None else len(self.keys),
             len(mistakes),

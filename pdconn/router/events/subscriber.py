@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 REPLAY_SILENCE_S = 3.0
 #: Pause before a broken connection is made again; ZeroMQ retries one that cannot be made.
 RECONNECT_S = 0.1
+#: How long what a batch was late by stands for the pod; an idle one is not late.
+LAG_KEPT_S = 30.0
 #: How often a source that has published nothing is looked at.
 LOOK_EVERY_S = 3.0
 #: Prompt tokens that an engine computes without an event before it is said to publish none.
@@ -93,7 +95,8 @@ class Status:
         undecodable: events of those batches that were skipped.
         malformed: messages that could not be decoded at all.
         gaps, replays, restarts: noticed, requested, noticed.
-        lag_s: from the engine's time stamp of the last batch until it was applied here.
+        lag_s: from the engine's time stamp of a batch until it came here; None where the last came
+            long ago, or was replayed.
         silent: why nothing arrives from an engine that is at work; None where it does.
     """
 
@@ -183,6 +186,7 @@ class Subscriber:
         self._reported = State.AWAY
         self._batches = self._events = self._undecodable = self._malformed = 0
         self._lag_s: float | None = None
+        self._lag_until_s = 0.0
 
     def start(self) -> None:
         """Start receiving; a second call has no effect."""
@@ -206,7 +210,7 @@ class Subscriber:
             gaps=tracker.gaps,
             replays=tracker.replays,
             restarts=tracker.restarts,
-            lag_s=self._lag_s,
+            lag_s=self._lag_s if time.monotonic() < self._lag_until_s else None,
             silent=None if self._silent is None else self._say(self._silent.why),
         )
 
@@ -280,6 +284,10 @@ class Subscriber:
             self._malformed += 1
         else:
             await self._perform(self._tracker.live(item), sockets)
+            # A batch that is replayed is old, and what a pod did last says nothing once it idles.
+            if item.batch is not None:
+                self._lag_s = self._now() - item.batch.ts
+                self._lag_until_s = time.monotonic() + LAG_KEPT_S
 
     async def _answered(self, answers: list[list[bytes]], sockets: EventSockets) -> None:
         asked = sockets.replay
@@ -337,7 +345,6 @@ class Subscriber:
         self._batches += 1
         self._events += len(batch.events)
         self._undecodable += batch.num_undecodable
-        self._lag_s = self._now() - batch.ts
         self._sink.apply(self._source, batch)
 
     def _report(self) -> None:

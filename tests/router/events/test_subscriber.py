@@ -284,3 +284,21 @@ def test_vllms_publisher_is_followed_from_the_start_and_across_a_gap(vllm: Any) 
         run(test())
     finally:
         publisher.shutdown()
+
+
+def test_an_idle_pod_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last batch may be old, or have been replayed: neither is a lag of now."""
+
+    async def test() -> None:
+        async with rig() as made:
+            assert made.subscriber.status.lag_s is None  # what came was replayed
+            await made.publisher.store(3)
+            await made.sink.blocks_are(1, 2, 3)
+            assert made.subscriber.status.lag_s == 99.0
+            monkeypatch.setattr(made.subscriber, "_lag_until_s", 0.0)
+            assert made.subscriber.status.lag_s is None
+            await made.publisher.store(4)
+            await made.sink.blocks_are(1, 2, 3, 4)
+            assert made.subscriber.status.lag_s == 98.0
+
+    run(test())

@@ -77,8 +77,26 @@ async def test_half_requests_to_the_admin_pages_take_no_place_from_clients_or_op
 async def test_head_has_no_body_that_the_next_answer_would_begin_with():
     async with deployment() as d:
         reply = await d.send("/v1/models", method="HEAD")
-        assert (reply.status, reply.body) == (404, b"")
+        assert (reply.status, reply.body, reply.headers["Allow"]) == (405, b"", "GET")
         assert (await d.send("/v1/models", method="GET")).status == 200
+
+
+@in_loop
+async def test_a_wrong_method_is_405_with_those_that_are_right():
+    async with deployment() as d:
+        for path, method, allowed in (
+            ("/v1/completions", "GET", "POST"),
+            ("/v1/models", "POST", "GET"),
+            ("/v1/responses/resp_1", "POST", "GET"),
+            ("/health", "POST", "GET, HEAD"),
+            ("/tokenize", "DELETE", "POST"),
+        ):
+            reply = await d.send(path, b"{}", method=method)
+            assert (reply.status, reply.headers["Allow"]) == (405, allowed), path
+            assert reply.error["message"] == f"method: expected {allowed} for {path}, got {method}"
+            assert reply.error["type"] == "MethodNotAllowedError"
+        reply = await d.send("/nowhere", b"{}", method="GET")  # the control
+        assert (reply.status, "Allow" in reply.headers) == (404, False)
 
 
 async def can_connect(host: str, url: str) -> bool:

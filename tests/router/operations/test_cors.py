@@ -109,7 +109,7 @@ async def test_header_names_are_not_repeated_unchecked() -> None:
 async def test_without_the_option_nothing_is_added() -> None:
     async with deployment() as d:
         status, told, _ = await ask(d, "OPTIONS", Origin=MINE, **PREFLIGHT)
-        assert (status, told) == (404, {})
+        assert (status, told) == (405, {})
         d.decode[0].script = lambda engine, seen, http: refuse()
         assert (await ask(d, "POST", Origin=MINE))[1] == {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -15,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pdconn.router.access.keys import EngineKey
+from pdconn.router.fleet.sources import FleetWatch, WatchedFile
+from pdconn.router.reload import Reloader
+from tests.fakes.event_loop import in_loop
 
 PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
 WORDS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
@@ -74,12 +80,33 @@ def test_sighup_reads_the_fleet_again_and_a_mistake_changes_nothing(tmp_path: Pa
         path.write_text("[[engine]", encoding="utf-8")
         for _ in range(2):  # the second time too, though the watch has said it once
             one.process.send_signal(signal.SIGHUP)
-            [mistake] = one.event()["mistakes"]
+            told = one.event()
+            assert told["event"] == "reload_failed"
+            [mistake] = told["mistakes"]
             assert mistake.startswith(f"{path}: expected TOML")
         assert engines(listening) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
         one.process.send_signal(signal.SIGTERM)
         assert one.event()["event"] == "draining"
         assert one.process.wait(timeout=60) == 0
+
+
+@in_loop
+async def test_what_was_not_reloaded_is_not_called_reloaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(engine(1), encoding="utf-8")
+    caplog.set_level(logging.INFO, "pdconn.router.reload")
+    async with FleetWatch([WatchedFile(path)], lambda members: None) as watch:
+        reloader = Reloader(str(path), watch, None, EngineKey(None), None)
+        assert await reloader.reload() == ()
+        assert [record.getMessage()[:16] for record in caplog.records] == ["pdconn: reloaded"]
+        caplog.clear()
+        path.write_text("[[engine]", encoding="utf-8")
+        assert len(await reloader.reload()) == 1
+    mine = [one for one in caplog.records if one.name == "pdconn.router.reload"]
+    assert [one.levelname for one in mine] == ["ERROR", "WARNING"]
+    assert "reloaded only what has no mistake engines=1" in mine[1].getMessage()
 
 
 def test_sighup_during_the_wait_does_not_end_it() -> None:
