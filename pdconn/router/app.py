@@ -188,6 +188,7 @@ class RouterApp:
                 self._count_inflight(-1)
                 self._metrics.request_ended(path, end)
                 served.end = end
+                _note_usage(served)
                 _end_span(served, status)
             return response
 
@@ -337,6 +338,13 @@ def _listed(listing: Listing, request_id: str, *, name_engine: bool) -> web.Resp
 
 def _same(name: str | None) -> str | None:
     return name
+
+
+def _note_usage(served: Served) -> None:
+    """What the client was told of its prompt's length counts for the log too."""
+    routed, answer = served.routed, served.answer
+    if routed is not None and answer is not None and answer.prompt_tokens is not None:
+        routed.prompt_tokens = answer.prompt_tokens
 
 
 def _end_span(served: Served, status: int | None) -> None:

@@ -111,6 +111,7 @@ class FakeEngine:
         self.lists.set()
         self.list_keys: list[str | None] = []  # of the questions for its models
         self.cached_tokens: Any = None  # what prefill reports, if it does
+        self.usage: dict[str, Any] | None = None  # the same, whole
         self.lends = True
         self.held_tokens: int | None = None  # of a prefix that is asked for; None: all of it
         self.lent_tokens: list[int] = []  # of each prefix that was asked for
@@ -245,7 +246,7 @@ class FakeEngine:
 
     def prefill_answer(self) -> web.Response:
         ticket = self.leases.grant() if self.lends else "null"
-        usage = ""
+        usage = "" if self.usage is None else f'"usage": {json.dumps(self.usage)}, '
         if self.cached_tokens is not None:
             details = json.dumps({"cached_tokens": self.cached_tokens})
             usage = f'"usage": {{"prompt_tokens_details": {details}}}, '

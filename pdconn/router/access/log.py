@@ -25,7 +25,7 @@ from aiohttp.typedefs import Handler, Middleware
 from pdconn.router.admin.probes import PROBES
 from pdconn.router.openai.answers import AnswerReader
 from pdconn.router.openai.headers import REQUEST_ID_HEADER
-from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
+from pdconn.router.routing.routed_request import Guess, RequestEnd, RoutedRequest
 from pdconn.router.tracing.spans import NOT_TRACED, Span
 from transport.errors import shown
 
@@ -151,7 +151,7 @@ def _fields(
     routed = served.routed
     if routed is not None:
         fields |= {
-            "prompt_tokens": None if routed.decision is None else routed.decision.num_tokens,
+            "prompt_tokens": _counted(routed.counted_tokens),
             "cached_tokens": routed.cached_tokens,
             "prefill": routed.prefill,
             "decode": routed.decode,
@@ -159,6 +159,10 @@ def _fields(
             "first_byte_seconds": _rounded(routed.first_byte_s),
         }
     return fields
+
+
+def _counted(tokens: int | Guess | None) -> int | str | None:
+    return str(tokens) if isinstance(tokens, Guess) else tokens
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -196,11 +196,13 @@ class DebugPage:
 
 def _brief(logged: Logged) -> dict[str, object]:
     decision, outcome = logged
+    counted = outcome.prompt_tokens
     return {
         "request_id": _printable(decision.request_id),
         "at": decision.at,
         "policy": decision.policy,
-        "num_tokens": decision.num_tokens,
+        "num_tokens": decision.num_tokens if counted is None else counted,
+        "is_guess": counted is None and decision.is_guess,
         "unknown": decision.unknown,
         "alone": decision.ranking.alone,
         "why": decision.ranking.why,

@@ -21,7 +21,8 @@ from pdconn.router.fleet.client import (
 from pdconn.router.handover.abandoned import enter
 from pdconn.router.handover.prefix_pull import Borrowed, PrefillLeg, PrefixPulls
 from pdconn.router.handover.tries import EngineTries
-from pdconn.router.openai.bodies import find_cached_tokens, find_ticket, prefill_body, with_tokens
+from pdconn.router.openai.answers import find_usage
+from pdconn.router.openai.bodies import find_ticket, prefill_body, with_tokens
 from pdconn.router.openai.headers import to_rank
 from pdconn.router.openai.requests import Direct, Route
 from pdconn.router.routing.decide import RequestRouter
@@ -171,7 +172,8 @@ class Prefill:
         self.tries.metrics.time_to_ticket.observe(took_s)
         request.prefill = engine
         request.ticket = find_ticket(answer.whole)
-        request.cached_tokens = find_cached_tokens(answer.whole)
+        usage = find_usage(answer.whole)
+        request.cached_tokens, request.prompt_tokens = usage.cached, usage.prompt
         if request.cached_tokens is not None and answer.borrowed is None:
             self.router.prefill_reported(decision, engine, request.cached_tokens)
         if request.ticket is None:

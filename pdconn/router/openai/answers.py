@@ -42,23 +42,62 @@ _FAILED = ("error", "response.failed")
 _UNKNOWN_ERROR = 500
 
 
-class _Usage(msgspec.Struct):
+class _Details(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
+class Usage(msgspec.Struct):
+    """``usage`` of an answer, on any route.
+
+    >>> find_usage(b'{"usage": {"input_tokens": 8, "cache_read_input_tokens": 32}}').prompt
+    40
+    """
+
     prompt_tokens: _Count | None = None
+    prompt_tokens_details: _Details | None = None
     input_tokens: _Count | None = None  # /v1/responses and /v1/messages
-    cache_read_input_tokens: _Count = 0  # of /v1/messages, which counts these apart
-    cache_creation_input_tokens: _Count = 0
+    input_tokens_details: _Details | None = None  # /v1/responses
+    cache_read_input_tokens: _Count | None = None  # of /v1/messages, which counts these apart
+    cache_creation_input_tokens: _Count | None = None
 
     @property
-    def of_the_prompt(self) -> int | None:
+    def prompt(self) -> int | None:
+        """Tokens of the prompt, cached or not."""
         if self.prompt_tokens is not None or self.input_tokens is None:
             return self.prompt_tokens
-        return self.input_tokens + self.cache_read_input_tokens + self.cache_creation_input_tokens
+        apart = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        return self.input_tokens + apart
+
+    @property
+    def cached(self) -> int | None:
+        """Those of them that were cached, as ``--enable-prompt-tokens-details`` reports them."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        return self.cache_read_input_tokens if details is None else details.cached_tokens
+
+
+NO_USAGE = Usage()
 
 
 class _Inner(msgspec.Struct):
     """``response`` of an event of ``/v1/responses``, and ``message`` of ``/v1/messages``."""
 
-    usage: _Usage | None = None
+    usage: Usage | None = None
+
+
+class _Used(msgspec.Struct):
+    usage: Usage | None = None
+
+
+def find_usage(answer: bytes) -> Usage:
+    """The usage in a whole JSON answer; empty where there is none.
+
+    >>> find_usage(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}').cached
+    32
+    """
+    try:
+        return msgspec.json.decode(answer, type=_Used).usage or NO_USAGE
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return NO_USAGE
 
 
 class _Answer(msgspec.Struct):
@@ -67,7 +106,7 @@ class _Answer(msgspec.Struct):
     type: str | None = None
     error: Raw = Raw(b"null")
     detail: Raw = Raw(b"null")  # of FastAPI itself
-    usage: _Usage | None = None
+    usage: Usage | None = None
     response: _Inner | None = None
     message: _Inner | str | None = None
 
@@ -165,8 +204,8 @@ class AnswerReader:
             self.has_no_route = not is_empty(found.detail)
         inner = found.message if isinstance(found.message, _Inner) else found.response
         usage = found.usage or (None if inner is None else inner.usage)
-        if usage is not None and usage.of_the_prompt:
-            self.prompt_tokens = usage.of_the_prompt
+        if usage is not None and usage.prompt:  # a stream of /v1/messages begins with 0
+            self.prompt_tokens = usage.prompt
 
 
 def _code(error: Raw) -> int:

@@ -22,7 +22,6 @@ prefill for a chat's token ids (``return_token_ids``), and puts them beside the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
 import msgspec
 from msgspec import Raw
@@ -144,23 +143,6 @@ class _PrefixTicket(msgspec.Struct):
     do_remote_prefill: bool
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: _Count | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None  # /v1/responses
-    cache_read_input_tokens: _Count | None = None  # /v1/messages
-
-
-class _Used(msgspec.Struct):
-    usage: _Usage | None = None
-
-
 def find_ticket(answer: bytes) -> Raw | None:
     """The ticket in prefill's JSON answer, or None where there is none.
 
@@ -198,22 +180,6 @@ def find_prefix_ticket(answer: bytes) -> Raw | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if lent and lent.do_remote_prefill else None
-
-
-def find_cached_tokens(answer: bytes) -> int | None:
-    """Prompt tokens from the prefix cache, as ``--enable-prompt-tokens-details`` reports them.
-
-    >>> find_cached_tokens(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}')
-    32
-    """
-    try:
-        usage = msgspec.json.decode(answer, type=_Used).usage
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if usage is None:
-        return None
-    details = usage.prompt_tokens_details or usage.input_tokens_details
-    return usage.cache_read_input_tokens if details is None else details.cached_tokens
 
 
 def _prefill_fields(body: ParsedBody) -> dict[str, object]:

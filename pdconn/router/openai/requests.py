@@ -310,6 +310,23 @@ def _holds_several(prompt: Raw) -> bool:
     return False
 
 
+_OF_IDS = b"0123456789,[] \t\r\n"
+
+
+def count_ids(prompt: memoryview) -> int | None:
+    """Token ids in a prompt, or in several prompts of them; None where it holds anything else.
+
+    >>> count_ids(memoryview(b"[[1, 2], [3]]")), count_ids(memoryview(b'["text"]'))
+    (3, None)
+    """
+    text = bytes(prompt)
+    if not text.startswith(b"[") or text.translate(None, _OF_IDS):
+        return None
+    return len(text.translate(_ONLY_DIGITS).split())
+
+
+_ONLY_DIGITS = bytes(one if one in b"0123456789" else ord(" ") for one in range(256))
+
 _KINDS = {b"{": "an object", b"[": "a list", b'"': "a string", b"t": "true", b"f": "false"}
 
 

@@ -21,6 +21,7 @@ from pdconn.router.fleet.loads import KvUsage, LoadPoller
 from pdconn.router.fleet.metrics import Load
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.metrics import RouterMetrics
+from pdconn.router.openai.requests import count_ids
 from pdconn.router.prefix.hashing import BadInput
 from pdconn.router.prefix.score import NO_HIT, Hit
 from pdconn.router.pulls.choose import Holder
@@ -41,7 +42,7 @@ from pdconn.router.routing.tokenize import Tokenised, Tokeniser, asking, text
 
 _BAD_REQUEST = 400
 BYTES_A_TOKEN = 4
-"""Estimate for a body that was not tokenized."""
+"""Estimate for a body of text that was not tokenized."""
 MOST_GUESSED = 32_768
 """Bound of that estimate, in tokens: a body with pictures is long, its prompt is not."""
 MAX_REASON = 200
@@ -118,6 +119,7 @@ class RequestRouter:
             lookup,
             unknown,
             time.perf_counter() - began,
+            query.is_guess,
         )
         self.decisions.add(decision)
         self.metrics.decided(decision)
@@ -167,10 +169,15 @@ class RequestRouter:
 
     def no_choice(self, request: RoutedRequest, why: str) -> Decision:
         """The record of a request for which there is nothing to decide."""
-        num_tokens = _query(request, None, False).num_tokens
-        ranking = Ranking((), (), why=why)
+        query = _query(request, None, False)
         decision = Decision(
-            request.request_id, time.time(), self.policy.name, num_tokens, ranking, unknown=why
+            request.request_id,
+            time.time(),
+            self.policy.name,
+            query.num_tokens,
+            Ranking((), (), why=why),
+            unknown=why,
+            is_guess=query.is_guess,
         )
         self.decisions.add(decision)
         return decision
@@ -304,7 +311,13 @@ def _query(request: RoutedRequest, tokenised: Tokenised | None, has_prefill: boo
     can_hand_over = has_prefill and body.direct is None
     if tokenised is None:
         prompt = memoryview(body.fields.get(body.route.prompt) or b"")
+        counted = count_ids(prompt)
         guess = min(len(prompt) // BYTES_A_TOKEN, MOST_GUESSED)
-        return RouteQuery(guess, bytes(prompt[:BEGINNING_TOKENS]), can_hand_over)
+        return RouteQuery(
+            guess if counted is None else counted,
+            bytes(prompt[:BEGINNING_TOKENS]),
+            can_hand_over,
+            is_guess=counted is None,
+        )
     beginning = repr((tokenised.tokens[:BEGINNING_TOKENS], tokenised.extras)).encode()
     return RouteQuery(len(tokenised.tokens), beginning, can_hand_over)

@@ -104,7 +104,8 @@ class RouteQuery:
     """A request as a policy sees it.
 
     Attributes:
-        num_tokens: of its prompt; an estimate where the prompt was not tokenized.
+        num_tokens: of its prompt.
+        is_guess: that is an estimate, as the prompt was not tokenized.
         beginning: what prompts that begin alike have in common.
         can_hand_over: False for requests that decode has to serve alone anyway, since they
             cannot use a ticket or no prefill engine is up.
@@ -113,6 +114,7 @@ class RouteQuery:
     num_tokens: int
     beginning: bytes = b""
     can_hand_over: bool = True
+    is_guess: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,19 @@ class RequestEnd(LabelValue):
         return self.fault not in (Fault.NONE, Fault.CLIENT)
 
 
+class Guess(int):
+    """A number that was estimated, not counted.
+
+    >>> str(Guess(97))
+    '~97'
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"~{int(self)}"
+
+
 class Stage(Enum):
     """The kind of engine that has the request."""
 
@@ -140,6 +153,7 @@ class RoutedRequest:
         refusal: the last answer of an engine that refused it, for want of a better one.
         prefill, decode: the engines that answered, so far.
         cached_tokens: prompt tokens that prefill reported as cached, if it does.
+        prompt_tokens: as an engine counted them; None before, and where it does not say.
         ticket_s, first_byte_s, status, end, total_s: see ``Outcome``.
         decision: the last one, for the log of decisions.
         timeline: when it went from one step to the next.
@@ -164,6 +178,7 @@ class RoutedRequest:
     prefill: str | None = None
     decode: str | None = None
     cached_tokens: int | None = None
+    prompt_tokens: int | None = None
     ticket_s: float | None = None
     first_byte_s: float | None = None
     status: int | None = None
@@ -227,7 +242,16 @@ class RoutedRequest:
             self.total_s,
             self.pull,
             self.timeline.steps(answered),
+            self.prompt_tokens,
         )
+
+    @property
+    def counted_tokens(self) -> int | Guess | None:
+        """Tokens of its prompt as an engine counted them, else as the router did."""
+        if self.prompt_tokens is not None or self.decision is None:
+            return self.prompt_tokens
+        decision = self.decision
+        return Guess(decision.num_tokens) if decision.is_guess else decision.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +261,8 @@ class Decision:
     Attributes:
         at: seconds since the epoch.
         policy: its name.
-        num_tokens: of the prompt; an estimate where ``unknown`` says why it was not tokenized.
+        num_tokens: of the prompt.
+        is_guess: that is an estimate, as the prompt was not tokenized.
         ranking: the engines to try.
         lookup: the hits of its prefix; None without a lookup.
         unknown: why there was no lookup.
@@ -252,6 +277,7 @@ class Decision:
     lookup: PrefixLookup | None = None
     unknown: str | None = None
     took_s: float = 0.0
+    is_guess: bool = False
 
     @property
     def num_hashes(self) -> int:
@@ -288,6 +314,7 @@ class Outcome:
         total_s: from the request's arrival until its end.
         pull: what prefill pulled from another engine, or tried to.
         steps: what it waited for, one after another.
+        prompt_tokens: as an engine counted them.
     """
 
     status: int | None = None
@@ -300,6 +327,7 @@ class Outcome:
     total_s: float | None = None
     pull: PrefixPull | None = None
     steps: tuple[Step, ...] = ()
+    prompt_tokens: int | None = None
 
 
 PENDING = Outcome()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdconn.router.openai.bodies import RETURN_MODEL, find_cached_tokens, prefill_body, return_body
+from pdconn.router.openai.answers import find_usage
+from pdconn.router.openai.bodies import RETURN_MODEL, prefill_body, return_body
 from pdconn.router.openai.requests import Direct, Route, parse_body
 from tests.fakes.deployment import deployment
 from tests.fakes.event_loop import in_loop, until
@@ -104,8 +105,8 @@ def test_a_response_goes_direct_where_one_ticket_cannot_serve_it(fields, reason)
     ],
 )
 def test_every_routes_cached_tokens_are_found(usage: dict[str, Any]) -> None:
-    assert find_cached_tokens(json.dumps({"usage": usage}).encode()) == 7
-    assert find_cached_tokens(b'{"usage": {"output_tokens": 1}}') is None
+    assert find_usage(json.dumps({"usage": usage}).encode()).cached == 7
+    assert find_usage(b'{"usage": {"output_tokens": 1}}').cached is None
 
 
 @in_loop

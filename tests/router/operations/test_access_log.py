@@ -13,12 +13,13 @@ import urllib.request
 from contextlib import suppress
 
 import pytest
+from aiohttp import web
 
 from pdconn.cli.logs import JsonFormatter
 from pdconn.router.access.log import KeyValues
 from tests.fakes.deployment import deployment, leave
 from tests.fakes.event_loop import in_loop, until
-from tests.fakes.fake_engine import ANSWER, MODEL
+from tests.fakes.fake_engine import ANSWER, MODEL, stream_of
 
 PDCONN = [sys.executable, "-m", "pdconn.cli.main"]
 
@@ -60,6 +61,68 @@ def test_a_request_that_succeeded_leaves_a_line(lines):
             assert 0 < parts < float(line["seconds"])
 
     scene()
+
+
+USAGE = {"prompt_tokens": 3000, "completion_tokens": 1}
+
+
+def prompt_tokens(lines, answer=None, route="/v1/completions", **body) -> str:
+    """``prompt_tokens`` of a request's line; ``answer``: of decode, in place of its own."""
+
+    @in_loop
+    async def scene():
+        async def script(engine, seen, http):
+            return web.json_response(answer)
+
+        async with deployment() as d:
+            d.prefill[0].usage = body.pop("prefills", None)
+            if answer is not None:
+                d.decode[0].script = script
+            assert (await d.complete(route, **body)).status == 200
+
+    scene()
+    return lines()[-1]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "counted"), [([7] * 100, "100"), ([], "0"), ([[1, 2], [3]], "3"), ([1000000], "1")]
+)
+def test_token_ids_are_counted(lines, ids, counted):
+    """100 ids were "97"."""
+    assert prompt_tokens(lines, prompt=ids) == counted
+
+
+def test_a_guess_is_marked_as_one(lines):
+    assert prompt_tokens(lines, prompt="a" * 400) == "~100"
+    assert prompt_tokens(lines, prompt=["a" * 400, "b"]).startswith("~")
+    assert prompt_tokens(lines, route="/v1/chat/completions").startswith("~")
+
+
+def test_what_prefill_has_counted_is_no_guess(lines):
+    assert prompt_tokens(lines, prompt="a" * 400, prefills=USAGE) == "3000"
+    of_anthropic = {"input_tokens": 20, "cache_read_input_tokens": 80}
+    assert prompt_tokens(lines, route="/v1/messages", prefills=of_anthropic) == "100"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_decode_has_counted_alone_is_no_guess(lines, stream):
+    counted = {"choices": [], "usage": USAGE}
+    if not stream:
+        assert prompt_tokens(lines, counted, prompt="a" * 400, n=2) == "3000"
+        return
+
+    @in_loop
+    async def scene():
+        async with deployment() as d:
+            d.decode[0].script = stream_of({"choices": [{"text": "t"}]}, counted)
+            assert (await d.complete(n=2, stream=True)).status == 200
+            state = json.loads((await d.send("/debug/state", method="GET")).body)
+            assert [(one["num_tokens"], one["is_guess"]) for one in state["decisions"]] == [
+                (3000, False)
+            ]
+
+    scene()
+    assert lines()[0]["prompt_tokens"] == "3000"
 
 
 def test_requests_that_fail_leave_one_too(lines):
