@@ -48,8 +48,8 @@ LATENCY_METRICS = (REQUEST_SECONDS, FIRST_TOKEN_SECONDS)
 class Moment:
     """Requests that ended between two calls of ``take``, and first tokens that were sent.
 
-    ``served`` had an answer of decode, ``handed_over`` those of them for which decode had a ticket;
-    ``failed`` ended badly, and not by their client.
+    ``served`` had an answer of decode that is no error, ``handed_over`` those of them for which
+    decode had a ticket; ``failed`` ended badly, and not by their client.
     """
 
     ended: int = 0
@@ -85,7 +85,7 @@ class RequestTimes:
         moment = self._moment
         moment.ended += 1
         moment.failed += outcome.end is None or outcome.end.is_failure
-        if outcome.decode is not None:
+        if outcome.decode is not None and (outcome.status or 0) < 400:
             moment.served += 1
             moment.handed_over += outcome.ticket_s is not None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.lab.ports import free_ports
+from pdconn.router.fleet.pull_counts import FAILED, PULLS
 
 MODEL = "m"
 
@@ -95,7 +97,9 @@ class FakeEngine:
         self.num_probes = 0
         self.version: str | None = None  # what /version says, if it answers
         self.num_listed = 0
-        self.metrics_page: str | bytes = ""
+        self.metrics_page: str | bytes | None = None  # in place of its counters
+        self.pull_fails: str | None = None  # the counter of the cause, if each pull fails
+        self.counts: Counter[str] = Counter({PULLS: 0, FAILED: 0})
         self.metrics_status = 200
         self.metrics_pause_s = 0.0
         self.num_polls = 0
@@ -164,6 +168,8 @@ class FakeEngine:
         self.num_polls += 1
         await asyncio.sleep(self.metrics_pause_s)
         page = self.metrics_page
+        if page is None:
+            page = "".join(f"{name} {value}\n" for name, value in self.counts.items())
         body = page.encode() if isinstance(page, str) else page
         return web.Response(status=self.metrics_status, body=body, content_type="text/plain")
 
@@ -238,11 +244,23 @@ class FakeEngine:
             return error(404, f"The model `{body['model']}` does not exist.")
         if "lend" in seen.ours:
             return self.prefix_answer(seen.ours["lend"])
+        if seen.params.get("do_remote_prefill"):
+            self.pull(seen)
         if seen.params.get("do_remote_decode"):
             return self.prefill_answer()
         if body.get("stream"):
             return await self.stream(http)
         return web.Response(body=ANSWER, content_type="application/json")
+
+    def pull(self, seen: Seen) -> None:
+        """What is lent, as a real engine does before it answers; else it computes the prompt."""
+        cause = self.pull_fails
+        if cause is None and seen.params.get("lease") not in self.leases.held:
+            cause = "pdconn:pulls_refused_unknown_total"
+        if cause is None:
+            self.counts[PULLS] += 1
+        else:
+            self.counts.update((FAILED, cause))
 
     def prefill_answer(self) -> web.Response:
         ticket = self.leases.grant() if self.lends else "null"

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdconn.doctor.findings import Finding, fault, warning
 from pdconn.doctor.fleet.engines import EngineFacts
+from pdconn.router.fleet.pull_counts import COUNTERS, NO_PULLS, PULLS, PullCounts
 
 SMALL_RUN_NBYTES = 16 << 10
 """Below this a READ is bound by its descriptors, not by the link (docs/network.md)."""
@@ -18,23 +19,12 @@ FEW_PULLS = 5
 """Of fewer no share is judged."""
 _SWAPPED = "give it as the other role here and to the router (--prefill and --decode, or the file)"
 
-_PULLS = "pdconn:pulls_total"
-_FAILED = "vllm:nixl_num_failed_transfers_total"
 _NBYTES = "vllm:nixl_bytes_transferred_sum"
 _RUNS = "vllm:nixl_num_descriptors_sum"
 _LENT = "pdconn:leases_granted_total"
 _EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 _QUARANTINED = "pdconn:pulls_quarantined_total"
-_REASONS = {
-    "pdconn:pulls_unauthenticated_total": "failed to authenticate",
-    "pdconn:pulls_unreachable_total": "lost or refused by prefill",
-    "pdconn:pulls_corrupted_total": "with wrong checksums",
-    "pdconn:pulls_refused_expired_total": "refused: expired",
-    "pdconn:pulls_refused_unknown_total": "refused: unknown",
-    "pdconn:pulls_refused_consumed_total": "refused: consumed",
-    "pdconn:pulls_unconfirmed_expired_total": "read after the lease ended",
-}
-_NAMES = (_PULLS, _FAILED, _NBYTES, _RUNS, _LENT, _EXPIRED, _QUARANTINED, *_REASONS)
+_NAMES = (*COUNTERS, _NBYTES, _RUNS, _LENT, _EXPIRED, _QUARANTINED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,7 @@ class Traffic:
     lent: int = 0
     expired: int = 0
     quarantined: int = 0
-    reasons: tuple[str, ...] = ()
+    counts: PullCounts = NO_PULLS
 
     @property
     def run_nbytes(self) -> int | None:
@@ -60,7 +50,7 @@ class Traffic:
 def traffic_of(page: str) -> Traffic:
     """Read a page; lines that make no sense are left out."""
     sums = dict.fromkeys(_NAMES, 0.0)
-    known = False
+    seen: set[str] = set()
     for line in page.splitlines():
         if not line.startswith(_NAMES):
             continue
@@ -70,19 +60,20 @@ def traffic_of(page: str) -> Traffic:
             continue
         for sample in samples:
             if sample.name in sums and sample.value >= 0:
-                known |= sample.name in (_PULLS, _LENT)
+                seen.add(sample.name)
                 sums[sample.name] += sample.value
-    reasons = [f"{int(sums[name])} {words}" for name, words in _REASONS.items() if sums[name]]
+    counted = {name: int(sums[name]) for name in COUNTERS if name in seen}
+    counts = PullCounts.of(counted) or NO_PULLS
     return Traffic(
-        known,
-        pulls=int(sums[_PULLS]),
-        failed=int(sums[_FAILED]),
+        not seen.isdisjoint((PULLS, _LENT)),
+        pulls=counts.received,
+        failed=counts.failed,
         nbytes=int(sums[_NBYTES]),
         runs=int(sums[_RUNS]),
         lent=int(sums[_LENT]),
         expired=int(sums[_EXPIRED]),
         quarantined=int(sums[_QUARANTINED]),
-        reasons=tuple(reasons),
+        counts=counts,
     )
 
 
@@ -139,9 +130,9 @@ def _roles(engines: Sequence[tuple[EngineFacts, Traffic]]) -> Iterator[Finding]:
 def _pulls(one: EngineFacts, traffic: Traffic) -> Iterator[Finding]:
     tried = traffic.pulls + traffic.failed
     if traffic.failed:
-        reasons = f" ({', '.join(traffic.reasons)})" if traffic.reasons else ""
-        message = f"{traffic.failed} of {tried} pulls have failed{reasons}"
-        remedy = "its log names the reason of each; docs/troubleshooting.md lists them"
+        why = f" ({traffic.counts.why})" if traffic.counts.why else ""
+        message = f"{traffic.failed} of {tried} pulls have failed{why}"
+        remedy = traffic.counts.remedy
         many = tried >= FEW_PULLS and 2 * traffic.failed >= tried
         yield (fault if many else warning)("traffic.failed", one.url, message, remedy)
     if traffic.quarantined:

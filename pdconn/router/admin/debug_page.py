@@ -160,6 +160,7 @@ class DebugPage:
         outage = router.engines.outage(name)
         feeds = router.caches.feeds
         pods = {pod for pod, feed in feeds.items() if feed.source.engine == name}
+        pulls = router.loads.pulls.lately(name)
         by_role = {role: _sum(tallies, pods, (role,)) for role in router.engines.roles(name)}
         return {
             "engine": name,
@@ -168,6 +169,7 @@ class DebugPage:
             "why": None if outage is None else outage.why,
             "draining": router.engines.is_draining(name),
             "load": load,
+            "pulls": {"failed": pulls.failed, "tried": pulls.tried, "why": pulls.why},
             "inflight": router.inflight.at(name)[0],
             "trust": router.trust.get(name, 1.0),
             "hit_rate": _sum(tallies, pods, Role).rate,

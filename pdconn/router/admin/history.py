@@ -5,6 +5,7 @@ Rates and shares are of the last moments, so that a chart of few requests is no 
 
     requests a second     the last 10 s
     shares, times         the last 30 s
+    failed pulls          the last 5 minutes, as engines count them
 
 Bounded: ``MOST_SAMPLES`` samples, each of ``MOST_NAMES`` engines and as many pods.
 """
@@ -54,6 +55,7 @@ class RouterSample:
         at: seconds since the epoch.
         requests_per_s, failed_per_s: that ended.
         handed_over: share of the answered requests for which decode had a ticket; None without any.
+        pulls_failed: share of the engines' pulls that failed; None without any.
         ttft_p50_ms, ttft_p95_ms: from arrival to the first token; None without any.
         engines: by name.
         pods: blocks in the prefix cache of each.
@@ -64,6 +66,7 @@ class RouterSample:
     requests_per_s: float
     failed_per_s: float
     handed_over: float | None
+    pulls_failed: float | None
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     engines: dict[str, EngineSample]
@@ -106,6 +109,7 @@ class History:
             sum(one.ended for one in latest) / over_s,
             sum(one.failed for one in latest) / over_s,
             sum(one.handed_over for one in moments) / served if served else None,
+            self._pulls_failed(),
             _quantile_ms(times_s, 0.5),
             _quantile_ms(times_s, 0.95),
             self._engines(),
@@ -160,6 +164,12 @@ class History:
                 made[name] = EngineSample(load.kv_usage, load.running, load.waiting, inflight)
         return made
 
+    def _pulls_failed(self) -> float | None:
+        loads, names = self._router.loads, islice(self._router.engines.names, MOST_NAMES)
+        counted = [loads.pulls.lately(name) for name in names]
+        tried = sum(one.tried for one in counted)
+        return sum(one.failed for one in counted) / tried if tried else None
+
     def _pods(self) -> dict[str, int]:
         caches = self._router.caches
         pods = caches.index.pods
@@ -170,7 +180,8 @@ class History:
 
 
 _PLAIN = (
-    "seq", "at", "requests_per_s", "failed_per_s", "handed_over", "ttft_p50_ms", "ttft_p95_ms",
+    "seq", "at", "requests_per_s", "failed_per_s", "handed_over", "pulls_failed", "ttft_p50_ms",
+    "ttft_p95_ms",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import ConnectFailed, ConnectionLost, EngineClient
 from pdconn.router.fleet.metrics import MAX_PAGE_NBYTES, Load, parse_metrics
+from pdconn.router.fleet.pull_counts import PullCounts, RecentPulls
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.routing.policy import Role
 
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
+
+COMPLAIN_EVERY_S = 60.0
+"""Pulls of an engine that fail are logged once in this time."""
 
 LEASE_S = 30.0
 """vLLM's default; where a lease is longer an idle engine looks free a little early."""
@@ -70,7 +74,8 @@ class LoadPoller:
     """Keeps the last load of each engine that gets requests.
 
     ``latest`` holds no engine that left the fleet; one that stopped answering stays in it, with
-    its age (``fresh`` leaves it out).
+    its age (``fresh`` leaves it out).  ``pulls`` is what engines count of their pulls; those that
+    fail are logged.
 
     >>> async with LoadPoller(engines, client) as loads:  # doctest: +SKIP
     ...     loads.fresh(max_age_s=5.0)["http://10.0.0.1:8000"].waiting
@@ -87,6 +92,8 @@ class LoadPoller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.latest: dict[str, LoadReading] = {}
+        self.pulls = RecentPulls()
+        self._complained_s: dict[str, float] = {}
         self._engines = engines
         self._client = client
         self._interval_s = interval_s
@@ -111,6 +118,8 @@ class LoadPoller:
         """Drop engines that left the fleet."""
         for name in [name for name in self.latest if name not in self._engines]:
             del self.latest[name]
+            self._complained_s.pop(name, None)
+        self.pulls.keep(self._engines.names)
         self._failing = {name for name in self._failing if name in self._engines}
 
     async def poll_now(self) -> None:
@@ -148,11 +157,26 @@ class LoadPoller:
             return self._note_failure(engine, str(error))
         if engine not in self._engines:
             return None  # it left the fleet while it answered
-        self.latest[engine] = LoadReading(parse_metrics(page, self._max_page_nbytes), self._clock())
+        load, now = parse_metrics(page, self._max_page_nbytes), self._clock()
+        self.latest[engine] = LoadReading(load, now)
+        self._note_pulls(engine, self.pulls.observe(engine, load.pulls, now), now)
         if engine in self._failing:
             self._failing.discard(engine)
             log.info("pdconn: load known again engine=%s", engine)
         return None
+
+    def _note_pulls(self, engine: str, grown: PullCounts, now: float) -> None:
+        """Log pulls that have failed since the last poll; their requests were answered."""
+        if grown.failed and now - self._complained_s.get(engine, float("-inf")) >= COMPLAIN_EVERY_S:
+            self._complained_s[engine] = now
+            log.warning(
+                "pdconn: pulls fail engine=%s failed=%d of=%d why=%r remedy=%r",
+                engine,
+                grown.failed,
+                grown.tried,
+                grown.why or "not counted",
+                grown.remedy,
+            )
 
     async def _page(self, engine: str) -> str:
         headers = CIMultiDict({"Accept-Encoding": "identity"})

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdconn.router.fleet.pull_counts import COUNTERS, PullCounts
+
 #: vLLM's page is some hundred KiB; a longer one is not read.
 MAX_PAGE_NBYTES = 4 << 20
 #: Characters of a line: a name, some labels, a number.
@@ -39,7 +41,8 @@ _LEASES_ENDED = (
 
 #: The largest sensible value of each; above it floats skip whole numbers.
 _LIMITS = dict.fromkeys(
-    (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT_TOKENS, _LENT, *_LEASES_ENDED), float(1 << 53)
+    (_RUNNING, _WAITING, _QUERIES, _HITS, _PROMPT_TOKENS, _LENT, *_LEASES_ENDED, *COUNTERS),
+    float(1 << 53),
 ) | {_KV_USAGE: 1.0}
 NAMES = tuple(_LIMITS)
 
@@ -54,6 +57,7 @@ class Load:
         lent_leases: prompts whose blocks are lent to decode at this moment.
         prefix_queries, prefix_hits: tokens looked up and found, since the engine's start.
         prompt_tokens: of all prompts since its start, found or not.
+        pulls: since its start, those that failed too.
         num_ignored: lines of these metrics that made no sense.
     """
 
@@ -64,6 +68,7 @@ class Load:
     prefix_queries: int | None = None
     prefix_hits: int | None = None
     prompt_tokens: int | None = None
+    pulls: PullCounts | None = None
     num_ignored: int = 0
 
     @property
@@ -105,6 +110,7 @@ def parse_metrics(text: str, max_nbytes: int = MAX_PAGE_NBYTES) -> Load:
         prefix_queries=_total(values, _QUERIES),
         prefix_hits=_total(values, _HITS),
         prompt_tokens=_total(values, _PROMPT_TOKENS),
+        pulls=PullCounts.of({name: int(sum(values[name])) for name in COUNTERS if values[name]}),
         num_ignored=num_ignored,
     )
 

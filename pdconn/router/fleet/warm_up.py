@@ -8,10 +8,13 @@ joins or comes back::
     prefill: the prompt, one token ──► ticket ──► decode: the same prompt, two tokens
     the router itself: one request on a client's way, which counts as none
 
+A pair is warm once decode's own counters say that it pulled: an answer says nothing, since an
+engine whose pull fails computes the prompt itself.
+
 One hand-over at a time, each engine once before any engine twice.  A pair that fails is tried
-again after a pause that grows; a pair that an engine refuses (with 4xx, or without a ticket) is
-left alone.  No client waits for a warm-up but those of the time before the router listens, which is
-bounded; and it marks no engine as down.
+again after a pause that grows; a pair that an engine refuses (with 4xx, without a ticket, or
+without counters) is left alone.  No client waits for a warm-up but those of the time before the
+router listens, which is bounded; and it marks no engine as down.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,6 +38,8 @@ from pdconn.router.fleet.client import (
     ConnectionLost,
     EngineClient,
 )
+from pdconn.router.fleet.metrics import parse_metrics
+from pdconn.router.fleet.pull_counts import PullCounts
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.openai.bodies import find_ticket, lend_params
 from pdconn.router.openai.requests import TICKET_FIELD
@@ -41,6 +47,10 @@ from pdconn.router.routing.model_list import base_models
 from pdconn.router.routing.policy import Role
 
 log = logging.getLogger(__name__)
+
+COUNTED_S = 2.0
+"""For decode's counters: vLLM hands them on with its steps, and the last step is over."""
+LOOK_EVERY_S = 0.05
 
 PAIR_S = 30.0
 """The time of one hand-over; a cold engine may compile for longer, and is tried again."""
@@ -76,6 +86,10 @@ class NotYet(Exception):
     """An engine does not answer; perhaps it will."""
 
 
+class NotPulled(NotYet):
+    """Decode answered, and its counters say that it did not pull."""
+
+
 class FleetWarmUp:
     """Keeps every pair of the fleet warm.
 
@@ -108,18 +122,20 @@ class FleetWarmUp:
         self._pauses = pauses
         self._pair_s = pair_s
         self._done: dict[Pair, bool] = {}
+        self._named: set[Pair] = set()
         self._task: asyncio.Task[None] | None = None
         self._closed = limit_s is None
 
     @property
     def num_warm(self) -> int:
-        """Pairs whose hand-over has succeeded."""
+        """Pairs of which decode has pulled."""
         return sum(self._done.values())
 
     def fleet_changed(self) -> None:
         """Warm what joined, forget what left."""
         pairs = set(self._pairs())
         self._done = {pair: warm for pair, warm in self._done.items() if pair in pairs}
+        self._named &= pairs
         self._begin()
 
     def engine_up(self, engine: str) -> None:
@@ -174,6 +190,13 @@ class FleetWarmUp:
                 except TakesNoPart as error:
                     self._done[pair] = False
                     log.info("pdconn: not warmed up prefill=%s decode=%s why=%r", *pair, str(error))
+                except NotPulled as error:
+                    failed = True
+                    if pair not in self._named:
+                        self._named.add(pair)
+                        log.warning(
+                            "pdconn: not warm prefill=%s decode=%s why=%r", *pair, str(error)
+                        )
                 except (NotYet, ConnectFailed, ConnectionLost, TimeoutError) as error:
                     failed = True
                     log.debug("pdconn: warm-up failed prefill=%s decode=%s: %s", *pair, error)
@@ -197,11 +220,43 @@ class FleetWarmUp:
 
     async def _hand_over(self, pair: Pair) -> None:
         fields, salt = _fields(await self._model(pair.prefill))
+        before = await self._pulls(pair.decode)
         lend = {**fields, "max_tokens": 1, TICKET_FIELD: lend_params()}
         ticket = find_ticket(await self._post(pair.prefill, lend, salt))
         if ticket is None:
             raise TakesNoPart(f"{pair.prefill} returns no ticket")
         await self._post(pair.decode, {**fields, "max_tokens": 2, TICKET_FIELD: ticket}, salt)
+        grown = await self._counted(pair.decode, before, fields, salt)
+        if grown.failed:
+            why = grown.why or "its log says why"
+            raise NotPulled(f"{grown.failed} of {grown.tried} pulls failed ({why}); {grown.remedy}")
+        if not grown.received:
+            raise NotPulled("it answered and counts no pull: it computed the prompt itself")
+
+    async def _counted(
+        self, decode: str, before: PullCounts, fields: dict[str, object], salt: str
+    ) -> PullCounts:
+        """What decode has counted since ``before``; a step more brings what the last one left."""
+        until_s = time.monotonic() + COUNTED_S
+        asked = False
+        while not (grown := (await self._pulls(decode)).since(before)).tried:
+            if time.monotonic() > until_s:
+                break
+            if not asked:
+                asked = True
+                await self._post(decode, {**fields, "prompt": salt, "max_tokens": 1}, salt)
+            await asyncio.sleep(LOOK_EVERY_S)
+        return grown
+
+    async def _pulls(self, engine: str) -> PullCounts:
+        headers = CIMultiDict({"Accept-Encoding": "identity"})
+        async with await self._client.get(engine, "/metrics", headers) as answer:
+            page = await answer.rest()
+            _check(engine, "/metrics", answer.status)
+        counts = parse_metrics(page.decode("utf-8", "replace")).pulls
+        if counts is None:
+            raise TakesNoPart(f"{engine}: /metrics counts no pulls, so nothing shows that it pulls")
+        return counts
 
     async def _model(self, engine: str) -> str:
         async with await self._client.get(engine, "/v1/models", self._headers()) as answer:

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
+from pdconn.router.fleet import warm_up
 from pdconn.router.fleet.client import EngineClient
 from pdconn.router.fleet.registry import EngineRegistry
 from pdconn.router.fleet.warm_up import FleetWarmUp, WarmUpPauses
@@ -86,6 +87,74 @@ async def test_each_engine_is_warm_before_any_comes_again() -> None:
         await f.warm_up.wait()
         firsts = {prompts(engine)[0] for engine in f.prefill}
         assert {prompts(engine)[0] for engine in f.decode} == firsts
+
+
+UNVERIFIED = "pdconn:pulls_unverified_total"
+
+
+@in_loop
+async def test_a_pair_whose_pulls_fail_is_not_warm_and_the_cause_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Decode answers all the same: it computes the prompt, and "handed over" was 100 %."""
+    caplog.set_level("WARNING")
+    async with fleet(1, 2, limit_s=0.2) as f:
+        f.decode[0].pull_fails = UNVERIFIED
+        await f.warm_up.wait()
+        assert f.warm_up.num_warm == 1, "the other pair"
+        assert len(asked(f.decode[0])) > 1, "it is tried again"
+        (line,) = [one.getMessage() for one in caplog.records if "not warm" in one.getMessage()]
+        assert f.decode[0].url in line
+        assert "without checksums to compare" in line
+        assert '"verify" on prefill' in line
+        f.decode[0].pull_fails = None
+        await until(lambda: f.warm_up.num_warm == 2)
+
+
+@in_loop
+async def test_a_pair_of_which_decode_says_nothing_is_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with fleet(1, 1) as f:
+        f.decode[0].metrics_page = "vllm:num_requests_running 0\n"
+        await f.warm_up.wait()
+        assert f.warm_up.num_warm == 0
+        assert not asked(f.prefill[0])
+        assert "counts no pulls" in caplog.text
+
+
+@in_loop
+async def test_counters_that_come_with_the_next_step_are_waited_for() -> None:
+    """vLLM hands counters on with its steps: those of an answer's last step come with the next."""
+    async with fleet(1, 1) as f:
+        decode = f.decode[0]
+
+        async def late(engine: FakeEngine, seen: Seen, http: web.Request) -> web.StreamResponse:
+            counted = dict(decode.counts)
+            answer = await engine.answer(seen, http)
+            if seen.params:
+                decode.metrics_page = "".join(f"{name} {n}\n" for name, n in counted.items())
+            else:
+                decode.metrics_page = None
+            return answer
+
+        decode.script = late
+        await f.warm_up.wait()
+        assert f.warm_up.num_warm == 1
+
+
+@in_loop
+async def test_a_decode_that_computes_without_a_try_is_not_warm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose connector takes no ticket, as with kv_role kv_producer on both."""
+    monkeypatch.setattr(warm_up, "COUNTED_S", 0.05)
+    async with fleet(1, 1, limit_s=0.3) as f:
+        monkeypatch.setattr(FakeEngine, "pull", lambda engine, seen: None)
+        await f.warm_up.wait()
+        assert f.warm_up.num_warm == 0
+        assert "it computed the prompt itself" in caplog.text
 
 
 @in_loop
@@ -180,7 +249,8 @@ async def test_one_that_is_down_is_warmed_once_it_is_up() -> None:
     async with fleet(1, 1) as f:
         await f.decode[0].stop()
         f.warm_up.fleet_changed()
-        await until(lambda: len(asked(f.prefill[0])) > 1)
+        await asyncio.sleep(0.1)
+        assert not asked(f.prefill[0]), "it would lend for nothing"
         await f.decode[0].start()
         await f.warm_up.wait()
         assert f.warm_up.num_warm == 1

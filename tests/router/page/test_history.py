@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 from pdconn.router.admin.history import MOST_NAMES, MOST_SAMPLES, History, _quantile_ms
 from pdconn.router.exposition import render
 from pdconn.router.fleet.metrics import Load
+from pdconn.router.fleet.pull_counts import RecentPulls
 from pdconn.router.latency import MOST_KEPT, RequestTimes
 from pdconn.router.openai.requests import Route
 from pdconn.router.routing.routed_request import Outcome, RequestEnd
@@ -35,7 +36,7 @@ def history(names: list[str], load: Load | None = None) -> tuple[History, Reques
     loads = dict.fromkeys(names, load) if load else {}
     router: Any = SimpleNamespace(
         engines=SimpleNamespace(names=names),
-        loads=SimpleNamespace(fresh=lambda max_age_s: loads),
+        loads=SimpleNamespace(fresh=lambda max_age_s: loads, pulls=RecentPulls()),
         inflight=SimpleNamespace(at=lambda name: (1, 0)),
         caches=SimpleNamespace(feeds=dict.fromkeys(names), index=SimpleNamespace(pods={})),
     )
