@@ -266,6 +266,7 @@ def engine(
         max_model_len=MAX_MODEL_LEN,
         block_tokens=BLOCK,
         env={"VLLM_SERVER_DEV_MODE": "1"},  # for resets of its cache
+        args=("--enable-prompt-tokens-details",),
     )
 
 
