@@ -175,6 +175,13 @@ async def sent_as(reason: Direct) -> AsyncIterator[Deployment]:
             await d.prefill[0].stop()
         elif reason is Direct.NO_PREFILL_IN_TIME:
             d.prefill[0].script = hang
+        elif reason is Direct.PREFILL_ERROR:
+            d.prefill[0].script = answering(503)
+        elif reason is Direct.PREFILL_TOO_SHORT:
+            d.prefill[0].models = [{"id": "m", "max_model_len": 16}]
+            for engine in d.decode:
+                engine.models = [{"id": "m", "max_model_len": 64}]
+            d.prefill[0].script = answering(400)
         elif reason is Direct.TICKET_SPENT:
             d.decode[0].script = reset
         path, body = BODIES.get(reason, ("/v1/completions", {}))

@@ -81,8 +81,8 @@ def test_the_log_and_the_page_name_the_engine_whose_pulls_fail(fleet: Fleet) -> 
     client = Client(fleet.url)
     for number in range(8):
         client.complete([7 + number, *range(10, 200)], 4)
-    line = fleet.logged("pulls fail")
-    assert f"engine={fleet.unproven.url}" in line
+    line = fleet.logged("pulls fail engine=")
+    assert fleet.unproven.url in line
     assert "without checksums to compare" in line
     shown = {one["engine"]: one["pulls"] for one in fleet.page()["engines"]}
     failing = shown[fleet.unproven.url]
