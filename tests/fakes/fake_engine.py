@@ -140,7 +140,8 @@ class FakeEngine:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/v1/{kind:responses|messages}/render", self._render)
+        rendered = "/v1/{kind:chat/completions|responses|messages}/render"
+        app.router.add_post(rendered, self._render)
         app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -200,6 +201,7 @@ class FakeEngine:
     async def _render(self, http: web.Request) -> web.Response:
         seen = Seen(http.path, CIMultiDict(http.headers), await http.read())
         self.tokenized.append(seen)
+        await self.tokenizes.wait()
         if self.tokenize is None:
             return error(404, "Not Found")
         tokens = self.tokenize(seen)

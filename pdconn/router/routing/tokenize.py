@@ -1,10 +1,12 @@
 """The tokens of a request's prompt, from which its block hashes are computed.
 
-A prompt of token ids holds them.  Text and chats are tokenized by an engine (``/tokenize``, or
-``/render`` beneath ``/v1/responses`` and ``/v1/messages``), since only it knows its model's
-tokenizer and chat template.  These are routed without a prefix lookup: images and the like (only
-the engine knows where their tokens go), several prompts in one body, and what an engine refuses to
-tokenize.
+A prompt of token ids holds them.  Text is tokenized by an engine (``/tokenize``), since only it
+knows its model's tokenizer, and what becomes a prompt by a chat template is rendered there
+(``/render`` beneath its route).  ``/tokenize`` takes chats too, but not all that shapes their
+prompts (``documents``, ``reasoning_effort``, ``tool_choice``, ``response_format``): it would answer
+with the tokens of another prompt.  These are routed without a prefix lookup: images and the like
+(only the engine knows where their tokens go), several prompts in one body, and what an engine
+refuses to tokenize.
 
 Two more inputs of block hashes: the request's ``cache_salt``, and the adapter that its
 ``model`` names, by the path under which ``GET /v1/models`` lists it.
@@ -54,23 +56,8 @@ CHAT_NBYTES_A_TOKEN = 32
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_RENDERED = (Route.RESPONSES, Route.MESSAGES)
-"""Routes whose prompts an engine tells of at ``/render`` beneath the route's own path."""
-
-_SHAPES_PROMPT = {
-    Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
-    Route.CHAT: (
-        "model",
-        "messages",
-        "add_special_tokens",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "chat_template_kwargs",
-        "tools",
-    ),
-}
-"""Fields of a request that ``/tokenize`` takes too."""
+_SHAPES_TEXT = ("model", "prompt", "add_special_tokens")
+"""Fields of a completion that ``/tokenize`` takes too: all that shape its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +195,8 @@ class Tokeniser:
             most_nbytes = bound.chat_nbytes(self._max_nbytes)
             if len(memoryview(messages)) > most_nbytes:
                 raise CannotTokenise(f"its {body.route.prompt} is more than {most_nbytes} bytes")
-            if body.route in _RENDERED:
-                return await self._rendered(request, headers)
-            _refuse_media(messages)
-        fields = {
-            name: body.fields[name] for name in _SHAPES_PROMPT[body.route] if name in body.fields
-        }
+            return await self._rendered(request, headers)
+        fields = {name: body.fields[name] for name in _SHAPES_TEXT if name in body.fields}
         raw = await self._ask_any(request, "/tokenize", headers, msgspec.json.encode(fields))
         try:
             return msgspec.json.decode(raw, type=_Answer).tokens
@@ -223,7 +206,10 @@ class Tokeniser:
     async def _rendered(self, request: RoutedRequest, headers: CIMultiDict[str]) -> list[int]:
         """The tokens of a prompt that ``/tokenize`` does not take."""
         body = request.body
-        if _MAY_HOLD_AN_IMAGE.search(memoryview(body.fields[body.route.prompt])):
+        prompt = memoryview(body.fields[body.route.prompt])
+        if body.route is Route.CHAT:
+            _refuse_media(body.fields[body.route.prompt])
+        elif _MAY_HOLD_AN_IMAGE.search(prompt):
             raise CannotTokenise("it may contain an image")  # which the engine would load
         fields = {**body.fields, "mm_payload": "none"}
         path = f"{body.route.path}/render"

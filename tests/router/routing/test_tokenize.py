@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pdconn.router.server import Limits
 from tests.fakes.event_loop import in_loop
-from tests.fakes.fake_engine import ANSWER
+from tests.fakes.fake_engine import ANSWER, error
 from tests.fakes.routed import PROMPT, fleet, letters, num_asked, refuse
 
 
@@ -38,34 +38,53 @@ async def test_text_is_put_into_tokens_by_an_engine_with_the_clients_key():
 
 
 @in_loop
-async def test_a_chat_is_put_into_tokens_with_the_fields_that_tokenize_knows():
-    known = {
-        "model": "m",
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "text": "x" * 400}, "y"]},
-            {"role": "assistant", "content": None, "tool_calls": []},
-            {"role": "user", "content": "hi"},
-        ],
-        "add_generation_prompt": True,
-        "continue_final_message": False,
-        "add_special_tokens": False,
-        "chat_template": "{{ x }}",
+async def test_a_chat_is_rendered_with_all_that_shapes_its_prompt():
+    """``/tokenize`` knows no documents: a hit was promised for the tokens of another prompt."""
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "x" * 400}, "y"]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "hi"},
+    ]
+    shaping = {
         "chat_template_kwargs": {"enable_thinking": False},
         "tools": [{"type": "function", "function": {"name": "f"}}],
+        "documents": [{"title": "t", "text": "words"}],
+        "reasoning_effort": "high",
+        "tool_choice": "required",
+        "response_format": {"type": "json_object"},
     }
-    unknown = {"temperature": 0, "max_tokens": 3, "user": "u", "tool_choice": "auto", "seed": 1}
+    body = {"model": "m", "messages": messages, **shaping, "temperature": 0, "max_tokens": 3}
+
+    def rendering(seen: Any) -> list[int]:
+        """A chat template that writes the documents first, as RAG models' do."""
+        return [ord(letter) for letter in json.dumps([seen.body.get("documents"), messages])]
+
     async with fleet() as f:
-        f.decode[0].tokenize = letters
-        held = [ord(letter) for letter in json.dumps(known["messages"])]
+        f.decode[0].tokenize = rendering
+        held = [ord(letter) for letter in json.dumps([shaping["documents"], messages])]
         await f.pod(f.prefill[1]).store(held[: len(held) // 16 * 16])
         await f.events_applied()
-        reply = await f.complete("/v1/chat/completions", **known, **unknown)
-        assert reply.status == 200
+        assert (await f.complete("/v1/chat/completions", **body)).status == 200
         (asked,) = f.decode[0].tokenized
-        assert asked.body == known
+        assert asked.path == "/v1/chat/completions/render"
+        assert asked.body == {**body, "mm_payload": "none"}
         assert f.routed.prefill == f.prefill[1].url
-        assert f.routed.unknown is None
         assert f.routed.hit_tokens(f.prefill[1].url) > 400
+
+
+@in_loop
+async def test_where_chats_are_not_rendered_nothing_is_promised():
+    """The tokens of another prompt would be worse than none."""
+    async with fleet() as f:
+        tokenize = f.decode[0]
+
+        def no_render(seen: Any) -> Any:
+            return error(404, "Not Found") if seen.path.endswith("/render") else letters(seen)
+
+        tokenize.tokenize = no_render
+        assert "/render answered 404" in ((await f.chat("some text")).unknown or "")
+        assert [seen.path for seen in tokenize.tokenized] == ["/v1/chat/completions/render"]
+        assert (await f.ask("some text")).unknown is None
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
