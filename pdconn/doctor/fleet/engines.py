@@ -289,6 +289,7 @@ def _lengths(name: str, engines: Sequence[EngineFacts]) -> Iterator[Finding]:
         held = ", ".join(f"{length} at {url}" for url, length in lengths.items())
         message = f"{name!r}: expected one max_model_len, got {held}"
         remedy = (
-            "set --max-model-len alike: a longer prompt is computed by one and refused by another"
+            "set --max-model-len alike: a prompt too long for prefill is computed by decode alone, "
+            "and one too long for decode is refused"
         )
         yield fault("fleet.max-model-len", "max_model_len", message, remedy)

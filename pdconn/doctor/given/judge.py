@@ -8,6 +8,7 @@ from pathlib import Path
 from pdconn.doctor.findings import Finding, fault, of_error, warning
 from pdconn.doctor.given.arguments import HYBRID_OFF, TRANSFER
 from pdconn.doctor.given.config import AN_ADDRESS, DEFAULT_HOST, DEFAULT_PORT, GivenConfig
+from pdconn.router.fleet.client import KEEPALIVE_S
 from pdconn.sidechannel.advertise import VARIABLES, NoAdvertisedHost, advertised_host
 from pdconn.sidechannel.credentials import ENV_SECRET_FILE
 from pdconn.vllm.config import ConfigError, Settings, try_settings
@@ -20,6 +21,7 @@ _TRANSFER_KEYS = (
     "kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv",
 )  # fmt: skip
 """All that vLLM's KVTransferConfig takes."""
+_KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _CREDENTIALS = ("secret_file", "tls_cert", "tls_key", "tls_ca")
 _SET = 'set "kv_connector": "PdconnConnector", "kv_connector_module_path": "pdconn.vllm"'
 
@@ -95,6 +97,7 @@ def judge_given(given: GivenConfig, refused: list[FieldError]) -> Iterator[Findi
         remedy = "write it so that vLLM reads it; docs/doctor.md lists what it does not"
         yield warning("config.ignored", "vLLM's command line", f"without effect: {words}", remedy)
     yield from _hybrid(given)
+    yield from _keep_alive(given)
     if given.transfer is None:
         remedy = (
             """add --kv-transfer-config '{"kv_connector": "PdconnConnector", """
@@ -118,6 +121,19 @@ def judge_given(given: GivenConfig, refused: list[FieldError]) -> Iterator[Findi
     for error in refused:
         remedy = "correct the key; docs/configuration.md lists what each takes"
         yield of_error(f"config.{_slug(error.field)}", error, remedy)
+
+
+def _keep_alive(given: GivenConfig) -> Iterator[Finding]:
+    """vLLM's server must keep idle connections for longer than the router does."""
+    set_to = given.environ.get(_KEEP_ALIVE)
+    if set_to is None or (set_to.isdecimal() and int(set_to) > KEEPALIVE_S):
+        return
+    message = f"expected more than {KEEPALIVE_S:g} s, got {set_to}"
+    remedy = (
+        "leave it at vLLM's 5: the router closes idle connections after "
+        f"{KEEPALIVE_S:g} s, and has to send a request twice that meets one which the engine closes"
+    )
+    yield warning("config.keep-alive", _KEEP_ALIVE, message, remedy)
 
 
 def _transfer_keys(transfer: Mapping[str, object]) -> Iterator[Finding]:

@@ -161,6 +161,18 @@ def test_the_name_of_nixl_connector_is_ours_where_it_is_replaced() -> None:
     assert "config.connector" not in found(json.dumps(by_module))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "warned"), [("1", True), ("4", True), ("x", True), ("5", False), ("75", False)]
+)
+def test_an_engine_that_closes_idle_connections_before_the_router_is_found(
+    seconds: str, warned: bool
+) -> None:
+    line = f"vllm serve m --kv-transfer-config '{json.dumps(TRANSFER)}'"
+    ids = found(f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE={seconds} {line}")
+    assert ("config.keep-alive" in ids) == warned
+    assert "config.keep-alive" not in found(line)
+
+
 def test_an_engine_without_connector_is_found() -> None:
     assert found("vllm serve m") == ["config.no-connector"]
 

@@ -141,6 +141,60 @@ async def test_a_stream_that_has_begun_is_not_begun_again():
         assert not d.decode[1].seen
 
 
+def of_length(engine: FakeEngine, max_model_len: int, prompt_tokens: int) -> None:
+    """As vLLM does: it lists its length, and refuses prompts of more tokens with 400."""
+    engine.models = [{"id": "m", "max_model_len": max_model_len}]
+    if prompt_tokens > max_model_len:
+        engine.script = refusing(400)
+
+
+@in_loop
+async def test_a_prompt_too_long_for_prefill_alone_is_decodes():
+    """Prefill's shorter ``max_model_len`` was the client's 400."""
+    async with deployment(num_prefill=2, num_decode=1) as d:
+        for engine in d.prefill:
+            of_length(engine, 100, 500)
+        of_length(d.decode[0], 1000, 500)
+        assert (await d.complete()).body == ANSWER
+        assert not asked(d.decode[0])[0].params
+        assert d.metric("direct_requests_total", reason="prefill_too_short") == 1
+        assert d.metric("engine_up", role="prefill", engine=d.prefill[0].url) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@in_loop
+async def test_an_engine_that_takes_longer_prompts_is_asked(role):
+    async with deployment(num_prefill=2, num_decode=2) as d:
+        for engine in (*d.prefill, *d.decode):
+            of_length(engine, 1000, 500)
+        of_length(getattr(d, role)[0], 100, 500)
+        for _ in range(MOST_IN_A_ROW + 2):
+            assert (await d.complete()).body == ANSWER
+        assert asked(getattr(d, role)[0]), "it is no fault of its, and it does not rest"
+        handed_over = [seen for engine in d.decode for seen in asked(engine) if seen.params]
+        assert len(handed_over) >= MOST_IN_A_ROW + 2
+
+
+@in_loop
+async def test_a_mistake_of_the_client_is_the_clients_where_lengths_differ():
+    """The control: whoever takes longer prompts says the same, once."""
+    async with deployment() as d:
+        of_length(d.prefill[0], 100, 500)
+        of_length(d.decode[0], 1000, 5000)
+        reply = await d.complete()
+        assert (reply.status, reply.error["message"]) == (400, WORDS)
+        assert [len(asked(engine)) for engine in (*d.prefill, *d.decode)] == [1, 1]
+
+
+@in_loop
+async def test_a_prompt_too_long_for_prefill_is_refused_where_prefill_is_required():
+    async with deployment(require_prefill=True) as d:
+        of_length(d.prefill[0], 100, 500)
+        of_length(d.decode[0], 1000, 500)
+        assert (await d.complete()).status == 400
+        assert not asked(d.decode[0])
+
+
 # What the client gets where no engine is left
 
 
