@@ -293,6 +293,28 @@ class ConsumerScheduler:
         else:
             self._give_up(request.request_id, tracked)
 
+    def waiting(self, *, prefixes: bool) -> list[str]:
+        """Requests without blocks that hold a claim, for a prefix or a whole prompt; oldest first.
+
+        This includes requests whose claims are on their way.
+        """
+        return [
+            name
+            for name, tracked in self._tracked.items()
+            if tracked.ticket is not None
+            and tracked.problem is None
+            and not tracked.pulling
+            and bool(tracked.prefix) == prefixes
+        ]
+
+    def give_way(self, requests: Iterable[str]) -> None:
+        """End the claims of these waiting requests, which go on without their tickets."""
+        for name in requests:
+            ticket = self._tracked[name].ticket
+            assert ticket is not None
+            self._counts["tickets_gave_way"] += 1
+            self._lost(name, ticket, "gave way, since nothing moved while blocks were lent")
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         if not self._counts:  # asked in every step

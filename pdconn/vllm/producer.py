@@ -45,6 +45,7 @@ from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.config import Settings
 from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers
+from pdconn.vllm.lends.pins import LeaseKind, LeasePins
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.lends.shared_tickets import SharedTickets
 from pdconn.vllm.memory.card import kv_card, why_unreachable
@@ -80,6 +81,11 @@ class ProducerScheduler:
         has_drafts: whether the engine has a drafter.
         block_tokens: tokens of the engine's largest blocks.
         clock: seconds that never go back.
+
+    Attributes:
+        answers: answers that are lent back; None where none are.
+        prefixes: requests for a prefix.
+        pins: what leases pin.
     """
 
     def __init__(
@@ -109,13 +115,14 @@ class ProducerScheduler:
         self._splits = UNSPLIT
         self._pool: Any = None
         self._clock = clock
-        self._pinned: dict[str, list[Any]] = {}
+        self.pins = LeasePins()
         self._shared = SharedTickets()
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in, and take them back before it is reset."""
         self._pool = block_pool
+        self.pins.bind(block_pool)
         resetting = block_pool.reset_prefix_cache
 
         def reset_prefix_cache() -> bool:
@@ -154,9 +161,8 @@ class ProducerScheduler:
             return
         self._lender.close()
         self.unpin_freed()
-        for held in self._pinned.values():
-            self._pool.free_blocks(reversed(held))
-        self._pinned, self._shared, self._to_sum = {}, SharedTickets(), []
+        self.pins.unpin_all()
+        self._shared, self._to_sum = SharedTickets(), []
         if self.answers is not None:
             self.answers.give_up()
 
@@ -203,7 +209,7 @@ class ProducerScheduler:
             return None
         if (refusal := self.prefixes.refusal(request.request_id)) is not None:
             return refusal
-        if request.request_id in self._pinned:
+        if request.request_id in self.pins:
             log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
             return None
         try:
@@ -216,7 +222,8 @@ class ProducerScheduler:
         if shared is not None:
             return shared.to_params(*self._sizes)
         self._shared.add(ticket, now + ttl_s / 2)
-        self._lend(ticket, block_ids, ttl_s)
+        kind = LeaseKind.PREFIX if request.request_id in self.prefixes else LeaseKind.PROMPT
+        self._lend(ticket, block_ids, ttl_s, kind)
         return ticket.to_params(*self._sizes)
 
     def lend_back(self, request: Any, answer: LendableAnswer) -> dict[str, Any] | None:
@@ -226,7 +233,7 @@ class ProducerScheduler:
         knows whose.
         """
         name = request.request_id
-        if self._lender is None or self.answers is None or name in self._pinned:
+        if self._lender is None or self.answers is None or name in self.pins:
             return None
         if parent_of(name) is not None or not any(any(ids) for ids in answer.blocks):
             return None
@@ -243,22 +250,20 @@ class ProducerScheduler:
             return None
         self._give_up(given_up)
         self._counts["answers_lent"] += 1
-        self._lend(ticket, answer.blocks, self.answers.settings.seconds)
+        self._lend(ticket, answer.blocks, self.answers.settings.seconds, LeaseKind.ANSWER)
         return next_turn(ticket.to_params(*self._sizes))
 
     def _give_up(self, answers: Iterable[str]) -> None:
         """End leases of answers that nobody has claimed."""
         for request_id in answers:
             self._counts["answers_given_up"] += 1
-            if self._lender is not None and request_id in self._pinned:
+            if self._lender is not None and request_id in self.pins:
                 self._lender.abort(request_id)
 
-    def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float) -> None:
+    def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
         """Pin what a ticket is for, and lend it."""
         assert self._lender is not None
-        held = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
-        self._pool.touch(held)
-        self._pinned[ticket.request_id] = held
+        self.pins.pin(ticket.request_id, block_ids, kind)
         self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
@@ -271,8 +276,7 @@ class ProducerScheduler:
             return
         for lease in self._lender.collect():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
-            # Tail first, so that the head of a prefix stays cached the longest.
-            self._pool.free_blocks(reversed(self._pinned.pop(lease.request)))
+            self.pins.unpin(lease.request)
             self._shared.forget(lease.request)
             if self.answers is not None:
                 self.answers.ended(lease.request)
@@ -289,20 +293,20 @@ class ProducerScheduler:
         if self._is_in_use():
             return
         self.prefixes.let_go(self._pool)
-        if not self._pinned:
+        if not self.pins:
             return
-        log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self._pinned))
+        log.info("pdconn: cache reset: taking back what is lent: leases=%d", len(self.pins))
         self._lender.abort_all()
         if self._unpinned_within(_RESET_S):
             return
-        log.warning("pdconn: cache reset: revoking leases being read: leases=%d", len(self._pinned))
+        log.warning("pdconn: cache reset: revoking leases being read: leases=%d", len(self.pins))
         self._lender.revoke_all()
         if not self._unpinned_within(_RESET_S):
-            log.error("pdconn: cache reset: still lent: leases=%d", len(self._pinned))
+            log.error("pdconn: cache reset: still lent: leases=%d", len(self.pins))
 
     def _is_in_use(self) -> bool:
         """Whether blocks are in use by others, too: then vLLM resets nothing anyway."""
-        pins = (*self._pinned.values(), *self.prefixes.pinned())
+        pins = (*self.pins, *self.prefixes.pinned())
         ours = Counter(block.block_id for held in pins for block in held)
         used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
         is_shared = any(self._pool.blocks[block].ref_cnt > count for block, count in ours.items())
@@ -317,15 +321,15 @@ class ProducerScheduler:
         if self.answers is not None:
             self._give_up(self.answers.give_up())
         self.unpin_freed()
-        if not self._pinned:
+        if not self.pins:
             return False
         left_s = until - self._clock()
         if self._said_of_stop != (left_s > 0):
             self._said_of_stop = left_s > 0
             if left_s > 0:
-                log.info("pdconn: draining: leases=%d at_most_s=%.3g", len(self._pinned), left_s)
+                log.info("pdconn: draining: leases=%d at_most_s=%.3g", len(self.pins), left_s)
             else:
-                log.warning("pdconn: stopping with leases unread: leases=%d", len(self._pinned))
+                log.warning("pdconn: stopping with leases unread: leases=%d", len(self.pins))
         if left_s <= 0:
             return False
         time.sleep(min(_LOOK_S, left_s))
@@ -333,10 +337,10 @@ class ProducerScheduler:
 
     def _unpinned_within(self, seconds: float) -> bool:
         give_up = time.monotonic() + seconds
-        while self._pinned and time.monotonic() < give_up:
+        while self.pins and time.monotonic() < give_up:
             time.sleep(0.001)
             self.unpin_freed()
-        return not self._pinned
+        return not self.pins
 
     def take_sums(self) -> list[tuple[Terms, tuple[BlockList, ...]]]:
         """What workers are to sum in this step: every finished request has one to come."""

@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pdconn.protocol.messages import Described, Welcome
+from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
 from pdconn.vllm.blocks.states import without_scratch
@@ -33,6 +34,7 @@ from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.lendable import answer_of
+from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.patches.deferred_frees import defer_frees
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
@@ -63,6 +65,8 @@ class PdScheduler:
             than others.  It brings the states whatever is held; windows it brings from what
             they hold on.
     """
+
+    _waits: BlockWaits | None = None  # where it both lends and pulls
 
     def __init__(
         self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -112,7 +116,9 @@ class PdScheduler:
                 num_lookahead=self._num_lookahead,
                 has_store=self._store is not None,
             )
-        elif settings.debug_faults:
+        if self._producer is not None and self._consumer is not None:
+            self._waits = BlockWaits(self._producer, self._consumer, steady)
+        if self._consumer is None and settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
 
     def bind_manager(self, manager: KVCacheManager) -> None:
@@ -124,6 +130,8 @@ class PdScheduler:
         self._manager = manager
         if self._consumer is not None or self._store is not None:
             defer_frees()
+        if self._waits is not None:
+            self._waits.bind(manager)
         if self._producer is not None:
             changed = keep_window_of_last_token(manager, self._num_lookahead)
             log.info("pdconn: windowed groups keep the last token's window: groups=%d", changed)
@@ -167,6 +175,8 @@ class PdScheduler:
         if self._consumer is not None:
             self._consumer.arrived(request)
             self._spans.arrived(request)
+            if self._waits is not None:
+                self._waits.arrived(request)
         else:
             drop_wrong_params(request)
         if self._producer is not None:
@@ -182,7 +192,17 @@ class PdScheduler:
         """
         if self._producer is not None and request.request_id in self._producer.prefixes:
             self._producer.prefixes.looked_up(request, self._held_by_all(request, num_local))
+            if self._waits is not None:
+                self._waits.asked(request.request_id)
             return 0, False
+        if self._waits is not None and self._waits.is_held_back(request):
+            return None, False
+        found = self._matched(request, num_local)
+        if self._waits is not None and found[0] is not None:
+            self._waits.asked(request.request_id)
+        return found
+
+    def _matched(self, request: Request, num_local: int) -> tuple[int | None, bool]:
         found: tuple[int | None, bool] = (0, False)
         if self._consumer is not None:
             found = self._consumer.matched(request, num_local)
@@ -208,6 +228,8 @@ class PdScheduler:
         if self._producer is not None:
             groups = self._config.transfer_groups
             self._producer.allocated(request, partial(without_scratch, groups, ids))
+        if self._waits is not None:
+            self._waits.allocated(request, num_external)
         is_stored = self._store is not None and self._store.allocated(request, ids, num_external)
         if is_stored:
             self._loading_from_store.add(request.request_id)
@@ -226,7 +248,10 @@ class PdScheduler:
 
     def take_metadata(self, scheduler_output: SchedulerOutput) -> PdMetadata:
         """What the workers are to do in this step."""
-        metadata = PdMetadata(is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        metadata = PdMetadata(is_idle=num_tokens == 0)
+        if self._waits is not None:
+            self._waits.stepped(num_tokens)
         if self._consumer is not None:
             metadata.commands = self._consumer.take_commands()
         if self._producer is not None:
@@ -247,9 +272,7 @@ class PdScheduler:
             if self._store is not None:
                 self._store.note(report.store)
         for request_id in received:
-            if request_id in self._loading_from_store and self._store is not None:
-                self._loading_from_store.discard(request_id)
-                self._store.loaded(request_id)
+            self._received(request_id)
         if self._consumer is None:
             return
         if isinstance(report, PdWorkerReport):
@@ -264,6 +287,14 @@ class PdScheduler:
                     self._pulled_in_part(request_id, blocks)
         for request_id in received:
             self._consumer.reported(request_id)
+
+    def _received(self, request_id: str) -> None:
+        """A load or pull has ended, well or not."""
+        if self._waits is not None:
+            self._waits.received(request_id)
+        if request_id in self._loading_from_store and self._store is not None:
+            self._loading_from_store.discard(request_id)
+            self._store.loaded(request_id)
 
     def _pulled_in_part(self, request_id: str, blocks: PartialBlocks) -> None:
         if self._manager is not None:
@@ -294,6 +325,8 @@ class PdScheduler:
             self._spans.finished(request.request_id)
         if self._store is not None:
             self._store.finished(request)
+        if self._waits is not None:
+            self._waits.finished(request.request_id)
         if self._producer is None:
             return None
         ticket = None

@@ -75,6 +75,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:tickets_gone",
         "Tickets whose claim failed before their pull began: loaded from the store, or computed.",
     ),
+    "tickets_gave_way": (
+        "pdconn:tickets_gave_way",
+        "Of these, tickets whose claims were given up while their requests waited for blocks and "
+        "blocks were lent, so that no engines wait for each other: computed.",
+    ),
     "pulls_unauthenticated": (
         "pdconn:pulls_unauthenticated",
         "KV pulls whose lender failed to authenticate.",

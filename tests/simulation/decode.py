@@ -34,11 +34,21 @@ PATIENCE = Patience(claim_s=1.0, read_s=4.0, drain_s=0.3)
 class DecodeRank:
     """One rank: real pulls over simulated wires and the in-process transport."""
 
-    def __init__(self, world: World, engine: Decode, rank: int, of: int, warms: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        engine: Decode,
+        rank: int,
+        of: int,
+        warms: bool,
+        *,
+        num_blocks: int = POOL,
+        verify: Verify | None = None,
+    ) -> None:
         self.world = world
         self._engine = engine
         self.clock = engine.machine.clock
-        self.memory = Memory("BLHNC", POOL, rank * HEADS // of, HEADS // of)
+        self.memory = Memory("BLHNC", num_blocks, rank * HEADS // of, HEADS // of)
         self.transport = InProcessTransport(world.network, f"{engine.name}.{rank}")
         self.transport.register(self.memory.references.memories())
         self.log = ReaderLog()
@@ -46,7 +56,7 @@ class DecodeRank:
         self.reading = TransportJobs(
             self.transport, self._answer, self.clock, ChunkSizer(SLICE_NBYTES)
         )
-        verify = list(Verify)[engine.number % len(Verify)]
+        verify = verify or list(Verify)[engine.number % len(Verify)]
         self.pulls = Pulls(
             me,
             self,

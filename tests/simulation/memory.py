@@ -62,6 +62,17 @@ class Memory:
         made = made + (head[None, :, None] << np.uint64(8))
         return made + np.arange(tokens, dtype=np.uint64)[None, None, :]
 
+    def write_token(self, number: int, at: int, block: int) -> None:
+        """Compute token ``at`` of request ``number`` into its ``block``."""
+        within = at % BLOCK_TOKENS
+        self.cells[block, ..., within] = self.content(number, at // BLOCK_TOKENS)[..., within]
+
+    def holds_token(self, number: int, at: int, block: int) -> bool:
+        """Whether ``block`` holds token ``at`` of request ``number``."""
+        within = at % BLOCK_TOKENS
+        expected = self.content(number, at // BLOCK_TOKENS)[..., within]
+        return bool((self.cells[block, ..., within] == expected).all())
+
     def write(self, number: int, blocks: tuple[int, ...]) -> None:
         """Compute request ``number`` into ``blocks``."""
         for position, block in enumerate(blocks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,15 +9,15 @@ from pdconn.integrity.lent import lent_sums
 from pdconn.integrity.memory import HostMemory
 from pdconn.integrity.sums import Terms
 from pdconn.lender.checksums import RankSums
-from pdconn.lender.sessions import Abort, AbortAll, LenderSessions, RevokeAll, Session
+from pdconn.lender.sessions import Abort, AbortAll, LenderSessions, RevokeAll
 from pdconn.lifecycle.lease import LeaseOffer
-from pdconn.protocol.errors import ProtocolError
-from pdconn.protocol.messages import RankGeometry, Welcome, decode_from_reader
+from pdconn.lifecycle.lease_table import FreedLease
+from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList, Ticket
-from pdconn.sidechannel.connection import SideChannelLost
 from tests.simulation.memory import BLOCK_TOKENS, HEADS, Memory
 from tests.simulation.pool import BlockPool
-from tests.simulation.world import Clockwork, Machine, Wire, World, connect
+from tests.simulation.serving import Serving
+from tests.simulation.world import Machine, Wire, World
 from transport.inprocess.transport import InProcessTransport
 
 POOL = 24
@@ -41,7 +40,6 @@ class Prefill:
         self.lent_before_reset: list[str] = []
         self.freed_at: dict[Ticket, float] = {}
         """True time at which what a ticket names was given back, or lost."""
-        self._wires: dict[Session, Wire] = {}
         self._start()
 
     def _start(self) -> None:
@@ -55,11 +53,11 @@ class Prefill:
         )
         self.pool = BlockPool(POOL)
         self.lent: dict[str, Ticket] = {}
-        self._alarm = Clockwork(self.world, self.machine.clock)
+        self._serving = Serving(self.world, self.machine, self.sessions, self._freed)
 
     def lend(self, number: int, num_blocks: int, ttl_s: float) -> Ticket | None:
         """Compute and lend a request, or None when there is no room."""
-        self._turn()
+        self._serving.turn_now()
         blocks = self.pool.take(number, num_blocks)
         if blocks is None:
             return None
@@ -70,7 +68,7 @@ class Prefill:
         self, number: int, draw: Callable[[int], int], ttl_s: float
     ) -> tuple[int, Ticket] | None:
         """Lend what is found of a request drawn, to request ``number``; which one it is of."""
-        self._turn()
+        self._serving.turn_now()
         found = list(self.pool.prefixes().items())
         if not found:
             return None
@@ -88,7 +86,7 @@ class Prefill:
         self.lent[request] = ticket
         now = self.machine.clock()
         self.sessions.apply(LeaseOffer(request, ticket.digest(), ttl_s, now), now)
-        self._turn()
+        self._serving.turn_now()
         boot = self.incarnation
         self.world.at(self.world.lag() * 5, lambda: self._sum(boot, ticket))
         return ticket
@@ -116,7 +114,7 @@ class Prefill:
         def revoke() -> None:
             if boot == self.incarnation:
                 self.sessions.apply(RevokeAll(), self.machine.clock())
-                self._turn()
+                self._serving.turn_now()
                 self.lent_before_reset += [request for request in before if request in self.lent]
 
         self.world.at(RESET_S, lambda: self.machine.when_awake(revoke))
@@ -124,9 +122,7 @@ class Prefill:
     def crash(self) -> None:
         """End as SIGKILL does, and start anew at once, with other content in memory."""
         self.world.counts["crashes"] += 1
-        wires, self._wires = self._wires, {}
-        for wire in wires.values():
-            wire.cut()
+        self._serving.end()
         self.world.network.kill(self.transport.peer_id)
         for poll in self.world.readers.values():
             self.world.at(self.world.lag(), poll)
@@ -136,61 +132,19 @@ class Prefill:
 
     def open(self, arrived: Callable[[], None]) -> Wire:
         """A reader dials; return its end of the wire."""
-        session = Session("reader")
-        serve = lambda: self.machine.when_awake(lambda: self._serve(session))  # noqa: E731
-        theirs, ours = connect(self.world, arrived, serve)
-        self._wires[session] = ours
-        return theirs
+        return self._serving.open(arrived)
 
     def turn(self) -> None:
         """Free what is over, and set the clock for what will be."""
-        self.machine.when_awake(self._turn)
+        self._serving.turn()
 
-    def _turn(self) -> None:
-        now = self.machine.clock()
-        turn = self.sessions.turn(now)
-        pending = turn.pending
-        while turn.wake_at <= now:
-            turn = self.sessions.turn(now)
-            pending += turn.pending
-        for ended in self.sessions.freed:
-            if ended.request not in self.lent:
-                self.freed_twice.append(ended.request)
-            ticket = self.lent.pop(ended.request)
-            self.pool.give_back(ticket.blocks[0].ids)
-            self.freed_at[ticket] = self.world.now
-            self.world.counts[f"freed {ended.why}"] += 1
-        self.sessions.freed.clear()
-        for session in pending:
-            self._say(session)
-        self._alarm.set(None if turn.wake_at == math.inf else turn.wake_at, self.turn)
-
-    def _serve(self, session: Session) -> None:
-        wire = self._wires.get(session)
-        if wire is None:
-            return
-        try:
-            for body in wire.receive():
-                self.sessions.handle(session, decode_from_reader(body), self.machine.clock())
-        except ProtocolError as error:
-            self.sessions.reject(session, error)
-        except SideChannelLost:
-            del self._wires[session]
-            return
-        self._turn()
-        self._say(session)
-
-    def _say(self, session: Session) -> None:
-        wire = self._wires.get(session)
-        if wire is None:
-            return
-        try:
-            wire.send(self.sessions.take_frames(session))
-        except SideChannelLost:
-            del self._wires[session]
-            return
-        if session.leaving:
-            self._wires.pop(session).finish()
+    def _freed(self, ended: FreedLease) -> None:
+        if ended.request not in self.lent:
+            self.freed_twice.append(ended.request)
+        ticket = self.lent.pop(ended.request)
+        self.pool.give_back(ticket.blocks[0].ids)
+        self.freed_at[ticket] = self.world.now
+        self.world.counts[f"freed {ended.why}"] += 1
 
 
 def altered(ticket: Ticket) -> Ticket:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -93,9 +94,9 @@ class World:
         """Let ``act`` happen ``delay_s`` from now."""
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), act))
 
-    def run(self) -> None:
-        """Until no event is left; the laws are checked after each."""
-        while self._events:
+    def run(self, until: float = math.inf) -> None:
+        """Until no event is left, or until a time; the laws are checked after each."""
+        while self._events and self._events[0][0] <= until:
             due, _, act = heapq.heappop(self._events)
             self.clock.advance(max(0.0, due - self.now))
             act()

@@ -105,7 +105,7 @@ class _Stepping:
         if half._consumer is not None:
             LOG.now.in_flight = len(half._consumer)
         if half._producer is not None:
-            LOG.now.in_flight += len(half._producer._pinned)
+            LOG.now.in_flight += len(half._producer.pins)
         return super().build_connector_meta(scheduler_output)  # type: ignore[misc]
 
     def take_events(self) -> Any:

@@ -112,3 +112,12 @@ class Hasty(PdconnConnector):
         results.finished_recving.clear()  # of what was reported already as well
         results.finished_recving.update(received)
         return results
+
+
+class Unyielding(PdconnConnector):
+    """Keeps every claim until it has blocks, and computes for others whatever it lends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._scheduler is not None:
+            self._scheduler._waits = None

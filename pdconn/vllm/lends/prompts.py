@@ -1,0 +1,70 @@
+"""Prompts that an engine computes for others, within a share of its blocks where it decodes, too.
+
+A prompt that is computed for another engine stays pinned until that engine has blocks for it.
+Where two engines compute for each other, each may be full of prompts that wait for room at the
+other.  So an engine that decodes, too, begins such a prompt only while all that it computes for
+others and lends is within a share of its blocks.  What waits for that holds nothing, anywhere::
+
+    blocks   |######## lent ###|~~~ computed, to be lent ~~~|......................|
+             |<------------------ the share --------------->|<--- to decode in --->|
+
+The order is that of arrival: a long prompt is not passed by for ever by shorter ones.  A prompt
+that is longer than the share begins when nothing else is lent.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.5
+"""Of the blocks.  Each request takes as many at the engine that decodes as at the one before."""
+
+
+class PromptShare:
+    """Prompts to be lent, from their admission to their end.
+
+    Args:
+        share: of the engine's blocks.
+    """
+
+    def __init__(self, share: float = SHARE) -> None:
+        self._share = share
+        self._held_back: dict[str, None] = {}
+        self._computing: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Prompts that are known: computed now, or held back."""
+        return len(self._held_back) + len(self._computing)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a prompt waits for its share."""
+        return bool(self._held_back)
+
+    def may_begin(
+        self, request_id: str, num_blocks: int, *, num_lent: int, num_gpu_blocks: int
+    ) -> bool:
+        """Whether a prompt of ``num_blocks`` may be given blocks now.
+
+        Args:
+            num_lent: blocks that leases pin.
+            num_gpu_blocks: of the engine.
+        """
+        if request_id in self._computing:  # it was preempted
+            return True
+        taken = num_lent + sum(self._computing.values())
+        is_first = next(iter(self._held_back), request_id) == request_id
+        fits = not taken or taken + num_blocks <= self._share * num_gpu_blocks
+        if not (is_first and fits):
+            self._held_back.setdefault(request_id)
+            return False
+        self._held_back.pop(request_id, None)
+        return True
+
+    def began(self, request_id: str, num_blocks: int) -> None:
+        """A prompt of ``num_blocks`` that is to be lent got blocks."""
+        self._held_back.pop(request_id, None)
+        self._computing[request_id] = num_blocks
+
+    def ended(self, request_id: str) -> None:
+        """A request left the engine; what it lends counts as lent."""
+        self._held_back.pop(request_id, None)
+        self._computing.pop(request_id, None)

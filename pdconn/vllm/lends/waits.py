@@ -1,0 +1,170 @@
+"""Requests that wait for blocks, and what gives way so that no two engines wait for each other.
+
+A request that waits for blocks here may hold a claim, which pins blocks elsewhere; and blocks
+here may be pinned by leases whose readers wait elsewhere::
+
+    A   lends to B ◄──────── claims ──────── waits for blocks   B
+        waits for blocks ─── claims ───────► lends to A
+
+So an engine that lends bounds what its requests hold elsewhere while they wait for blocks.  When
+it has stood still for a quarter of a second (a request waits, nothing is computed or pulled), its
+claims for prefixes are given up, as the least costs; and then round by round those for whole
+prompts, the newer half first, a quarter of a second each.  Of ``n`` none is left after
+``log2(n) + 1`` rounds.  The same begins where prompts are lent and no request was admitted for ten
+seconds, although others still compute.  Requests whose claims are given up compute here.  An
+engine that lends nothing gives up nothing: what its requests wait for ends by itself.
+The whole argument is in ``docs/design.md``.
+
+That is rare: an engine that decodes, too, computes prompts for others within a share of
+its blocks (:mod:`pdconn.vllm.lends.prompts`), so that those who decode find room.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pdconn.vllm.lends.pins import LeaseKind
+from pdconn.vllm.lends.prompts import PromptShare
+
+if TYPE_CHECKING:
+    from pdconn.vllm.consumer import ConsumerScheduler
+    from pdconn.vllm.producer import ProducerScheduler
+
+log = logging.getLogger(__name__)
+
+FIRST_S = ROUND_S = 0.25
+"""Of standing still until claims for prefixes are given up; of each round after that."""
+ADMITS_NONE_S = 10.0
+"""Without admitting a request, while one waits for blocks."""
+DECODES_S = 60.0
+"""An engine decodes for others if it was handed a prompt within so many seconds."""
+
+
+class BlockWaits:
+    """Who waits for blocks in an engine that both lends and pulls.
+
+    Args:
+        producer: lends.
+        consumer: pulls, and gives way.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        producer: ProducerScheduler,
+        consumer: ConsumerScheduler,
+        clock: Callable[[], float],
+    ) -> None:
+        self._producer = producer
+        self._consumer = consumer
+        self._clock = clock
+        self._manager: Any = None
+        self._prompts = PromptShare()
+        self._handed_over_at = -math.inf
+        self._asked: set[str] = set()
+        self._loading: set[str] = set()
+        self._loaded: set[str] = set()
+        self._still_since = self._none_since = math.inf
+        self._rounds = self._most = 0
+
+    def __len__(self) -> int:
+        """Requests that are known; none when the engine is quiet."""
+        return len(self._asked) + len(self._loading) + len(self._loaded) + len(self._prompts)
+
+    def bind(self, manager: Any) -> None:
+        """Take vLLM's ``KVCacheManager``."""
+        self._manager = manager
+
+    def arrived(self, request: Any) -> None:
+        """A request entered the engine."""
+        params = request.kv_transfer_params
+        if isinstance(params, dict) and params.get("do_remote_prefill"):
+            self._handed_over_at = self._clock()
+
+    def is_held_back(self, request: Any) -> bool:
+        """Whether a request is to wait since as much is lent as may be; it holds nothing then."""
+        if not self._is_to_be_lent(request) or self._manager is None:
+            return False
+        if self._clock() - self._handed_over_at > DECODES_S:
+            return False
+        return not self._prompts.may_begin(
+            request.request_id,
+            blocks_for(self._manager, request.num_prompt_tokens),
+            num_lent=self._producer.pins.num_blocks,
+            num_gpu_blocks=self._manager.block_pool.num_gpu_blocks,
+        )
+
+    def asked(self, request_id: str) -> None:
+        """vLLM asked what can be loaded, was answered, and allocates blocks next, if it can."""
+        self._asked.add(request_id)
+
+    def allocated(self, request: Any, num_external: int) -> None:
+        """A request got blocks, and loads ``num_external`` tokens into them."""
+        name = request.request_id
+        self._asked.discard(name)
+        self._loaded.discard(name)
+        self._none_since = math.inf
+        if num_external:
+            self._loading.add(name)
+        if self._is_to_be_lent(request) and self._manager is not None:
+            self._prompts.began(name, blocks_for(self._manager, request.num_prompt_tokens))
+
+    def received(self, request_id: str) -> None:
+        """A load has ended: the request is given further blocks, or asked for again."""
+        if request_id in self._loading:
+            self._loading.discard(request_id)
+            self._loaded.add(request_id)
+
+    def finished(self, request_id: str) -> None:
+        """A request left the engine."""
+        self._loading.discard(request_id)
+        self._loaded.discard(request_id)
+        self._asked.discard(request_id)
+        self._prompts.ended(request_id)
+
+    def stepped(self, num_scheduled: int) -> None:
+        """A step was scheduled: what waits for blocks now makes claims give way, in time."""
+        waits, pins, now = bool(self._asked or self._loaded), self._producer.pins, self._clock()
+        self._asked.clear()
+        is_still = not (num_scheduled or self._loading) and (waits or self._prompts.holds_back)
+        self._still_since = _since(self._still_since, now, is_still and len(pins) > 0)
+        admits_none = waits and pins.has(LeaseKind.PROMPT)
+        self._none_since = _since(self._none_since, now, admits_none)
+        first = min(self._still_since + FIRST_S, self._none_since + ADMITS_NONE_S)
+        if now < first:
+            self._rounds = 0
+        else:
+            self._give_way(now - first)
+
+    def _give_way(self, seconds: float) -> None:
+        """It has been time for claims to give way for ``seconds``."""
+        if not self._rounds:
+            self._rounds = 1
+            self._most = len(self._consumer.waiting(prefixes=False))
+        self._consumer.give_way(self._consumer.waiting(prefixes=True))
+        while seconds >= self._rounds * ROUND_S:
+            keeps = self._most >> self._rounds
+            self._rounds += 1
+            self._consumer.give_way(self._consumer.waiting(prefixes=False)[keeps:])
+
+    def _is_to_be_lent(self, request: Any) -> bool:
+        params = request.kv_transfer_params
+        is_asked = isinstance(params, dict) and bool(params.get("do_remote_decode"))
+        return is_asked and request.request_id not in self._producer.prefixes
+
+
+def _since(since: float, now: float, holds: bool) -> float:
+    """Since when something holds; infinity while it does not."""
+    return min(since, now) if holds else math.inf
+
+
+def blocks_for(manager: Any, num_tokens: int) -> int:
+    """The most blocks that a request of so many tokens holds, in all groups together."""
+    total = 0
+    for group in manager.coordinator.single_type_managers:
+        blocks, most = -(-num_tokens // group.block_size), group.max_admission_blocks_per_request
+        total += blocks if most is None else min(blocks, most)
+    return total

@@ -1,0 +1,60 @@
+"""The lender of a whole engine in virtual time; as :class:`pdconn.lender.server.Lender`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from pdconn.lender.sessions import Abort, AbortAll, EngineCommand, LenderSessions, RevokeAll
+from pdconn.lifecycle.lease import LeaseOffer
+from pdconn.lifecycle.lease_table import FreedLease
+from pdconn.protocol.messages import Welcome
+from tests.simulation.serving import Serving
+from tests.simulation.world import Machine, Wire, World
+
+
+class SimLender:
+    """Leases of one engine; commands reach them after a thread switch."""
+
+    def __init__(self, world: World, machine: Machine, welcome: Welcome) -> None:
+        self._world = world
+        self._machine = machine
+        self.sessions = LenderSessions(welcome)
+        self._serving = Serving(world, machine, self.sessions, self._note)
+        self._freed: list[FreedLease] = []
+
+    def open(self, arrived: Callable[[], None]) -> Wire:
+        """A reader dials."""
+        return self._serving.open(arrived)
+
+    def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
+        self._post(LeaseOffer(request, ticket, ttl_s, self._machine.clock()))
+
+    def abort(self, request: str) -> None:
+        self._post(Abort(request))
+
+    def abort_all(self) -> None:
+        self._post(AbortAll())
+
+    def revoke_all(self) -> None:
+        self._post(RevokeAll())
+
+    def collect(self) -> list[FreedLease]:
+        freed, self._freed = self._freed, []
+        return freed
+
+    def take_counts(self) -> dict[str, int]:
+        counts = dict(self.sessions.counts)
+        self._world.counts.update(counts)
+        self.sessions.counts = Counter()
+        return counts
+
+    def close(self) -> None:
+        self._serving.end()
+
+    def _note(self, ended: FreedLease) -> None:
+        self._freed.append(ended)
+
+    def _post(self, command: EngineCommand) -> None:
+        self.sessions.apply(command, self._machine.clock())
+        self._serving.turn()
