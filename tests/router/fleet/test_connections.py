@@ -213,9 +213,34 @@ async def test_an_engine_that_does_not_read_is_not_dead(monkeypatch):
         seen = acknowledged(sock)
         assert seen is not None
         assert seen.repeats < 2
+        assert seen.waiting_nbytes > 0
+        assert 0 < seen.nbytes < len(LONG)
         assert not asking.done()
         go_on.set()
         assert await asking == b"ok"
     finally:
+        await client.close()
+        listening.close()
+
+
+@in_loop
+async def test_an_engine_that_reads_nothing_for_minutes_hangs(caplog):
+    """Its bodies would be kept for as long as it hangs, also those of clients that left."""
+    hung = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await hung.wait()
+        writer.close()
+
+    listening = await asyncio.start_server(hang, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    client = EngineClient(connect_timeout_s=5.0)
+    client._sockets._hung_s, client._sockets._sweep_s = 0.5, 0.1
+    try:
+        with pytest.raises(ConnectionLost):
+            await post(client, url, LONG)
+        assert "reads nothing" in caplog.text
+    finally:
+        hung.set()
         await client.close()
         listening.close()
