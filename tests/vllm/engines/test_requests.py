@@ -117,21 +117,6 @@ def test_a_wrong_ticket_is_recomputed_when_the_policy_says_so(
     assert pair.has_logged(message)
 
 
-def test_a_ticket_for_another_prompt_is_left_out_under_either_policy(
-    pair: PdPair, expected: Expected
-) -> None:
-    """A chat template that asks the clock writes two prompts: each chat was 500 under ``fail``."""
-    lent, asked = prompt_of(4), prompt_of(5)
-    before = pair.decode.metrics().get("pdconn:tickets_mistaken_total", 0.0)
-    for prompt in (asked, lent[:-1], (*lent, 7)):
-        ticket = prefill_only(pair.prefill, lent)
-        answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket)
-        assert compare(expected[prompt], answer) is None
-    assert pair.has_logged("pdconn.prompt: expected")
-    assert pair.decode.metrics()["pdconn:tickets_mistaken_total"] == before + 3
-    assert pair.lent_after_one_more() == 0.0, "the tickets were given up"
-
-
 @FAILING
 def test_a_consumed_ticket_is_refused(pair: PdPair) -> None:
     prompt = tuple(range(900, 1400))
@@ -148,6 +133,21 @@ def quiet(pair: PdPair) -> PdPair:
     """The pair, when no lease of an earlier test is left: they end by themselves."""
     assert pair.lent_after_one_more(seconds=2 * LEASE_S) == 0.0
     return pair
+
+
+def test_a_ticket_for_another_prompt_is_left_out_under_either_policy(
+    quiet: PdPair, expected: Expected
+) -> None:
+    """A chat template that asks the clock writes two prompts: each chat was 500 under ``fail``."""
+    pair, lent, asked = quiet, prompt_of(4), prompt_of(5)
+    before = pair.decode.metrics().get("pdconn:tickets_mistaken_total", 0.0)
+    for prompt in (asked, lent[:-1], (*lent, 7)):
+        ticket = prefill_only(pair.prefill, lent)
+        answer = pair.decode.complete(prompt, MAX_TOKENS, kv_transfer_params=ticket)
+        assert compare(expected[prompt], answer) is None
+    assert pair.has_logged("pdconn.prompt: expected")
+    assert pair.decode.metrics()["pdconn:tickets_mistaken_total"] == before + 3
+    assert pair.lent_after_one_more() == 0.0, "the tickets were given up"
 
 
 @pytest.mark.only(layout="BHLNC")
