@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+
+def terminal_width() -> int | None:
+    """Characters of a line of the terminal that standard output is; None if it is none.
+
+    A pipe or a file gets whole lines, whatever ``COLUMNS`` says.
+    """
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 class OutputClosed(Exception):

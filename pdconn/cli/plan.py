@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from pdconn.cli.options import BadArgument, check_file, tokens
+from pdconn.cli.output import terminal_width
 from pdconn.cli.store.planned import configure_store, forecast_stored
 from pdconn.forecast.advice import Advice, advise
 from pdconn.forecast.drawing.picture import draw
@@ -21,7 +22,7 @@ from pdconn.forecast.hf.families import FAMILIES
 from pdconn.forecast.hf.kv_dtype import BESIDE
 from pdconn.forecast.link import PRESETS, ROUND_TRIPS, Link, parse_link
 from pdconn.forecast.model import KV_DTYPES, ModelShape, in_kv_dtype
-from pdconn.forecast.report import to_json
+from pdconn.forecast.report import listing, to_json
 from pdconn.forecast.shapes import SHAPES, built_in
 from pdconn.forecast.store.cost import store_document
 from pdconn.forecast.store.text import render_store
@@ -41,9 +42,9 @@ makes them the same. A layout is a memory order, outermost first, of L(ayers),
 B(locks), H(eads), N (tokens of a block) and C(ontent). Some attention backends read
 few layouts: name one with backend=FLEX_ATTENTION.
 
-The last table has the same pull over every link that --link knows by name. A link
-marked "assumed" was not measured: its line says what is assumed of it. A request is a
-pull like this one; so many a second is what the slowest rank's link carries.
+The last table has the same pull over every link that --link knows by name. A number
+with a ~ is assumed: it was not measured. A request is a pull like this one; so many a
+second is what the slowest rank's link carries.
 
 examples:
   pdconn plan --model gemma-3-27b
@@ -66,7 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--model", metavar="NAME|DIR|FILE", help="a built-in shape, or a config.json or its folder"
     )
-    what.add_argument("--list", action="store_true", help="list the built-in shapes")
+    what.add_argument(
+        "--list", action="store_true", help="list the built-in shapes, and families of config.json"
+    )
     parser.add_argument(
         "--prefill", default="", metavar="ENGINE", help="the prefill engine, e.g. tp=4"
     )
@@ -112,6 +115,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _list(where: str | None) -> int:
+    """The built-in shapes and the families: as JSON to ``where``, or as a table."""
+    document = json.dumps(listing(), indent=2)
+    if where not in (None, "-"):
+        Path(where).write_text(document + "\n", encoding="utf-8")
+    print(document if where == "-" else _listing(terminal_width()))
+    return 0
+
+
 def _configure_links(parser: argparse.ArgumentParser) -> None:
     presets = ", ".join(preset.name for preset in PRESETS)
     parser.add_argument(
@@ -129,12 +141,11 @@ def _configure_links(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast."""
-    if args.list:
-        print(_listing())
-        return 0
     try:
         check_file("--svg", args.svg)
         check_file("--json", args.json)
+        if args.list:
+            return _list(args.json)
         made = _forecast(args)
         stored = forecast_stored(args, made.decode)
         advice = advise(made)
@@ -153,14 +164,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(document)
     else:
-        print(render(made, advice))
+        print(render(made, advice, terminal_width()))
         if stored is not None:
             print(f"\n{render_store(stored)}")
     return 0
 
 
-def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
-    """The table, the totals and the warnings."""
+def render(made: Forecast, advice: tuple[Advice, ...], width: int | None = None) -> str:
+    """The table, the totals and the warnings, in lines of ``width`` characters if it is given."""
     headings = [
         "group", "kind", "window", "layers", "block\ntheirs", "block\nours", "prefill\nranks read",
         "runs", "MB", "KiB\nper run", "MB not moved:\nwindows", "MB not moved:\nprefix hits", "ms",
@@ -185,9 +196,17 @@ def render(made: Forecast, advice: tuple[Advice, ...]) -> str:
     if ranks > 1:
         one_rank = [f"rank {made.busiest_rank}", *[""] * 6, *_amounts(made.busiest), ""]
         rows.append(one_rank)
-    parts = [_header(made), table(headings, rows), _verdict(made), _menu(made)]
+    parts = [_header(made), table(headings, rows, width), _verdict(made), _menu(made, width)]
     parts += [f"warning ({one.code}): {one.text}" for one in advice]
-    return "\n\n".join(parts)
+    return "\n\n".join(part if width is None else _folded(part, width) for part in parts)
+
+
+def _folded(text: str, width: int) -> str:
+    """Lines of prose that are too long are continued; those of tables fit already."""
+    lines = text.split("\n")
+    return "\n".join(
+        fill(line, width, subsequent_indent="  ") if len(line) > width else line for line in lines
+    )
 
 
 def _header(made: Forecast) -> str:
@@ -217,8 +236,8 @@ def _kv(model: ModelShape) -> str:
     return f"KV       {'; '.join([*parts, f'{model.kv_dtype}: {numbers}'])}"
 
 
-def _menu(made: Forecast) -> str:
-    """The same pull over every link that has a name."""
+def _menu(made: Forecast, width: int | None) -> str:
+    """The same pull over every link that has a name; a ``~`` marks what is assumed."""
     headings = [
         "link", "GB/s\na rank", "us\na run", "round trip\nus", "ms", "requests\na second", "set by",
     ]  # fmt: skip
@@ -227,14 +246,20 @@ def _menu(made: Forecast) -> str:
         over = made.over(link)
         rows.append([
             link.name,
-            f"{link.bytes_per_s / 1e9:,.4g}",
-            f"{link.descriptor_s * 1e6:g}",
-            f"{link.round_trip_s * 1e6:g}" if link.round_trip_s else "-",
+            _marked(link, "bytes_per_s", f"{link.bytes_per_s / 1e9:,.4g}"),
+            _marked(link, "descriptor_s", f"{link.descriptor_s * 1e6:g}"),
+            _marked(link, "round_trip_s", f"{link.round_trip_s * 1e6:g}")
+            if link.round_trip_s
+            else "-",
             f"{1e3 * over.seconds:,.2f}",
             f"{over.requests_per_s:,.1f}",
             f"{over.slowest.side} rank {over.slowest.rank}",
         ])  # fmt: skip
-    return table(headings, rows)
+    return f"{table(headings, rows, width)}\n\n~ assumed, not measured"
+
+
+def _marked(link: Link, field: str, number: str) -> str:
+    return f"~{number}" if field in link.assumed else number
 
 
 def _links(made: Forecast) -> str:
@@ -337,7 +362,7 @@ def _json(path: Path) -> Any:
         raise UnreadableConfig(str(path), "JSON", error) from error
 
 
-def _listing() -> str:
+def _listing(width: int | None) -> str:
     rows = [
         [
             shape.name,
@@ -357,4 +382,4 @@ def _listing() -> str:
         "block\n(fixed)",
     ]  # fmt: skip
     families = f"a config.json is read if its model_type is one of {', '.join(FAMILIES)}"
-    return f"{table(headings, rows)}\n\n{fill(families, 100)}"
+    return f"{table(headings, rows, width)}\n\n{fill(families, min(100, width or 100))}"

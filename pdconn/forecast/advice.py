@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
 
-from pdconn.forecast.engine import MAX_BLOCK_TOKENS, EngineShape
+from pdconn.forecast.engine import KERNEL_BLOCK_TOKENS, MAX_BLOCK_TOKENS, EngineShape
 from pdconn.forecast.forecast import Forecast, forecast
 from registration.references import AttentionKind
 
@@ -133,17 +133,26 @@ def _changes(made: Forecast) -> Iterator[tuple[str, EngineShape, EngineShape]]:
     if (prefill, decode) != best:
         yield f"{layout} on both sides", *best
     if theirs != ours:
-        size = max(theirs, ours)
+        size = _served(max(theirs, ours))
         yield f"blocks of {size} tokens on both sides", *_equal_blocks(prefill, decode)
         if (prefill, decode) != best:
             yield f"{layout} and blocks of {size} tokens on both sides", *_equal_blocks(*best)
     elif (prefill, decode) == best:
         short = Fraction(SMALL_RUN_NBYTES) / Fraction(made.busiest.mean_run_nbytes)
-        size = theirs
+        size = _served(theirs)
         while size < theirs * short and size * 2 <= MAX_BLOCK_TOKENS:
             size *= 2
         larger = replace(prefill, block_tokens=size), replace(decode, block_tokens=size)
         yield f"blocks of {size} tokens on both sides", *larger
+
+
+def _served(block_tokens: int) -> int:
+    """The next size of a block that attention kernels read.
+
+    >>> _served(16), _served(17)
+    (16, 32)
+    """
+    return -(-block_tokens // KERNEL_BLOCK_TOKENS) * KERNEL_BLOCK_TOKENS
 
 
 def _best_layouts(made: Forecast) -> tuple[EngineShape, EngineShape]:
@@ -152,7 +161,7 @@ def _best_layouts(made: Forecast) -> tuple[EngineShape, EngineShape]:
 
 
 def _equal_blocks(prefill: EngineShape, decode: EngineShape) -> tuple[EngineShape, EngineShape]:
-    size = max(prefill.attention_block_tokens, decode.attention_block_tokens)
+    size = _served(max(prefill.attention_block_tokens, decode.attention_block_tokens))
     return replace(prefill, block_tokens=size), replace(decode, block_tokens=size)
 
 

@@ -21,7 +21,7 @@ from transport.errors import did_you_mean
 MAX_RANKS = 4096
 MAX_BLOCK_TOKENS = 1 << 16
 _RANK_SPACING = 1 << 45
-_KERNEL_BLOCK_TOKENS = 16
+KERNEL_BLOCK_TOKENS = 16
 """Smallest block of most attention kernels."""
 _MLA_STEP_TOKENS = 128
 """What blocks of a latent beside states are a multiple of."""
@@ -171,9 +171,9 @@ def raised_block_tokens(asked: int, state_nbytes: int, token_nbytes: int, is_mla
     >>> raised_block_tokens(16, 1_000_000, 2048, is_mla=False)
     496
     """
-    step = max(asked, _KERNEL_BLOCK_TOKENS, _MLA_STEP_TOKENS if is_mla else 0)
+    step = max(asked, KERNEL_BLOCK_TOKENS, _MLA_STEP_TOKENS if is_mla else 0)
     tokens = step * -(-state_nbytes // (step * token_nbytes))
-    return max(asked, -(-tokens // _KERNEL_BLOCK_TOKENS) * _KERNEL_BLOCK_TOKENS)
+    return max(asked, -(-tokens // KERNEL_BLOCK_TOKENS) * KERNEL_BLOCK_TOKENS)
 
 
 def layouts_of(paged: Sequence[Paged], tp: int) -> tuple[str, ...]:
@@ -262,6 +262,9 @@ def parse_engine(text: str, model: ModelShape) -> EngineShape:
             raise ShapeError("key", f"one of {', '.join(_KEYS)}", part, hint)
         if _KEYS[key] in given:
             raise ShapeError(key, "one value", part)
+        if key == "block" and _whole(key, value) % KERNEL_BLOCK_TOKENS:
+            step = f"a multiple of {KERNEL_BLOCK_TOKENS}, as attention kernels read"
+            raise ShapeError(key, step, value)
         given[_KEYS[key]] = value.upper() if key in ("layout", "backend") else _whole(key, value)
     return EngineShape(model, **given)  # type: ignore[arg-type]
 

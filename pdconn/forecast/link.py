@@ -6,8 +6,8 @@ lent, reads, and asks whether it was lent to the end.
 
 ``MEASURED`` are medians of NIXL 1.5.1 reads between two processes of one machine, host memory, two
 cores, and their descriptors' cost holds their round trips.  ``ASSUMED`` are what networks promise,
-and each says what it assumes.  For other speeds the nominal bandwidth is used, and the cost per
-descriptor is an assumption.
+and each says which of its numbers it assumes.  For other speeds the nominal bandwidth is used, and
+the cost per descriptor is an assumption.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Link:
 
     ``source`` says where the numbers come from.  ``reader_copies``: the reader's core copies
     the bytes, so that a rank that is read sets no limit.  ``round_trip_s``: of a small message and
-    its answer; 0 where it is not known.
+    its answer; 0 where it is not known.  ``assumed`` names the fields that were not measured.
 
     Raises:
         ShapeError: the speed is below 1 byte per second, or a cost is negative.
@@ -39,6 +39,7 @@ class Link:
     source: str
     reader_copies: bool = False
     round_trip_s: float = 0.0
+    assumed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s >= 1):
@@ -64,7 +65,10 @@ class Link:
         return 0.0 if self.reader_copies else nbytes / self.bytes_per_s
 
 
+_ALL = frozenset({"bytes_per_s", "descriptor_s", "round_trip_s"})
 _ASSUMED_DESCRIPTOR_S = 0.2e-6
+_MEASURED_CUDA_DESCRIPTOR_S = 10.7e-6
+"""UCX 1.23 launches a copy for each run: between two processes of one H100, by ``cuda_ipc``."""
 _MEASURED_TCP_DESCRIPTOR_S = 7e-6
 _MEASURED_TCP_BYTES_PER_S = 6.5e9
 _OF_LINE_RATE = 0.92
@@ -89,6 +93,7 @@ def _rdma(gbit: int) -> Link:
         _ASSUMED_DESCRIPTOR_S,
         f"assumed: {_OF_LINE_RATE:.0%} of {gbit} Gbit/s",
         round_trip_s=5e-6,
+        assumed=_ALL,
     )
 
 
@@ -103,6 +108,7 @@ def _tcp(gbit: int) -> Link:
         _MEASURED_TCP_DESCRIPTOR_S,
         f"assumed: {limit}; a descriptor as measured on loopback",
         round_trip_s=50e-6,
+        assumed=_ALL,
     )
 
 
@@ -110,9 +116,10 @@ ASSUMED: tuple[Link, ...] = (
     Link(
         "nvlink",
         0.8 * 450e9,
-        2e-6,
-        "assumed: 80% of an H100's 450 GB/s one way, a copy for each run",
+        _MEASURED_CUDA_DESCRIPTOR_S,
+        "assumed: 80% of an H100's 450 GB/s one way; a run as measured within one H100",
         round_trip_s=20e-6,
+        assumed=_ALL - {"descriptor_s"},
     ),
     *(_rdma(gbit) for gbit in (400, 200, 100)),
     *(_tcp(gbit) for gbit in (100, 25, 10)),
@@ -140,7 +147,8 @@ def parse_link(text: str, descriptor_us: float | None = None) -> Link:
     if descriptor_us is None:
         return found
     source = f"{found.source.partition(';')[0]}; {descriptor_us:g} us a descriptor as given"
-    return replace(found, descriptor_s=descriptor_us * 1e-6, source=source)
+    assumed = found.assumed - {"descriptor_s"}
+    return replace(found, descriptor_s=descriptor_us * 1e-6, source=source, assumed=assumed)
 
 
 def _speed(text: str) -> Link:
@@ -151,4 +159,5 @@ def _speed(text: str) -> Link:
     number, scale, unit = match.groups()
     bytes_per_s = float(number) * _SCALE[scale] / (8 if unit == "b" else 1)
     source = f"as given; {_ASSUMED_DESCRIPTOR_S * 1e6:g} us a descriptor is an assumption"
-    return Link(text.strip(), bytes_per_s, _ASSUMED_DESCRIPTOR_S, source)
+    assumed = frozenset({"descriptor_s"})
+    return Link(text.strip(), bytes_per_s, _ASSUMED_DESCRIPTOR_S, source, assumed=assumed)

@@ -8,8 +8,10 @@ from typing import Any
 from pdconn.forecast.advice import Advice
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.forecast import Cost, Forecast, GroupForecast
+from pdconn.forecast.hf.families import FAMILIES
 from pdconn.forecast.link import PRESETS, Link
-from pdconn.forecast.model import ModelShape
+from pdconn.forecast.model import LayerSort, ModelShape
+from pdconn.forecast.shapes import SHAPES
 
 
 def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -39,6 +41,28 @@ def to_json(made: Forecast, advice: Sequence[Advice]) -> dict[str, Any]:
     }
 
 
+def listing() -> dict[str, Any]:
+    """The built-in shapes, and the families whose ``config.json`` is read."""
+    shapes = [
+        {"name": shape.name, "kv": _kv(shape), "sorts": [_sort(sort) for sort in shape.attention]}
+        for shape in SHAPES
+    ]
+    return {"shapes": shapes, "model_types": list(FAMILIES)}
+
+
+def _sort(sort: LayerSort) -> dict[str, Any]:
+    return {
+        "part": sort.part,
+        "kind": str(sort.kind),
+        "layers": len(sort.layers),
+        "window": sort.window,
+        "kv_heads": sort.heads,
+        "row_bytes_per_head": sort.row_nbytes,
+        "tokens_per_row": sort.row_tokens,
+        "block_tokens": sort.block_tokens,
+    }
+
+
 def _engine(engine: EngineShape) -> dict[str, Any]:
     return {
         "tp": engine.tp,
@@ -55,6 +79,7 @@ def _link(link: Link) -> dict[str, Any]:
         "descriptor_s": link.descriptor_s,
         "round_trip_s": link.round_trip_s,
         "source": link.source,
+        "assumed": sorted(link.assumed),
     }
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from pdconn.cli import plan
 from pdconn.cli.main import main
+from pdconn.forecast.advice import advise
 from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.forecast import forecast
+from pdconn.forecast.hf.families import FAMILIES
 from pdconn.forecast.link import PRESETS, parse_link
 from pdconn.forecast.shapes import SHAPES, built_in
 from pdconn.planning.errors import Incompatible
@@ -288,3 +290,49 @@ def test_planning_needs_no_engine():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True
     )
     assert "heavy []" in done.stdout
+
+
+def test_the_list_is_printed_or_written_as_json(capsys, tmp_path):
+    found = json.loads(printed(capsys, "--list", "--json"))
+    assert [one["name"] for one in found["shapes"]] == [shape.name for shape in SHAPES]
+    assert found["model_types"] == list(FAMILIES)
+    v4 = found["shapes"][-1]
+    assert v4["kv"]["resolved_dtype"] == "fp8_ds_mla"
+    assert {sort["part"] for sort in v4["sorts"]} == {"attn", "indexer", "swa", "state",
+                                                      "indexer_state"}  # fmt: skip
+    path = tmp_path / "list.json"
+    assert "gpt-oss-20b" in printed(capsys, "--list", "--json", str(path))
+    assert json.loads(path.read_text(encoding="utf-8")) == found
+    assert main(["plan", "--list", "--json", "/nowhere/list.json"]) == 2
+    assert "/nowhere/list.json" in capsys.readouterr().err
+
+
+def test_what_is_assumed_is_marked_in_the_menu(capsys):
+    words = ["--model", "gpt-oss-20b"]
+    out = printed(capsys, *words)
+    assert "\n~ assumed, not measured" in out
+    menu = json.loads(printed(capsys, *words, "--json"))["links"]
+    for one in menu:
+        (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == [one["name"]]]
+        fields = ("bytes_per_s", "descriptor_s", "round_trip_s")
+        marked = [field for field, cell in zip(fields, row[1:4], strict=True) if cell[0] == "~"]
+        assert marked == sorted(one["assumed"]), one["name"]
+    assert sum(bool(one["assumed"]) for one in menu) == 7
+    assert [one["assumed"] for one in menu if one["name"] == "shm"] == [[]]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(width):
+    model = built_in("gpt-oss-20b")
+    made = forecast(
+        EngineShape(model, "LBNHC", tp=4), EngineShape(model, tp=8), 32768, 0, parse_link("tcp-10")
+    )  # fmt: skip
+    advice = advise(made)
+    assert advice
+    lines = plan.render(made, advice, width).splitlines()
+    assert max(map(len, lines)) <= width
+    whole = plan.render(made, advice).splitlines()
+    assert max(map(len, whole)) > 130, "negative control: a pipe gets whole lines"
+    cells = {cell for line in whole for cell in line.split()}
+    assert cells <= {cell for line in lines for cell in line.split()}
+    assert max(map(len, plan._listing(width).splitlines())) <= width

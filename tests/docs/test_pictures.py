@@ -36,6 +36,15 @@ def test_a_picture_is_what_its_command_draws(
     ).read_text(encoding="utf-8")
 
 
+def test_each_command_draws_another_picture() -> None:
+    pictures = [(IMAGES / name).read_bytes() for name in drawn()]
+    assert len({*pictures}) == len(pictures) > 1
+    bands = {
+        name: (IMAGES / name).read_text(encoding="utf-8").count('class="run"') for name in drawn()
+    }
+    assert bands["plan-slow.svg"] > 2 * bands["plan.svg"], "a band for each token of a head"
+
+
 @pytest.mark.parametrize("theme", THEMES)
 def test_the_architecture_is_what_its_script_draws(theme: str) -> None:
     shown = (IMAGES / f"architecture-{theme}.svg").read_text(encoding="utf-8")

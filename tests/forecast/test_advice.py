@@ -5,7 +5,8 @@ import re
 import pytest
 
 from pdconn.forecast.advice import advise, is_slow
-from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.engine import EngineShape, parse_engine
+from pdconn.forecast.errors import ShapeError
 from pdconn.forecast.forecast import Forecast, forecast
 from pdconn.forecast.link import parse_link
 from pdconn.forecast.shapes import SHAPES, built_in
@@ -67,10 +68,13 @@ def test_unequal_blocks_are_named_and_equal_ones_forecast():
 
 
 def test_small_blocks_get_advice_on_their_size():
-    """12 layers, 8 heads and 256 bytes: 24 KiB a token in whole blocks, 12 KiB in halves."""
+    """12 layers, 8 heads and 256 bytes: 24 KiB a token in whole blocks, 12 KiB in halves.
+
+    Two tokens would be enough; 16 are the fewest that attention kernels read.
+    """
     side = {"block_tokens": 1, "layout": "BHLNC"}
     text = advice_of(pull("gpt-oss-20b", side, {**side, "tp": 2}, link="tcp"))["slow-runs"]
-    assert "With blocks of 2 tokens on both sides" in text
+    assert "With blocks of 16 tokens on both sides" in text
 
 
 def test_a_fast_link_for_bytes_and_descriptors_is_not_slow():
@@ -142,3 +146,15 @@ def test_descriptors_are_not_blamed_where_the_source_sets_the_time():
     link = parse_link("400Gb/s")
     assert is_slow(forecast(*slow, 8192, 0, link))
     assert not is_slow(forecast(*slow, 8192, 0, link, prefill_link=parse_link("1Gb/s")))
+
+
+def test_blocks_that_no_kernel_reads_are_not_recommended():
+    """Before: "With blocks of 17 tokens on both sides"."""
+    made = pull("llama-3.1-8b", {"block_tokens": 17}, {"block_tokens": 16, "tp": 2}, prompt=2000)
+    text = advice_of(made)["slow-runs"]
+    found = {int(size) for size in re.findall(r"blocks of (\d+) tokens on both sides", text)}
+    assert found
+    assert not {size for size in found if size % 16}
+    with pytest.raises(ShapeError, match=r"block: expected a multiple of 16, .*, got 17"):
+        parse_engine("block=17", built_in("llama-3.1-8b"))
+    assert parse_engine("block=48", built_in("llama-3.1-8b")).block_tokens == 48

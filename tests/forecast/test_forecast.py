@@ -1,6 +1,8 @@
 """A forecast is the planner's own arithmetic, and agrees with what can be worked out by hand."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -303,3 +305,28 @@ def test_a_link_without_sense_is_refused(text):
 def test_a_descriptor_costs_something_finite(descriptor_us):
     with pytest.raises(ShapeError, match="descriptor-us"):
         parse_link("shm", descriptor_us)
+
+
+def test_a_run_over_nvlink_costs_what_was_measured_on_a_card():
+    """It was an assumed 2 us; on an H100 small reads by cuda_ipc took five times as long."""
+    results = Path(__file__).parents[1] / "gpu/results/h100.json"
+    found = json.loads(results.read_text(encoding="utf-8"))["steps"]["nixl"]["found"]
+    whole = found["read in one piece, GB/s"] * 1e9
+    nvlink = parse_link("nvlink")
+    for kib in (64, 256):
+        nbytes = kib << 10
+        seconds = nbytes / (found[f"read in blocks of {kib} KiB, GB/s"] * 1e9)
+        assert nvlink.descriptor_s == pytest.approx(seconds - nbytes / whole, rel=0.05)
+    assert nvlink.assumed == {"bytes_per_s", "round_trip_s"}
+    assert "a run as measured within one H100" in nvlink.source
+
+
+def test_each_number_of_a_link_is_measured_or_marked():
+    for link in PRESETS:
+        if link.source.startswith("measured: "):
+            assert link.assumed == frozenset()
+        else:
+            assert {"bytes_per_s", "round_trip_s"} <= link.assumed
+    assert parse_link("50GB/s").assumed == {"descriptor_s"}
+    assert parse_link("50GB/s", 3.5).assumed == frozenset()
+    assert parse_link("rdma-400", 3.5).assumed == {"bytes_per_s", "round_trip_s"}
