@@ -27,8 +27,8 @@ SUITES = (
     "tests/vllm",
     "tests/router/prefix/test_hashing.py",
     "tests/puller/test_one_rank.py",
-    "tests/forecast/test_vllm_groups.py",
-    "tests/forecast/test_vllm_layouts.py",
+    "tests/forecast/vllm/test_vllm_groups.py",
+    "tests/forecast/vllm/test_vllm_layouts.py",
 )
 """Tests that meet vLLM's Python: geometry, both schedulers, hashes, hooks, stores, runner V2."""
 

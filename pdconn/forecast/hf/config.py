@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from pdconn.forecast.errors import UnreadableConfig, shown
-from pdconn.forecast.hf.families import FAMILIES, UNNAMED, Family
+from pdconn.forecast.hf.families import FAMILIES, UNNAMED, ModelFamily
 from pdconn.forecast.hf.geometry import check_geometry
-from pdconn.forecast.hf.heads import GEMMA_4, Heads, heads_by_kind, plain_heads, with_indexer
+from pdconn.forecast.hf.heads import GEMMA_4, KvHeads, heads_by_kind, plain_heads, with_indexer
 from pdconn.forecast.hf.keys import Keys, dtype_name, item_nbytes, number, optional, text_keys
 from pdconn.forecast.hf.kinds import layer_kinds
 from pdconn.forecast.hf.kv_dtype import checkpoint_kv_dtype
@@ -77,7 +77,7 @@ def model_shape(
     return replace(made, kv_dtype="auto", asked_by=asked.key)
 
 
-def _family_of(keys: Keys) -> tuple[str, Family]:
+def _family_of(keys: Keys) -> tuple[str, ModelFamily]:
     given = keys.get("model_type")
     if given is None:
         return "", UNNAMED
@@ -97,7 +97,7 @@ def _instead(given: object, keys: Keys) -> str:
     return "pdconn plan --list has the families and the built-in shapes"
 
 
-def _hybrid_sorts(keys: Keys, family: str, known: Family) -> tuple[Sort, ...]:
+def _hybrid_sorts(keys: Keys, family: str, known: ModelFamily) -> tuple[Sort, ...]:
     found = hybrid_layers(family, keys)
     made: list[Sort] = []
     if found.attention:
@@ -108,7 +108,7 @@ def _hybrid_sorts(keys: Keys, family: str, known: Family) -> tuple[Sort, ...]:
     return tuple(made)
 
 
-def _attention_sorts(keys: Keys, family: str, known: Family, layers: int) -> tuple[Sort, ...]:
+def _attention_sorts(keys: Keys, family: str, known: ModelFamily, layers: int) -> tuple[Sort, ...]:
     kinds, window = layer_kinds(keys, known, layers)
     if family in GEMMA_4:
         kinds[-1] = AttentionKind.FULL
@@ -132,7 +132,7 @@ def _attention_sorts(keys: Keys, family: str, known: Family, layers: int) -> tup
 
 
 def _sort(
-    keys: Keys, layers: tuple[int, ...], kind: AttentionKind, window: int | None, heads: Heads
+    keys: Keys, layers: tuple[int, ...], kind: AttentionKind, window: int | None, heads: KvHeads
 ) -> LayerSort:
     nbytes = heads.row_items * item_nbytes(keys)
     return LayerSort(layers, kind, window, heads.count, nbytes, is_latent=heads.is_latent)

@@ -40,7 +40,7 @@ _READS: Mapping[Windows, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """What is read of the configurations of one ``model_type``.
 
     Attributes:
@@ -104,27 +104,27 @@ _SWA = frozenset({"swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "
                   "hybrid_layer_pattern", "sliding_window_size"})  # fmt: skip
 
 
-def _uniform(defaults: Defaults, *, names: bool = False, divided: bool = False) -> Family:
+def _uniform(defaults: Defaults, *, names: bool = False, divided: bool = False) -> ModelFamily:
     """One window for all layers; ``names``: unless ``layer_types`` names other kinds."""
     windows = Windows.NAMED if names else Windows.UNIFORM
-    return Family(defaults, windows, heads_divide_hidden=divided)
+    return ModelFamily(defaults, windows, heads_divide_hidden=divided)
 
 
-def _every(nth: int, defaults: Defaults, **more: Any) -> Family:
+def _every(nth: int, defaults: Defaults, **more: Any) -> ModelFamily:
     """All layers but each n-th have the window."""
-    return Family(defaults, Windows.NAMED, nth, **more)
+    return ModelFamily(defaults, Windows.NAMED, nth, **more)
 
 
-def _latent(defaults: Defaults) -> Family:
+def _latent(defaults: Defaults) -> ModelFamily:
     """MLA; vLLM gives it no windows."""
-    return Family(
+    return ModelFamily(
         defaults, Windows.NONE, reads=_OF_LATENTS, ignores=_BESIDE_LATENTS, is_latent=True
     )
 
 
-def _indexed(defaults: Defaults) -> Family:
+def _indexed(defaults: Defaults) -> ModelFamily:
     """MLA whose layers keep a row of an indexer beside the latent (DeepSeek sparse attention)."""
-    return Family(
+    return ModelFamily(
         defaults,
         Windows.NONE,
         reads=_OF_LATENTS | _OF_INDEXERS,
@@ -133,13 +133,13 @@ def _indexed(defaults: Defaults) -> Family:
     )
 
 
-def _switched(defaults: Defaults, *, divided: bool = False, is_fixed: bool = False) -> Family:
-    return Family(defaults, Windows.SWITCHED, heads_divide_hidden=divided, is_fixed=is_fixed)
+def _switched(defaults: Defaults, *, divided: bool = False, is_fixed: bool = False) -> ModelFamily:
+    return ModelFamily(defaults, Windows.SWITCHED, heads_divide_hidden=divided, is_fixed=is_fixed)
 
 
-def _states(defaults: Defaults, *reads: str, **more: Any) -> Family:
+def _states(defaults: Defaults, *reads: str, **more: Any) -> ModelFamily:
     """Attention without windows beside states."""
-    return Family(defaults, Windows.NONE, reads=frozenset({"layer_types", *reads}), **more)
+    return ModelFamily(defaults, Windows.NONE, reads=frozenset({"layer_types", *reads}), **more)
 
 
 _LLAMA = _uniform(_family(32, 4096, 32, None), names=True)
@@ -160,19 +160,19 @@ _GEMMA4 = _every(6, _GEMMA4_DEFAULTS, reads=_GEMMA4_KEYS)
 _GEMMA4_UNIFIED = _every(
     6, MappingProxyType({**_GEMMA4_DEFAULTS, "sliding_window": 1024}), reads=_GEMMA4_KEYS
 )
-_LLAMA4 = Family(_family(48, 5120, 40, 8, 128, attention_chunk_size=8192), Windows.CHUNKED)
+_LLAMA4 = ModelFamily(_family(48, 5120, 40, 8, 128, attention_chunk_size=8192), Windows.CHUNKED)
 _GLM = _uniform(_family(40, 4096, 32, 2, 128))
 _EXAONE4 = _every(4, _family(32, 4096, 32, 32, sliding_window=4096), reads=_PATTERN)
 _COHERE2 = _every(
     4, _family(40, 8192, 64, None, sliding_window=4096), reads=_PATTERN, extra_window=1
 )
-_MIMO_V2 = Family(
+_MIMO_V2 = ModelFamily(
     MappingProxyType({}),
     Windows.NAMED,
     reads=_SWA,
     ignores=frozenset({"attention_chunk_size", "swa_num_attention_heads"}),
 )
-_STEP3P5 = Family(
+_STEP3P5 = ModelFamily(
     MappingProxyType({}),
     Windows.NAMED,
     2,
@@ -195,10 +195,10 @@ _QWEN3_5_MOE = _states(_family(40, 2048, 16, 2, 256, **_GATED_DELTA_NET), *_GDN_
 _LFM2_KEYS = ("conv_L_cache", "conv_dim", "full_attn_idxs")
 _GIVEN: Defaults = MappingProxyType({})
 
-UNNAMED = Family(_GIVEN, Windows.NONE, reads=frozenset({"layer_types", "sliding_window"}))
+UNNAMED = ModelFamily(_GIVEN, Windows.NONE, reads=frozenset({"layer_types", "sliding_window"}))
 """A file without a ``model_type``: only what means the same in all families."""
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         "afmoe": _every(
             4,

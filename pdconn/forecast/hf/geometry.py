@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 
 from pdconn.forecast.errors import UnreadableConfig, shown
-from pdconn.forecast.hf.families import Family
+from pdconn.forecast.hf.families import ModelFamily
 from pdconn.forecast.hf.keys import NESTED, Keys
 
 BASE = frozenset({
@@ -68,7 +68,7 @@ _OF_WINDOWS = (
 """Keys that say nothing without a window."""
 
 
-def check_geometry(keys: Keys, family: str, known: Family) -> None:
+def check_geometry(keys: Keys, family: str, known: ModelFamily) -> None:
     """Refuse a configuration with a key whose effect on its family's KV cache is not known.
 
     Raises:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from pdconn.forecast.errors import UnreadableConfig, shown
-from pdconn.forecast.hf.families import Family
+from pdconn.forecast.hf.families import ModelFamily
 from pdconn.forecast.hf.keys import Keys, number
 from pdconn.forecast.model import LayerSort, Sort
 from registration.references import AttentionKind
@@ -26,7 +26,7 @@ STEP_3 = ("step3p5", "step3p7")
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class KvHeads:
     """KV heads, and numbers stored per token and head."""
 
     count: int
@@ -35,8 +35,8 @@ class Heads:
 
 
 def heads_by_kind(
-    keys: Keys, family: str, known: Family, kinds: Iterable[AttentionKind]
-) -> dict[AttentionKind, Heads]:
+    keys: Keys, family: str, known: ModelFamily, kinds: Iterable[AttentionKind]
+) -> dict[AttentionKind, KvHeads]:
     """The heads of each kind of layers.
 
     Raises:
@@ -53,41 +53,41 @@ def heads_by_kind(
     return found
 
 
-def plain_heads(keys: Keys, known: Family) -> Heads:
+def plain_heads(keys: Keys, known: ModelFamily) -> KvHeads:
     """The same heads in all layers."""
     if known.is_latent:
         row_items = number(keys, "kv_lora_rank") + number(keys, "qk_rope_head_dim")
-        return Heads(1, row_items, is_latent=True)
+        return KvHeads(1, row_items, is_latent=True)
     grouped = keys.get("num_key_value_heads") is not None
     heads = number(keys, "num_key_value_heads" if grouped else "num_attention_heads")
     given = keys.get("head_dim") is not None
     if given and not known.heads_divide_hidden:
-        return Heads(heads, 2 * number(keys, "head_dim"))
+        return KvHeads(heads, 2 * number(keys, "head_dim"))
     hidden, queries = number(keys, "hidden_size"), number(keys, "num_attention_heads")
     if hidden % queries:
         raise UnreadableConfig("hidden_size", f"a multiple of {queries} heads", hidden)
     size = hidden // queries
     if given and keys["head_dim"] != size:
         raise UnreadableConfig("head_dim", f"hidden_size over heads, {size}", keys["head_dim"])
-    return Heads(heads, 2 * size)
+    return KvHeads(heads, 2 * size)
 
 
-def _mimo_v2(keys: Keys, kind: AttentionKind) -> Heads:
+def _mimo_v2(keys: Keys, kind: AttentionKind) -> KvHeads:
     prefix = "swa_" if kind.is_windowed else ""
     key_size = number(keys, f"{prefix}head_dim")
     # vLLM takes the size of keys where none is given for values.
     value = f"{prefix}v_head_dim"
     value_size = number(keys, value) if keys.get(value) is not None else key_size
-    return Heads(number(keys, f"{prefix}num_key_value_heads"), key_size + value_size)
+    return KvHeads(number(keys, f"{prefix}num_key_value_heads"), key_size + value_size)
 
 
-def _step_3(keys: Keys, kind: AttentionKind) -> Heads:
+def _step_3(keys: Keys, kind: AttentionKind) -> KvHeads:
     other = keys.get("attention_other_setting")
     if other is not None and not isinstance(other, Mapping):
         raise UnreadableConfig("attention_other_setting", "an object", shown(other))
     is_other = other and other.get("attention_type") == _NAMES[kind]
     heads = other if other and is_other else keys
-    return Heads(number(heads, "num_attention_groups"), 2 * number(heads, "head_dim"))
+    return KvHeads(number(heads, "num_attention_groups"), 2 * number(heads, "head_dim"))
 
 
 _NAMES = {
@@ -97,17 +97,17 @@ _NAMES = {
 }
 
 
-def _gemma_4_full(keys: Keys, others: Heads) -> Heads:
+def _gemma_4_full(keys: Keys, others: KvHeads) -> KvHeads:
     listed = keys.get("per_layer_config")
     if listed is not None:
         if not isinstance(listed, Mapping) or _several(listed):
             raise UnreadableConfig("per_layer_config", "the same for every layer", shown(listed))
         keys = {**keys, **next(iter(listed.values()), {})}
-        return Heads(number(keys, "num_key_value_heads"), 2 * number(keys, "head_dim"))
+        return KvHeads(number(keys, "num_key_value_heads"), 2 * number(keys, "head_dim"))
     count = others.count
     if keys.get("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None:
         count = number(keys, "num_global_key_value_heads")
-    return Heads(count, 2 * number(keys, "global_head_dim"))
+    return KvHeads(count, 2 * number(keys, "global_head_dim"))
 
 
 def _several(listed: Mapping[str, object]) -> bool:

@@ -13,7 +13,7 @@ The first of these that a configuration has, and that its family reads, decides:
 from __future__ import annotations
 
 from pdconn.forecast.errors import UnreadableConfig, shown
-from pdconn.forecast.hf.families import Family, Windows
+from pdconn.forecast.hf.families import ModelFamily, Windows
 from pdconn.forecast.hf.keys import Keys, named_layers, number, optional
 from registration.references import AttentionKind
 
@@ -29,7 +29,9 @@ _KINDS = {
 _EVERY = ("_sliding_window_pattern", "sliding_window_pattern", "global_attn_every_n_layers")
 
 
-def layer_kinds(keys: Keys, known: Family, layers: int) -> tuple[list[AttentionKind], int | None]:
+def layer_kinds(
+    keys: Keys, known: ModelFamily, layers: int
+) -> tuple[list[AttentionKind], int | None]:
     """Each layer's kind, and the window or chunk of those that have one.
 
     Raises:
@@ -46,7 +48,7 @@ def layer_kinds(keys: Keys, known: Family, layers: int) -> tuple[list[AttentionK
     return kinds, number(keys, size) + known.extra_window
 
 
-def _kinds(keys: Keys, known: Family, layers: int) -> list[AttentionKind]:
+def _kinds(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]:
     if "hybrid_layer_pattern" in known.reads:
         return _flagged(keys, "hybrid_layer_pattern", layers, WINDOW)
     listed = _listed(keys, layers)
@@ -70,7 +72,7 @@ def _listed(keys: Keys, layers: int) -> list[AttentionKind] | None:
     return kinds
 
 
-def _derived(keys: Keys, known: Family, layers: int) -> list[AttentionKind]:
+def _derived(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]:
     """Of a configuration that names no layers."""
     if not keys.get("sliding_window"):
         return [FULL] * layers
@@ -87,7 +89,7 @@ def _derived(keys: Keys, known: Family, layers: int) -> list[AttentionKind]:
 
 
 def _switched(
-    keys: Keys, known: Family, listed: list[AttentionKind] | None, layers: int
+    keys: Keys, known: ModelFamily, listed: list[AttentionKind] | None, layers: int
 ) -> list[AttentionKind]:
     if not (keys.get("use_sliding_window") and keys.get("sliding_window")):
         return [FULL] * layers

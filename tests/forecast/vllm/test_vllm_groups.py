@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.model import LayerSort, ModelShape
 from pdconn.forecast.shapes import SHAPES
 from registration.references import AttentionKind
+from tests.forecast.vllm import vllm_models
 
 utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 if find_spec("vllm.v1.core.kv_cache_planning") is not None:  # from vLLM 0.33 on
@@ -27,6 +29,8 @@ HYBRIDS = (
                              LayerSort(tuple(range(52, 62)), FULL, None, 4, 1024))),
     ModelShape("full of two pages", (LayerSort(tuple(range(5)), FULL, None, 16, 512),
                                      LayerSort(tuple(range(5, 9)), FULL, None, 4, 1024))),
+    *(model_shape(vllm_models.CASES[name], name)
+      for name in ("deepseek-v3.2", "mimo-v2-flash", "step-3.5, other heads", "afmoe")),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What vLLM's classes cache for a configuration: built on the device ``meta``, as on an H100.
 
-    python -m tests.forecast.meta_specs < cases.json > specs.json
+    python -m tests.forecast.vllm.meta_specs < cases.json > specs.json
 
 A case is ``{"config": …, "quantization": …, "dtype": …}``; the answer has, for each, the groups of
 layers of equal specs, or the error with which vLLM or this process could not build it.  Nothing of
@@ -162,13 +162,13 @@ def specs(case: dict[str, Any], *, starts: bool) -> dict[str, Any]:
             kv_cache_dtype=case.get("dtype", "auto"),
             compilation_config={"mode": 0, "custom_ops": ["none"]},
         ).create_engine_config()
-    with set_current_vllm_config(config):
-        if starts:
-            start_groups()
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-            initialize_model(config)
-        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-        found = {name: _described(layer, config) for name, layer in layers.items()}
+        with set_current_vllm_config(config):
+            if starts:
+                start_groups()
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                initialize_model(config)
+            layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+            found = {name: _described(layer, config) for name, layer in layers.items()}
     groups: dict[str, list[str]] = {}
     for name, one in found.items():
         if one is not None:

@@ -19,7 +19,7 @@ from pdconn.forecast.memory import LAYOUTS
 from pdconn.forecast.model import StateSort
 from pdconn.vllm.blocks.states import num_groups, state_chunks
 from tests.forecast.published import GEMMA_4, PUBLISHED
-from tests.forecast.vllm_hybrids import (
+from tests.forecast.vllm.vllm_hybrids import (
     Theirs,
     gemma_4_specs,
     groups_of,
