@@ -68,7 +68,7 @@ class Tokenised:
     extras: Extras
 
 
-class _Answer(msgspec.Struct):
+class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
@@ -199,7 +199,7 @@ class Tokeniser:
         fields = {name: body.fields[name] for name in _SHAPES_TEXT if name in body.fields}
         raw = await self._ask_any(request, "/tokenize", headers, msgspec.json.encode(fields))
         try:
-            return msgspec.json.decode(raw, type=_Answer).tokens
+            return msgspec.json.decode(raw, type=_Tokens).tokens
         except _UNREADABLE as error:
             raise CannotTokenise(f"/tokenize answered without tokens: {error}") from error
 
