@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdconn.planning.errors import Incompatible, PlanningError, TooManyRuns
+from pdconn.planning.gaps import Gaps, gaps_at, sub_block_gaps
 from pdconn.planning.pairs import Located, Pairs
 from pdconn.planning.runs import (
     FEW_RUNS,
@@ -185,6 +186,35 @@ class Pairing:
         num_runs = sum(len(spans) for _, spans in reads)
         return Plan(reads, moved.total(), num_runs, tuple(sorted(begins.items())))
 
+    def gaps(self, need: Need) -> Gaps:
+        """What the reads for ``need`` leave of the blocks that lack its tokens.
+
+        A block of a state moves whole.  Bytes of a block row that are none of the group's, as
+        padding is, are in no gap.
+
+        Raises:
+            BlockOutOfRange: an id beyond our cache.
+        """
+        return self._gaps(need, sub_blocks)
+
+    def whole_blocks(self, need: Need) -> Gaps:
+        """As :meth:`gaps`, where nothing is read."""
+        return self._gaps(need, lambda group, lacking, tokens: range(0))
+
+    def _gaps(
+        self, need: Need, pulled: Callable[[KVCacheGroupReference, range, int], range]
+    ) -> Gaps:
+        found = []
+        for template in self.templates:
+            group, lacking = self.ours.groups[template.our_group], need.tokens[template.our_group]
+            if group.kind is AttentionKind.STATE or not lacking:
+                continue
+            read = pulled(group, lacking, template.sub_block_tokens)
+            blocks = need.blocks[template.our_group]
+            if (left := sub_block_gaps(template, blocks, lacking, read)) is not None:
+                found.append((template, *left))
+        return gaps_at(found, self.ours.tensors[0].device)
+
     def _reads(
         self,
         lay_out: Callable[[AlikeTemplates], Part | None],
@@ -270,8 +300,8 @@ def _pairs(template: Template, need: Need, lent: BlockList, group: KVCacheGroupR
     """Pair the sub-blocks that a later token will read and that we lack.
 
     With unequal block sizes a block of ours can begin before the window; its sub-blocks there are
-    not pulled, and the lender may have dropped them.  So nobody else may use that block:
-    :attr:`Plan.begins` tells where the rest of it begins.
+    not pulled, and the lender may have dropped them.  They are :meth:`Pairing.gaps`, and no other
+    request may use that block: :attr:`Plan.begins` tells where the rest of it begins.
     """
     if group.kind is AttentionKind.STATE:
         return _state_pair(template, need, lent)

@@ -17,6 +17,7 @@ from pdconn.lifecycle.pull import (
     ToLender,
 )
 from pdconn.planning.errors import PlanningError
+from pdconn.planning.gaps import NO_GAPS, Gaps
 from pdconn.planning.plan import Moved, Need, Plan
 from pdconn.protocol.messages import (
     Checksum,
@@ -80,6 +81,7 @@ class PullEntry:
     Attributes:
         digest: the ticket's.
         plan: or why there is none.
+        gaps: what the plan leaves of our blocks.
         reading: reads that have not settled.
         alarm: when the entry is looked at, at the latest.
         is_awaited: whether the engine is to be told what comes of the claim.
@@ -95,6 +97,7 @@ class PullEntry:
     measured: Measured
     need: Need | None = None
     plan: Plan | str | None = None
+    gaps: Gaps = NO_GAPS
     verification: Verification | None = None
     reading: int = 0
     error: str | None = None
@@ -135,6 +138,7 @@ class PullEntry:
         began = clock()
         try:
             plan = self.plan = pairing.plan(self.need, self.ticket.blocks)
+            self.gaps = pairing.gaps(self.need)
         except (PlanningError, TransportError) as error:
             self.plan = f"{type(error).__name__}: {error}"
         else:

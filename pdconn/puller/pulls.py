@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
 from pdconn.lifecycle.pull import ENDED, Effect, Patience, Pull, PullState
+from pdconn.planning.gaps import NO_GAPS
 from pdconn.planning.plan import Plan
 from pdconn.protocol.errors import MessageError, TicketError
 from pdconn.protocol.messages import (
@@ -349,9 +350,11 @@ class Pulls:
             # No read is in flight, so the failure is settled as soon as it is known.
             return entry.machine.settled(entry.plan, self._clock())
         reads, entry.plan = entry.plan.reads, None
+        gaps, entry.gaps = entry.gaps, NO_GAPS
         entry.reading = len(reads)
         for rank, spans in reads:
-            self._post(Read(entry, entry.peer.ranks[rank], spans))
+            self._post(Read(entry, entry.peer.ranks[rank], spans, gaps))
+            gaps = NO_GAPS  # the first read fills them
         return entry.machine.settled(None, self._clock()) if not reads else []
 
     def _verify(self, entry: PullEntry) -> list[Effect]:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from pdconn.integrity.memory import AnyMemory
 from pdconn.integrity.reader import Expected
+from pdconn.integrity.zeros import fill_with_zeros
+from pdconn.planning.gaps import NO_GAPS, Gaps
 from pdconn.protocol.proof import PieceSum
 from pdconn.puller.read_queue import ChunkSizer, PeerReadQueue, ReadChunk
 from pdconn.sidechannel.clock import steady
 from transport import PeerId, ReadId, ReadStats, Settled, Spans, Transport, TransportError
 from transport.address import named_in
-from transport.errors import BadAddress
+from transport.errors import BackendFailure, BadAddress
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +66,12 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Copy ``spans``; answered by ReadSettled under the same ``tag``."""
+    """Zero ``gaps``, then copy ``spans``; answered by ReadSettled under the same ``tag``."""
 
     tag: object
     peer: PeerId
     spans: Spans
+    gaps: Gaps = NO_GAPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +176,12 @@ class TransportJobs:
         connects, which may take long.  Only the thread that connects is bound to a GPU, so device
         memory is left to it.
         """
-        spans = read.spans
+        spans, gaps = read.spans, read.gaps
         return (
             not self._queues
             and read.peer in self._proven
-            and len(spans) <= QUICK_RUNS
-            and spans.total_bytes <= QUICK_NBYTES
+            and len(spans) + len(gaps) <= QUICK_RUNS
+            and spans.total_bytes + gaps.total_bytes <= QUICK_NBYTES
             and spans.local_device.kind == spans.remote_device.kind == "cpu"
         )
 
@@ -206,7 +209,7 @@ class TransportJobs:
                 self._addresses.pop(job.peer, None)
                 self._proven.discard(job.peer)
                 self._transport.disconnect(job.peer)
-        else:
+        elif self._fill(job):
             reads = self._queues.setdefault(job.peer, PeerReadQueue(self._sizer))
             reads.add(job.tag, job.peer, job.spans)
 
@@ -261,6 +264,17 @@ class TransportJobs:
             self._transport.close()
         except TransportError as error:
             log.warning("pdconn: the transport was left open: %s", error)
+
+    def _fill(self, job: Read) -> bool:
+        """Zero the gaps; False if that failed, and the read with it."""
+        try:
+            fill_with_zeros(job.gaps)
+        except RuntimeError as error:
+            log.warning("pdconn: zeroing what a pull leaves of its blocks failed", exc_info=True)
+            failed = Settled(_NOTHING, BackendFailure(f"{type(error).__name__}: {error}"))
+            self._deliver(ReadSettled(job.tag, failed, self._clock()))
+            return False
+        return True
 
     def _sum(self, job: Sum) -> None:
         try:

@@ -111,7 +111,10 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.completes_hits
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """A pull restores every group that takes part in transfers."""
+        """Every group that takes part in transfers, which vLLM does not zero then.
+
+        Pulls and loads zero what they leave of the blocks (:mod:`pdconn.planning.gaps`).
+        """
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(

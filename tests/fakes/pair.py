@@ -50,8 +50,11 @@ TRAITS = {"model": "tiny"}
 class Cache:
     """One engine's KV memory: bytes that differ everywhere, or are 0 everywhere."""
 
-    def __init__(self, layout: str, filled: bool, groups: int = 1) -> None:
-        page = 2 * BLOCK_TOKENS * 8
+    def __init__(
+        self, layout: str, filled: bool, groups: int = 1, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        self.block_tokens = block_tokens
+        page = 2 * block_tokens * 8
         self.bytes = np.zeros(NUM_BLOCKS * len(LAYERS) * page, dtype=np.uint8)
         if filled:
             self.bytes[:] = np.random.default_rng(7).integers(1, 255, self.bytes.size)
@@ -66,10 +69,10 @@ class Cache:
                 num_blocks=NUM_BLOCKS,
                 layers=[f"{name}{number}" for name in LAYERS],
                 num_heads=2,
-                block_tokens=BLOCK_TOKENS,
+                block_tokens=self.block_tokens,
                 token_nbytes=8,
             )
-            made.append(GroupMemory(kind, window, BLOCK_TOKENS, layers))
+            made.append(GroupMemory(kind, window, self.block_tokens, layers))
         return build_kv_cache_references(made)
 
     def _kinds(self, groups: int) -> Sequence[tuple[AttentionKind, int | None]]:
@@ -89,6 +92,8 @@ class Pair:
     layout: str = "BHLNC"
     groups: int = 1
     their_groups: int = 1
+    block_tokens: int = BLOCK_TOKENS
+    their_block_tokens: int = BLOCK_TOKENS
     ttl_s: float = 5.0
     claim_timeout_s: float = 2.0
     read_s: float = 60.0
@@ -112,8 +117,8 @@ class Pair:
     advertised: str | None = None
 
     def __post_init__(self) -> None:
-        self.theirs = Cache(self.layout, filled=True, groups=self.their_groups)
-        self.ours = Cache(self.layout, filled=False, groups=self.groups)
+        self.theirs = Cache(self.layout, True, self.their_groups, self.their_block_tokens)
+        self.ours = Cache(self.layout, False, self.groups, self.block_tokens)
         self.their_transport = InProcessTransport(self.network, "prefill")
         self.their_transport.register(self.theirs.references.memories())
         self.lender = self.open_lender(port=0)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from pdconn.integrity.zeros import fill_with_zeros
+from pdconn.planning.gaps import Gaps
 from pdconn.store.rank.copies import TorchCopies
 from tests.gpu.bytes_on import BytesOn
 from transport import Device, Spans
@@ -82,6 +84,18 @@ def test_a_load_copies_each_run_in_and_no_other_byte(grain: int, device: Device)
         TorchCopies([copied.kv.memory]).copy_in(copied.spans)
     assert not (copied.kv != expected).any()
     assert (copied.host == before).all()
+
+
+@pytest.mark.parametrize("grain", GRAIN_NBYTES)
+def test_gaps_are_zeroed_and_no_other_byte(grain: int, device: Device) -> None:
+    copied = Copied(grain, device)
+    runs = np.sort(copied.spans.local)
+    expected = copied.content.copy()
+    for start in (runs - copied.kv.memory.base).astype(np.int64).tolist():
+        expected[start : start + grain] = 0
+    with busy(device):
+        fill_with_zeros(Gaps(runs, copied.spans.nbytes, device))
+    assert not (copied.kv != expected).any()
 
 
 def test_a_run_that_was_not_copied_is_noticed(device: Device) -> None:

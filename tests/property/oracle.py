@@ -14,9 +14,10 @@ kernel block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -336,25 +337,64 @@ def expected(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDArr
     Tokens that a group holds already, and tokens before a window, are not moved; both bounds,
     and the end, are rounded outwards to what both sides can address.
     """
+    wanted = {number: (first, end) for number, _, first, end in _wanted(ours, theirs, need)}
+    return _where(
+        ours,
+        rank,
+        lambda number, at: (at >= wanted[number][0]) & (at < wanted[number][1]),
+        lambda labels, found: np.where(found, labels, UNTOUCHED),
+    )
+
+
+def expected_gaps(ours: Side, theirs: Side, rank: int, need: Need) -> dict[int, NDArray[np.bool_]]:
+    """Bytes of listed blocks that we must zero: not held, and not moved; none of states."""
+    kept = {
+        number: (lowest, first, end)
+        for number, lowest, first, end in _wanted(ours, theirs, need)
+        if lowest is not None
+    }
+
+    def is_left(number: int, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if number not in kept:
+            return np.zeros(len(at), dtype=bool)
+        lowest, first, end = kept[number]
+        return (at >= lowest) & ((at < first) | (at >= end))
+
+    return _where(ours, rank, is_left, lambda _, found: found)
+
+
+def _wanted(ours: Side, theirs: Side, need: Need) -> Iterator[tuple[int, int | None, int, int]]:
+    """Layers, the position from which on we hold nothing, and positions ``[first, end)`` to move.
+
+    None for states, and where nothing lacks: nothing of such a layer's blocks is left out.
+    """
     blocks = {n: group.block_tokens for group in theirs.groups for n in group.numbers}
-    wanted: dict[int, tuple[int, int]] = {}
     for group, tokens in zip(ours.groups, need.tokens, strict=True):
         sort, held, until = group.sort, tokens.start, tokens.stop
         for number in group.numbers:
             if sort.kind is AttentionKind.STATE:
-                wanted[number] = (0, int(until > held))
+                yield number, None, 0, int(until > held)
                 continue
             step = int(np.gcd(group.block_tokens, blocks[number]))
             start = max(held, sort.reach(until)) // step * step
             end = -(-until // step) * step if until > held else start
             unit = group.block_tokens if sort.opaque else sort.ratio
-            wanted[number] = (start // unit, end // unit)
-    found = {}
+            lowest = -(-held // step) * step // unit if until > held else None
+            yield number, lowest, start // unit, end // unit
+
+
+def _where(
+    ours: Side,
+    rank: int,
+    choose: Callable[[int, NDArray[np.int64]], NDArray[np.bool_]],
+    make: Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[Any]],
+) -> dict[int, NDArray[Any]]:
+    """By allocation, ``make`` of its labels and of where ``choose`` takes a layer's positions."""
+    made = {}
     for base, labels in ours.labels(rank).items():
-        position = (labels >> 20) & 0xFFFFF
-        layer = labels >> 48
-        keep = np.zeros(len(labels), dtype=bool)
-        for number, (first, last) in wanted.items():
-            keep |= (layer == number) & (position >= first) & (position < last)
-        found[base] = np.where(keep & (labels != NOWHERE), labels, UNTOUCHED)
-    return found
+        position, layer = (labels >> 20) & 0xFFFFF, labels >> 48
+        found = np.zeros(len(labels), dtype=bool)
+        for number in {n for group in ours.groups for n in group.numbers}:
+            found |= (layer == number) & choose(number, position)
+        made[base] = make(labels, found & (labels != NOWHERE))
+    return made

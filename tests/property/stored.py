@@ -13,12 +13,13 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from pdconn.planning.gaps import Gaps
 from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.format.boundaries import rows_needed
 from pdconn.store.format.layout import RowLayout, Slab, StoreLayout, share_layout, store_layout
 from pdconn.store.format.names import RowKind
-from pdconn.store.rank.pairing import Row, RowPairing
+from pdconn.store.rank.pairing import Row, RowPairing, unsaved_layers
 from registration.references import AttentionKind, KVCacheReferences
 from tests.property.cases import sides
 from tests.property.oracle import NOWHERE, UNTOUCHED, Group, Layers, Side, _inside
@@ -26,6 +27,7 @@ from transport import Spans
 
 POISON = -3
 _STAGING = 1 << 59
+ZERO = -4
 _WRITER, _READER = 1 << 41, 1 << 51
 
 Labels = NDArray[np.int64]
@@ -164,6 +166,9 @@ class Store:
     def spans_to_load(self, pairing: RowPairing, need: Need, rows: Sequence[Row]) -> Spans:
         return _joined(list(pairing.spans_to_load(need, rows)))
 
+    def gaps(self, pairing: RowPairing, need: Need) -> Iterator[Gaps]:
+        return pairing.gaps(need)
+
     # The two ways of a byte
 
     def save(self) -> None:
@@ -202,6 +207,9 @@ class Store:
         times = {at: np.zeros_like(it) for at, it in got.items()}
         need = Need.of(case.held, case.boundary, case.reader.tables)
         needed = rows_needed(case.layout, case.held, case.boundary)
+        own = self.share(references)
+        left = unsaved_layers(references, [_of(own, kind) for kind in RowKind])
+        found = [] if left is None else [left.whole_blocks(need)]
         for kind in RowKind:
             share = _of(self.share(references), kind)
             if not share.slabs:
@@ -210,10 +218,16 @@ class Store:
             host, rows = self._fetched(
                 share, pairing.stride, [index for one, index in needed if one is kind]
             )
+            found += self.gaps(pairing, need)
             spans = self.spans_to_load(pairing, need, rows)
             _copy(host, got, spans.remote, spans.local, spans.nbytes)
             for local, nbytes in zip(spans.local.tolist(), spans.nbytes.tolist(), strict=True):
                 base, written = _inside(times, local, nbytes)
+                times[base][written] += 1
+        for gaps in found:
+            for local, nbytes in zip(gaps.local.tolist(), gaps.nbytes.tolist(), strict=True):
+                base, written = _inside(times, local, nbytes)
+                got[base][written] = ZERO
                 times[base][written] += 1
         return got, times
 
@@ -257,25 +271,29 @@ def check(store: Store, rank: int) -> None:
     groups = {number: group for group in case.reader.groups for number in group.numbers}
     for base, wanted in case.reader.labels(rank).items():
         assert times[base].max(initial=0) <= 1, "a byte was written twice"
-        must, may, loose = _allowed(case, wanted, groups)
+        must, may, loose, loaded, whole = _allowed(case, wanted, groups)
         right, untouched = got[base] == wanted, got[base] == UNTOUCHED
+        zeroed = got[base] == ZERO
         for name, wrong in (
             ("needed", must & ~right),
             ("held already", may & ~right & ~untouched),
-            ("that nothing needs", ~must & ~may & ~loose & ~untouched),
+            ("that nothing needs", ~must & ~may & ~loose & ~untouched & ~zeroed),
+            ("of a loaded block, and stale", whole & untouched),
+            ("zeroed that are held", zeroed & ~loaded),
         ):
             assert not wrong.any(), f"bytes {name}: {wrong.sum()}, the first {np.argmax(wrong)}"
 
 
 def _allowed(
     case: StoredCase, wanted: Labels, groups: dict[int, Group]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Bytes that must be right, that may be left out, and that may be anything.
+) -> tuple[NDArray[np.bool_], ...]:
+    """Bytes that must be right, may be left out, may be anything, lack, and are of whole blocks.
 
     A token before ``held`` is in the cache already, and must not be spoilt.  One before a
-    window that shares a block with one in it is never read, and may be anything.
+    window that shares a block with one in it is never read, and may be anything but stale: of
+    a block that lacks all its tokens every byte is loaded, or zeroed.
     """
-    must, may, loose = (np.zeros(len(wanted), dtype=bool) for _ in range(3))
+    must, may, loose, loaded, whole = (np.zeros(len(wanted), dtype=bool) for _ in range(5))
     layer, position = wanted >> 48, (wanted >> 20) & 0xFFFFF
     for number, group in groups.items():
         here = (wanted != NOWHERE) & (layer == number)
@@ -286,6 +304,8 @@ def _allowed(
         reach = first_read(group.sort, case.boundary, case.block_tokens)
         first, end = position * unit, (position + 1) * unit
         begin = max(reach, case.held)
+        loaded |= here & (first >= case.held) & (case.held < case.boundary)
+        whole |= loaded & here & (first - first % group.block_tokens >= case.held)
         inside = here & (first < case.boundary)
         must |= inside & (end > begin)
         may |= inside & (end > reach) & (end <= begin)
@@ -296,7 +316,7 @@ def _allowed(
         loose |= (
             inside & (end <= reach) & (first >= begin // group.block_tokens * group.block_tokens)
         )
-    return must, may, loose
+    return must, may, loose, loaded, whole
 
 
 def _kept(side: Side, boundary: int) -> Iterator[BlockList]:

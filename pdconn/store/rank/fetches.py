@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdconn.integrity.zeros import fill_with_zeros
 from pdconn.planning.errors import PlanningError
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowDamaged, RowMissing, StoreError
@@ -237,6 +238,8 @@ class RowReader:
         try:
             for spans in self._spans(fetch.fetch, load):
                 self._copies.copy_in(spans)
+            for gaps in self._opened.gaps(load.need):
+                fill_with_zeros(gaps)
         except (StoreError, PlanningError) as error:
             self._reports.warn("a load failed: request=%s: %s", load.request, error)
             self.fail(load)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pdconn.planning.gaps import Gaps
 from pdconn.planning.plan import Need, Pairing
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.errors import FormatError
@@ -95,6 +96,15 @@ class RowPairing:
                 for _, spans in plan.reads:
                     yield self._moved(spans, addresses)
 
+    def gaps(self, need: Need) -> Iterator[Gaps]:
+        """What :meth:`spans_to_load` leaves of the blocks that lack tokens, to be zeroed.
+
+        Raises:
+            BlockOutOfRange: a block id beyond the cache.
+        """
+        for scaled in self._scaled:
+            yield scaled.pairing.gaps(scaled.lacking(need))
+
     def spans_to_save(self, index: int, blocks: tuple[BlockList, ...], address: int) -> list[Spans]:
         """The copies, from ``local`` to ``remote``, that fill row ``index`` at ``address``.
 
@@ -117,6 +127,23 @@ class RowPairing:
         slots = remote // self._slot_nbytes - _FIRST_SLOT
         remote = remote % self._slot_nbytes + addresses[slots]
         return replace(spans, remote=remote.view(np.uint64))
+
+
+def unsaved_layers(ours: KVCacheReferences, shares: Sequence[RowLayout]) -> Pairing | None:
+    """The layers of attention of which no row keeps anything, paired with themselves; or None.
+
+    What compressors keep between their outputs may be nothing.  A load leaves the whole of their
+    blocks: :meth:`Pairing.whole_blocks`.
+    """
+    saved = {
+        (layer.name, layer.chunk) for share in shares for s in share.sections for layer in s.layers
+    }
+    groups = tuple(
+        replace(group, data=tuple(ref for ref in group.data if (ref.layer, ref.chunk) not in saved))
+        for group in ours.groups
+    )
+    left = replace(ours, groups=groups)
+    return Pairing.of(left, [left]) if any(group.data for group in groups) else None
 
 
 _FIRST_SLOT = 2
@@ -144,6 +171,13 @@ class _ScaledPairing:
                 raise FormatError("until", f"a multiple of {self.scale} tokens", one.stop)
         scaled = tuple(range(one.start // self.scale, one.stop // self.scale) for one in tokens)
         return Need(scaled, tuple(need.blocks[group] for group in self.groups))
+
+    def lacking(self, need: Need) -> Need:
+        """The same, without opaque blocks of which some tokens are held."""
+        whole = self.need(need)
+        starts = (-(-need.tokens[group].start // self.scale) for group in self.groups)
+        tokens = (range(start, one.stop) for start, one in zip(starts, whole.tokens, strict=True))
+        return Need(tuple(tokens), whole.blocks)
 
     def lent(self, rows: Sequence[int], block_tokens: int) -> list[BlockList]:
         """One block list per section: a row is the last of the blocks in its canonical block."""

@@ -31,7 +31,7 @@ from pdconn.store.format.names import Chain, RowKind, RowName
 from pdconn.store.rank.store import RankStore
 from pdconn.store.settings import StoreSettings
 from registration.references import AttentionKind
-from tests.property.oracle import Group, Layers, Side, expected
+from tests.property.oracle import Group, Layers, Side, expected, expected_gaps
 from tests.store.rank.shelves import Rows
 
 CANONICAL = 64
@@ -241,10 +241,12 @@ class StoredEngine:
         wrong = 0
         for rank in range(len(self.stores)):
             bases = expected(self.side, stored, rank, need).items()
+            gaps = expected_gaps(self.side, stored, rank, need)
             for group, (base, labels) in enumerate(bases):
                 if full is not None and full != (group == 0):
                     continue
                 wanted = np.where(labels < 0, np.uint8(BLANK), pattern(labels))
+                wanted[gaps[base]] = 0
                 wrong += int(np.count_nonzero(self.bytes(base, len(labels)) != wanted))
         return wrong
 

@@ -18,6 +18,9 @@ from pdconn.vllm.cache.partial import never_cache, partial_blocks
 from registration.references import AttentionKind, KVCacheGroupReference
 from tests.fakes.simulated.sim_cache import GroupShape, SimCache
 
+ZERO = 0
+"""The name of a row that was zeroed."""
+
 Row = tuple[int, int, int]
 """Group, block, place in it."""
 
@@ -95,6 +98,7 @@ class SimMemory:
             piece = piece or self.sizes[group]
             first = max(start, window_start(self.groups[group], until)) // piece * piece
             self._write(one, group, range(first, until), is_pull=True)
+            self._zero(one, group, start, range(first, -(-until // piece) * piece))
             if self.groups[group].window is not None and first < until:
                 begins.append((group, first))
         request, manager = one.request, self.cache.manager
@@ -177,6 +181,17 @@ class SimMemory:
                 assert block, f"group {group}: a hole at token {token} of {until}"
                 found = self.rows.get((group, block, place))
                 assert found == one.names[token], f"group {group}: wrong at {token} of {until}"
+
+    def _zero(self, one: Running, group: int, held: int, pulled: range) -> None:
+        """A pull zeroes what it leaves of the blocks that lack tokens, which nobody else reads."""
+        size = self.sizes[group]
+        blocks = self.cache.manager.get_blocks(one.request.request_id).blocks[group]
+        for token in range(held, len(blocks) * size):
+            block = blocks[token // size]
+            if block.is_null or token in pulled:
+                continue
+            assert block.block_hash is None, f"group {group}: a pull zeroes what others read"
+            self.rows[group, block.block_id, token % size] = ZERO
 
     def _write(self, one: Running, group: int, tokens: range, *, is_pull: bool) -> None:
         """Write rows; a pull needs a block for each, which nobody else reads."""
