@@ -36,6 +36,7 @@ from pdconn.lender.pace import TurnPacer
 from pdconn.lender.sessions import (
     Abort,
     AbortAll,
+    AbortUnclaimed,
     EngineCommand,
     LenderSessions,
     RevokeAll,
@@ -152,9 +153,9 @@ class Lender:
         """Rank ``rank`` has summed what ``request`` lends, for readers that verify."""
         self._commands.put(RankSums(request, rank, sums))
 
-    def abort(self, request: str) -> None:
-        """Take the blocks back as soon as no claim on them holds."""
-        self._commands.put(Abort(request))
+    def abort(self, request: str, *, if_unclaimed: bool = False) -> None:
+        """Take the blocks back as soon as no claim on them holds, or only if none ever did."""
+        self._commands.put(AbortUnclaimed(request) if if_unclaimed else Abort(request))
 
     def abort_all(self) -> None:
         """Take all blocks back as soon as no claim on them holds."""

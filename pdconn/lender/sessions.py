@@ -62,6 +62,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortUnclaimed:
+    """As :class:`Abort`, unless ``request`` has been claimed."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
 class AbortAll:
     """As :class:`Abort`, for everything that is lent."""
 
@@ -71,7 +78,7 @@ class RevokeAll:
     """The engine takes all lent blocks back now; what is being read will not be confirmed."""
 
 
-EngineCommand = LeaseOffer | Abort | AbortAll | RevokeAll | RankSums
+EngineCommand = LeaseOffer | Abort | AbortUnclaimed | AbortAll | RevokeAll | RankSums
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +169,8 @@ class LenderSessions:
             self._leases.lend(command)
         elif isinstance(command, Abort):
             self._free(self._leases.abort(command.request, now))
+        elif isinstance(command, AbortUnclaimed):
+            self._free(self._leases.abort_unclaimed(command.request, now))
         elif isinstance(command, AbortAll):
             self._free(self._leases.abort_all(now))
         elif isinstance(command, RevokeAll):

@@ -217,6 +217,11 @@ class Lease:
         self._enter("aborted")
         self._drain(now)
 
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether no rank has ever claimed it."""
+        return not self._pulls
+
     def revoke(self) -> None:
         """The engine takes its blocks back now: no claim is renewed or confirmed any more."""
         self._enter("revoked")

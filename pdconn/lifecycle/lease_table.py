@@ -95,6 +95,11 @@ class LeaseTable:
         lease.abort(now)
         return self._settle(request, lease)
 
+    def abort_unclaimed(self, request: str, now: float) -> list[FreedLease]:
+        """As :meth:`abort`, unless a rank has claimed it."""
+        lease = self._leases.get(request)
+        return [] if lease is None or not lease.is_unclaimed else self.abort(request, now)
+
     def abort_all(self, now: float) -> list[FreedLease]:
         """As :meth:`abort`, for every lease."""
         return [freed for request in list(self._leases) for freed in self.abort(request, now)]

@@ -44,8 +44,15 @@ from pdconn.sidechannel.advertise import advertised_host
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.config import Settings
-from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers
-from pdconn.vllm.lends.pins import LeaseKind, LeasePins
+from pdconn.vllm.lends.answers import BlockIds, LendableAnswer, LentAnswers, num_held
+from pdconn.vllm.lends.pins import (
+    PREFIX_LEASE_S,
+    PREFIXES,
+    UNCLAIMED,
+    LeaseKind,
+    LeasePins,
+    LentShare,
+)
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.lends.shared_tickets import SharedTickets
 from pdconn.vllm.memory.card import kv_card, why_unreachable
@@ -107,7 +114,7 @@ class ProducerScheduler:
         self._sizes = sizes
         self._has_states = has_states
         self._shortened: dict[str, str] = {}
-        self.answers = LentAnswers.of(settings.lend_back, has_states, has_drafts)
+        self.answers = back = LentAnswers.of(settings.lend_back, has_states, has_drafts)
         self._counts: Counter[str] = Counter()
         self.prefixes = PrefixLends(block_tokens)
         self._said_of_stop: bool | None = None
@@ -115,7 +122,8 @@ class ProducerScheduler:
         self._splits = UNSPLIT
         self._pool: Any = None
         self._clock = clock
-        self.pins = LeasePins()
+        answers = {} if back is None else {LeaseKind.ANSWER: LentShare(back.settings.share)}
+        self.pins = LeasePins({LeaseKind.PREFIX: PREFIXES, **answers})
         self._shared = SharedTickets()
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
 
@@ -163,8 +171,6 @@ class ProducerScheduler:
         self.unpin_freed()
         self.pins.unpin_all()
         self._shared, self._to_sum = SharedTickets(), []
-        if self.answers is not None:
-            self.answers.give_up()
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine: leave its last prompt token to decode, if it must be.
@@ -207,7 +213,8 @@ class ProducerScheduler:
         block_ids = self.prefixes.blocks_of(request.request_id) or block_ids
         if self._lender is None or not any(any(ids) for ids in block_ids):
             return None
-        if (refusal := self.prefixes.refusal(request.request_id)) is not None:
+        is_within = self.pins.may_pin(LeaseKind.PREFIX, num_held(block_ids))
+        if (refusal := self.prefixes.refusal(request.request_id, is_within)) is not None:
             return refusal
         if request.request_id in self.pins:
             log.warning("pdconn: not lent, it has a lease already: request=%s", request.request_id)
@@ -217,12 +224,14 @@ class ProducerScheduler:
         except TicketError as error:  # decode would refuse it, and it would be lent in vain
             log.warning("pdconn: not lent: %s request=%s", error, shown(request.request_id))
             return None
-        now, ttl_s = self._clock(), self._settings.kv_lease_duration
+        kind, ttl_s = LeaseKind.PROMPT, self._settings.kv_lease_duration
+        if request.request_id in self.prefixes:
+            kind, ttl_s = LeaseKind.PREFIX, min(ttl_s, PREFIX_LEASE_S)
+        now = self._clock()
         shared = self._shared.find(request.request_id, ticket.prompt, now)
         if shared is not None:
             return shared.to_params(*self._sizes)
         self._shared.add(ticket, now + ttl_s / 2)
-        kind = LeaseKind.PREFIX if request.request_id in self.prefixes else LeaseKind.PROMPT
         self._lend(ticket, block_ids, ttl_s, kind)
         return ticket.to_params(*self._sizes)
 
@@ -244,26 +253,29 @@ class ProducerScheduler:
         except TicketError as error:
             log.warning("pdconn: not lent back: %s request=%s", error, shown(name))
             return None
-        num_blocks = sum(1 for ids in answer.blocks for block in ids if block)
-        given_up = self.answers.make_room(name, num_blocks, self._pool.num_gpu_blocks)
-        if name in given_up:
+        if not self.pins.may_pin(LeaseKind.ANSWER, num_held(answer.blocks)):
             return None
-        self._give_up(given_up)
         self._counts["answers_lent"] += 1
         self._lend(ticket, answer.blocks, self.answers.settings.seconds, LeaseKind.ANSWER)
         return next_turn(ticket.to_params(*self._sizes))
 
-    def _give_up(self, answers: Iterable[str]) -> None:
-        """End leases of answers that nobody has claimed."""
-        for request_id in answers:
-            self._counts["answers_given_up"] += 1
-            if self._lender is not None and request_id in self.pins:
-                self._lender.abort(request_id)
+    def give_way(self, num_blocks: int) -> None:
+        """A request that could not be admitted lacks blocks: what is lent gives way, see pins."""
+        self._give_up(self.pins.give_way(num_blocks))
+        unclaimed_s = self._settings.kv_lease_duration * UNCLAIMED
+        self._give_up(self.pins.older_than(unclaimed_s, self._clock()), if_unclaimed=True)
+
+    def _give_up(self, requests: Iterable[str], *, if_unclaimed: bool = False) -> None:
+        """End leases that nobody has claimed; others end with their readers."""
+        for request_id in requests:
+            self._counts["answers_given_up"] += not if_unclaimed
+            if self._lender is not None:
+                self._lender.abort(request_id, if_unclaimed=if_unclaimed)
 
     def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
         """Pin what a ticket is for, and lend it."""
         assert self._lender is not None
-        self.pins.pin(ticket.request_id, block_ids, kind)
+        self._give_up(self.pins.pin(ticket.request_id, block_ids, kind, self._clock()))
         self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
@@ -278,8 +290,6 @@ class ProducerScheduler:
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             self.pins.unpin(lease.request)
             self._shared.forget(lease.request)
-            if self.answers is not None:
-                self.answers.ended(lease.request)
 
     def take_back(self) -> None:
         """End every lease and unpin its blocks.  Only on the engine's thread, which waits.
@@ -290,7 +300,7 @@ class ProducerScheduler:
         if self._lender is None:
             return
         self.unpin_freed()
-        if self._is_in_use():
+        if self.pins.is_pool_used_by_others(self.prefixes.pinned()):
             return
         self.prefixes.let_go(self._pool)
         if not self.pins:
@@ -304,22 +314,13 @@ class ProducerScheduler:
         if not self._unpinned_within(_RESET_S):
             log.error("pdconn: cache reset: still lent: leases=%d", len(self.pins))
 
-    def _is_in_use(self) -> bool:
-        """Whether blocks are in use by others, too: then vLLM resets nothing anyway."""
-        pins = (*self.pins, *self.prefixes.pinned())
-        ours = Counter(block.block_id for held in pins for block in held)
-        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
-        is_shared = any(self._pool.blocks[block].ref_cnt > count for block, count in ours.items())
-        return bool(is_shared or used - 1 > len(ours))  # the null block is always in use
-
     def drain(self, until: float) -> bool:
         """Whether an engine that was asked to stop must still wait for its leases.
 
         ``until`` is a time of our clock.  Waits a little itself, since vLLM asks again at once.
         Only on the engine's thread.
         """
-        if self.answers is not None:
-            self._give_up(self.answers.give_up())
+        self._give_up(self.pins.give_way_all(LeaseKind.ANSWER))
         self.unpin_freed()
         if not self.pins:
             return False

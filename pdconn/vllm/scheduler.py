@@ -66,7 +66,7 @@ class PdScheduler:
             they hold on.
     """
 
-    _waits: BlockWaits | None = None  # where it both lends and pulls
+    _waits: BlockWaits | None = None  # where it lends
 
     def __init__(
         self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -116,7 +116,7 @@ class PdScheduler:
                 num_lookahead=self._num_lookahead,
                 has_store=self._store is not None,
             )
-        if self._producer is not None and self._consumer is not None:
+        if self._producer is not None:
             self._waits = BlockWaits(self._producer, self._consumer, steady)
         if self._consumer is None and settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
@@ -193,13 +193,13 @@ class PdScheduler:
         if self._producer is not None and request.request_id in self._producer.prefixes:
             self._producer.prefixes.looked_up(request, self._held_by_all(request, num_local))
             if self._waits is not None:
-                self._waits.asked(request.request_id)
+                self._waits.asked(request)
             return 0, False
         if self._waits is not None and self._waits.is_held_back(request):
             return None, False
         found = self._matched(request, num_local)
         if self._waits is not None and found[0] is not None:
-            self._waits.asked(request.request_id)
+            self._waits.asked(request)
         return found
 
     def _matched(self, request: Request, num_local: int) -> tuple[int | None, bool]:

@@ -65,7 +65,8 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "answers_lent": ("pdconn:answers_lent", "Prompts with answers lent for a next turn."),
     "answers_given_up": (
         "pdconn:answers_given_up",
-        "Answers lent whose leases were given up for later ones, or for an engine that stops.",
+        "Answers and prefixes lent whose leases were given up for later ones, for requests that "
+        "could not be admitted, or for an engine that stops.",
     ),
     "tickets_mistaken": (
         "pdconn:tickets_mistaken",

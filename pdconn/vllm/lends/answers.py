@@ -19,17 +19,11 @@ where the cache still has what the prompt ended with::
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pdconn.protocol.prefix import lends_back
 from pdconn.vllm.values import LendBack
-from transport.errors import shown
-
-log = logging.getLogger(__name__)
 
 BlockIds = tuple[list[int], ...]
 """By transferred group; 0 is a hole."""
@@ -52,7 +46,7 @@ class LendableAnswer:
 
 @dataclass(slots=True)
 class LentAnswers:
-    """Answers that are lent, oldest first, within a share of the engine's blocks.
+    """Which answers are lent.
 
     Attributes:
         settings: the lease, and the share.
@@ -63,7 +57,6 @@ class LentAnswers:
     settings: LendBack
     has_states: bool = False
     has_drafts: bool = False
-    _blocks: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     @classmethod
     def of(
@@ -71,9 +64,6 @@ class LentAnswers:
     ) -> LentAnswers | None:
         """None where no answers are to be lent."""
         return None if settings is None else cls(settings, has_states, has_drafts)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def asked(self, request: Any) -> bool:
         """Whether the request's answer is to be lent.
@@ -94,25 +84,7 @@ class LentAnswers:
         """
         return self.has_drafts or request.num_in_flight_tokens > 0
 
-    def make_room(self, request_id: str, num_blocks: int, num_gpu_blocks: int) -> Sequence[str]:
-        """The requests whose answers are to be given up for that of another one."""
-        most = self.settings.share * num_gpu_blocks
-        if num_blocks > most:
-            name = shown(request_id)
-            log.debug("pdconn: answer not lent: blocks=%d most=%d of=%s", num_blocks, most, name)
-            return (request_id,)
-        self._blocks[request_id] = num_blocks
-        ended = []
-        while sum(self._blocks.values()) > most:
-            ended.append(self._blocks.popitem(last=False)[0])
-        return ended
 
-    def give_up(self) -> list[str]:
-        """All of them are to be given up."""
-        ended = list(self._blocks)
-        self._blocks.clear()
-        return ended
-
-    def ended(self, request_id: str) -> None:
-        """Its lease has ended."""
-        self._blocks.pop(request_id, None)
+def num_held(blocks: BlockIds) -> int:
+    """Blocks of all groups, holes left out."""
+    return sum(1 for ids in blocks for block in ids if block)

@@ -1,9 +1,18 @@
-"""What leases pin in vLLM's block pool: a reference of our own for each block of each lease."""
+"""What leases pin in vLLM's block pool: a reference of our own for each block of each lease.
+
+Prompts are lent because a decode engine waits for them.  Prefixes and answers are lent because
+somebody may want them, so these are bounded (:class:`LentShare`), and they give way: to later
+ones of their kind, and to requests that could not be admitted, the oldest first.  A lease that
+gives way is *aborted*: it ends at once unless a reader holds a claim, and then with that reader.
+A prompt gives way to a request that could not be admitted if nobody has claimed it in time.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -16,13 +25,42 @@ class LeaseKind(StrEnum):
     ANSWER = "answer"
 
 
-class LeasePins:
-    """Pinned blocks, by the request that is lent.  Only on the engine's thread."""
+@dataclass(frozen=True, slots=True)
+class LentShare:
+    """How much leases of a kind may pin.
 
-    def __init__(self) -> None:
+    Attributes:
+        share: of the engine's blocks.
+        most: leases.
+    """
+
+    share: float
+    most: float = math.inf
+
+
+PREFIXES = LentShare(share=0.5, most=16)
+"""Prefixes that may be lent at once.  Each is pulled as soon as it is asked for."""
+
+PREFIX_LEASE_S = 5.0
+"""The lease of a prefix, at most: who asked for it claims it at once, or computes by then."""
+
+UNCLAIMED = 1 / 3
+"""Of its lease: a prompt that nobody has claimed by then gives way to who cannot be admitted."""
+
+
+class LeasePins:
+    """Pinned blocks, by the request that is lent.  Only on the engine's thread.
+
+    Args:
+        shares: bounds of the kinds that have some, and give way.
+    """
+
+    def __init__(self, shares: Mapping[LeaseKind, LentShare]) -> None:
         self._pool: Any = None
+        self._shares = shares
         self._blocks: dict[str, list[Any]] = {}
-        self._kinds: dict[str, LeaseKind] = {}
+        self._lent: dict[LeaseKind, dict[str, float]] = {kind: {} for kind in LeaseKind}
+        self._young: deque[tuple[float, str]] = deque()
         self._leases_of: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -34,30 +72,60 @@ class LeasePins:
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._blocks.values())
 
-    def has(self, kind: LeaseKind) -> bool:
-        """Whether anything of this kind is lent."""
-        return kind in self._kinds.values()
+    def count(self, kind: LeaseKind) -> int:
+        """Leases of a kind that have not given way."""
+        return len(self._lent[kind])
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are pinned; one that several leases pin counts once."""
         return len(self._leases_of)
 
+    @property
+    def num_yielding(self) -> int:
+        """Blocks of leases that may give way; one that several leases pin counts for each."""
+        return sum(len(self._blocks[name]) for kind in self._shares for name in self._lent[kind])
+
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in."""
         self._pool = block_pool
 
-    def pin(self, request_id: str, block_ids: Iterable[Iterable[int]], kind: LeaseKind) -> None:
-        """Pin the blocks of a request that is lent, by group; holes are left out."""
+    def is_pool_used_by_others(self, ours: Iterable[list[Any]]) -> bool:
+        """Whether others use blocks than leases and ``ours``: then vLLM resets nothing anyway."""
+        counts = Counter(block.block_id for held in (*self, *ours) for block in held)
+        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
+        blocks = self._pool.blocks
+        is_shared = any(blocks[block].ref_cnt > count for block, count in counts.items())
+        return bool(is_shared or used - 1 > len(counts))  # the null block is always in use
+
+    def may_pin(self, kind: LeaseKind, num_blocks: int) -> bool:
+        """Whether a lease of so many blocks is within the share of its kind."""
+        share = self._shares.get(kind)
+        return share is None or num_blocks <= share.share * self._pool.num_gpu_blocks
+
+    def pin(
+        self, request_id: str, block_ids: Iterable[Iterable[int]], kind: LeaseKind, now: float
+    ) -> list[str]:
+        """Pin the blocks of a request that is lent, by group; holes are left out.
+
+        Returns:
+            Earlier ones of its kind that give way to it.
+        """
         blocks = [self._pool.blocks[block] for ids in block_ids for block in ids if block]
         self._pool.touch(blocks)
-        self._blocks[request_id], self._kinds[request_id] = blocks, kind
+        self._blocks[request_id] = blocks
+        self._lent[kind][request_id] = now
+        if kind is LeaseKind.PROMPT:
+            self._young.append((now, request_id))
+            self._forget_ended()
         self._leases_of.update(block.block_id for block in blocks)
+        return self._over_the_share(kind)
 
     def unpin(self, request_id: str) -> None:
         """Its lease has ended.  Tail first, so that the head of a prefix stays cached longest."""
         blocks = self._blocks.pop(request_id)
-        del self._kinds[request_id]
+        for lent in self._lent.values():
+            lent.pop(request_id, None)
         for block in blocks:
             self._leases_of[block.block_id] -= 1
             if not self._leases_of[block.block_id]:
@@ -68,3 +136,47 @@ class LeasePins:
         """Every lease has ended."""
         for request_id in list(self._blocks):
             self.unpin(request_id)
+
+    def give_way_all(self, kind: LeaseKind) -> list[str]:
+        """All leases of a kind give way."""
+        ended = list(self._lent[kind])
+        self._lent[kind].clear()
+        return ended
+
+    def give_way(self, num_blocks: int) -> list[str]:
+        """The oldest leases of bounded kinds that pin so many blocks, or all that there are."""
+        lent = [(at, name, kind) for kind in self._shares for name, at in self._lent[kind].items()]
+        ended = []
+        for _, name, kind in sorted(lent):
+            if num_blocks <= 0:
+                break
+            num_blocks -= len(self._blocks[name])
+            del self._lent[kind][name]
+            ended.append(name)
+        return ended
+
+    def older_than(self, seconds: float, now: float) -> list[str]:
+        """Prompts lent for longer; each is named once."""
+        found = []
+        while self._young and now - self._young[0][0] > seconds:
+            _, name = self._young.popleft()
+            if name in self._lent[LeaseKind.PROMPT]:
+                found.append(name)
+        return found
+
+    def _forget_ended(self) -> None:
+        while self._young and self._young[0][1] not in self._blocks:
+            self._young.popleft()
+
+    def _over_the_share(self, kind: LeaseKind) -> list[str]:
+        share, lent = self._shares.get(kind), self._lent[kind]
+        if share is None:
+            return []
+        pinned = sum(len(self._blocks[name]) for name in lent)
+        ended: list[str] = []
+        while pinned > share.share * self._pool.num_gpu_blocks or len(lent) > share.most:
+            name = next(iter(lent))
+            del lent[name]
+            pinned -= len(self._blocks[name])
+            ended.append(name)
+        return ended

@@ -118,12 +118,16 @@ class PrefixLends:
         lend = self._lends.get(request_id)
         return () if lend is None else lend.blocks
 
-    def refusal(self, request_id: str) -> dict[str, Any] | None:
-        """What to answer instead of a ticket where the prefix was not held."""
+    def refusal(self, request_id: str, is_within: bool) -> dict[str, Any] | None:
+        """What to answer instead of a ticket where the prefix is not held, or may not be lent.
+
+        ``is_within``: whether it is within the share of the engine's blocks that may be.
+        """
         lend = self._lends.get(request_id)
-        if lend is None or lend.held == lend.num_tokens:
+        if lend is None or (lend.held == lend.num_tokens and is_within):
             return None
-        return {"pdconn": {"lend": lend.num_tokens, "held": lend.held}}
+        held = lend.held if lend.held < lend.num_tokens else 0
+        return {"pdconn": {"lend": lend.num_tokens, "held": held}}
 
     def finished(self, request_id: str, pool: Any) -> None:
         """The request left the engine, and was lent if it was to be."""

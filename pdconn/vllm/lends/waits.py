@@ -55,7 +55,7 @@ class BlockWaits:
     def __init__(
         self,
         producer: ProducerScheduler,
-        consumer: ConsumerScheduler,
+        consumer: ConsumerScheduler | None,
         clock: Callable[[], float],
     ) -> None:
         self._producer = producer
@@ -64,7 +64,7 @@ class BlockWaits:
         self._manager: Any = None
         self._prompts = PromptShare()
         self._handed_over_at = -math.inf
-        self._asked: set[str] = set()
+        self._asked: dict[str, int] = {}
         self._loading: set[str] = set()
         self._loaded: set[str] = set()
         self._still_since = self._none_since = math.inf
@@ -97,14 +97,15 @@ class BlockWaits:
             num_gpu_blocks=self._manager.block_pool.num_gpu_blocks,
         )
 
-    def asked(self, request_id: str) -> None:
+    def asked(self, request: Any) -> None:
         """vLLM asked what can be loaded, was answered, and allocates blocks next, if it can."""
-        self._asked.add(request_id)
+        if self._manager is not None:
+            self._asked[request.request_id] = int(request.num_tokens)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """A request got blocks, and loads ``num_external`` tokens into them."""
         name = request.request_id
-        self._asked.discard(name)
+        self._asked.pop(name, None)
         self._loaded.discard(name)
         self._none_since = math.inf
         if num_external:
@@ -122,33 +123,46 @@ class BlockWaits:
         """A request left the engine."""
         self._loading.discard(request_id)
         self._loaded.discard(request_id)
-        self._asked.discard(request_id)
+        self._asked.pop(request_id, None)
         self._prompts.ended(request_id)
 
     def stepped(self, num_scheduled: int) -> None:
         """A step was scheduled: what waits for blocks now makes claims give way, in time."""
         waits, pins, now = bool(self._asked or self._loaded), self._producer.pins, self._clock()
+        self._lenders_give_way(num_scheduled)
         self._asked.clear()
+        if self._consumer is None:
+            return
         is_still = not (num_scheduled or self._loading) and (waits or self._prompts.holds_back)
         self._still_since = _since(self._still_since, now, is_still and len(pins) > 0)
-        admits_none = waits and pins.has(LeaseKind.PROMPT)
+        admits_none = waits and pins.count(LeaseKind.PROMPT) > 0
         self._none_since = _since(self._none_since, now, admits_none)
         first = min(self._still_since + FIRST_S, self._none_since + ADMITS_NONE_S)
         if now < first:
             self._rounds = 0
         else:
-            self._give_way(now - first)
+            self._claims_give_way(self._consumer, now - first)
 
-    def _give_way(self, seconds: float) -> None:
+    def _lenders_give_way(self, num_scheduled: int) -> None:
+        """What we lend gives way to the request that could not be admitted, if that helps."""
+        if self._manager is None or not (self._asked or self._loaded):
+            return
+        free = self._manager.block_pool.get_num_free_blocks()
+        needed = blocks_for(self._manager, max(self._asked.values(), default=0))
+        lacking = max(1, needed - free)
+        if not (num_scheduled or self._loading) or lacking <= self._producer.pins.num_yielding:
+            self._producer.give_way(lacking)
+
+    def _claims_give_way(self, consumer: ConsumerScheduler, seconds: float) -> None:
         """It has been time for claims to give way for ``seconds``."""
         if not self._rounds:
             self._rounds = 1
-            self._most = len(self._consumer.waiting(prefixes=False))
-        self._consumer.give_way(self._consumer.waiting(prefixes=True))
+            self._most = len(consumer.waiting(prefixes=False))
+        consumer.give_way(consumer.waiting(prefixes=True))
         while seconds >= self._rounds * ROUND_S:
             keeps = self._most >> self._rounds
             self._rounds += 1
-            self._consumer.give_way(self._consumer.waiting(prefixes=False)[keeps:])
+            consumer.give_way(consumer.waiting(prefixes=False)[keeps:])
 
     def _is_to_be_lent(self, request: Any) -> bool:
         params = request.kv_transfer_params

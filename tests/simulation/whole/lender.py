@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from pdconn.lender.sessions import Abort, AbortAll, EngineCommand, LenderSessions, RevokeAll
+from pdconn.lender.sessions import (
+    Abort,
+    AbortAll,
+    AbortUnclaimed,
+    EngineCommand,
+    LenderSessions,
+    RevokeAll,
+)
 from pdconn.lifecycle.lease import LeaseOffer
 from pdconn.lifecycle.lease_table import FreedLease
 from pdconn.protocol.messages import Welcome
@@ -30,8 +37,8 @@ class SimLender:
     def lend(self, request: str, ticket: bytes, ttl_s: float) -> None:
         self._post(LeaseOffer(request, ticket, ttl_s, self._machine.clock()))
 
-    def abort(self, request: str) -> None:
-        self._post(Abort(request))
+    def abort(self, request: str, *, if_unclaimed: bool = False) -> None:
+        self._post(AbortUnclaimed(request) if if_unclaimed else Abort(request))
 
     def abort_all(self) -> None:
         self._post(AbortAll())

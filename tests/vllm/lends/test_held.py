@@ -65,7 +65,7 @@ def test_a_prefix_of_which_full_attention_alone_has_all_is_not_computed(
     assert local >= 304
     found = cache.manager.get_computed_blocks(request)[1]
     assert request.num_prompt_tokens - found <= BLOCK
-    assert made._producer.prefixes.refusal(request.request_id) == {
+    assert made._producer.prefixes.refusal(request.request_id, is_within=True) == {
         "pdconn": {"lend": 320, "held": 0}
     }
 
@@ -75,4 +75,4 @@ def test_a_prefix_that_every_group_has_is_lent(groups: tuple[GroupShape, ...]) -
     made, cache = holder(groups, lambda request: 0)
     request, local = asked(made, cache, 384)
     assert (local, request.num_prompt_tokens) == (384, 385)
-    assert made._producer.prefixes.refusal(request.request_id) is None
+    assert made._producer.prefixes.refusal(request.request_id, is_within=True) is None

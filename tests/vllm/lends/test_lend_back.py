@@ -19,6 +19,7 @@ from pdconn.protocol.ticket import MAX_CUTS, BlockList, Ticket, TicketCut, parse
 from pdconn.vllm.config import ConfigError, read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.answers import LendableAnswer, LentAnswers
+from pdconn.vllm.lends.pins import LeaseKind
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prefix_digests
 from pdconn.vllm.values import LendBack
@@ -176,8 +177,7 @@ def test_the_answer_carries_what_prefill_is_to_be_asked(
     assert pool.pinned() == [3, 4]
     settle(lending, pool)
     assert pool.pinned() == [], "by its own seconds, not those of the leases of prompts"
-    assert lending.answers is not None
-    assert len(lending.answers) == 0
+    assert lending.pins.count(LeaseKind.ANSWER) == 0
     assert lending.take_counts()["answers_lent"] == 1
 
 
@@ -201,11 +201,10 @@ def test_an_engine_that_wakes_remembers_no_answer_of_before(
     lending: ProducerScheduler,
     pool: Pool,
 ) -> None:
-    assert lending.answers is not None
     assert lend(lending, "r", 3, 4) is not None
-    assert len(lending.answers) == 1
+    assert lending.pins.count(LeaseKind.ANSWER) == 1
     lending.serve(welcome("woken"))
-    assert (len(lending.answers), pool.pinned()) == (0, [])
+    assert (lending.pins.count(LeaseKind.ANSWER), pool.pinned()) == (0, [])
 
 
 def test_nothing_is_lent_twice_or_of_one_of_several_answers(
