@@ -25,7 +25,7 @@ from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.sidechannel.affinity import wider_affinity
-from pdconn.store.budget.accounts import hold_writer
+from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
@@ -133,7 +133,7 @@ class PdWorker:
                     self._rank,
                     lambda: open_shelf(store),
                     wake=self._stored.set,
-                    hold=None if store.read_only else partial(hold_writer, store.root),
+                    hold=None if store.read_only else partial(HeldWriter, store.root),
                 )
 
     def handshake(self) -> PdHandshake | None:

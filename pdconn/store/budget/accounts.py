@@ -19,27 +19,32 @@ A process that is killed between two steps leaves a count that is too high.  A *
 right: it lists the rows, and forgets writers of which no process lives, after their parts were
 discarded.  A process that is stopped while it holds the lock keeps the background threads of
 others from saving anything: each try fails after half a minute.  No engine waits for the lock.
+
+All of it may be removed while engines run (``rm -rf ROOT/*``, a file system mounted anew).  It is
+made anew by the next call.  A writer whose account is gone keeps of its reserve only what is free
+then, since others may have reserved it meanwhile: rows that are no longer covered are not committed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdconn.store.budget.locks import (
     LOCK_WAIT_S,
+    HeldWriter,
+    PathLock,
     claim_writer,
     failures,
-    hold_writer,
+    is_at,
     open_ours,
     try_lock,
-    wait_lock,
 )
 from pdconn.store.budget.records import (
     RowCount,
@@ -54,14 +59,22 @@ from pdconn.store.budget.records import (
     write_account,
     write_count,
 )
-from pdconn.store.errors import StoreError
+from pdconn.store.errors import ShelfFailure, StoreError
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
-from pdconn.store.shelf.folders import is_writer, listed, make_private, read_whole, regular
+from pdconn.store.shelf.folders import is_writer, listed, read_whole, regular
 
-__all__ = ["Accounts", "Usage", "hold_writer", "recorded_usage"]
+__all__ = ["Accounts", "HeldWriter", "Usage", "recorded_usage"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recounted:
+    """The rows that are there, and the writers that were dead and are forgotten."""
+
+    rows: list[StoredRow]
+    forgotten: list[str]
 
 
 class Accounts:
@@ -70,6 +83,8 @@ class Accounts:
     Args:
         capacity: bytes; the smallest that a live writer of the root names counts.
         wait_s: how long a call waits for the lock.
+        lost: called, within a call, with the reserved bytes that we have no more since our account
+            was removed.
 
     Raises:
         ShelfFailure: the accounts cannot be read or written, or are locked for too long; nothing
@@ -77,19 +92,26 @@ class Accounts:
     """
 
     def __init__(
-        self, root: str | Path, writer: str, capacity: int, wait_s: float = LOCK_WAIT_S
+        self,
+        root: str | Path,
+        writer: str,
+        capacity: int,
+        wait_s: float = LOCK_WAIT_S,
+        lost: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._folder, self._writer, self._wait_s = Path(root, "budget"), writer, wait_s
+        self._lost = lost
         self._own = WriterAccount(0, 0, capacity)
+        self._lock = PathLock(self._folder / "lock")
+        self._mine: HeldWriter | None = None
+        self._is_written = True
         self._open = contextlib.ExitStack()
-        with failures(), contextlib.ExitStack() as opened:
-            make_private(self._folder / "writers")
-            self._lock = open_ours(self._folder / "lock", os.O_RDWR | os.O_CREAT)
-            opened.callback(os.close, self._lock)
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._lock.close)
             with self._locked():
-                self._mine = hold_writer(root, writer)
-                opened.callback(os.close, self._mine)
-                write_account(self._mine, self._own)
+                self._mine = HeldWriter(root, writer)
+                opened.callback(self._mine.close)
+                write_account(self._mine.fd, self._own)
             self._open = opened.pop_all()
 
     def usage(self) -> Usage:
@@ -109,7 +131,10 @@ class Accounts:
     def release(self, nbytes: int) -> None:
         """Reserved bytes are not used."""
         with self._locked():
-            self._write_own(-nbytes, self._own.wanted)
+            kept = min(nbytes, self._own.reserved)
+            self._write_own(-kept, self._own.wanted)
+        if kept < nbytes:
+            self._lost(kept - nbytes)  # those lost with our account were to be released
 
     def commit(self, shelf: Shelf, part: StoredPart, row: StoredRow) -> bool:
         """Give a part, whose bytes we reserved, its name; False if the row was there.
@@ -120,6 +145,7 @@ class Accounts:
             ShelfFailure: it is not committed.
         """
         with self._locked():
+            self._check_covered(row)
             self._append_news(row)
             if not shelf.commit(part.writer, part.part, row.namespace, row.name):
                 return False
@@ -156,17 +182,17 @@ class Accounts:
     def list_rows(self, shelf: Shelf) -> list[StoredRow]:
         """Recount; the rows that are there.  News before them are dropped."""
         with self._locked():
-            rows = self._recount(shelf)[0]
+            rows = self._recount(shelf).rows
             if self._has_news():
                 self._drop_news()
         return rows
 
     # Counting
 
-    def recount(self, shelf: Shelf) -> list[str]:
-        """Count the rows that are there, and forget the writers that are dead; these."""
+    def recount(self, shelf: Shelf) -> Recounted:
+        """Count the rows that are there, and forget the writers that are dead."""
         with self._locked():
-            return self._recount(shelf)[1]
+            return self._recount(shelf)
 
     def is_stale(self) -> bool:
         """Whether a recount is due: a writer is dead, or the count cannot be read."""
@@ -183,6 +209,11 @@ class Accounts:
     def try_evictor(self) -> int | None:
         """A descriptor that makes its holder the evictor of the root; None while there is one."""
         return try_lock(self._folder / "evictor")
+
+    def is_evictor(self, fd: int) -> bool:
+        """Whether the holder of a descriptor of :meth:`try_evictor` still is the evictor."""
+        with failures():
+            return is_at(fd, self._folder / "evictor")
 
     def leave(self) -> None:
         """Close, and forget our account: nothing of ours is on its way.
@@ -204,26 +235,55 @@ class Accounts:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with failures():
-            wait_lock(self._lock, fcntl.LOCK_EX, self._wait_s)
+            self._lock.acquire(self._wait_s)
             try:
+                if self._mine is not None and (self._mine.renew() or not self._is_written):
+                    self._join_again(self._mine)
                 yield
             finally:
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
+                self._lock.release()
 
-    def _usage(self) -> Usage:
+    def _join_again(self, mine: HeldWriter) -> None:
+        """Our account was removed: reserve anew what is free of what we had."""
+        self._is_written = False
+        before = self._own
+        none = WriterAccount(0, before.wanted, before.capacity)
+        kept = min(before.reserved, self._usage(none).free)
+        own = WriterAccount(kept, before.wanted, before.capacity)
+        write_account(mine.fd, own)
+        self._own, self._is_written = own, True
+        log.warning(
+            "pdconn: store: our account was removed, and is made anew: folder=%s reserved=%d of %d",
+            self._folder,
+            kept,
+            before.reserved,
+        )
+        self._lost(before.reserved - kept)
+
+    def _usage(self, own: WriterAccount | None = None) -> Usage:
+        """As of now, with another account of ours than the one that is written."""
         others = [read_account(self._folder / "writers" / name) for name in self._others()]
         accounts = [account for account in others if account is not None]
-        return sum_usage(read_count(self._folder), [*accounts, self._own])
+        return sum_usage(read_count(self._folder), [*accounts, own or self._own])
 
     def _others(self) -> list[str]:
         found = listed(str(self._folder / "writers"))
         ours = [each.name for each in found if each.is_file(follow_symlinks=False)]
         return sorted(name for name in ours if is_writer(name) and name != self._writer)
 
+    def _check_covered(self, row: StoredRow) -> None:
+        """See that a row's bytes are reserved; they are not once our account was removed."""
+        if self._own.reserved < row.nbytes:
+            raise ShelfFailure(
+                f"budget: {row.name.file_name}: expected {row.nbytes} reserved bytes, got "
+                f"{self._own.reserved}: our account was removed while the row was written"
+            )
+
     def _write_own(self, more: int, wanted: int) -> None:
         """Reserve more, or less; what we remember changes once it is written."""
         changed = WriterAccount(max(0, self._own.reserved + more), wanted, self._own.capacity)
-        write_account(self._mine, changed)
+        assert self._mine is not None
+        write_account(self._mine.fd, changed)
         self._own = changed
 
     def _remove(self, shelf: Shelf, namespace: str, name: RowName) -> int:
@@ -249,7 +309,7 @@ class Accounts:
     def _drop_news(self) -> None:
         os.close(open_ours(self._folder / "commits", os.O_WRONLY | os.O_TRUNC))
 
-    def _recount(self, shelf: Shelf) -> tuple[list[StoredRow], list[str]]:
+    def _recount(self, shelf: Shelf) -> Recounted:
         claimed: dict[str, int] = {}
         try:
             for name in self._others():
@@ -266,7 +326,7 @@ class Accounts:
         finally:
             for fd in claimed.values():
                 os.close(fd)
-        return rows, list(claimed)
+        return Recounted(rows, list(claimed))
 
     def _sort_parts(self, shelf: Shelf, dead: set[str]) -> int:
         """Discard parts of dead writers; bytes of parts that are there and not reserved."""

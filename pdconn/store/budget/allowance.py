@@ -54,6 +54,12 @@ class Allowance:
         with self._lock:
             self._ready += nbytes
 
+    def lose(self, nbytes: int) -> None:
+        """Reserved bytes are reserved no more; where they were taken already, less than none is
+        ready until the rows they were taken for are given up."""
+        with self._lock:
+            self._ready -= nbytes
+
     def top_up(self, accounts: Accounts) -> None:
         """Reserve up to the target, and return what is far above it.  May wait for the accounts.
 

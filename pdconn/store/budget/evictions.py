@@ -63,6 +63,7 @@ class Evictor:
         self._tree: RowTree | None = None
         self._listed_at = self._warned_at = float("-inf")
         self._num_failed = 0
+        self._has_met_gone = False
         self.evicted_nbytes = self.num_evicted = 0
 
     @property
@@ -77,10 +78,8 @@ class Evictor:
             StoreError: the accounts or the listing fail; a row that cannot be removed is passed
                 over instead.
         """
-        if self._lock is None:
-            self._lock = self._accounts.try_evictor()
-            if self._lock is None:
-                return []
+        if not self._is_evictor():
+            return []
         self._learn()
         usage = self._accounts.usage()
         if not usage.is_known or (self._missing(usage) <= 0 and self._wa_excess(usage) <= 0):
@@ -107,6 +106,19 @@ class Evictor:
             os.close(self._lock)
             self._lock = None
         self._tree = None
+
+    def take_met_gone(self) -> bool:
+        """Whether a row was gone before it was evicted, since the last call: a recount is due."""
+        met, self._has_met_gone = self._has_met_gone, False
+        return met
+
+    def _is_evictor(self) -> bool:
+        """Become the evictor, unless another is; our lock counts no more once its file is gone."""
+        if self._lock is not None and not self._accounts.is_evictor(self._lock):
+            self.close()
+        if self._lock is None:
+            self._lock = self._accounts.try_evictor()
+        return self._lock is not None
 
     def _learn(self) -> None:
         """Take the names of new rows; before the first listing they are of no use."""
@@ -156,6 +168,8 @@ class Evictor:
                 self._failed(place, error)
                 continue
             tree.removed(place)
+            # Somebody else removed a row of no bytes, and the count still has it.
+            self._has_met_gone = self._has_met_gone or not nbytes
             done.places.append(place)
             done.nbytes += nbytes
             done.wa += nbytes if place[1].kind is RowKind.WA else 0

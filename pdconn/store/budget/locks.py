@@ -3,6 +3,9 @@
 All are ``flock``: the kernel frees them when the last process that shares a descriptor ends,
 however it ends.  Only regular files are opened, and never waited for: a link, a pipe or a
 folder that somebody put in a file's place is an error that names it.
+
+A root may be emptied, or replaced, while engines run.  A lock is one of the file that its path
+names *now*: a descriptor of a file that was removed locks out nobody who comes later.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdconn.store.errors import ShelfFailure
-from pdconn.store.shelf.folders import make_private, open_regular
+from pdconn.store.shelf.folders import ABSENT, make_private, open_regular, regular
 
 LOCK_WAIT_S = 30.0
 """How long a lock is waited for: its holder may list a large root, or be stopped."""
@@ -38,26 +41,107 @@ def open_ours(path: str | Path, flags: int) -> int:
     return opened[0]
 
 
-def hold_writer(root: str | Path, writer: str) -> int:
-    """A descriptor that shows that a process of ``writer`` lives, until it is closed.
+def is_at(fd: int, path: str | Path) -> bool:
+    """Whether an open file is what its path names now: not once it was removed or replaced.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    try:
+        ours = os.fstat(fd)
+    except OSError as error:
+        if error.errno in ABSENT:  # ESTALE: another machine removed it
+            return False
+        raise
+    there = regular(str(path))
+    return there is not None and os.path.samestat(ours, there)
+
+
+class PathLock:
+    """The lock of a path, alone; its file and folders are made, and made anew where they are gone.
+
+    One thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self, wait_s: float) -> None:
+        """Lock what the path names.
+
+        Raises:
+            OSError: it cannot be made, or is held by another process all the time.
+        """
+        while True:
+            if self._fd is None or not is_at(self._fd, self._path):
+                self.close()
+                make_private(self._path.parent)
+                self._fd = open_ours(self._path, os.O_RDWR | os.O_CREAT)
+            wait_lock(self._fd, fcntl.LOCK_EX, wait_s)
+            if is_at(self._fd, self._path):  # it may have been removed while we waited
+                return
+            self.release()
+
+    def release(self) -> None:
+        """Unlock; harmless without the lock."""
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Unlock for good; a second call has no effect."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+
+class HeldWriter:
+    """Shows that a process of ``writer`` lives, until it is closed, by a shared lock of its account.
+
+    Attributes:
+        fd: a descriptor of the account.
 
     Raises:
         ShelfFailure: it cannot be shown.
     """
-    path = Path(root, "budget", "writers", writer)
-    with failures():
-        make_private(path.parent)
-        while True:
-            fd = open_ours(path, os.O_RDWR | os.O_CREAT)
-            try:
-                wait_lock(fd, fcntl.LOCK_SH)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), os.stat(path)):
+
+    def __init__(self, root: str | Path, writer: str) -> None:
+        self._path = Path(root, "budget", "writers", writer)
+        self.fd = self._locked()
+        self._is_closed = False
+
+    def renew(self) -> bool:
+        """Make and lock the account anew if it is gone; whether it was.
+
+        Raises:
+            ShelfFailure: it cannot be made; the old one is still held then.
+        """
+        with failures():
+            if is_at(self.fd, self._path):
+                return False
+        before, self.fd = self.fd, self._locked()
+        os.close(before)
+        return True
+
+    def close(self) -> None:
+        """Show it no more; a second call has no effect."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.fd)
+
+    def _locked(self) -> int:
+        with failures():
+            while True:
+                make_private(self._path.parent)
+                fd = open_ours(self._path, os.O_RDWR | os.O_CREAT)
+                try:
+                    wait_lock(fd, fcntl.LOCK_SH)
+                    if is_at(fd, self._path):
                         return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # a recount took it for dead, and removed it before we had the lock
+                except BaseException:
+                    os.close(fd)
+                    raise
+                os.close(fd)  # a recount took it for dead, and removed it before we had the lock
 
 
 def claim_writer(path: Path) -> int | None:
@@ -66,11 +150,17 @@ def claim_writer(path: Path) -> int | None:
         fd = open_ours(path, os.O_RDWR)
     except FileNotFoundError:
         return None
-    return _locked_or_closed(fd)
+    found = _locked_or_closed(fd)
+    if found is not None and not is_at(found, path):  # the writer has renewed its account
+        os.close(found)
+        return None
+    return found
 
 
 def try_lock(path: Path) -> int | None:
     """A descriptor that holds ``path`` alone, or None while another process does.
+
+    See :func:`is_at` for whether it still does.
 
     Raises:
         ShelfFailure: it cannot be locked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from pdconn.store.budget.accounts import Accounts
@@ -12,10 +13,13 @@ from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowName
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
+from pdconn.store.shelf.folders import FolderId, folder_id
 
 _RECOUNT_S = 600.0
+_SOON_S = 60.0
+"""A recount after one that followed lost accounts: parts that were on their way are over then."""
 _LOOK_S = 5.0
-"""How often it is looked for dead writers, and for a count that cannot be read."""
+"""How often it is looked for dead writers, a count that cannot be read, and folders replaced."""
 _ROWS = 4
 """Rows of each kind that an allowance is good for at least."""
 
@@ -42,7 +46,10 @@ class RootBudget:
         self._allowance = Allowance(_ROWS * each)
         self._accounts: Accounts | None = None
         self._evictor: Evictor | None = None
-        self._counted_at = self._looked_at = float("-inf")
+        self._count_at = self._looked_at = float("-inf")
+        self._is_wrong = False
+        self._folders: dict[str, FolderId | None] = {}
+        self._listing: list[StoredRow] | None = None
 
     def take(self, nbytes: int) -> bool:
         """Whether ``nbytes`` may be written."""
@@ -52,22 +59,57 @@ class RootBudget:
         """Take part in the root's accounts."""
         settings = self._settings
         if self._accounts is None:
-            self._accounts = Accounts(settings.root, self._writer, settings.capacity)
+            self._accounts = Accounts(
+                settings.root, self._writer, settings.capacity, lost=self._lost
+            )
             self._evictor = Evictor(self._accounts, settings.wa_share, self._clock)
         self.step(shelf, "")
 
     def step(self, shelf: Shelf, namespace: str) -> list[RowName]:
         """Recount if it is due, evict, top up; rows of ``namespace`` that were evicted."""
         accounts, evictor = self._opened()
-        now = self._clock()
-        if now - self._looked_at >= _LOOK_S:
-            self._looked_at = now
-            if now - self._counted_at >= _RECOUNT_S or accounts.is_stale():
-                accounts.recount(shelf)
-                self._counted_at = now
+        self._recount(accounts, shelf, namespace)
         gone = evictor.step(shelf)
+        self._is_wrong = evictor.take_met_gone() or self._is_wrong
         self._allowance.top_up(accounts)
         return [name for where, name in gone if where == namespace]
+
+    def _recount(self, accounts: Accounts, shelf: Shelf, namespace: str) -> None:
+        """Recount now and then, and where a look shows that the count is wrong."""
+        now = self._clock()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        is_replaced = self._is_replaced(namespace)
+        is_wrong = accounts.is_stale() or self._is_wrong or is_replaced
+        if now < self._count_at and not is_wrong:
+            return
+        self._count_at = now + (_SOON_S if self._is_wrong else _RECOUNT_S)
+        self._listing = accounts.recount(shelf).rows
+        self._is_wrong = False
+
+    def _is_replaced(self, namespace: str) -> bool:
+        """Whether a folder of rows that was there at the last look is gone, or may be another one.
+
+        It may also be that a namespace was made in it, which is rare enough to count anew then.
+        """
+        top = os.path.join(self._settings.root, "rows")
+        paths = [top, os.path.join(top, namespace)] if namespace else [top]
+        before, self._folders = self._folders, {path: folder_id(path) for path in paths}
+        return any(
+            seen is not None and self._folders.get(path, seen) != seen
+            for path, seen in before.items()
+        )
+
+    def _lost(self, nbytes: int) -> None:
+        """The accounts were removed, and with them so much of our reserve."""
+        self._allowance.lose(nbytes)
+        self._is_wrong, self._looked_at = True, float("-inf")
+
+    def take_listing(self) -> list[StoredRow] | None:
+        """The rows of all namespaces as the last recount found them, once."""
+        listing, self._listing = self._listing, None
+        return listing
 
     def commit(self, shelf: Shelf, part: StoredPart, namespace: str, name: RowName) -> bool:
         """Commit a part of taken bytes; False, and they stay taken, if the row was there."""

@@ -67,6 +67,15 @@ class Committed:
     is_new: bool
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A row whose notes are not all there; ``since`` the step that first saw it."""
+
+    batch: SaveBatch
+    row: SaveRow
+    since: float | None = None
+
+
 class Committer:
     """Parts that wait for their notes.
 
@@ -91,7 +100,8 @@ class Committer:
         self._nbytes = {RowKind.FA: row_nbytes(layout.fa)}
         if layout.wa is not None:
             self._nbytes[RowKind.WA] = row_nbytes(layout.wa)
-        self._waiting: dict[RowName, tuple[SaveBatch, SaveRow]] = {}
+        self._waiting: dict[RowName, _Waiting] = {}
+        self._added: list[_Waiting] = []
         self._last_note: float | None = None
         self._failures = 0
         self._not_saved: set[str] = set()
@@ -112,11 +122,13 @@ class Committer:
 
     def add(self, batch: SaveBatch) -> None:
         """Rows are on their way."""
-        self._waiting |= {row.name: (batch, row) for row in batch.rows}
+        for row in batch.rows:
+            waiting = self._waiting[row.name] = _Waiting(batch, row)
+            self._added.append(waiting)
 
     def not_saved(self, part: str) -> None:
         """A rank cannot save its share of the row, and has left no note."""
-        if any(row.part == part for _, row in self._waiting.values()):
+        if any(each.row.part == part for each in self._waiting.values()):
             self._not_saved.add(part)
 
     def step(self, shelf: Shelf, namespace: Callable[[], str], now: float) -> list[Committed]:
@@ -128,8 +140,12 @@ class Committer:
         done = []
         if not self._waiting:
             self._last_note = None
+        added, self._added = self._added, []
+        for each in added:
+            each.since = now
         unwritten = 0
-        for batch, row in list(self._waiting.values()):
+        for each in list(self._waiting.values()):
+            batch, row = each.batch, each.row
             if unwritten == _AHEAD:
                 break
             if row.name.kind is RowKind.WA and replace(row.name, kind=RowKind.FA) in self._waiting:
@@ -137,7 +153,7 @@ class Committer:
             notes = shelf.notes(self._writer, row.part)
             if len(notes) == self._num_ranks:
                 self._last_note = now
-            elif row.part not in self._not_saved and not self._is_late(now):
+            elif row.part not in self._not_saved and not self._is_late(each, now):
                 unwritten += 1
                 continue
             del self._waiting[row.name]
@@ -160,10 +176,10 @@ class Committer:
             self._discard_again(shelf, now)
         return done
 
-    def _is_late(self, now: float) -> bool:
-        if self._last_note is None:
-            self._last_note = now
-        return now - self._last_note > NOTES_S
+    def _is_late(self, waiting: _Waiting, now: float) -> bool:
+        """Whether neither the row was added nor any row was written within the time."""
+        times = [at for at in (self._last_note, waiting.since) if at is not None]
+        return bool(times) and now - max(times) > NOTES_S
 
     def _commit(
         self, shelf: Shelf, batch: SaveBatch, row: SaveRow, notes: Sequence[bytes]

@@ -20,7 +20,7 @@ from pdconn.store.engine.commits import Committer, SaveBatch
 from pdconn.store.engine.lookups import ShareSizes
 from pdconn.store.errors import StoreError
 from pdconn.store.format.names import RowName
-from pdconn.store.shelf.base import Shelf, StoredPart
+from pdconn.store.shelf.base import Shelf, StoredPart, StoredRow
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class Budget(Protocol):
 
     def usage(self) -> dict[str, int]:
         """Gauges for metrics."""
+
+    def take_listing(self) -> list[StoredRow] | None:
+        """All rows that are there, if they were listed anew since the last call."""
 
     def take_evicted(self) -> tuple[int, int]:
         """Rows of any namespace, and their bytes, evicted since the last call."""
@@ -100,7 +103,6 @@ class Keeper:
         self._saving: set[RowName] = set()
         self._committer = committer(self._saving.discard)
         self._touched: dict[RowName, float] = {}
-        self._described = ""
         self._is_open = False
         self._queue: queue.SimpleQueue[Callable[[Shelf], None] | None] = queue.SimpleQueue()
         self._counts: Counter[str] = Counter()
@@ -210,7 +212,6 @@ class Keeper:
         shelf = self._open_shelf()
         if self._budget is not None:
             self._budget.open(shelf)
-        self._described = ""
         self._catalogue.add(row.name for row in shelf.rows(self._namespace))
         self._is_open = True
         return shelf
@@ -243,8 +244,7 @@ class Keeper:
         return False
 
     def _step(self, shelf: Shelf) -> None:
-        if self._described != self._namespace and len(self._committer):
-            self._described = self._namespace
+        if len(self._committer):
             self._describe(self._namespace)
         done = self._committer.step(shelf, lambda: self._namespace, self._clock())
         self._count(
@@ -253,8 +253,13 @@ class Keeper:
         )
         gone: list[RowName] = []
         if self._budget is not None:
-            gone = self._budget.step(shelf, self._namespace)
-            self._catalogue.removed(gone)
+            evicted = self._budget.step(shelf, self._namespace)
+            listing = self._budget.take_listing()
+            if listing is not None:
+                here = [row.name for row in listing if row.namespace == self._namespace]
+                gone += self._catalogue.listed(here)
+            gone += evicted
+            self._catalogue.removed(evicted)
             rows, nbytes = self._budget.take_evicted()
             self._count(store_rows_evicted=rows, store_evicted_bytes=nbytes)
             self._usage = self._budget.usage()

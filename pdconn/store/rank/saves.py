@@ -51,6 +51,7 @@ class RowWriter:
     Args:
         open_shelf: opens the thread's own shelf, at the first row and again where that failed.
         copies: the thread's own, from KV memory.
+        begins: called before each row is begun; shows that a process of the writer lives.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class RowWriter:
         reports: StoreReports,
         open_shelf: Callable[[], Shelf],
         copies: Copies,
+        begins: Callable[[], object] = lambda: None,
     ) -> None:
         self._opened, self._buffer, self._reports = opened, buffer, reports
-        self._open_shelf, self._copies = open_shelf, copies
+        self._open_shelf, self._copies, self._begins = open_shelf, copies, begins
         self._shelf: Shelf | None = None
 
     def close(self) -> None:
@@ -95,6 +97,7 @@ class RowWriter:
             sums = {
                 slab.number: checksum(self._buffer.view(slab.offset, slab.nbytes)) for slab in slabs
             }
+            self._begins()
             self._own_shelf().begin(self._opened.writer, row.part, row_nbytes(share.whole))
             if slabs:
                 self._write(row, slabs)

@@ -19,12 +19,12 @@ threads that have failed.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import (
     DropFetch,
     Fetch,
@@ -80,11 +80,11 @@ class RankStore:
         open_shelf: Callable[[], Shelf],
         *,
         wake: Callable[[], None] = lambda: None,
-        hold: Callable[[str], int] | None = None,
+        hold: Callable[[str], HeldWriter] | None = None,
     ) -> None:
         self._settings, self._references, self._rank = settings, references, rank
         self._open_shelf, self._hold = open_shelf, hold
-        self._held_writer: int | None = None
+        self._held_writer: HeldWriter | None = None
         self._reports = StoreReports(wake)
         self._fetches = FetchTable(self._reports)
         self._opening: OpenStore | None = None
@@ -169,7 +169,7 @@ class RankStore:
             log.warning("pdconn: store: threads did not end in time: rank=%d", self._rank)
             return
         if self._held_writer is not None:
-            os.close(self._held_writer)
+            self._held_writer.close()
             self._held_writer = None
         for area in self._areas:
             area.unpin()
@@ -218,7 +218,15 @@ class RankStore:
             self._held_writer = self._hold(opened.writer)
         buffer = self._new_area(opened.most_nbytes)
         copies = copies_of(self._references.memories())
-        writer = RowWriter(opened, buffer, self._reports, self._open_shelf, copies)
+        held = self._held_writer
+        writer = RowWriter(
+            opened,
+            buffer,
+            self._reports,
+            self._open_shelf,
+            copies,
+            begins=_nothing if held is None else held.renew,
+        )
         return writer.work, writer.close
 
     def _opened_rank(self) -> tuple[OpenedRank, HostArea]:
@@ -256,3 +264,7 @@ class RankStore:
             answer(task, self._reports)
         else:
             refuse_save(task, self._opening.writer, self._rank, self._open_shelf, self._reports)
+
+
+def _nothing() -> None:
+    """Nothing is held."""

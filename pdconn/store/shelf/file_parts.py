@@ -47,9 +47,13 @@ class FileParts:
     def __init__(
         self, root: str | os.PathLike[str], direct_io: bool | Literal["auto"] = "auto"
     ) -> None:
-        open_root(root)
-        self._folders = Folders(root)
+        self._root = root
+        self._folders = Folders(root, self._open_root)
         self._transfer = FileTransfer(direct_io)
+
+    def _open_root(self) -> None:
+        """Make the root, or see that it is ours; again whenever folders of it were gone."""
+        open_root(self._root)
 
     def begin(self, writer: str, part: str, nbytes: int) -> None:
         """Make a part with room for ``nbytes``, unless it is there.

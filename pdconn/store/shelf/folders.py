@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 
 from pdconn.store.errors import FormatError, ShelfFailure
 from pdconn.store.format.names import RowKind, RowName
@@ -56,9 +57,15 @@ class Folders:
 
     Args:
         root: made absolute; may be a symbolic link itself.
+        open_it: makes the root, or sees that it is ours, at once and whenever a folder is made.
+
+    Raises:
+        StoreError: from ``open_it``.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], open_it: Callable[[], None]) -> None:
+        self._open = open_it
+        self._open()
         self.root = os.path.abspath(root)
         self.rows = os.path.join(self.root, "rows")
         self.parts = os.path.join(self.root, "parts")
@@ -126,7 +133,9 @@ class Folders:
 
         Raises:
             OSError: something else is in its place, or the file system refuses.
+            StoreError: the root was replaced by one that is not ours, or cannot be made.
         """
+        self._open()  # what lies beside the folders may have gone with them
         self._known = {self.root}
         self._make(path)
 
@@ -283,6 +292,28 @@ def regular(path: str) -> os.stat_result | None:
             return None
         raise
     return found if stat.S_ISREG(found.st_mode) else None
+
+
+FolderId = tuple[int, int, int]
+"""Device, inode and time of modification, since ext4 gives a folder the inode of one that was just
+removed.  The time changes when something directly in the folder comes or goes."""
+
+
+def folder_id(path: str) -> FolderId | None:
+    """Which folder a path names now; None if there is none.
+
+    Raises:
+        ShelfFailure: it cannot be told.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise failure("look at", path, error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def unlink_quietly(path: str) -> None:

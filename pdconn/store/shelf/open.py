@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 from pdconn.store.errors import StoreSettingError
 from pdconn.store.format.layout import StoreLayout
@@ -10,7 +11,13 @@ from pdconn.store.settings import SHELVES, StoreSettings
 from pdconn.store.shelf.base import Shelf
 from pdconn.store.shelf.described import check_files, keep_place
 from pdconn.store.shelf.files import FilesShelf
-from pdconn.store.shelf.folders import LAYOUT_FILE, failure, make_private, write_whole
+from pdconn.store.shelf.folders import (
+    LAYOUT_FILE,
+    failure,
+    make_private,
+    unlink_quietly,
+    write_whole,
+)
 from pdconn.store.shelf.obj.bucket import BucketPlace
 
 
@@ -38,7 +45,7 @@ def open_shelf(settings: StoreSettings) -> Shelf:
 
 
 def keep_layout(settings: StoreSettings, namespace: str, layout: StoreLayout) -> None:
-    """Keep the layout of a namespace's rows beside them, once.
+    """Keep the layout of a namespace's rows beside them, unless it is there.
 
     Raises:
         ShelfFailure: it cannot be written.
@@ -49,8 +56,12 @@ def keep_layout(settings: StoreSettings, namespace: str, layout: StoreLayout) ->
     try:
         if not os.path.exists(path):
             make_private(os.path.dirname(path))
-            aside = f"{path}.{os.getpid()}"
+            aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
             write_whole(aside, layout.encoded())
-            os.rename(aside, path)
+            try:
+                os.rename(aside, path)
+            except OSError:
+                unlink_quietly(aside)
+                raise
     except OSError as error:
         raise failure("describe", path, error) from error

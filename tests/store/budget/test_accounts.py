@@ -13,7 +13,7 @@ import pytest
 
 from pdconn.store.budget import accounts as module
 from pdconn.store.budget import locks
-from pdconn.store.budget.accounts import Accounts, Usage, hold_writer, recorded_usage
+from pdconn.store.budget.accounts import Accounts, HeldWriter, Usage, recorded_usage
 from pdconn.store.budget.records import news_line, parse_news
 from pdconn.store.errors import ShelfFailure
 from pdconn.store.format.names import RowKind
@@ -67,7 +67,7 @@ def test_the_smallest_capacity_of_live_writers_counts(
     assert theirs.usage().capacity == CAPACITY
     ours.close()
     assert theirs.is_stale()
-    assert theirs.recount(shelf) == ["ours"]
+    assert theirs.recount(shelf).forgotten == ["ours"]
     assert theirs.usage().capacity == 2 * CAPACITY
 
 
@@ -130,11 +130,11 @@ def test_nothing_is_free_until_a_lost_count_is_made_again(
 def test_a_dead_writer_leaves_nothing(ours: Accounts, theirs: Accounts, shelf: MemoryShelf) -> None:
     assert theirs.reserve(300) == 300
     shelf.begin("theirs", "p", 300)
-    assert ours.recount(shelf) == []
+    assert ours.recount(shelf).forgotten == []
     assert list(shelf.parts()) == [StoredPart("theirs", "p", 300)]
     theirs.close()
     assert ours.is_stale()
-    assert ours.recount(shelf) == ["theirs"]
+    assert ours.recount(shelf).forgotten == ["theirs"]
     assert not list(shelf.parts())
     assert ours.usage() == Usage(CAPACITY, 0, 0, 0, 0, 1)
 
@@ -142,14 +142,14 @@ def test_a_dead_writer_leaves_nothing(ours: Accounts, theirs: Accounts, shelf: M
 def test_a_writer_lives_while_any_of_its_processes_does(
     tmp_path: Path, ours: Accounts, theirs: Accounts, shelf: MemoryShelf
 ) -> None:
-    rank = hold_writer(tmp_path, "theirs")
+    rank = HeldWriter(tmp_path, "theirs")
     theirs.reserve(300)
     theirs.close()
     assert not ours.is_stale()
-    assert ours.recount(shelf) == []
+    assert ours.recount(shelf).forgotten == []
     assert ours.usage().reserved == 300
-    os.close(rank)
-    assert ours.recount(shelf) == ["theirs"]
+    rank.close()
+    assert ours.recount(shelf).forgotten == ["theirs"]
 
 
 def test_a_rank_that_begins_while_it_is_taken_for_dead_is_held_alive(
@@ -161,14 +161,14 @@ def test_a_rank_that_begins_while_it_is_taken_for_dead_is_held_alive(
     def forgotten_first(fd: int, kind: int, wait_s: float = 0.0) -> None:
         if kind == fcntl.LOCK_SH and not first.is_set():
             first.set()
-            assert ours.recount(shelf) == ["late"]
+            assert ours.recount(shelf).forgotten == ["late"]
         waits(fd, kind, wait_s)
 
     monkeypatch.setattr(locks, "wait_lock", forgotten_first)
-    rank = hold_writer(tmp_path, "late")
-    assert ours.recount(shelf) == []
-    os.close(rank)
-    assert ours.recount(shelf) == ["late"]
+    rank = HeldWriter(tmp_path, "late")
+    assert ours.recount(shelf).forgotten == []
+    rank.close()
+    assert ours.recount(shelf).forgotten == ["late"]
 
 
 def test_parts_that_nobody_reserved_are_counted(

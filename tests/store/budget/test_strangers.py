@@ -59,6 +59,7 @@ def test_a_stranger_in_a_files_place_is_an_error_that_names_it(
         accounts = Accounts(tmp_path, "ours", 1 << 20, wait_s=0.0)
         try:
             accounts.recount(shelf)
+            accounts.reserve(row.nbytes)
             accounts.commit(shelf, StoredPart("ours", "p", row.nbytes), row)
             os.close(accounts.try_evictor() or -1)
         finally:

@@ -27,6 +27,9 @@ class EndlessBudget:
     def usage(self) -> dict[str, int]:
         return {}
 
+    def take_listing(self) -> None:
+        return None
+
     def take_evicted(self) -> tuple[int, int]:
         return 0, 0
 

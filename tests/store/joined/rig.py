@@ -10,11 +10,13 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from pdconn.planning.plan import window_start
 from pdconn.protocol.ticket import BlockList
+from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import StoreCommand
 from pdconn.store.engine.build import build_scheduler, groups_of
 from pdconn.store.engine.keeper import Budget
@@ -95,8 +97,9 @@ class FakeEngine:
             self.settings, self.layout, self.ranks, namespace=self.namespace,
             writer=self.writer, clock=self.clock, shelf=opened, budget=self.budget,
         )  # fmt: skip
+        hold = partial(HeldWriter, self.settings.root) if self.budget is None else None
         self.rank_stores = [
-            RankStore(self.settings, references, rank, opened)
+            RankStore(self.settings, references, rank, opened, hold=hold)
             for rank, references in enumerate(self.ranks)
         ]
         self.pinned: dict[int, tuple[BlockList, ...]] = {}

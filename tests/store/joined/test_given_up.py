@@ -15,7 +15,7 @@ from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from tests.cli.stored_rows import LAYOUT, prompt
 
 FA = LAYOUT.fa
-CHAIN = prompt(1, 12)
+CHAIN, OTHER = prompt(1, 12), prompt(2, 1)
 
 
 class Reserved:
@@ -103,3 +103,16 @@ def test_a_part_that_a_late_rank_makes_anew_is_discarded(
     saving.step(2 * 3600.0)
     saving.step(3 * 3600.0)
     assert (saving.committer._given_up == {}) == again, "not for ever"
+
+
+def test_a_row_that_was_added_just_now_is_not_late_with_those_before_it() -> None:
+    """Parts went with their folder: what was saved next was given up before it was written."""
+    saving = Saving()
+    saving.step(0.0)
+    late = SaveRow(OTHER.name(RowKind.FA, 0), "late")
+    saving.committer.add(SaveBatch("ns", [late]))
+    saving.step(NOTES_S - 1.0)
+    saving.step(NOTES_S + 1.0)
+    assert len(saving.committer) == 1
+    saving.step(2 * NOTES_S + 1.0)
+    assert len(saving.committer) == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pdconn.store.budget.accounts import Accounts
 from pdconn.store.budget.evictions import Evictor
 from pdconn.store.engine.budgeting import RootBudget
 from pdconn.store.format.footer import row_nbytes
@@ -85,6 +86,7 @@ def save_until_killed(root: str, die_at: int | None, mutant: str | None) -> None
         setattr(Dying, name, watched(name))
     if mutant == "no budget":
         RootBudget.take = lambda self, nbytes: True  # type: ignore[method-assign]
+        Accounts._check_covered = lambda self, row: None  # type: ignore[method-assign]
         Evictor.step = lambda self, shelf: []  # type: ignore[method-assign]
     engine = FakeEngine(
         settings(root), MODEL, SHAPE, shelf=lambda: Dying(root), budget=None, writer="first"

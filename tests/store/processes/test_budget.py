@@ -178,7 +178,9 @@ def check_restart(root: Path) -> None:
 
 NO_RESERVE = """
 from pdconn.store.engine.budgeting import RootBudget
+from pdconn.store.budget.accounts import Accounts
 RootBudget.take = lambda self, nbytes: True
+Accounts._check_covered = lambda self, row: None
 """
 COUNTS_NOTHING = """
 from pdconn.store.budget.records import RowCount

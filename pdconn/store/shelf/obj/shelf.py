@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pdconn.store.errors import RowDamaged, RowMissing, ShelfFailure
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.base import Buffer
+from pdconn.store.shelf.described import keep_place
 from pdconn.store.shelf.folders import failure, regular
 from pdconn.store.shelf.obj.bucket import BucketPlace, open_bucket
 from pdconn.store.shelf.obj.data import BucketData
@@ -56,10 +57,16 @@ class ObjShelf(ObjParts):
         place: BucketPlace,
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
+        self._place = place
+        self._bucket = open_bucket(place)  # before the root says that its rows are there
         super().__init__(root, direct_io=False)
-        self._bucket = open_bucket(place)
         self._data = BucketData(self._bucket)
         self._inline_nbytes = inline_nbytes
+
+    def _open_root(self) -> None:
+        """As of files, and whose bucket its rows are in is kept beside them."""
+        keep_place(self._root, self._place)
+        super()._open_root()
 
     def close(self) -> None:
         """Let NIXL's agent go."""

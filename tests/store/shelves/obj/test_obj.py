@@ -213,7 +213,7 @@ def test_what_a_killed_writer_left_is_discarded_by_the_next_recount(
     with ObjShelf(root, place) as shelf, contextlib.closing(Accounts(root, "w", 1 << 30)) as ours:
         assert parts_of(shelf) == {("dead", "p")}
         assert bool(server.data_keys(place)) == (step != "put")
-        assert ours.recount(shelf) == ["dead"]
+        assert ours.recount(shelf).forgotten == ["dead"]
         assert parts_of(shelf) == set()
         if step == "clear":  # it was a row already
             assert ours.usage().committed == BIG
