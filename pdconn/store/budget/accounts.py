@@ -22,7 +22,7 @@ others from saving anything: each try fails after half a minute.  No engine wait
 
 All of it may be removed while engines run (``rm -rf ROOT/*``, a file system mounted anew).  It is
 made anew by the next call.  A writer whose account is gone keeps of its reserve only what is free
-then, since others may have reserved it meanwhile: rows that are no longer covered are not committed.
+then, since others may have reserved it meanwhile; rows that it covers no more are not committed.
 """
 
 from __future__ import annotations

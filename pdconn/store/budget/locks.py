@@ -96,7 +96,7 @@ class PathLock:
 
 
 class HeldWriter:
-    """Shows that a process of ``writer`` lives, until it is closed, by a shared lock of its account.
+    """Shows that a process of ``writer`` lives, by a shared lock of its account, until closed.
 
     Attributes:
         fd: a descriptor of the account.

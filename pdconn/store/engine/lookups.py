@@ -33,6 +33,7 @@ class Lookup:
     ``limit`` is the highest boundary to look for, ``held`` the tokens held already.  ``full``
     counts leading FA rows that are there, which is where prompts part.  ``cut_nbytes`` are the
     bytes of staging that the longest prefix needs, if that is more than there is, else 0.
+    ``known_extras`` is what ``extras`` gave; ``has_asked`` whether the shelf was asked.
     """
 
     tokens: Sequence[int]
@@ -41,6 +42,8 @@ class Lookup:
     held: int
     chain: Chain
     is_storable: bool = True
+    known_extras: Sequence[bytes] | None = None
+    has_asked: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     boundary: int = 0
     full: int = 0
@@ -116,20 +119,25 @@ class Finder:
     staging: int
     clock: Callable[[], float]
 
-    def answer(self, lookup: Lookup, shelf: Shelf) -> None:
-        """Fill in what ``lookup`` asks for."""
-        extras = lookup.extras()
+    def hash(self, lookup: Lookup) -> bool:
+        """Fill in the keys of a prompt, which need no shelf; whether it has any."""
+        lookup.known_extras = extras = lookup.extras()
         if extras is None:
             lookup.is_storable = False
-            return
-        lookup.chain = chain = lookup.chain.extended(lookup.tokens, lookup.limit, extras)
+            return False
+        lookup.chain = lookup.chain.extended(lookup.tokens, lookup.limit, extras)
+        return True
+
+    def answer(self, lookup: Lookup, shelf: Shelf) -> None:
+        """Fill in which rows of a prompt with keys are there."""
+        chain = lookup.chain
         has = _Asked(self, chain, shelf)
         limit = min(lookup.limit, len(chain.keys) * self.layout.block_tokens)
         tokens = range(lookup.held, max(limit, lookup.held))
         found = Fitting.of(self.layout, self.sizes, self.staging, tokens, has)
         lookup.boundary, lookup.cut_nbytes = found.boundary, found.cut_nbytes
         lookup.rows = tuple(chain.name(kind, index) for kind, index in found.rows)
-        lookup.full = has.full
+        lookup.full, lookup.has_asked = has.full, has.has_asked
 
 
 class _Asked:
@@ -139,6 +147,7 @@ class _Asked:
         self._finder, self._chain, self._shelf = finder, chain, shelf
         self._namespace, self._now = finder.namespace(), finder.clock()
         self.full = 0
+        self.has_asked = False
 
     def __call__(self, kind: RowKind, index: int) -> bool:
         catalogue, key = self._finder.catalogue, self._chain.keys[index]
@@ -146,6 +155,7 @@ class _Asked:
             return False
         if not catalogue.has(kind, key):
             name = self._chain.name(kind, index)
+            self.has_asked = True
             if not self._shelf.has(self._namespace, name):
                 return False
             catalogue.add((name,))
@@ -190,9 +200,10 @@ class LookupThread:
         shelf: Shelf | None = None
         while (lookup := self._queue.get()) is not None:
             try:
-                shelf = shelf or self._open_shelf()
-                self._finder.answer(lookup, shelf)
-                self._tell_of_cut(lookup)
+                if self._finder.hash(lookup):
+                    shelf = shelf or self._open_shelf()
+                    self._finder.answer(lookup, shelf)
+                    self._tell_of_cut(lookup)
             except StoreError as error:
                 log.warning("pdconn: store: look-up failed: %s", error)
             except Exception:  # the thread must answer the next one

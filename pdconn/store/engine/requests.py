@@ -27,6 +27,7 @@ class StoredRequest:
     """A request that the store may serve.
 
     ``tokens`` are the ids of the prompt and, later, of the answer; the list grows.
+    ``reads_files``: ``extras`` does, and so is asked for by look-ups alone, on their thread.
     """
 
     request: str
@@ -34,6 +35,7 @@ class StoredRequest:
     num_prompt_tokens: int
     extras: Extras
     may_load: bool
+    reads_files: bool
     saving: Saving
     since: float
     stage: LoadStage = LoadStage.NEW
@@ -42,23 +44,26 @@ class StoredRequest:
     num_local: int = 0
     tries: int = 0
     is_cut: bool = False
+    known_extras: Sequence[bytes] | None = None
 
     def learn(self, lookup: Lookup) -> None:
         """Take over keys, and where the prompt parts from those saved, from a look-up done."""
+        self.known_extras = lookup.known_extras
         if len(lookup.chain.keys) > len(self.saving.chain.keys):
             self.saving.chain = lookup.chain
         if lookup.full and self.saving.junction is None:
             self.saving.junction = lookup.full - 1
 
     def extend(self, until: int) -> bool:
-        """Hash as far as ``until`` tokens; whether the request has keys at all."""
-        chain = self.saving.chain
-        if until // chain.block_tokens <= len(chain.keys):
-            return True
-        extras = self.extras()
-        if extras is None:
+        """Hash as far as ``until`` tokens, of the answer too; whether the request has keys at all.
+
+        What else keys depend on was found by the look-up, which may read files for it.
+        """
+        if self.known_extras is None:
             return False
-        self.saving.chain = chain.extended(self.tokens, until, extras)
+        if until // self.saving.chain.block_tokens <= len(self.saving.chain.keys):
+            return True
+        self.saving.chain = self.saving.chain.extended(self.tokens, until, self.known_extras)
         return True
 
     def is_first_cut(self, lookup: Lookup) -> bool:
@@ -67,14 +72,22 @@ class StoredRequest:
         self.is_cut = self.is_cut or is_first
         return is_first
 
+    def is_unasked(self) -> bool:
+        """Whether it is computed, as what was pulled is, without a look-up that saving needs."""
+        is_new = self.stage is LoadStage.NEW and self.may_load
+        return self.lookup is None and (is_new or self.reads_files)
+
     def awaits_keys(self) -> bool:
-        """Whether it is being computed and its prompt is still being hashed."""
+        """Whether it is being computed and what its keys depend on is not known yet."""
+        is_asked = self.lookup is not None and not self.lookup.done.is_set()
         if self.stage is LoadStage.LOOKING and self.lookup is not None:
-            if not self.lookup.done.is_set():
+            if is_asked:
                 return True
             self.learn(self.lookup)
             self.stage = LoadStage.OVER
-        return False
+        if self.known_extras is None and not self.reads_files:
+            self.known_extras = self.extras()
+        return self.known_extras is None and self.reads_files and (is_asked or not self.lookup)
 
 
 @dataclass(frozen=True, slots=True)

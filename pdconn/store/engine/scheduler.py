@@ -36,6 +36,7 @@ from pdconn.store.commands import (
 from pdconn.store.engine.commits import SaveBatch
 from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.lookups import Extras, Lookup, LookupThread
+from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, Patience
 from pdconn.store.engine.requests import LoadStage, RequestFetch, Save, StoredRequest
 from pdconn.store.engine.saves import RowBlocks, Saving, block_lists, rows_to_save
 from pdconn.store.engine.space import StagingSpace
@@ -46,10 +47,6 @@ from pdconn.store.settings import StoreSettings
 
 log = logging.getLogger(__name__)
 
-LOOKUP_S = 5.0
-"""How long a request waits for its look-up, and for room in the staging area."""
-FETCH_S = 10.0
-"""How long a request waits for its rows; then it is computed."""
 _TRIES = 3
 
 
@@ -57,10 +54,8 @@ class StoreScheduler:
     """Loads and saves of one engine.
 
     Args:
-        settings: checked settings.
         opening: sent to every rank first.
-        spacing: where windows are saved.
-        blocks: which blocks rows are made of.
+        spacing, blocks: where windows are saved, and which blocks rows are made of.
         lookups, keeper: the threads.
         clock: seconds that never go back.
     """
@@ -80,7 +75,7 @@ class StoreScheduler:
         self._num_ranks = len(opening.replicas)
         self._spacing, self._blocks = spacing, blocks
         self._lookups, self._keeper, self._clock = lookups, keeper, clock
-        self._space = StagingSpace(settings.staging)
+        self._space, self._patience = StagingSpace(settings.staging), Patience()
         self._tracked: dict[str, StoredRequest] = {}
         self._fetches: dict[int, RequestFetch] = {}
         self._saves: dict[int, int] = {}
@@ -104,12 +99,13 @@ class StoreScheduler:
         extras: Extras,
         *,
         may_load: bool,
+        reads_files: bool,
     ) -> None:
         """A request entered the engine; its look-up begins when the engine first asks."""
         chain = Chain(self._layout.block_tokens)
         saving = Saving(chain, num_prompt_tokens)
         self._tracked[request] = StoredRequest(
-            request, tokens, num_prompt_tokens, extras, may_load, saving, self._clock()
+            request, tokens, num_prompt_tokens, extras, may_load, reads_files, saving, self._clock()
         )
 
     def matched(self, request: str, num_tokens: int, num_local: int) -> int | None:
@@ -127,6 +123,9 @@ class StoreScheduler:
         if stored.stage is LoadStage.FETCHING:
             return self._fetching(stored, num_local, now)
         if num_tokens - 1 - num_local < self._least():
+            return self._over(stored)
+        if not self._patience.admits(request, now):
+            self.counts["store_late"] += 1
             return self._over(stored)
         self.counts["store_lookups"] += 1
         self._look_up(stored, num_tokens - 1, num_local, now)
@@ -207,8 +206,9 @@ class StoreScheduler:
         after = min(after, most)
         if after // self._layout.block_tokens <= stored.saving.next_block:
             return None
-        if stored.stage is LoadStage.NEW and stored.may_load:  # pulled: we were not asked for it
-            self._look_up(stored, stored.num_prompt_tokens - 1, 0, self._clock())
+        now = self._clock()
+        if stored.is_unasked() and not self._patience.is_hung:
+            self._look_up(stored, stored.num_prompt_tokens - 1, 0, now)
         if stored.awaits_keys():
             return None
         if not stored.extend(after):
@@ -300,10 +300,12 @@ class StoreScheduler:
         lookup = stored.lookup
         assert lookup is not None
         if not lookup.done.is_set():
-            if now - stored.since <= LOOKUP_S:
+            if not self._patience.is_over(stored.request, now - stored.since, LOOKUP_S, now):
                 return None
             self.counts["store_late"] += 1
             return self._over(stored)
+        if lookup.has_asked:
+            self._patience.answered()
         stored.learn(lookup)
         stored.may_load = lookup.is_storable
         if stored.is_first_cut(lookup):
@@ -341,15 +343,12 @@ class StoreScheduler:
     def _fetching(self, stored: StoredRequest, num_local: int, now: float) -> int | None:
         fetch = self._fetches[stored.fetch]
         if fetch.left:
-            if now - fetch.since <= FETCH_S:
+            if not self._patience.is_over(stored.request, now - fetch.since, FETCH_S, now):
                 return None
             self.counts["store_late"] += 1
             self._drop(stored)
             return self._over(stored)
-        if fetch.missing or fetch.damaged:
-            self._drop(stored)
-            return self._again(stored, num_local, now)
-        if num_local < fetch.held:
+        if fetch.missing or fetch.damaged or num_local < fetch.held:
             self._drop(stored)
             return self._again(stored, num_local, now)
         if fetch.boundary - num_local < self._least():
@@ -366,6 +365,8 @@ class StoreScheduler:
         fetch.left -= 1
         if fetch.left:
             return
+        if not fetch.is_dropped:
+            self._patience.answered()
         if fetch.missing or fetch.damaged:
             self._keeper.failed(fetch.missing - fetch.damaged, fetch.damaged)
         if fetch.is_dropped:

@@ -61,6 +61,7 @@ class RowWriter:
         reports: StoreReports,
         open_shelf: Callable[[], Shelf],
         copies: Copies,
+        *,
         begins: Callable[[], object] = lambda: None,
     ) -> None:
         self._opened, self._buffer, self._reports = opened, buffer, reports

@@ -135,6 +135,7 @@ class EngineStore:
             request.num_prompt_tokens,
             partial(extras_of, request, self._settings.block_tokens),
             may_load=not request.skip_reading_prefix_cache,
+            reads_files=request.lora_request is not None,
         )
 
     def matched(self, request: Any, num_local: int) -> int | None:

@@ -167,7 +167,9 @@ class FakeEngine:
         """Load what can be loaded, check it, compute the rest, save."""
         self._number += 1
         name = name or f"request-{self._number}"
-        self.store.arrived(name, list(tokens), len(tokens), lambda: (), may_load=True)
+        self.store.arrived(
+            name, list(tokens), len(tokens), lambda: (), may_load=True, reads_files=False
+        )
         found = self._ask(name, len(tokens), num_local, on_step)
         ids = self._allocate(len(tokens))
         blocks = tuple(BlockList(0, tuple(group)) for group in ids)

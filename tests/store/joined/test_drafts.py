@@ -34,7 +34,9 @@ def generate(
     """Answer a prompt with drafts, and save; ``told`` picks the tokens that the store is told."""
     known = list(asked)
     whole = [*asked, *answer]
-    made.store.arrived("drafted", told(known, whole), len(asked), lambda: (), may_load=False)
+    made.store.arrived(
+        "drafted", told(known, whole), len(asked), lambda: (), may_load=False, reads_files=False
+    )
     ids = made._allocate(len(whole) + 2 * DRAFTS + 2)
     made.store.allocated("drafted", tuple(BlockList(0, tuple(group)) for group in ids), 0)
     for position in range(len(asked) - 1):

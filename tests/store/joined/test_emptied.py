@@ -171,7 +171,7 @@ def named(tokens: list[int]) -> RowName:
 
 
 def test_ranks_show_anew_that_the_writer_lives(tmp_path: Path, engine: FakeEngine) -> None:
-    """Of a removed account their locks said nothing, and parts under way were anybody's to remove."""
+    """Of a removed account their locks said nothing, and others removed parts under way."""
     root = tmp_path / "root"
     emptied(root)
     until(lambda: settled_after(engine, root))

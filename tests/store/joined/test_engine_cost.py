@@ -95,7 +95,7 @@ def test_a_look_up_of_131_072_tokens_costs_the_engine_about_as_much_as_hashing_t
     def once(number: int) -> float:
         name, watch = f"request-{number}", Stopwatch()
         with watch:
-            store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True)
+            store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True, reads_files=False)
             assert store.matched(name, TOKENS + 1, 0) is None
         lookup = store._tracked[name].lookup
         assert lookup is not None
@@ -124,10 +124,11 @@ def test_a_saved_row_costs_the_engine_a_few_times_what_hashing_its_tokens_costs(
     def once(number: int) -> float:
         nonlocal rows
         store, name, watch = engine(MemoryShelf).store, f"request-{number}", Stopwatch()
-        store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True)
+        store.arrived(name, PROMPT, TOKENS, lambda: (), may_load=True, reads_files=False)
         chain = Chain(ROW_TOKENS).extended(PROMPT, TOKENS)
         stored = store._tracked[name]
         stored.saving.chain, stored.stage = chain, LoadStage.OVER  # as after a look-up
+        stored.known_extras = ()
         rows = 0
         for before in range(0, TOKENS, PASS_TOKENS):
             with watch:
@@ -153,7 +154,7 @@ def test_a_prompt_that_was_pulled_is_hashed_elsewhere_and_not_saved_if_it_is_the
     def once(number: int, shelf: type[MemoryShelf]) -> tuple[float, int]:
         store, name, watch = engine(shelf).store, f"request-{number}", Stopwatch()
         with watch:
-            store.arrived(name, PROMPT, TOKENS + 1, lambda: (), may_load=True)
+            store.arrived(name, PROMPT, TOKENS + 1, lambda: (), may_load=True, reads_files=False)
             assert store.computed(name, TOKENS, TOKENS + 1, _ids) is None
         lookup = store._tracked[name].lookup
         assert lookup is not None

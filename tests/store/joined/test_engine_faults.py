@@ -142,7 +142,9 @@ def test_a_request_that_leaves_while_its_rows_are_fetched_leaves_nothing_behind(
     try:
         store.run(tokens)
         store.settle()
-        store.store.arrived("gone", tokens, len(tokens), lambda: (), may_load=True)
+        store.store.arrived(
+            "gone", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
+        )
         while not store.store.has_fetches():
             store.store.matched("gone", len(tokens), 0)
         store.store.finished("gone")

@@ -14,7 +14,7 @@ from tests.store.joined.test_joined import SETTINGS, engine, prompt
 
 def pulled(made: FakeEngine, tokens: list[int]) -> None:
     """A prompt that comes from a peer: the store is not asked for it, and saves it."""
-    made.store.arrived("pulled", tokens, len(tokens), lambda: (), may_load=True)
+    made.store.arrived("pulled", tokens, len(tokens), lambda: (), may_load=True, reads_files=False)
     ids = made._allocate(len(tokens))
     for position in range(len(tokens)):
         made._write(tokens, position, ids)
@@ -66,7 +66,9 @@ def test_a_shelf_that_does_not_answer_is_counted() -> None:
             now[0] += 1.0
 
         tokens = prompt(4, 300)
-        made.store.arrived("waits", tokens, len(tokens), lambda: (), may_load=True)
+        made.store.arrived(
+            "waits", tokens, len(tokens), lambda: (), may_load=True, reads_files=False
+        )
         assert made._ask("waits", len(tokens), 0, later) == 0
         counts = made.store.take_counts()
     finally:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from pdconn.store.breaker import Breaker
 from pdconn.store.errors import ShelfFailure, StoreError
 
 _CONNECT_S, _ANSWER_S = 2, 4
@@ -63,7 +64,7 @@ class Bucket:
 
     def __init__(self, place: BucketPlace) -> None:
         self.place = place
-        self._down_until = 0.0
+        self._breaker = Breaker(_PAUSE_S, _PAUSE_S)
         try:
             import boto3
             from botocore.config import Config
@@ -175,14 +176,18 @@ class Bucket:
         from urllib3.exceptions import HTTPError
 
         where = f"cannot {action} {self.place}{key}"
-        left_s = self._down_until - time.monotonic()
-        if left_s > 0:
+        now = time.monotonic()
+        if not self._breaker.allows(now):
+            left_s = self._breaker.left_s(now)
             raise ShelfFailure(f"{where}: the last call failed; next try in {left_s:.1f} s")
         try:
             yield
+            self._breaker.succeeded()
         except ClientError as error:
             if _status(error) >= 500:
                 self.failed()
+            else:  # it answers
+                self._breaker.succeeded()
             raise ShelfFailure(f"{where}: {_code(error)}") from error
         except (BotoCoreError, HTTPError, OSError, ValueError) as error:
             self.failed()
@@ -190,9 +195,7 @@ class Bucket:
 
     def failed(self) -> None:
         """The network or the server failed: no call for a few seconds."""
-        now = time.monotonic()
-        if now >= self._down_until:
-            self._down_until = now + _PAUSE_S
+        self._breaker.failed(time.monotonic())
 
     def nixl_options(self) -> dict[str, str]:
         """Parameters of NIXL's back end, with the credentials as they are now."""
