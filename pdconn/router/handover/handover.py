@@ -282,4 +282,7 @@ class Handover:
 
 def _status(answer: EngineAnswer) -> int:
     """Its status, or that of the error with which its stream begins."""
-    return status_of(answer.status, answer.headers, answer.first_chunk)
+    chunk = answer.first_chunk
+    if b'"error"' not in chunk:  # nearly all answers
+        return answer.status
+    return status_of(answer.status, answer.headers, chunk)
