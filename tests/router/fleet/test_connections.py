@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 import pytest
 from multidict import CIMultiDict
 
-from pdconn.router.fleet import sockets
 from pdconn.router.fleet.client import (
     ConnectionLost,
     Delivery,
@@ -188,9 +187,8 @@ def test_the_kernels_time_out_is_not_set():
 
 
 @in_loop
-async def test_an_engine_that_does_not_read_is_not_dead(monkeypatch):
+async def test_an_engine_that_does_not_read_is_not_dead():
     """Six bodies of 60 MB took all four engines down: each was busy for 15 s, and read nothing."""
-    monkeypatch.setattr(sockets, "DEAD_HOST_S", 9.0)
     go_on = asyncio.Event()
 
     async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
