@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.router.fleet.client import (
@@ -143,22 +144,27 @@ async def test_an_engine_that_has_gone_meanwhile_may_have_seen_the_request():
 
 @in_loop
 async def test_engines_that_close_idle_connections_early_are_up_and_asked():
-    """Each request falls into the moment in which the server closes its connection."""
+    """Each second request on a connection meets the moment in which the server closes it."""
+    served = set()
 
-    async def close_next(engine: FakeEngine, seen, http):
-        http.protocol.keep_alive(True)
-        transport = http.transport
-        asyncio.get_running_loop().call_later(0.02, transport.close)
+    async def close_second(engine: FakeEngine, seen, http):
+        if http.transport in served:
+            http.transport.abort()
+            return web.Response()
+        served.add(http.transport)
         return await engine.answer(seen, http)
 
     async with deployment() as d:
-        for engine in (d.prefill[0], d.decode[0]):
-            engine.script = close_next
-        for number in range(60):
+        engines = (d.prefill[0], d.decode[0])
+        for engine in engines:
+            engine.script = close_second
+        for _ in range(12):
             assert (await d.complete()).body == ANSWER
-            await asyncio.sleep(0.017 + 0.0001 * number)
+        seen = sum(len(engine.seen) for engine in engines)
+        assert seen > 2 * 12, "some had to be sent twice"
         assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 1
         assert d.metric("engine_up", role="prefill", engine=d.prefill[0].url) == 1
+        assert d.metric("retries_total", role="prefill", engine=d.prefill[0].url) == 0
 
 
 # Hosts
