@@ -92,6 +92,11 @@ class EngineShape:
             for parts in state.state.parts:
                 if not parts.divides_by(self.tp):
                     raise ShapeError("tp", f"a divisor of a state's {parts.count} parts", self.tp)
+        if self.tp > 1 and not self.model.numbers_heads:
+            counts = sorted({sort.heads for sort in self.model.attention})
+            numbers = " and ".join(map(str, counts))
+            expected = f"1: with {numbers} KV heads, vLLM does not say which a rank holds"
+            raise ShapeError("tp", expected, self.tp)
         for sort in self.model.attention:
             if sort.heads % self.tp and self.tp % sort.heads:
                 raise ShapeError("tp", f"a divisor or multiple of {sort.heads} KV heads", self.tp)

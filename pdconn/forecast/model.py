@@ -135,6 +135,8 @@ class ModelShape:
     ``item_nbytes`` are those of a number in the KV cache, None where rows are packed in a format of
     the model's own; ``kv_dtype`` is what was asked for.  ``stored_as`` is the type itself, and
     ``asked_by`` the key of a checkpoint that asks for it under ``auto``, empty where none does.
+    ``numbers_heads``: vLLM says of each layer how many heads the whole model has; without that
+    pdconn refuses tensor parallelism where layers differ in them.
 
     Raises:
         ShapeError: no sorts, or a layer whose part is in two of them.
@@ -146,6 +148,7 @@ class ModelShape:
     kv_dtype: str = "auto"
     stored_as: str = "bfloat16"
     asked_by: str = ""
+    numbers_heads: bool = True
 
     def __post_init__(self) -> None:
         if not self.sorts:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pdconn.cli.main import main
-from pdconn.forecast.errors import UnreadableConfig
+from pdconn.forecast.engine import EngineShape
+from pdconn.forecast.errors import ShapeError, UnreadableConfig
 from pdconn.forecast.hf import geometry
 from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.hf.families import FAMILIES, Windows
@@ -95,6 +96,47 @@ def test_a_wrong_shape_is_noticed() -> None:
     assert not is_right(model_shape({**read(flash), "swa_num_key_value_heads": 4}), EXPECTED[flash])
 
 
+_MORE: dict[str, Json] = {
+    "falcon_h1": {"mamba_use_mlp": True, "mamba_chunk_size": 256, "attn_layer_indices": None,
+                  "ssm_multipliers": [1.0] * 5, "time_step_floor": 1e-4, "projectors_bias": False},
+    "jamba": {"mamba_dt_rank": 256, "mamba_inner_layernorms": True, "use_mamba_kernels": True,
+              "expert_layer_period": 2, "num_logits_to_keep": 1},
+    "bamba": {"attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64, "mamba_chunk_size": 256},
+    "lfm2": {"conv_dim_out": 2560, "conv_dim": 2560, "num_heads": 32, "use_pos_enc": True,
+             "conv_use_xavier_init": True, "block_dim": 2560, "block_use_swiglu": True},
+    "granitemoehybrid": {"mamba_chunk_size": 256, "shared_intermediate_size": 1024,
+                         "position_embedding_type": "nope", "mamba_proj_bias": False},
+    "nemotron_h": {"mamba_hidden_act": "silu", "expand": 2, "chunk_size": 128,
+                   "rescale_prenorm_residual": True, "sliding_window": None,
+                   "attention_head_dim": 128},
+    "llama4_text": {"attn_temperature_tuning": True, "attn_scale": 0.1,
+                    "interleave_moe_layer_step": 1,
+                    "cache_implementation": "hybrid", "moe_layers": [1, 3], "floor_scale": 8192},
+    "gpt_oss": {"initial_context_length": 4096, "swiglu_limit": 7.0, "experts_per_token": 4},
+    "cohere2": {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first",
+                "rotary_pct": 1.0, "cache_implementation": "hybrid", "use_qk_norm": False},
+    "deepseek_v3": {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "ep_size": 1,
+                    "moe_layer_freq": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+                    "head_dim": 64, "qk_head_dim": 192},
+    "kimi_k2": {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+                "use_unified_vision_chunk": True},
+    "kimi_linear": {"mla_use_nope": True, "moe_layer_freq": 1, "model_max_length": 1048576},
+    "qwen3_next": {"full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3_moe": {"max_window_layers": 48, "use_sliding_window": False, "sliding_window": None},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4,
+                "layer_types": ["full_attention"] * 36, "sliding_window": None},
+    "exaone4": {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 32},
+    "gemma3_text": {"query_pre_attn_scalar": 168, "rope_local_base_freq": 10000.0,
+                    "cache_implementation": "hybrid", "attn_logit_softcapping": None},
+}  # fmt: skip
+"""Further keys that published files of a family have."""
+
+
+@pytest.mark.parametrize("family", _MORE)
+def test_what_published_files_have_besides_is_no_reason_to_refuse(family: str) -> None:
+    model_shape({"model_type": family, **_MORE[family]})
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_without_a_model_type_it_is_read_right_or_refused(name: str) -> None:
     """Before: MiMo V2, MiniMax M3 and AFMoE got plans without their windows' heads or indexer."""
@@ -122,6 +164,45 @@ def test_afmoe_is_read_with_its_type_and_refused_without() -> None:
     assert model_shape({**text, "layer_types": named}).token_bytes.windows == 16 * 4 * 512
 
 
+_SPARSE = {"model_type": "glm_moe_dsa", "num_hidden_layers": 12, "kv_lora_rank": 512,
+           "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 2048}  # fmt: skip
+
+
+def test_an_indexer_has_rows_of_its_own_in_the_layers_that_choose() -> None:
+    """132 bytes: 128 FP8 numbers and a float32 scale."""
+    every = model_shape(_SPARSE)
+    assert groups_of(every) == [(12, 1, 1152, None, 1), (12, 1, 132, None, 1)]
+    assert model_shape({**_SPARSE, "layer_types": ["deepseek_sparse_attention"] * 12}) == every
+    some = model_shape({**_SPARSE, "index_topk_freq": 4, "index_skip_topk_offset": 3})
+    assert some.attention[1].layers == (0, 1, 2, 6, 10)
+    for wrong in ({"indexer_types": ["shared"] * 12}, {"index_topk_pattern": "FSSS" * 3}):
+        with pytest.raises(UnreadableConfig, match=next(iter(wrong))):
+            model_shape({**_SPARSE, **wrong})
+    fp8 = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
+    with pytest.raises(UnreadableConfig, match=r"kv_cache_quant_algo: .*--dtype bfloat16"):
+        model_shape({**_SPARSE, **fp8})
+    assert groups_of(model_shape({**_SPARSE, **fp8}, dtype="bfloat16")) == groups_of(every)
+
+
+def test_step_3_names_its_heads_in_two_ways() -> None:
+    """As published (transformers' names), and as vLLM's class has them."""
+    kinds = ["full_attention", *["sliding_attention"] * 3] * 12
+    text = {"model_type": "step3p7", "num_hidden_layers": 45, "head_dim": 128,
+            "sliding_window": 512, "layer_types": kinds}  # fmt: skip
+    for key in ("num_key_value_heads", "num_attention_groups"):
+        shape = model_shape({**text, key: 8})
+        assert groups_of(shape) == [(12, 8, 512, None, 1), (33, 8, 512, 512, 1)]
+
+
+def test_layers_of_unequal_heads_are_planned_as_pdconn_serves_them() -> None:
+    """A rank's heads are known of Gemma 4 alone: the connector refuses the others above TP 1."""
+    mimo = model_shape(read("mimo-v2-flash"))
+    assert EngineShape(mimo).ranks == 1
+    with pytest.raises(ShapeError, match=r"tp: expected 1: with 4 and 8 KV heads.*, got 2"):
+        EngineShape(mimo, tp=2)
+    assert EngineShape(model_shape(read("gemma-4-31b-nvfp4")), tp=2).ranks == 2
+
+
 # --- keys of geometry: each is read, says nothing, or is refused
 
 DENSE = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -139,7 +220,9 @@ FOREIGN: dict[str, Any] = {
     "conv_L_cache": 3, "lru_width": 2560, "attn_layer_period": 8, "loop_num": 2,
     "interleaved_sliding_window": [4096, 128], "sliding_windows": [128] * 32, "rswa_window": 128,
     "attn_type_list": [0, 1] * 16, "cross_attention_layers": [3, 8], "kv_cache_groups": 2,
-    "local_layer_ids": [0], "hidden_states_kept": 4, "token_window": 5, "delta_net": True,
+    "head_size": 64, "local_layer_ids": [0],
+    "compression_ratio": 4, "index_topk_freq": 2, "hidden_states_kept": 4, "token_window": 5,
+    "delta_net": True,
 }  # fmt: skip
 """Keys of vLLM's models, and made-up ones, with values that say something."""
 
@@ -168,6 +251,7 @@ def test_a_key_that_may_change_what_is_cached_is_refused(key: str, with_type: bo
         {"chunk_size_feed_forward": 0, "output_hidden_states": False, "q_lora_rank": None},
         {"moe_every_n_layers": 2, "num_local_experts": 8, "image_token_index": 7},
         {"layer_types": ["full_attention"] * 32, "cross_attention_hidden_size": None},
+        {"compression_ratio": 1.0, "use_head_wise_attn_gate": True, "index_topk_freq": 1},
     ],
     ids=lambda one: next(iter(one)),
 )  # fmt: skip

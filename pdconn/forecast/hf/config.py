@@ -33,6 +33,8 @@ from pdconn.forecast.model import (
 )
 from registration.references import AttentionKind
 
+_WIDE = ("bfloat16", "float16")
+
 
 def model_shape(
     config: Mapping[str, Any],
@@ -67,12 +69,24 @@ def model_shape(
         sorts = with_indexer(sorts, keys, layers)
     # Rows of an indexer have one format, and with FP8 the latent's rows have scales of their own.
     item = None if has_indexer else item_nbytes(keys)
-    shape = ModelShape(name or family or "model", sorts, item, stored_as=dtype_name(keys))
+    counts = {sort.heads for sort in sorts if isinstance(sort, LayerSort)}
+    shape = ModelShape(
+        name or family or "model",
+        sorts,
+        item,
+        stored_as=dtype_name(keys),
+        numbers_heads=len(counts) <= 1 or family in GEMMA_4,
+    )
+    if has_indexer and dtype in _WIDE:
+        return replace(shape, kv_dtype=dtype, stored_as=dtype)
     if dtype != "auto":
         return in_kv_dtype(shape, dtype)
     asked = checkpoint_kv_dtype(config, quantization, is_latent=known.is_latent)
     if asked is None:
         return shape
+    if has_indexer:
+        expected = "16 bits: in FP8 the rows beside an indexer depend on the card"
+        raise UnreadableConfig(asked.key, expected, asked.name, "--dtype bfloat16 plans those")
     made = in_kv_dtype(shape, asked.name)
     return replace(made, kv_dtype="auto", asked_by=asked.key)
 

@@ -98,8 +98,10 @@ _SHARED = frozenset({"num_kv_shared_layers"})
 _PATTERN = frozenset({"sliding_window_pattern", "_sliding_window_pattern"})
 _OF_LATENTS = frozenset({"kv_lora_rank", "qk_rope_head_dim"})
 _BESIDE_LATENTS = frozenset({"qk_nope_head_dim", "v_head_dim", "qk_head_dim"})
-_OF_INDEXERS = frozenset({"index_head_dim"})
-_BESIDE_INDEXERS = frozenset({"index_topk", "index_n_heads", "indexer_rope_interleave"})
+_OF_INDEXERS = frozenset({"index_head_dim", "index_topk_freq", "index_skip_topk_offset",
+                          "index_topk_pattern", "indexer_types"})  # fmt: skip
+_BESIDE_INDEXERS = frozenset({"index_topk", "index_n_heads", "indexer_rope_interleave",
+                              "index_share_for_mtp_iteration"})  # fmt: skip
 _SWA = frozenset({"swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "v_head_dim",
                   "hybrid_layer_pattern", "sliding_window_size"})  # fmt: skip
 

@@ -26,26 +26,29 @@ BASE = frozenset({
 
 _WORDS = re.compile(
     r"heads?(_|$)|(^|_)kv(_|$)|key_value|multi_query|query_group|attention_groups|window|sliding"
-    r"|(^|_)swa(_|$)|chunk|sparse_|(^|_)index(er)?_|compress|(^|_)ssm|mamba|(^|_)s?conv"
-    r"|(^|_)states?(_|$)|lru|recurr|linear_(att|num|key|value|conv|head|layer)|layers?_types?|layer_ids|layer_pattern"
-    r"|override_pattern|blocks?_types?|block_configs|hybrid|per_layer|every_n|interval"
+    r"|(^|_)swa(_|$)|chunk|sparse_|(^|_)index(er)?_|compress|(^|_)ssm|mamba|(^|_)s?conv(_|\d|$)"
+    r"|(^|_)states?(_|$)|lru|recurr|linear_(att|num|key|value|conv|head|layer)|layers?_types?"
+    r"|layer_ids|layer_pattern|override_pattern|blocks?_types?|block_configs|hybrid|per_layer"
+    r"|every_n|interval|full_att|global_|local_|cross_|yoco|(^|_)cla(_|$)|shared_layers|rope_layer"
     r"|(attn|attention)_(types?|every|layers?|idxs|setting|other|windows?|period|offset)"
-    r"|full_att|global_|local_|cross_|yoco|(^|_)cla(_|$)|shared_layers|rope_layer|no_rope|latent"
-    r"|rank(_|$)|loop|memory|(^|_)mem_|retention|delta|(^|_)gdn|(^|_)kda|lightning|(^|_)mla(_|$)"
-    r"|(^|_)[dm]sa(_|$)|sink_number|_repeat"
+    r"|no_rope|latent|rank(_|$)|loop|memory|(^|_)mem_|retention|delta|(^|_)gdn|(^|_)kda|lightning"
+    r"|(^|_)mla(_|$)|(^|_)[dm]sa(_|$)|sink_number|_repeat"
 )
 _WITHOUT_EFFECT = re.compile(
     # Of other parts of a model than its decoder's layers, and of draft layers.
-    r"(vision|image|img|video|audio|visual|mm|vit|mtp|moe|router|output|lm|encoder|eagle|dspark|d?flash"
-    r"|expert|head|task|aux|engram|classifier|adapter|lora|resampler)_.*|.*(_token|_expert)s?_.*"
+    r"(vision|image|img|video|audio|visual|mm|vit|mtp|moe|router|output|lm|encoder|eagle|dspark"
+    r"|d?flash|expert|rope|task|aux|engram|classifier|adapter|lora|resampler)_.*"
+    r"|.*(_token|_expert)s?_.*|\w*_vision_\w*|head_(dropout|dtype|bias)|\w*lm_head\w*|norm_head"
     # Of numbers that no shape depends on.
-    r"|.*_(bias|theta|dropout|dropout_prob|norm|multipliers?|scale|scaling|act|eps|init\w*|std|min|max"
-    r"|loss\w*|coef|gate|gate_type|softcapping|softcap|temperature|dtype|parameters)"
+    r"|.*_(bias|theta|dropout|dropout_prob|norm|layernorms?|multipliers?|scale|scaling|act|eps|std"
+    r"|init\w*|min|max|loss\w*|coef|gate|gate_type|softcapping|softcap|temperature|dtype"
+    r"|parameters|mlp|backend|floor)"
     r"|chunk_size_feed_forward|compress_rope_theta|decoder_sparse_step|freeze_\w+|tie_\w+"
-    r"|(hidden|vocab)_size_per_layer_input|mlp_layer_types|num_local_experts|q_lora_rank|laurel_rank"
-    r"|mla_use_\w+|mla_scale_\w+|no_rope_layers|no_rope_layer_interval|use_rope_layers|norm_head"
-    r"|kv_cache_(scheme|quant_algo)|compression_config|(mamba_)?chunk_size|use_mamba\w+|mamba_dt_rank|time_step_rank|mamba_norm_before_gate"
-    r"|cross_attention_hidden_size|mrope_interleaved|enable_\w+|use_mem_efficient\w*"
+    r"|(hidden|vocab)_size_per_layer_input|mlp_layer_types|num_local_experts|q_lora_rank"
+    r"|laurel_rank|mla_use_\w+|mla_scale_\w+|no_rope_layers|no_rope_layer_interval|use_rope_layers"
+    r"|kv_cache_(scheme|quant_algo)|compression_config|(mamba_)?chunk_size|use_mamba\w+"
+    r"|mamba_dt_rank|time_step_rank|mamba_norm_before_gate|conv_dim_out|use_kv_cache|use_mem_\w+"
+    r"|cross_attention_hidden_size|mrope_interleaved|enable_\w+"
 )
 
 _REPEATS = {
@@ -60,6 +63,9 @@ _REPEATS = {
     "n_head": "num_attention_heads", "num_heads": "num_attention_heads",
 }  # fmt: skip
 """Keys that say nothing where they equal another."""
+
+_OF_ONE = re.compile(r"ratio|factor|freq|interval|every_n")
+"""Of which one says: each, as if there were none."""
 
 _OF_WINDOWS = (
     "use_sliding_window", "max_window_layers", "sliding_window_pattern",
@@ -91,18 +97,22 @@ def is_geometry(key: str) -> bool:
 def _says_nothing(keys: Keys, key: str) -> bool:
     value = keys[key]
     if isinstance(value, list):
-        is_ones = key == "attn_type_list"  # MiniMax: 1 is full attention
-        if key.endswith(("_ids", "_idxs", "_indices")):  # 0 is a layer there
-            return not value
-        return all(one in (1, True) if is_ones else not one for one in value)
+        return _is_list_of_nothing(key, value)
     if value in (None, False, 0, "") or value == {}:
         # vLLM gives layers a window whatever a switch says that the family does not know.
         return not (key == "use_sliding_window" and value is False and keys.get("sliding_window"))
-    if key in _OF_WINDOWS and not keys.get("sliding_window"):
-        return True
-    if key in _REPEATS:
-        return bool(value == keys.get(_REPEATS[key]))
-    return isinstance(value, Mapping) and key.endswith("_config") and not _WORDS.search(key[:-7])
+    if isinstance(value, Mapping):
+        return key.endswith("_config") and not _WORDS.search(key.removesuffix("_config"))
+    is_one = value == 1 and _OF_ONE.search(key) is not None
+    is_of_no_window = key in _OF_WINDOWS and not keys.get("sliding_window")
+    return is_one or is_of_no_window or (key in _REPEATS and value == keys.get(_REPEATS[key]))
+
+
+def _is_list_of_nothing(key: str, value: list[object]) -> bool:
+    if key.endswith(("_ids", "_idxs", "_indices")):  # 0 is a layer there
+        return not value
+    is_ones = key == "attn_type_list"  # MiniMax: 1 is full attention
+    return all(one in (1, True) if is_ones else not one for one in value)
 
 
 def _remedy(keys: Keys, family: str) -> str:

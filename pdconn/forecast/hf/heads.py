@@ -16,7 +16,7 @@ from msgspec import structs
 
 from pdconn.forecast.errors import UnreadableConfig, shown
 from pdconn.forecast.hf.families import ModelFamily
-from pdconn.forecast.hf.keys import Keys, number
+from pdconn.forecast.hf.keys import Keys, number, optional
 from pdconn.forecast.model import LayerSort, Sort
 from registration.references import AttentionKind
 
@@ -87,7 +87,11 @@ def _step_3(keys: Keys, kind: AttentionKind) -> KvHeads:
         raise UnreadableConfig("attention_other_setting", "an object", shown(other))
     is_other = other and other.get("attention_type") == _NAMES[kind]
     heads = other if other and is_other else keys
-    return KvHeads(number(heads, "num_attention_groups"), 2 * number(heads, "head_dim"))
+    # vLLM's class and the one of transformers have other names for it.
+    count = "num_attention_groups"
+    if heads.get(count) is None:
+        count = "num_key_value_heads"
+    return KvHeads(number(heads, count), 2 * number(heads, "head_dim"))
 
 
 _NAMES = {
@@ -120,6 +124,22 @@ INDEXER_BLOCK = 64
 _QUANTIZED_TOGETHER = 128
 
 
+def _with_own_indexer(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Layers that choose tokens themselves; others take the choice of the last one that did."""
+    pattern, types = keys.get("index_topk_pattern"), keys.get("indexer_types")
+    if pattern is not None:
+        raise UnreadableConfig("index_topk_pattern", "none: index_topk_freq alone", shown(pattern))
+    every = number(keys, "index_topk_freq") if keys.get("index_topk_freq") is not None else 1
+    first = optional(keys, "index_skip_topk_offset", 2) - 1
+    chosen = [layer for layer in range(layers) if max(layer - first, 0) % every == 0]
+    if types is not None:
+        names = ["full" if layer in chosen else "shared" for layer in range(layers)]
+        if not isinstance(types, list) or types[:layers] != names:
+            expected = f"shared but where index_topk_freq {every} says otherwise, as vLLM has it"
+            raise UnreadableConfig("indexer_types", expected, shown(types))
+    return tuple(chosen)
+
+
 def with_indexer(sorts: Iterable[Sort], keys: Keys, layers: int) -> tuple[Sort, ...]:
     """The same layers, with what their indexer keeps of each token beside the latent.
 
@@ -129,7 +149,7 @@ def with_indexer(sorts: Iterable[Sort], keys: Keys, layers: int) -> tuple[Sort, 
     nbytes = size + 4 * (size // _QUANTIZED_TOGETHER)
     latents = (structs.replace(sort, block_tokens=INDEXER_BLOCK) for sort in sorts)
     indexer = LayerSort(
-        tuple(range(layers)), AttentionKind.FULL, None, 1, nbytes,
+        _with_own_indexer(keys, layers), AttentionKind.FULL, None, 1, nbytes,
         block_tokens=INDEXER_BLOCK, part="indexer", is_latent=True,
     )  # fmt: skip
     return (*latents, indexer)

@@ -26,6 +26,7 @@ _KINDS = {
     "sliding_attention": WINDOW,
     "chunked_attention": CHUNK,
 }
+_LATENT_KINDS = {"full_attention": FULL, "deepseek_sparse_attention": FULL}
 _EVERY = ("_sliding_window_pattern", "sliding_window_pattern", "global_attn_every_n_layers")
 
 
@@ -51,6 +52,8 @@ def layer_kinds(
 def _kinds(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]:
     if "hybrid_layer_pattern" in known.reads:
         return _flagged(keys, "hybrid_layer_pattern", layers, WINDOW)
+    if known.is_latent and keys.get("layer_types") is not None:
+        return list(named_layers(keys, "layer_types", layers, _LATENT_KINDS))
     listed = _listed(keys, layers)
     if known.windows is Windows.SWITCHED:
         return _switched(keys, known, listed, layers)

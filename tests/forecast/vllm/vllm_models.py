@@ -139,6 +139,11 @@ CASES: dict[str, Json] = {
         **{**_LATENT, **_INDEXER, "hidden_size": 6144, "num_attention_heads": 64,
            "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},
     ),
+    "glm-5.2": _model(
+        "glm_moe_dsa", "GlmMoeDsaForCausalLM", num_hidden_layers=12, **_LATENT, **_INDEXER,
+        index_topk_freq=4, index_skip_topk_offset=3, index_share_for_mtp_iteration=True,
+        indexer_types=["full"] * 3 + (["shared"] * 3 + ["full"]) * 2 + ["shared"],
+    ),
     "kimi-k2": {**_DEEPSEEK_V3, "model_type": "kimi_k2"},
     "step-3.5": _model("step3p5", "Step3p5ForCausalLM", **_STEP),
     "step-3.5, other heads": _model("step3p5", "Step3p5ForCausalLM", **_STEP | {
