@@ -15,7 +15,6 @@ of what is remembered between two calls there is a bound.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -30,11 +29,6 @@ MOST_NBYTES = 1 << 20
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 _DONE = b"[DONE]"
-#: Only an event with one of these names can be its stream's end, an error, or hold its usage.
-#: Within a JSON string the quotation marks would be escaped.
-_WORTH_READING = re.compile(
-    rb'"(?:error|usage|message_stop|response\.(?:completed|incomplete|failed))"'
-)
 _LAST_EVENTS = frozenset(
     {"message_stop", "response.completed", "response.incomplete", "response.failed"}
 )
@@ -115,6 +109,21 @@ class _Error(msgspec.Struct):
     code: int | str | None = None
 
 
+def _is_tokens(chunk: bytes) -> bool:
+    """Whether it is whole events that neither end their stream, nor fail, nor hold its usage.
+
+    Of streams without names of events, as most are; ``[DONE]`` is the last event of one.  Within a
+    JSON string the quotation marks would be escaped.  It is asked for each token of each stream, so
+    it searches for few bytes.
+    """
+    return (
+        chunk.startswith(b"data: {")
+        and chunk.endswith(b"}\n\n")
+        and b'"error"' not in chunk
+        and b'"usage"' not in chunk
+    )
+
+
 class AnswerReader:
     """Reads an answer that passes, of which it changes nothing.
 
@@ -166,6 +175,8 @@ class AnswerReader:
         self._rest = None
 
     def _read_lines(self, chunk: bytes) -> None:
+        if self._rest == b"" and _is_tokens(chunk):
+            return
         head, *others = chunk.split(b"\n")
         self._keep(head)
         for line in others:
@@ -188,7 +199,7 @@ class AnswerReader:
         data = line[5:].strip()
         if data == _DONE:
             self.is_whole = True
-        elif _WORTH_READING.search(data):
+        else:
             self._read(data)
 
     def _read(self, data: bytes) -> None:
