@@ -16,6 +16,7 @@ from multidict import CIMultiDict
 from pdconn.router.access.cors import allowing
 from pdconn.router.access.keys import ApiKeys, EngineKey, requiring
 from pdconn.router.access.log import Served, current, logging_access
+from pdconn.router.access.refusals import refusing
 from pdconn.router.admin.probes import Probes
 from pdconn.router.admission.bodies import BodyReader
 from pdconn.router.admission.budget import HeldBody
@@ -41,7 +42,6 @@ from pdconn.router.openai.forms import check_form
 from pdconn.router.openai.headers import KEY_HEADER, REQUEST_ID_HEADER, from_client
 from pdconn.router.openai.passed import PASSED, Asks, PassedRoute
 from pdconn.router.openai.requests import Route, checked_fields, parse_body
-from pdconn.router.refusals import refusing
 from pdconn.router.routing.routed_request import RequestEnd, RoutedRequest
 from pdconn.router.routing.timeline import Timeline
 from pdconn.router.routing.tokenize import asking, text

@@ -29,7 +29,6 @@ from pdconn.doctor.fleet.traffic import judge_traffic, traffic_of
 from pdconn.doctor.probe import ProbeFacts
 from pdconn.lab.ports import free_ports
 from pdconn.router.fleet.member import parse_member
-from pdconn.router.fleet.pull_counts import FAILED, PULL_CAUSES, PULLS, PullCause
 from pdconn.router.prefix.hashing import HashScheme, chain, external
 from pdconn.router.routing.policy import Role
 from tests.doctor.healthy import healthy, ids
@@ -198,22 +197,6 @@ def test_the_reasons_of_failures_are_named() -> None:
     reader = replace(DECODE, metrics=page(pulls=0, failed=9, unauthenticated=9))
     (found,) = judge_traffic([reader])
     assert "9 failed to authenticate" in found.message
-
-
-@pytest.mark.parametrize("cause", PULL_CAUSES, ids=lambda cause: cause.metric)
-def test_the_cause_of_failed_pulls_is_the_one_that_the_counter_names(cause: PullCause) -> None:
-    """Decode alone with ``verify: always`` was sent to read its log."""
-    other = next(one for one in PULL_CAUSES if one != cause)
-    page = f"{PULLS} 0\n{FAILED} 7\n{cause.metric} 6\n{other.metric} 1\n"
-    (found,) = [f for f in judge_traffic([replace(DECODE, metrics=page)]) if "failed" in f.id]
-    assert f"7 of 7 pulls have failed (6 {cause.words}, 1 {other.words})" in found.message
-    assert found.remedy == cause.remedy
-
-
-def test_pulls_that_failed_for_no_counted_cause_are_in_the_log() -> None:
-    (found,) = judge_traffic([replace(DECODE, metrics=f"{PULLS} 0\n{FAILED} 7\n")])
-    assert found.message.endswith("7 of 7 pulls have failed")
-    assert "its log" in found.remedy
 
 
 # --- pull times ---------------------------------------------------------------------------

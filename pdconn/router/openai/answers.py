@@ -40,7 +40,7 @@ class _Details(msgspec.Struct):
     cached_tokens: _Count | None = None
 
 
-class Usage(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
     """``usage`` of an answer, on any route.
 
     >>> find_usage(b'{"usage": {"input_tokens": 8, "cache_read_input_tokens": 32}}').prompt
@@ -69,20 +69,20 @@ class Usage(msgspec.Struct):
         return self.cache_read_input_tokens if details is None else details.cached_tokens
 
 
-NO_USAGE = Usage()
+NO_USAGE = AnswerUsage()
 
 
 class _Inner(msgspec.Struct):
     """``response`` of an event of ``/v1/responses``, and ``message`` of ``/v1/messages``."""
 
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
 class _Used(msgspec.Struct):
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
 
 
-def find_usage(answer: bytes) -> Usage:
+def find_usage(answer: bytes) -> AnswerUsage:
     """The usage in a whole JSON answer; empty where there is none.
 
     >>> find_usage(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}').cached
@@ -94,13 +94,13 @@ def find_usage(answer: bytes) -> Usage:
         return NO_USAGE
 
 
-class _Answer(msgspec.Struct):
+class _AnswerOrEvent(msgspec.Struct):
     """A whole answer, or an event of a stream."""
 
     type: str | None = None
     error: Raw = Raw(b"null")
     detail: Raw = Raw(b"null")  # of FastAPI itself
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     response: _Inner | None = None
     message: _Inner | str | None = None
 
@@ -204,7 +204,7 @@ class AnswerReader:
 
     def _read(self, data: bytes) -> None:
         try:
-            found = msgspec.json.decode(data, type=_Answer)
+            found = msgspec.json.decode(data, type=_AnswerOrEvent)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
         if found.type in _LAST_EVENTS:
