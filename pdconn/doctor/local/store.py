@@ -15,7 +15,9 @@ from shlex import quote
 
 from pdconn.doctor.findings import Finding, fault, note
 from pdconn.doctor.local.limits import sized
+from pdconn.store.errors import FormatError
 from pdconn.store.settings import StoreSettings
+from pdconn.store.shelf.private import check_private
 
 _BLOCK = 4096
 _MOST_FILES = 200_000
@@ -33,6 +35,7 @@ class StoreFacts:
         held_nbytes: of rows in the root already.
         has_direct_io, has_locks: what a file there takes.
         is_file: there is a file in its place.
+        exposed: why an engine would not trust it; None where only its owner can write there.
     """
 
     root: str
@@ -43,6 +46,7 @@ class StoreFacts:
     has_direct_io: bool = True
     has_locks: bool = True
     is_file: bool = False
+    exposed: str | None = None
 
 
 def read_store(settings: StoreSettings) -> StoreFacts:
@@ -54,6 +58,8 @@ def read_store(settings: StoreSettings) -> StoreFacts:
     exists = folder == root
     if not folder.is_dir():
         return StoreFacts(settings.root, exists, f"{folder} is not a folder", is_file=True)
+    if exists and (exposed := _exposed(settings.root)) is not None:
+        return StoreFacts(settings.root, exists, exposed=exposed)
     found = os.statvfs(folder)
     held = _held(root / "rows") if exists else 0
     free = found.f_bavail * found.f_frsize
@@ -69,6 +75,14 @@ def read_store(settings: StoreSettings) -> StoreFacts:
         why = f"cannot write in {folder}: {error.strerror or error}"
         return StoreFacts(settings.root, exists, why, free, held)
     return StoreFacts(settings.root, exists, None, free, held, direct, locks)
+
+
+def _exposed(root: str) -> str | None:
+    try:
+        check_private(root)
+    except (FormatError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _held(rows: Path) -> int:
@@ -128,6 +142,10 @@ def judge_store(facts: StoreFacts, settings: StoreSettings) -> Iterator[Finding]
         elif facts.is_file:
             remedy = 'move that file away, or set another "store.root"'
         yield fault("store.write", "store.root", facts.error, remedy)
+        return
+    if facts.exposed is not None:
+        remedy = f"as the engine's user: chmod go-w {quote(facts.root)}, or set a folder below it"
+        yield fault("store.private", "store.root", facts.exposed, remedy)
         return
     room = facts.free_nbytes + facts.held_nbytes
     if room < settings.capacity and settings.shelf != "obj" and not settings.read_only:

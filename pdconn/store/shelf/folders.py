@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 from pdconn.store.errors import FormatError, ShelfFailure
 from pdconn.store.format.names import RowKind, RowName
+from pdconn.store.shelf.private import check_private
 
 ROOT_VERSION = 1
 """Of the folders above; the rows have a version of their own."""
@@ -328,14 +329,16 @@ def open_root(root: str | os.PathLike[str]) -> None:
     Several processes may do so at once; a root that cannot be written is fine if it is made.
 
     Raises:
-        FormatError: another version, or a file ``format`` that is not ours.
+        FormatError: another version, a file ``format`` that is not ours, or a folder that others
+            may write to.
         ShelfFailure: the root cannot be made or read.
     """
     folder = os.path.abspath(root)
     path = os.path.join(folder, "format")
     expected = _FORMAT % ROOT_VERSION
     try:
-        os.makedirs(folder, 0o700, exist_ok=True)
+        make_private(folder)
+        check_private(folder)
         seen = read_whole(path)
         if seen is None:
             aside = f"{path}.{os.getpid()}-{secrets.token_hex(4)}"
