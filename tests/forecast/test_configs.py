@@ -293,6 +293,19 @@ def test_no_refusal_is_long_whatever_the_file_says() -> None:
         assert len(str(refused.value)) < LONGEST, wrong
 
 
+def test_a_refusal_says_what_to_do() -> None:
+    for wrong, remedy in (
+        (read("exaone-4.0-32b-no-layer-types"), "name each layer's kind in layer_types"),
+        ({**DENSE, "is_encoder_decoder": True}, "serve it from one engine"),
+        ({**DENSE, "use_bidirectional_attention": True}, "serve it from one engine"),
+        ({**DENSE, "index_topk": 2048}, "plan a built-in shape like it (pdconn plan --list)"),
+        (without_type({**DENSE, "index_topk": 2048}), "add the model's model_type"),
+    ):
+        with pytest.raises(UnreadableConfig) as refused:
+            model_shape(wrong)
+        assert remedy in str(refused.value)
+
+
 @pytest.mark.parametrize("given", ["minimax_m3", "qwen3_moes", "falcon", "gemma5", "mimo_v3"])
 def test_another_family_is_never_offered(given: str) -> None:
     """``minimax_m3`` was answered "did you mean 'minimax_m2'?": a plan without its indexer."""

@@ -33,6 +33,7 @@ from pdconn.forecast.model import (
 )
 from registration.references import AttentionKind
 
+_ALONE = "serve it from one engine"
 _WIDE = ("bfloat16", "float16")
 
 
@@ -156,10 +157,10 @@ def _refuse_foreign(keys: Keys, family: str) -> None:
     """What is no decoder of causal attention."""
     if keys.get("is_encoder_decoder"):
         expected = "a decoder-only model: vLLM has no connector for others"
-        raise UnreadableConfig("is_encoder_decoder", expected, True)
+        raise UnreadableConfig("is_encoder_decoder", expected, True, _ALONE)
     if keys.get("is_decoder") is False and keys.get("is_causal") is False:
-        raise UnreadableConfig("is_causal", "causal attention", False)
+        raise UnreadableConfig("is_causal", "causal attention", False, _ALONE)
     both_ways = keys.get("use_bidirectional_attention")
     if both_ways and not (family in GEMMA_4 and both_ways == "vision"):
         expected = "causal attention: other KV depends on tokens that follow"
-        raise UnreadableConfig("use_bidirectional_attention", expected, shown(both_ways))
+        raise UnreadableConfig("use_bidirectional_attention", expected, shown(both_ways), _ALONE)

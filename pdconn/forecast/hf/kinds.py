@@ -86,6 +86,9 @@ def _derived(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]
     nth = known.full_every
     for key in _EVERY:
         if key in known.reads and keys.get(key) is not None:
+            if isinstance(keys[key], str):  # transformers 5.19 itself fails at EXAONE's "LLLG"
+                hint = "name each layer's kind in layer_types"
+                raise UnreadableConfig(key, "a whole number", shown(keys[key]), hint)
             nth = number(keys, key)
             break
     return [WINDOW if not nth or (layer + 1) % nth else FULL for layer in range(layers)]
