@@ -139,6 +139,8 @@ class EngineRegistry:
     def awake(self, role: Role, among: frozenset[str] | None, now: float) -> tuple[str, ...]:
         """Those of ``live`` that do not rest."""
         live = self.live(role, among)
+        if not len(self.rests):
+            return live
         return tuple(name for name in live if not self.rests.is_resting(name, now))
 
     def is_draining(self, engine: str) -> bool:

@@ -38,6 +38,10 @@ class EngineRests:
     def __init__(self) -> None:
         self._failing: dict[str, _Failing] = {}
 
+    def __len__(self) -> int:
+        """Engines whose last request failed: as a rule none."""
+        return len(self._failing)
+
     def failed(self, engine: str, now: float, named_s: float | None = None) -> float | None:
         """Note a failure; the seconds that the engine rests from now on, if it does.
 

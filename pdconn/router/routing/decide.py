@@ -303,6 +303,8 @@ class RequestRouter:
 
 
 def _not_failed(role: Role, request: RoutedRequest, engines: tuple[str, ...]) -> tuple[str, ...]:
+    if not request.failures:
+        return engines
     return tuple(name for name in engines if not request.has_failed_at(name, role))
 
 
