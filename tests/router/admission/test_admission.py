@@ -84,7 +84,8 @@ class _Opening:
     cancel: Callable[[], None]
 
 
-def test_what_the_system_could_not_open_is_counted_apart() -> None:
+@in_loop
+async def test_what_the_system_could_not_open_is_counted_apart() -> None:
     table = Table()
     table.admission.accept_failed()
     assert table.counts == {Dropped.ACCEPT_FAILED: 1}
