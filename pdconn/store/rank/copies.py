@@ -17,6 +17,7 @@ for the interpreter at every run.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +31,12 @@ from transport import Device, Memory, Spans
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
-_LARGEST_GRAIN = 1 << 30
+_PIECE_NBYTES = 16 << 20
+_PIECE_GRAINS = 1 << 17
+"""What a thread of a store holds of the GPU's memory from its start on: bytes, and index entries of
+8 bytes.  A load needs no more, since vLLM has given the rest to KV."""
+
+_LARGEST_GRAIN = _PIECE_NBYTES
 
 
 class Copies(Protocol):
@@ -92,10 +98,14 @@ class HostCopies:
 
 
 class TorchCopies:
-    """Copies by torch: collected in one buffer on the device, then moved segment by segment.
+    """Copies by torch: collected in a buffer on the device, piece by piece.
 
-    A GPU's copies run on a stream of their own, beside the engine's; the caller sees to it
-    that the pass that wrote the KV has ended.
+    The buffer is held from the start on, so that no copy can run out of a GPU's memory.  A GPU's
+    copies run on a stream of their own, beside the engine's; the caller sees to it that the pass
+    that wrote the KV has ended.
+
+    Raises:
+        RuntimeError: no room for the buffer.
     """
 
     def __init__(self, memories: Sequence[Memory]) -> None:
@@ -106,6 +116,8 @@ class TorchCopies:
         device = memories[0].device
         self._device = torch.device(device.kind, device.index)
         self._stream = _stream_on(device)
+        self._buffer = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, device=self._device)
+        self._index = torch.empty(_PIECE_GRAINS, dtype=torch.int64, device=self._device)
 
     def copy_out(self, spans: Spans) -> None:
         """See :class:`Copies`."""
@@ -120,20 +132,29 @@ class TorchCopies:
 
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for gathered in self._memories.gathers(spans):
-                index = torch.from_numpy(gathered.index).to(self._device)
-                move(gathered, self._grains(gathered), index)
+                grains = self._grains(gathered)
+                most = min(_PIECE_NBYTES // gathered.grain, _PIECE_GRAINS)
+                for part, segments in gathered.pieces(most):
+                    count = part.stop - part.start
+                    index = self._index[:count]
+                    index.copy_(torch.from_numpy(gathered.index[part]))
+                    found = self._buffer[: count * gathered.grain].view(grains.dtype)
+                    move(grains, index, found.view(count, -1), segments)
             if self._stream is not None:
                 self._stream.synchronize()
 
-    def _out(self, gathered: _Gather, grains: Any, index: Any) -> None:
-        found = grains.index_select(0, index)
-        for part, address, nbytes in gathered.segments():
+    @staticmethod
+    def _out(grains: Any, index: Any, found: Any, segments: Sequence[_Segment]) -> None:
+        import torch
+
+        torch.index_select(grains, 0, index, out=found)
+        for part, address, nbytes in segments:
             host = _tensor(host_bytes(address, nbytes)).view(found.dtype)
             host.copy_(found[part].view(-1), non_blocking=True)
 
-    def _in(self, gathered: _Gather, grains: Any, index: Any) -> None:
-        found = grains.new_empty((len(index), grains.shape[1]))
-        for part, address, nbytes in gathered.segments():
+    @staticmethod
+    def _in(grains: Any, index: Any, found: Any, segments: Sequence[_Segment]) -> None:
+        for part, address, nbytes in segments:
             host = _tensor(host_bytes(address, nbytes)).view(found.dtype)
             found[part].view(-1).copy_(host, non_blocking=True)
         grains.index_copy_(0, index, found)
@@ -147,6 +168,10 @@ class TorchCopies:
         if not (gathered.grain % 8 or (memory.base + start) % 8):
             found = found.view(torch.int64)
         return found.view((end - start) // gathered.grain, -1)
+
+
+_Segment = tuple[slice, int, int]
+"""Grains that are contiguous in host memory, their address there, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +194,22 @@ class _Gather:
     def end(self) -> int:
         return self.memory.nbytes - (self.memory.nbytes - self.shift) % self.grain
 
-    def segments(self) -> Iterator[tuple[slice, int, int]]:
-        """Grains, address in host memory, and bytes of each segment."""
+    def pieces(self, most: int) -> Iterator[tuple[slice, list[_Segment]]]:
+        """Runs of at most so many grains, with the segments of each, counted from its first."""
+        for start in range(0, len(self.index), most):
+            stop = min(start + most, len(self.index))
+            segments = []
+            number = bisect_right(self.firsts, start) - 1
+            while number < len(self.addresses) and self.firsts[number] < stop:
+                first, last = max(self.firsts[number], start), min(self.firsts[number + 1], stop)
+                address = self.addresses[number] + (first - self.firsts[number]) * self.grain
+                part = slice(first - start, last - start)
+                segments.append((part, address, (last - first) * self.grain))
+                number += 1
+            yield slice(start, stop), segments
+
+    def segments(self) -> Iterator[_Segment]:
+        """Each segment."""
         for number, address in enumerate(self.addresses):
             first, last = self.firsts[number], self.firsts[number + 1]
             yield slice(first, last), address, (last - first) * self.grain

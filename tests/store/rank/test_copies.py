@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile
 
+from pdconn.store.rank import copies as module
 from pdconn.store.rank.copies import Copies, HostCopies, TorchCopies, copies_of
 from tests.property.scale import drawn
 from transport import Device, Memory, Spans
@@ -91,6 +94,39 @@ def test_out_and_in_move_every_run_and_nothing_else(
     copies.copy_in(arena.spans())
     assert all((one == two).all() for one, two in zip(arena.kv, into, strict=True))
     assert (arena.host == host).all()
+
+
+@drawn(40)
+@given(arenas(), st.integers(1, 7))
+def test_pieces_of_any_size_move_every_run_and_nothing_else(arena: Arena, grains: int) -> None:
+    """A GPU's copies hold a buffer of a fixed size; here one of a few grains."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE_GRAINS", grains)
+        test_out_and_in_move_every_run_and_nothing_else.hypothesis.inner_test(arena, TorchCopies)
+
+
+def test_a_copy_takes_no_memory_but_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load had to find room on the GPU for all its bytes, after it was promised."""
+    random = np.random.default_rng(0)
+    size, count = 4096, 2048
+    kv = random.integers(0, 256, size * count, dtype=np.uint8)
+    order = random.permutation(count)
+    runs = [(0, int(block) * size, at * size, size) for at, block in enumerate(order)]
+    arena = Arena([kv], np.zeros(size * count, dtype=np.uint8), runs)
+    monkeypatch.setattr(module, "_PIECE_NBYTES", 1 << 20)
+    wanted, copies = arena.copied_out(), TorchCopies(arena.memories())
+    copies.copy_out(arena.spans())  # what torch loads at its first copy
+    assert (arena.host == wanted).all()
+    assert most_allocated(lambda: copies.copy_out(arena.spans())) < 1 << 16
+    assert most_allocated(lambda: copies.copy_in(arena.spans())) < 1 << 16
+    assert most_allocated(lambda: torch.empty(1 << 20, dtype=torch.uint8)) >= 1 << 20  # control
+
+
+def most_allocated(run: Callable[[], object]) -> int:
+    """Bytes of the largest tensor that torch allocates meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    return max((abs(event.cpu_memory_usage) for event in seen.events()), default=0)
 
 
 def _shifted(arena: Arena) -> Arena:
