@@ -67,6 +67,7 @@ class DebugPage:
         router = self.router
         loads = router.loads.fresh(LOAD_FOR_S)
         tallies, statuses = self._tallies(), self.statuses()
+        pods = dict.fromkeys((*router.caches.feeds, *statuses))  # those without a word, too
         page = {
             "policy": router.policy.name,
             "hashes": router.caches.index.num_hashes,
@@ -74,7 +75,7 @@ class DebugPage:
             "engines": [
                 self._engine(name, loads.get(name), tallies) for name in router.engines.names
             ],
-            "pods": [self._pod(name, statuses.get(name), tallies) for name in router.caches.feeds],
+            "pods": [self._pod(name, statuses.get(name), tallies) for name in pods],
             "decisions": [_brief(one) for one in islice(router.decisions.newest(), SHOWN)],
         }
         return msgspec.json.encode(page)
@@ -178,18 +179,19 @@ class DebugPage:
         }
 
     def _pod(self, name: str, status: Status | None, tallies: Tallies) -> dict[str, object]:
-        feed = self.router.caches.feeds[name]
+        feed = self.router.caches.feeds.get(name)
+        engine, _, rank = name.partition("#")
         pod = self.router.caches.index.pods.get(name)
         groups = {} if pod is None else pod.groups
         return {
             "pod": name,
-            "engine": feed.source.engine,
-            "rank": feed.source.rank,
+            "engine": engine,
+            "rank": int(rank or 0),
             "blocks": 0 if pod is None else pod.num_blocks,
             "stored_blocks": 0 if pod is None else pod.num_stored,
             "row_tokens": None if pod is None else pod.row_tokens,
             "groups": {str(group): spec for group, spec in sorted(groups.items())},
-            "hashing": None if feed.scheme is None else _hashing(feed.scheme),
+            "hashing": None if feed is None or feed.scheme is None else _hashing(feed.scheme),
             "hit_rate": _sum(tallies, {name}, Role).rate,
             "state": None if status is None else status.state.value,
             "status": status,

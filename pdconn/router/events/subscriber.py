@@ -178,6 +178,7 @@ class Subscriber:
         self._look_at_s = 0.0
         self._silent: Silence | None = None
         self._heard = False
+        self._unconnected = 0
         self._computed_before: int | None = None
         self._context = context
         self._silence_s = replay_silence_s
@@ -248,6 +249,7 @@ class Subscriber:
                 return
             if made:
                 self._silent, self._heard, self._computed_before = None, False, None
+                self._unconnected = 0
                 await self._perform(self._tracker.connected(), sockets)
             for frames in published:
                 await self._published(frames, sockets)
@@ -265,7 +267,8 @@ class Subscriber:
         if self._silent is not None or computed is None or (is_up and self._heard):
             return
         if not is_up:
-            self._silent = Silence.NOT_BOUND
+            self._unconnected += 1  # a second look, as the first may be at a busy moment
+            self._silent = Silence.NOT_BOUND if self._unconnected > 1 else None
         elif self._computed_before is None:
             self._computed_before = computed
         elif computed - self._computed_before >= SILENT_TOKENS:

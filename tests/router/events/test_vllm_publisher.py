@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from pdconn.router.events.subscriber import (
     Subscriber,
 )
 from pdconn.router.events.tracker import State
+from tests.fakes.deployment import deployment
+from tests.fakes.event_loop import in_loop
 from tests.router.events.publisher import Publisher, two_ports
 from tests.router.events.rig import Recorder, run, source
 
@@ -104,7 +107,8 @@ def test_a_replay_that_is_not_answered_is_logged_once(caplog: pytest.LogCaptureF
 
 # --- an engine that is at work and publishes nothing -----------------------------------------
 
-LOOK_S = 0.1
+LOOK_S = 0.3
+NUM_LOOKS = 5
 
 
 def silences(
@@ -116,7 +120,7 @@ def silences(
     publishes: bool = True,
     of_each_look: int = SILENT_TOKENS,
 ) -> list[str]:
-    """What is logged of an engine with this ``endpoint`` within ten looks at it."""
+    """What is logged of an engine with this ``endpoint`` within some looks at it."""
     ports = two_ports()
     computed = 0
 
@@ -130,7 +134,7 @@ def silences(
         subscriber = Subscriber(known, Recorder(), computed=more, look_every_s=LOOK_S)
         subscriber.start()
         try:
-            for block in range(10):
+            for block in range(NUM_LOOKS):
                 if publishes:
                     publish(block)
                 await asyncio.sleep(LOOK_S)
@@ -184,4 +188,31 @@ def test_an_engine_that_computes_nothing_may_publish_nothing(
 
 
 def test_seconds_are_few() -> None:
-    assert LOOK_EVERY_S <= 5
+    assert 2 * LOOK_EVERY_S <= 6
+
+
+@pytest.mark.parametrize("binds", [False, True])
+@in_loop
+async def test_the_router_and_its_page_say_that_nothing_is_published(
+    vllm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, binds: bool
+) -> None:
+    """From the engine's own page it knows that the engine is at work."""
+    monkeypatch.setitem(Subscriber.__init__.__kwdefaults__, "look_every_s", LOOK_S)
+    port, _ = two_ports()
+    host = "*" if binds else "127.0.0.1"
+    with publishing(vllm, f"tcp://{host}:{port}", None) as publish:
+        publish(1)
+        events = f"events=tcp://127.0.0.1:{port}"
+        async with deployment(word=lambda engine: f"{engine.url},{events}") as d:
+            for engine in (*d.prefill, *d.decode):
+                engine.metrics_page = "vllm:prompt_tokens_total 100.0\n"
+            await d.proxy.router.loads.poll_now()
+            await asyncio.sleep(NUM_LOOKS * LOOK_S)
+            state = json.loads((await d.send("/debug/state", method="GET")).body)
+    said = [one["status"]["silent"] for one in state["pods"]]
+    lines = [one.getMessage() for one in caplog.records if "nothing listens" in one.getMessage()]
+    if binds:
+        assert (said, lines) == ([None, None], [])
+    else:
+        assert said == [f"nothing listens at tcp://127.0.0.1:{port}"] * 2
+        assert len(lines) == 2
