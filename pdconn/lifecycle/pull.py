@@ -302,6 +302,14 @@ class Pull:
         done: list[Effect] = [SendDone()] if tell else []
         return [*done, ReportFailed(reason)] if self.wanted else done
 
+    def abandon(self, reason: str, now: float) -> list[Effect]:
+        """As :meth:`fail`, without waiting for a read that runs."""
+        effects = self.fail(reason, now)
+        if self.state is PullState.DRAINING:
+            self._wait_until = now
+            effects += self.tick(now)
+        return effects
+
     def tick(self, now: float) -> list[Effect]:
         """Time passed: renew, or give up."""
         state = self.state

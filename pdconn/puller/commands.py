@@ -54,4 +54,11 @@ class CancelPull:
     request: str
 
 
-Command = ClaimTicket | ReadBlocks | FailPull | CancelPull
+@dataclass(frozen=True, slots=True)
+class AbandonPull:
+    """Report the request as failed now: a read that runs is left behind, and its blocks too."""
+
+    request: str
+
+
+Command = ClaimTicket | ReadBlocks | FailPull | CancelPull | AbandonPull

@@ -35,7 +35,7 @@ from pdconn.protocol.messages import (
     Reader,
 )
 from pdconn.protocol.ticket import check_blocks
-from pdconn.puller.commands import ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.puller.commands import AbandonPull, ClaimTicket, Command, FailPull, ReadBlocks
 from pdconn.puller.entry import Measured, PullAlarms, PullEntry
 from pdconn.puller.peers import (
     MAX_PEERS,
@@ -118,6 +118,9 @@ class Pulls:
             self._start_read(command)
         elif isinstance(command, FailPull):
             self._report_failed(command.request, command.reason)
+        elif isinstance(command, AbandonPull):
+            if (entry := self._entries.get(command.request)) is not None:
+                self._perform(entry, entry.machine.abandon("it took too long", self._clock()))
         else:
             self._cancel(command.request)
         self._drain()

@@ -27,7 +27,7 @@ it does not bring is computed here anyway, so it costs its request nothing but t
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,17 +35,22 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.prefix import parse_prefix_ticket, ticket_from
 from pdconn.protocol.ticket import Ticket, max_blocks_for, parse_ticket, trimmed
-from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.puller.commands import (
+    AbandonPull,
+    CancelPull,
+    ClaimTicket,
+    Command,
+    FailPull,
+    ReadBlocks,
+)
 from pdconn.puller.peers import PeerKey
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.prompt import parent_of
-from pdconn.vllm.tracked import Tracked, key_of
+from pdconn.vllm.tracked import StartedPulls, Tracked, key_of
 from transport.errors import shown
 
 log = logging.getLogger(__name__)
-
-_REMEMBERED = 4096
 
 
 class ConsumerScheduler:
@@ -89,7 +94,7 @@ class ConsumerScheduler:
         self._is_registered = False
         self._tracked: dict[str, Tracked] = {}
         self._pulling: dict[tuple[str, str], int] = {}
-        self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._started = StartedPulls()
         self._commands: list[Command] = []
         self._number = 0
         self._counts: Counter[str] = Counter()
@@ -101,7 +106,6 @@ class ConsumerScheduler:
         """For an engine of vLLM's ``config``."""
         recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         parallel = config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return cls(
             incarnation,
             recompute=recompute,
@@ -109,7 +113,7 @@ class ConsumerScheduler:
             max_model_len=config.model_config.max_model_len,
             has_states=has_states,
             num_lookahead=num_lookahead,
-            num_ranks=ranks,
+            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             # A request whose pull failed is asked about again under the other policy.
             is_awaiting=has_store and not recompute,
         )
@@ -125,7 +129,7 @@ class ConsumerScheduler:
         """
         self._splits = splits
         if self._is_registered:
-            self._commands = []
+            self._commands.clear()
             for request_id, tracked in self._tracked.items():
                 if tracked.pulling:
                     self._commands.append(FailPull(request_id, "the engine has slept"))
@@ -174,7 +178,7 @@ class ConsumerScheduler:
 
     def _track(self, request: Any, tracked: Tracked, ticket: Ticket) -> None:
         self._tracked[request.request_id] = tracked
-        if self._was_started(ticket, tracked.parent):
+        if self._started.has(key_of(ticket), tracked.parent):
             tracked.ticket, tracked.follows = None, key_of(ticket)
             return
         self._claim(request.request_id, tracked, ticket)
@@ -219,7 +223,7 @@ class ConsumerScheduler:
             if outcome.problem is None:
                 tracked.granted.add(outcome.rank)
             elif tracked.ticket is not None and tracked.problem is None:
-                self._lost(outcome.request, tracked.ticket, outcome.problem)
+                self._lost(outcome.request, outcome.problem)
 
     def pulled_until(self, request: Any) -> int:
         """Tokens up to which a pull will bring what is not held; 0 if none is promised now."""
@@ -258,7 +262,7 @@ class ConsumerScheduler:
         tracked.pulling = True
         key = key_of(tracked.ticket)
         self._pulling[key] = self._pulling.get(key, 0) + 1
-        self._note_started(key, tracked.parent)
+        self._started.add(key, tracked.parent)
         tracked.blocks = blocks
         until = tracked.num_local + num_external
         starts = (tracked.num_local,) * len(blocks) if held is None else held(tracked.num_local)
@@ -294,26 +298,30 @@ class ConsumerScheduler:
             self._give_up(request.request_id, tracked)
 
     def waiting(self, *, prefixes: bool) -> list[str]:
-        """Requests without blocks that hold a claim, for a prefix or a whole prompt; oldest first.
+        """Requests that hold a claim, or ask for one, and have no blocks; oldest first."""
+        waiting = {name: one.prefix for name, one in self._tracked.items() if one.is_waiting}
+        return [name for name, prefix in waiting.items() if bool(prefix) == prefixes]
 
-        This includes requests whose claims are on their way.
-        """
-        return [
-            name
-            for name, tracked in self._tracked.items()
-            if tracked.ticket is not None
-            and tracked.problem is None
-            and not tracked.pulling
-            and bool(tracked.prefix) == prefixes
-        ]
+    def prefix_of(self, request_id: str) -> int:
+        """Tokens of the prefix that a request may still pull, or pulls; 0 without one."""
+        tracked = self._tracked.get(request_id)
+        return 0 if tracked is None or tracked.ticket is None else tracked.prefix
+
+    def abandon(self, request_id: str) -> None:
+        """A prefix takes too long: its request computes, though a read of it may still run."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.ticket is not None:
+            self._counts["prefixes_late"] += 1
+            if tracked.pulling:
+                self._commands.append(AbandonPull(request_id))
+            elif tracked.problem is None:
+                self._lost(request_id, "its lender did not answer in time")
 
     def give_way(self, requests: Iterable[str]) -> None:
         """End the claims of these waiting requests, which go on without their tickets."""
         for name in requests:
-            ticket = self._tracked[name].ticket
-            assert ticket is not None
             self._counts["tickets_gave_way"] += 1
-            self._lost(name, ticket, "gave way, since nothing moved while blocks were lent")
+            self._lost(name, "gave way, since nothing moved while blocks were lent")
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
@@ -353,11 +361,14 @@ class ConsumerScheduler:
             name = shown(request.request_id)
             log.warning("pdconn: ticket of %s is not for its prompt: %s", name, tracked.problem)
 
-    def _lost(self, request_id: str, ticket: Ticket, problem: str) -> None:
+    def _lost(self, request_id: str, problem: str) -> None:
         """A claim failed: give up those of the other ranks, and go on without the ticket.
 
         If a sibling pulls with the ticket all the same, its blocks are waited for.
         """
+        tracked = self._tracked[request_id]
+        ticket = tracked.ticket
+        assert ticket is not None
         log.warning(
             "pdconn: ticket of %s is of no use, going on without: lender=%s reason=%s",
             shown(request_id),
@@ -366,7 +377,6 @@ class ConsumerScheduler:
         )
         self._counts["tickets_gone"] += 1
         self._commands.append(CancelPull(request_id))
-        tracked = self._tracked[request_id]
         tracked.ticket, tracked.follows = None, key_of(ticket)
 
     def _fail(self, request_id: str, tracked: Tracked) -> None:
@@ -388,13 +398,3 @@ class ConsumerScheduler:
         left = self._pulling.pop(key, 1) - 1
         if left > 0:
             self._pulling[key] = left
-
-    def _note_started(self, key: tuple[str, str], parent: str | None) -> None:
-        """Siblings that come from now on may find the lease consumed."""
-        if parent is not None:
-            self._started[(*key, parent)] = None
-            while len(self._started) > _REMEMBERED:
-                self._started.popitem(last=False)
-
-    def _was_started(self, ticket: Ticket, parent: str | None) -> bool:
-        return parent is not None and (*key_of(ticket), parent) in self._started

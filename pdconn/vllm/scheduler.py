@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.lendable import answer_of
+from pdconn.vllm.lends.patience import PrefixPatience
 from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
 from pdconn.vllm.patches.deferred_frees import defer_frees
@@ -67,6 +68,7 @@ class PdScheduler:
     """
 
     _waits: BlockWaits | None = None  # where it lends
+    _patience = cached_property(lambda self: PrefixPatience(steady))
 
     def __init__(
         self, settings: Settings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -206,6 +208,11 @@ class PdScheduler:
         found: tuple[int | None, bool] = (0, False)
         if self._consumer is not None:
             found = self._consumer.matched(request, num_local)
+            name, count = request.request_id, found[0]
+            if count is not None:
+                self._patience.misses(request, request.num_tokens - num_local - count)
+            elif prefix := self._consumer.prefix_of(name):
+                self._patience.awaits(name, prefix)
         if found[0] == 0 and self._store is not None:
             stored = self._store.matched(request, num_local)
             return stored, bool(stored)
@@ -224,15 +231,19 @@ class PdScheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """See :meth:`ConsumerScheduler.allocated` and :meth:`StoreScheduler.allocated`."""
-        ids = self._config.select_transfer_block_ids(blocks.get_block_ids())
+        name, ids = request.request_id, blocks.get_block_ids()
+        ids = self._config.select_transfer_block_ids(ids)
         if self._producer is not None:
             groups = self._config.transfer_groups
             self._producer.allocated(request, partial(without_scratch, groups, ids))
         if self._waits is not None:
             self._waits.allocated(request, num_external)
+        if self._consumer is not None:
+            is_prefix = self._consumer.prefix_of(name) > 0
+            self._patience.allocated(name, num_external if is_prefix else 0)
         is_stored = self._store is not None and self._store.allocated(request, ids, num_external)
         if is_stored:
-            self._loading_from_store.add(request.request_id)
+            self._loading_from_store.add(name)
         if self._consumer is not None:
             held = None
             if self.completes_hits:
@@ -253,6 +264,8 @@ class PdScheduler:
         if self._waits is not None:
             self._waits.stepped(num_tokens)
         if self._consumer is not None:
+            for request_id in self._patience.overdue():
+                self._consumer.abandon(request_id)
             metadata.commands = self._consumer.take_commands()
         if self._producer is not None:
             metadata.to_sum = self._producer.take_sums()
@@ -272,7 +285,7 @@ class PdScheduler:
             if self._store is not None:
                 self._store.note(report.store)
         for request_id in received:
-            self._received(request_id)
+            self._received(request_id, failed=request_id in output.failed_recving)
         if self._consumer is None:
             return
         if isinstance(report, PdWorkerReport):
@@ -288,8 +301,9 @@ class PdScheduler:
         for request_id in received:
             self._consumer.reported(request_id)
 
-    def _received(self, request_id: str) -> None:
+    def _received(self, request_id: str, *, failed: bool) -> None:
         """A load or pull has ended, well or not."""
+        self._patience.received(request_id, failed=failed)
         if self._waits is not None:
             self._waits.received(request_id)
         if request_id in self._loading_from_store and self._store is not None:
@@ -327,6 +341,7 @@ class PdScheduler:
             self._store.finished(request)
         if self._waits is not None:
             self._waits.finished(request.request_id)
+        self._patience.finished(request.request_id)
         if self._producer is None:
             return None
         ticket = None

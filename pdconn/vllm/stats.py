@@ -76,6 +76,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "pdconn:tickets_gone",
         "Tickets whose claim failed before their pull began: loaded from the store, or computed.",
     ),
+    "prefixes_late": (
+        "pdconn:prefixes_late",
+        "Prefixes whose claim or pull took longer than computing them: computed.",
+    ),
     "tickets_gave_way": (
         "pdconn:tickets_gave_way",
         "Of these, tickets whose claims were given up while their requests waited for blocks and "

@@ -5,12 +5,15 @@ A ticket is held against its request's prompt: as many tokens, and an equal dige
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdconn.protocol.errors import TicketError
 from pdconn.protocol.ticket import Ticket, TicketCut
 from pdconn.vllm.prompt import EMBEDDINGS, has_embeddings, prefix_digests, prompt_digest
+
+_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
@@ -46,6 +49,11 @@ class Tracked:
     over: bool = False
     prefix: int = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it holds a claim, or asks for one, and has no blocks."""
+        return self.ticket is not None and self.problem is None and not self.pulling
+
     def is_open(self, request: Any) -> bool:
         """Whether the engine, which may ask again, is still to be told of it."""
         return bool(self.prefix or request.kv_transfer_params.get("do_remote_prefill"))
@@ -68,6 +76,27 @@ class Tracked:
             self.prefix = found
             return None
         return _problem_of_prompt(request, self.ticket, has_states)
+
+
+class StartedPulls:
+    """Pulls of best-of-n requests that have begun, the last few thousand.
+
+    Siblings that come from then on may find the lease consumed.
+    """
+
+    def __init__(self) -> None:
+        self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+
+    def add(self, key: tuple[str, str], parent: str | None) -> None:
+        """The pull of a ticket has begun; ``parent`` is that of a best-of-n request."""
+        if parent is not None:
+            self._started[(*key, parent)] = None
+            while len(self._started) > _REMEMBERED:
+                self._started.popitem(last=False)
+
+    def has(self, key: tuple[str, str], parent: str | None) -> bool:
+        """Whether a sibling's pull has begun."""
+        return parent is not None and (*key, parent) in self._started
 
 
 def key_of(ticket: Ticket) -> tuple[str, str]:

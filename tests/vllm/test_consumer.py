@@ -27,6 +27,7 @@ def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) ->
         request_id=name,
         prompt_token_ids=list(tokens),
         num_prompt_tokens=len(tokens),
+        num_tokens=len(tokens),
         lora_request=None,
         mm_features=[],
     )

@@ -41,6 +41,7 @@ def request(name: str, port: int) -> Any:
         request_id=name,
         prompt_token_ids=PROMPT,
         num_prompt_tokens=len(PROMPT),
+        num_tokens=len(PROMPT),
         lora_request=None,
         mm_features=[],
     )

@@ -202,6 +202,7 @@ class Rig:
             request_id=name,
             prompt_token_ids=PROMPT,
             num_prompt_tokens=len(PROMPT),
+            num_tokens=len(PROMPT),
             lora_request=None,
             mm_features=[],
         )

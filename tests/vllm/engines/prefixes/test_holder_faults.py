@@ -17,6 +17,7 @@ import pytest
 from pdconn.lab.client import Client, lend_prefix, prefill_only
 from pdconn.lab.compare import Answer, compare, make_prompts
 from pdconn.lab.engine import Engine, wait_ready
+from pdconn.vllm.lends.patience import LEAST_S
 from tests.forked.engines import running
 from tests.vllm.engines.engines import PdPair, cache_beside
 from tests.vllm.engines.families.handover import COARSE, NUM_TOKENS, Prompt, engine
@@ -124,6 +125,22 @@ def test_a_holder_that_stalls_costs_a_bounded_time(scene: Scene) -> None:
     assert scene.is_right(prompt, seen)
     assert scene.pulls() == pulls
     assert took_s < 3 * CLAIM_TIMEOUT_S + 10.0, "it would be 30 s of a lease otherwise"
+
+
+def test_a_holder_that_freezes_after_it_has_granted_costs_little_more_than_computing(
+    scene: Scene,
+) -> None:
+    """The read has not begun then, and hangs; the lease would last 15 s."""
+    prompt, ticket = scene.lent(8)
+    began = time.monotonic()
+    try:
+        seen = scene.amid(scene.holder.pause, prompt, ticket, "other")
+        took_s = time.monotonic() - began
+    finally:
+        scene.holder.resume()
+    print(f"a holder that froze cost {took_s:.1f} s")
+    assert scene.is_right(prompt, seen)
+    assert took_s < LEAST_S + 3.0
 
 
 def test_a_holder_that_dies_or_starts_again_is_done_without(scene: Scene) -> None:
