@@ -68,7 +68,7 @@ class Committed:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _Unnoted:
     """A row whose notes are not all there; ``since`` the step that first saw it."""
 
     batch: SaveBatch
@@ -100,8 +100,8 @@ class Committer:
         self._nbytes = {RowKind.FA: row_nbytes(layout.fa)}
         if layout.wa is not None:
             self._nbytes[RowKind.WA] = row_nbytes(layout.wa)
-        self._waiting: dict[RowName, _Waiting] = {}
-        self._added: list[_Waiting] = []
+        self._waiting: dict[RowName, _Unnoted] = {}
+        self._added: list[_Unnoted] = []
         self._last_note: float | None = None
         self._failures = 0
         self._not_saved: set[str] = set()
@@ -123,7 +123,7 @@ class Committer:
     def add(self, batch: SaveBatch) -> None:
         """Rows are on their way."""
         for row in batch.rows:
-            waiting = self._waiting[row.name] = _Waiting(batch, row)
+            waiting = self._waiting[row.name] = _Unnoted(batch, row)
             self._added.append(waiting)
 
     def not_saved(self, part: str) -> None:
@@ -176,7 +176,7 @@ class Committer:
             self._discard_again(shelf, now)
         return done
 
-    def _is_late(self, waiting: _Waiting, now: float) -> bool:
+    def _is_late(self, waiting: _Unnoted, now: float) -> bool:
         """Whether neither the row was added nor any row was written within the time."""
         times = [at for at in (self._last_note, waiting.since) if at is not None]
         return bool(times) and now - max(times) > NOTES_S

@@ -16,7 +16,7 @@ _PAUSE_S, _LONGEST_S = 5.0, 60.0
 """How long no request is looked up after one waited in vain, doubled each time."""
 
 
-class Patience:
+class LoadPatience:
     """The breaker of one engine's loads.  Its thread only; times are of one clock."""
 
     def __init__(self) -> None:

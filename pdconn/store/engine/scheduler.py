@@ -36,7 +36,7 @@ from pdconn.store.commands import (
 from pdconn.store.engine.commits import SaveBatch
 from pdconn.store.engine.keeper import Keeper
 from pdconn.store.engine.lookups import Extras, Lookup, LookupThread
-from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, Patience
+from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
 from pdconn.store.engine.requests import LoadStage, RequestFetch, Save, StoredRequest
 from pdconn.store.engine.saves import RowBlocks, Saving, block_lists, rows_to_save
 from pdconn.store.engine.space import StagingSpace
@@ -75,7 +75,7 @@ class StoreScheduler:
         self._num_ranks = len(opening.replicas)
         self._spacing, self._blocks = spacing, blocks
         self._lookups, self._keeper, self._clock = lookups, keeper, clock
-        self._space, self._patience = StagingSpace(settings.staging), Patience()
+        self._space, self._patience = StagingSpace(settings.staging), LoadPatience()
         self._tracked: dict[str, StoredRequest] = {}
         self._fetches: dict[int, RequestFetch] = {}
         self._saves: dict[int, int] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, Patience
+from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
 from pdconn.store.format.names import RowName
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from tests.store.joined.rig import FakeEngine, Model, Shape
@@ -111,9 +111,9 @@ def test_a_shelf_that_hangs_costs_one_request_its_wait(hung: Hung) -> None:
 @pytest.mark.parametrize("hung", MOST_S, indirect=True)
 def test_waiting_anew_each_time_is_caught(hung: Hung, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: as it was, each request waits for itself."""
-    monkeypatch.setattr(Patience, "admits", lambda self, request, now: True)
+    monkeypatch.setattr(LoadPatience, "admits", lambda self, request, now: True)
     monkeypatch.setattr(
-        Patience, "is_over", lambda self, request, waited_s, most_s, now: waited_s > most_s
+        LoadPatience, "is_over", lambda self, request, waited_s, most_s, now: waited_s > most_s
     )
     with pytest.raises(AssertionError):
         test_a_shelf_that_hangs_costs_one_request_its_wait(hung)

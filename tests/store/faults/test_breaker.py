@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdconn.store.breaker import Breaker
-from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, Patience
+from pdconn.store.engine.patience import FETCH_S, LOOKUP_S, LoadPatience
 
 
 def test_a_breaker_opens_at_a_failure_and_closes_at_a_success() -> None:
@@ -47,7 +47,7 @@ def test_a_try_of_which_nothing_is_heard_is_followed_by_another() -> None:
 
 @pytest.mark.parametrize("most_s", [LOOKUP_S, FETCH_S])
 def test_one_request_waits_for_a_shelf_that_hangs(most_s: float) -> None:
-    patience = Patience()
+    patience = LoadPatience()
     assert all(patience.admits(name, 0.0) for name in "abc")
     assert not patience.is_over("a", most_s, most_s, most_s)
     assert patience.is_over("a", most_s + 0.1, most_s, most_s + 0.1)
