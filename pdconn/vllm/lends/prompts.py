@@ -3,7 +3,8 @@
 A prompt that is computed for another engine stays pinned until that engine has blocks for it.
 Where two engines compute for each other, each may be full of prompts that wait for room at the
 other.  So an engine that decodes, too, begins such a prompt only while all that it computes for
-others and lends is within a share of its blocks.  What waits for that holds nothing, anywhere::
+others and lends is within a share of its blocks.  What waits for that has no blocks here, and a
+claim for its prefix gives way (:mod:`pdconn.vllm.lends.waits`)::
 
     blocks   |######## lent ###|~~~ computed, to be lent ~~~|......................|
              |<------------------ the share --------------->|<--- to decode in --->|

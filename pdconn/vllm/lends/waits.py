@@ -85,7 +85,7 @@ class BlockWaits:
             self._handed_over_at = self._clock()
 
     def is_held_back(self, request: Any) -> bool:
-        """Whether a request is to wait since as much is lent as may be; it holds nothing then."""
+        """Whether a request is to wait, since as much is lent as may be; it has no blocks then."""
         if not self._is_to_be_lent(request) or self._manager is None:
             return False
         if self._clock() - self._handed_over_at > DECODES_S:

@@ -14,7 +14,7 @@ from tests.simulation.whole.engine import IDLE_S, Engine
 from tests.simulation.world import NO_FAULTS, World
 
 CLIENTS = 16
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """Virtual seconds after which what is not answered never will be."""
 
 
