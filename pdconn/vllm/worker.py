@@ -84,6 +84,7 @@ class PdWorker:
         self._scratch: Scratch | None = None
         self._rehearsed: list[object] = []
         self._is_idle = False
+        self._others_wait = False
         self._lends = False
         self._rank = 0
 
@@ -103,6 +104,8 @@ class PdWorker:
         traits = content if self._settings.enforce_handshake_compat else {}
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
+        # vLLM leaves it at 1 where the ranks do not step together, as those of a dense model.
+        self._others_wait = self._config.parallel_config.data_parallel_size > 1
         name = f"{transfer.engine_id}-{pp.rank_in_group}-{tp_rank}"
         transport = open_transport(self._settings, self._config, name, lends=self._lends)
         self._memory = RegisteredKVMemory(transport, references, tuple(kv_caches.values()))
@@ -162,7 +165,9 @@ class PdWorker:
         """What ended since the last step.
 
         An idle step ends at the first report: an engine that only waits for pulls steps
-        without a pause otherwise, and takes the cores that they need.
+        without a pause otherwise, and takes the cores that they need.  Not a data-parallel rank of
+        a model with experts: every rank takes part in every step, and those with work would
+        wait for ours.
 
         Raises:
             BackendFailure: we lend, and no peer can read from us any more.
@@ -171,7 +176,7 @@ class PdWorker:
         if self._lends and self._memory is not None:
             self._memory.transport.check()
         results = KVConnectorTransferResults()
-        if self._is_idle:
+        if self._is_idle and not self._others_wait:
             self._wait()
         if self._store is not None:
             self._collect_stored(self._store, results)

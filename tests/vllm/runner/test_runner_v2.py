@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.vllm.runner import rig as rigs
 from tests.vllm.runner.rig import (
     DEFERS,
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -185,6 +186,33 @@ def test_what_a_worker_reports_reaches_the_scheduler(both: Rig, step: Step) -> N
     step(prefill)
     later = prefill.outputs[-1]
     assert later is None or later.kv_connector_worker_meta is None
+
+
+@pytest.mark.parametrize(("num_ranks", "waits"), [(1, True), (2, False)])
+def test_an_idle_step_waits_for_a_pull_where_no_other_rank_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, waits: bool
+) -> None:
+    """Data-parallel ranks of a model with experts step together, those without work as well."""
+    made = rigs._config
+
+    def config(role: str) -> Any:
+        found = made(role)
+        found.parallel_config.data_parallel_size = num_ranks
+        return found
+
+    monkeypatch.setattr(rigs, "_config", config)
+    with rig(monkeypatch) as both:
+        puller = both.decode.worker._worker._puller
+        waited: list[float] = []
+        monkeypatch.setattr(puller, "wait", waited.append)
+        idle(both.decode)
+        assert bool(waited) is waits
+        request = both.request("r")
+        both.decode.ask(request)
+        both.decode.until(
+            lambda: both.decode.reported("finished_recving"), lambda: idle(both.decode)
+        )
+        assert both.is_pulled()
 
 
 def test_an_idle_step_without_news_tells_nothing(both: Rig) -> None:
