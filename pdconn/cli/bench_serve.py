@@ -23,6 +23,7 @@ from pdconn.lab.demo import check_dependencies
 from pdconn.lab.errors import LabError
 from pdconn.lab.model import SPECS, write_model
 from pdconn.lab.spec import SERVED_NAME, EngineSpec
+from pdconn.lab.starting import StartingEngines
 
 SINGLE = "single"
 _CONTESTANTS = (SINGLE, *CONNECTORS)
@@ -170,7 +171,7 @@ def _measured_here(
     model = write_model(args.directory / "models", SPECS[args.model or _MODEL])
     directory = args.directory / "run"
     log(f"starting {', '.join(names)}; logs are in {directory}")
-    progress = _StartProgress(log)
+    progress = StartingEngines(log, 10)
     with running_contestants(names, model, args.cores, directory, progress.show) as contestants:
         for engine in (engine for one in contestants for engine in one.engines):
             log(f"{engine.spec.name} ready after {engine.boot_s or 0.0:.0f} s")
@@ -253,18 +254,3 @@ def _check_lab(args: argparse.Namespace, plan: RunPlan) -> None:
     if plan.prompt_tokens + plan.output_tokens > longest:
         asked = f"{plan.prompt_tokens} + {plan.output_tokens}"
         raise BadOption("prompt and output", f"at most {longest} tokens together", asked)
-
-
-class _StartProgress:
-    """A line every ten seconds about an engine that is still starting."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._shown = 0
-
-    def show(self, name: str, seconds: float, line: str) -> None:
-        """Called every second for each starting engine."""
-        tens = int(seconds) // 10
-        if tens > self._shown:
-            self._shown = tens
-            self._log(f"{name} is starting: {line[-100:].strip()}")

@@ -19,6 +19,7 @@ from pdconn.lab.demo import (
     DemoPlan,
     DemoRow,
     check_dependencies,
+    curl,
     draw,
     run_demo,
 )
@@ -27,9 +28,9 @@ from pdconn.lab.model import TINY, write_model
 from pdconn.lab.table import table
 
 _EPILOG = """\
-Starts one prefill and one decode vLLM engine and the proxy on this machine, sends
-prompts of several lengths, and compares every answer with that of one engine alone:
-tokens must be equal, and log-probabilities within --tolerance.
+Starts three vLLM engines (prefill, decode, and one alone) and the proxy on this machine,
+sends prompts of several lengths through the proxy and to the engine alone, and compares
+the answers: tokens must be equal, and log-probabilities within --tolerance.
 
 Without --model it writes a tiny hybrid model (full attention and sliding windows)
 with random weights. --model takes any model that vLLM serves.
@@ -139,7 +140,10 @@ def _addresses(served: DemoAddresses, *, keeps: bool) -> str:
     """The last line: where the live page is, or was."""
     if not keeps:
         return f"live page: was {served.admin_url}/ (--keep leaves it running)"
-    return f"live page: {served.admin_url}/ (API: {served.url}/v1; Ctrl-C stops everything)"
+    return (
+        f"live page: {served.admin_url}/ (API: {served.url}/v1; Ctrl-C stops everything)\n"
+        f"try it:    {curl(served.url)}"
+    )
 
 
 def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:

@@ -7,6 +7,7 @@ equal and log-probabilities within a tolerance.  Bytes come from the decode engi
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from pdconn.lab.engine import Engine, missing_libraries, running
 from pdconn.lab.errors import MissingBuild, MissingDependency, MissingLibrary, PortInUse
 from pdconn.lab.ports import LOCALHOST, free_ports, is_free
 from pdconn.lab.proxy import admin_url, running_proxy
-from pdconn.lab.spec import EngineSpec
+from pdconn.lab.spec import SERVED_NAME, EngineSpec
+from pdconn.lab.starting import StartingEngines
 from transport.nixl.builds import installed_versions, missing_build, torch_cuda_major
 
 LENGTHS = (1, 31, 65, 200, 500, 1000, 2000, 3000)
@@ -129,6 +131,7 @@ def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:
         running_proxy([prefill.url], [decode.url], plan.directory, plan.port) as url,
     ):
         say(f"proxy ready at {url}, its live page at {admin_url(url)}/")
+        say(f"ask it yourself: {curl(url)}")
         through, reference = Client(url), Client(alone.url)
         say("warming up: an engine's first request is its slowest")
         for client in (through, reference):
@@ -146,6 +149,12 @@ def run_demo(plan: DemoPlan, say: Say, ended: Ended) -> None:
             say(f"{label}: {'agrees' if mismatch is None else mismatch}")
         ended(rows, DemoAddresses(url, admin_url(url)))
         say("stopping")
+
+
+def curl(url: str) -> str:
+    """A command that asks the proxy at ``url``."""
+    body = json.dumps({"model": SERVED_NAME, "prompt": "Once upon a time", "max_tokens": 16})
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
 def check_dependencies() -> None:
@@ -215,12 +224,13 @@ def _counted(decode: Engine, proxy_url: str) -> dict[str, float]:
 
 @contextmanager
 def _engines(plan: DemoPlan, say: Say) -> Iterator[tuple[Engine, ...]]:
-    def progress(name: str, seconds: float, line: str) -> None:
-        if int(seconds) % 5 == 0:
-            say(f"{name} is starting, {seconds:.0f} s: {line[-100:].strip()}")
-
-    say("starting three vLLM engines: prefill, decode, and one alone for comparison")
-    with running(demo_specs(plan), plan.directory, progress=progress) as engines:
+    say(f"model: {plan.model}, served as {SERVED_NAME!r}")
+    say(
+        "starting three vLLM engines: prefill, decode, and one alone to compare with; "
+        f"their logs are {plan.directory}/NAME.log"
+    )
+    progress = StartingEngines(say)
+    with running(demo_specs(plan), plan.directory, progress=progress.show) as engines:
         for engine in engines:
             say(f"{engine.spec.name} ready at {engine.url} after {engine.boot_s:.0f} s")
         yield engines

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,7 +14,8 @@ import pytest
 
 from pdconn.cli.demo import _draw, render
 from pdconn.cli.main import main
-from pdconn.lab.demo import DemoPlan, DemoRow, demo_specs, draw
+from pdconn.lab.demo import DemoPlan, DemoRow, curl, demo_specs, draw
+from pdconn.lab.starting import StartingEngines
 from pdconn.lab.table import table
 
 
@@ -55,6 +58,26 @@ def test_three_engines_two_of_them_with_the_connector() -> None:
     roles = [(spec.kv_transfer_config or {}).get("kv_role") for spec in specs]
     assert roles == ["kv_producer", "kv_consumer", None]
     assert len({spec.port for spec in specs}) == 3
+
+
+def test_progress_names_who_is_starting_and_no_tail_of_a_log() -> None:
+    said: list[str] = []
+    progress = StartingEngines(said.append)
+    for second in range(12):
+        for name in ("prefill", "decode", "alone")[: 3 if second < 8 else 1]:
+            progress.show(name, second, "...k/site-packages/torch/x.py:5: UserWarning: half a l")
+    assert said == [
+        "still starting after 5 s: prefill, decode, alone",
+        "still starting after 10 s: prefill",
+    ]
+
+
+def test_the_curl_that_is_named_asks_for_the_model_that_is_served() -> None:
+    words = shlex.split(curl("http://h:1"))
+    assert words[:2] == ["curl", "http://h:1/v1/completions"]
+    (served,) = {spec.command()[spec.command().index("--served-model-name") + 1]
+                 for spec in demo_specs(DemoPlan("m", Path("d"), 100))}  # fmt: skip
+    assert json.loads(words[-1])["model"] == served
 
 
 def test_a_taken_port_is_named_before_anything_starts(
