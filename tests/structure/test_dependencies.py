@@ -1,10 +1,15 @@
-"""The least version of a dependency is the one that was tested: the pin in requirements.txt."""
+"""The least version of a dependency is one that was tested.
+
+Those that every user installs have floors of their own, which ``tests/fresh/test_floors.py`` runs
+with; of all others it is the pin in requirements.txt.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -45,6 +50,17 @@ def declared() -> list[Requirement]:
     ]
 
 
+def floors_of_users() -> dict[str, Version]:
+    """The least version of each package that every user installs, by canonical name."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {}
+    for requirement in map(Requirement, document["project"]["dependencies"]):
+        (floor,) = requirement.specifier
+        assert floor.operator == ">="
+        found[canonicalize_name(requirement.name)] = Version(floor.version)
+    return found
+
+
 def fault(requirement: Requirement, pinned: Mapping[str, Version]) -> str | None:
     """Why the bounds of a requirement are not what was tested; None if they are."""
     name = canonicalize_name(requirement.name)
@@ -65,7 +81,33 @@ def fault(requirement: Requirement, pinned: Mapping[str, Version]) -> str | None
 @pytest.mark.parametrize("requirement", declared(), ids=str)
 def test_the_floor_of_a_dependency_is_what_was_tested(requirement: Requirement) -> None:
     """Without the fix aiohttp 3.12.0 was allowed, which took 574 MiB for a bomb of 1 MiB."""
-    assert fault(requirement, pins()) is None
+    found = fault(requirement, pins())
+    if canonicalize_name(requirement.name) in floors_of_users():
+        assert found is None or found.endswith("which was tested")  # by tests/fresh/test_floors.py
+        assert pins()[canonicalize_name(requirement.name)] in requirement.specifier
+    else:
+        assert found is None
+
+
+def above(floors: Mapping[str, Version], requirements: Iterable[str]) -> list[str]:
+    """Of requirements of another package, those that it allows at a version below our floor."""
+    found = []
+    for requirement in map(Requirement, requirements):
+        floor = floors.get(canonicalize_name(requirement.name))
+        theirs = [
+            Version(one.version) for one in requirement.specifier if one.operator in (">=", "==")
+        ]
+        if floor is not None and theirs and max(theirs) < floor:
+            found.append(f"{requirement}, and ours is {floor}")
+    return found
+
+
+def test_our_floors_are_not_above_what_vllm_runs_with() -> None:
+    """aiohttp 3.14.3 is vLLM 0.32's floor, and pdconn could not be installed beside it."""
+    theirs = importlib.metadata.requires(BUILDS["vllm"]) or []
+    assert any(text.startswith("aiohttp>=") for text in theirs)
+    assert above(floors_of_users(), theirs) == []
+    assert above({"aiohttp": Version("3.14.5")}, theirs) != []  # the control
 
 
 @pytest.mark.parametrize(
