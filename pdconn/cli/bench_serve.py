@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pdconn.bench.serving.replies import TurnResult
 from pdconn.bench.serving.report import Report, render, to_json
 from pdconn.bench.serving.summary import Bounds
 from pdconn.bench.serving.turns import Log, RunPlan, measure
-from pdconn.cli.options import BadArgument, check_file, tokens
+from pdconn.cli.options import BadArgument, check_file, configure_json, publish_json, tokens
 from pdconn.lab.demo import check_dependencies
 from pdconn.lab.errors import LabError
 from pdconn.lab.model import SPECS, write_model
@@ -123,7 +122,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="timeout of a request (%(default)g)",
     )
     add("--seed", type=int, default=0, help="seed of prompts and of --rate's times (%(default)s)")
-    add("--json", metavar="FILE", help="write all results to FILE, - for standard output")
+    configure_json(parser)
     add("--cores", choices=CORES, default="apart", help="how engines share the cores (%(default)s)")
     add(
         "--directory",
@@ -186,13 +185,8 @@ def _publish(file: str | None, report: Report) -> None:
             f"round {one.round_number}, prompt {one.prompt}: {one.contestant}: {one.difference}",
             file=sys.stderr,
         )
-    document = json.dumps(to_json(report, manifest()), indent=1)
-    if file == "-":
-        print(document)
-        return
-    print(render(report))
-    if file is not None:
-        Path(file).write_text(document + "\n", encoding="utf-8")
+    if publish_json(file, to_json(report, manifest())):
+        print(render(report))
 
 
 def _plan(args: argparse.Namespace) -> RunPlan:

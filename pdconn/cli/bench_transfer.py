@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import sys
@@ -23,7 +22,14 @@ from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import take_rounds
 from pdconn.bench.transfer.workload import Workload
 from pdconn.cli import EXIT_INTERRUPTED
-from pdconn.cli.options import BadArgument, check_file, check_picture, tokens
+from pdconn.cli.options import (
+    BadArgument,
+    check_file,
+    check_picture,
+    configure_json,
+    publish_json,
+    tokens,
+)
 from pdconn.forecast.engine import EngineShape, parse_engine
 from pdconn.forecast.errors import ForecastError, ShapeError
 from pdconn.forecast.model import ModelShape
@@ -79,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--mooncake", action="store_true", help="measure Mooncake's transfer engine, too")
     add("--rounds", type=int, default=9, help="measurements of each method (%(default)s)")
     add("--seed", type=int, default=0, help="of block ids and of the order of measurements")
-    add("--json", metavar="FILE", help="write all results to FILE, - for standard output")
+    configure_json(parser)
     add("--plot", type=Path, metavar="FILE", help="draw throughput against block size")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--remote", metavar="HOST:PORT", help="read from a lender on another host")
@@ -102,16 +108,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         with held_interrupts(_end_now):
             results = _measured(args, remote, cases)
-        document = json.dumps(to_json(results, manifest()), indent=1)
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(document + "\n", encoding="utf-8")
+        publish_json(args.json, to_json(results, manifest()))
         if args.plot:
             draw(results, args.plot)
     except (BenchError, TransportError, OSError) as error:
         print(f"pdconn bench transfer: {error}", file=sys.stderr)
         return 1
-    if args.json == "-":
-        print(document)
     return 0
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 import threading
 import time
 from pathlib import Path
 
-from pdconn.cli.options import BadArgument, check_file, check_picture, tokens
+from pdconn.cli.options import (
+    BadArgument,
+    check_file,
+    check_picture,
+    configure_json,
+    publish_json,
+    tokens,
+)
 from pdconn.forecast.memory import LAYOUTS
 from pdconn.lab.demo import (
     MORE,
@@ -41,7 +47,7 @@ with --keep it all goes on running after the check, until Ctrl-C.
 examples:
   pdconn demo
   pdconn demo --keep
-  pdconn demo --layout BLHNC --json demo.json
+  pdconn demo --layout BLHNC --json=demo.json
   pdconn demo --gpu --model google/gemma-3-1b-it --tolerance 0.05
 
 exit codes:
@@ -86,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=Path, help="file of the picture (default: demo.png in --directory)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    configure_json(parser)
     parser.add_argument(
         "--keep",
         action="store_true",
@@ -115,8 +121,12 @@ def run(args: argparse.Namespace) -> int:
     codes = []
 
     def ended(rows: list[DemoRow], served: DemoAddresses) -> None:
-        codes.append(_report(args, rows))
-        print(_addresses(served, keeps=args.keep), flush=True)
+        if publish_json(args.json, [row.to_json() for row in rows]):
+            print(render(rows))
+        aside = sys.stderr if args.json == "-" else sys.stdout
+        with contextlib.redirect_stdout(aside):
+            codes.append(_report(args, rows))
+            print(_addresses(served, keeps=args.keep), flush=True)
         if args.keep:
             wait_for_ctrl_c()
 
@@ -147,14 +157,9 @@ def _addresses(served: DemoAddresses, *, keeps: bool) -> str:
 
 
 def _report(args: argparse.Namespace, rows: list[DemoRow]) -> int:
-    """Print and write what was seen; returns the exit code."""
-    print(render(rows))
+    """Print the verdict and draw what was seen; returns the exit code."""
     picture = args.picture or args.directory / "demo.png"
     _draw(rows, picture)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8"
-        )
     wrong = [row for row in rows if row.mismatch is not None]
     for row in wrong:
         print(f"{row.label}: {row.mismatch}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from pdconn.cli.options import BadArgument, check_file, configure_guards
+from pdconn.cli.options import (
+    BadArgument,
+    check_file,
+    configure_guards,
+    configure_json,
+    publish_json,
+)
 from pdconn.lab.table import table
 from pdconn.planning.compare import Comparison, compare
 from pdconn.protocol.compat import Difference
@@ -53,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="HOST:PORT or a description file")
     parser.add_argument("b", metavar="B", nargs="?", help="the other engine")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write A's description to FILE")
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    configure_json(parser)
     parser.add_argument(
         "--timeout",
         type=_seconds,
@@ -70,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         check_file("--save", args.save)
+        check_file("--json", args.json)
         security = _security(args)
         a = _described(args.a, args.timeout, security)
         if args.save is not None:
@@ -81,9 +87,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdconn diff: {error}", file=sys.stderr)
         return 2
     comparison = compare(a, b)
-    if args.json:
-        print(json.dumps({**asdict(comparison), "compatible": comparison.compatible}, indent=1))
-    else:
+    document = {**asdict(comparison), "compatible": comparison.compatible}
+    if publish_json(args.json, document):
         print(_text(comparison, args.a, args.b))
     return 0 if comparison.compatible else 1
 

@@ -75,6 +75,9 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("plan", "pdconn.cli.plan", "predict the cost of a pull, without engines"),
     Command("store", "pdconn.cli.store.command", "list, verify and remove stored KV"),
+    Command(
+        "completion", "pdconn.cli.completion", "print what a shell needs to complete pdconn's words"
+    ),
 )
 
 _EXAMPLES = """\
@@ -88,6 +91,7 @@ examples:
   pdconn bench transfer --path shm-huge,tcp
   pdconn bench serve --contestants pdconn,single
   pdconn proxy --help
+  source <(pdconn completion bash)
 
 exit codes:
   0    success

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from importlib.util import find_spec
@@ -33,6 +34,33 @@ def tokens(text: str) -> int:
             f"expected a number of tokens such as 8192 or 128k (131072), got {shown(text)}"
         )
     return int(found[1]) * _TIMES[found[2].lower()]
+
+
+JSON_HELP = "print the result as JSON; --json=FILE writes it there, beside the text"
+
+
+def configure_json(parser: argparse.ArgumentParser, result: str = JSON_HELP) -> None:
+    """``--json``, which means the same in every command; check a file with :func:`check_file`."""
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=result)
+
+
+def publish_json(target: str | None, document: object) -> bool:
+    """Print ``document`` as JSON, or write it, as ``--json`` says.
+
+    Returns:
+        whether the text is still to be printed.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if target is None:
+        return True
+    text = json.dumps(document, indent=1, allow_nan=False)
+    if target == "-":
+        print(text)
+        return False
+    Path(target).write_text(f"{text}\n", encoding="utf-8")
+    return True
 
 
 def configure_guards(guards: argparse._ArgumentGroup) -> None:

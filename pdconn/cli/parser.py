@@ -22,11 +22,18 @@ class Parser(argparse.ArgumentParser):
         A subcommand's parser refuses here what it does not know.  argparse would hand it up to
         the outermost parser, which has none of the subcommand's options to compare with.
         """
-        found, unknown = super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(self._with_json(args), namespace)
         if unknown:
             word = next((one for one in unknown if one.startswith("-")), unknown[0])
             self.error(f"unknown argument {word}{self._near(word)}")
         return found, unknown
+
+    def _with_json(self, args: Sequence[str] | None) -> Sequence[str] | None:
+        """``--json`` as ``--json=-`` where the word behind it is one that the command needs."""
+        needs = any(one.nargs in (None, "+") for one in self._get_positional_actions())
+        if args is None or not needs or "--json" not in self._option_string_actions:
+            return args
+        return ["--json=-" if word == "--json" else word for word in args]
 
     def _near(self, word: str) -> str:
         name = word.partition("=")[0]

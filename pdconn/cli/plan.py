@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from pdconn.cli.options import BadArgument, check_file, tokens
+from pdconn.cli.options import BadArgument, check_file, configure_json, publish_json, tokens
 from pdconn.cli.output import terminal_width
 from pdconn.cli.store.planned import configure_store, forecast_stored
 from pdconn.forecast.advice import Advice, advise
@@ -50,7 +50,7 @@ examples:
   pdconn plan --model gemma-3-27b
   pdconn plan --model llama-3.1-70b --prefill tp=4 --decode tp=8,layout=BHLNC --prompt 32768
   pdconn plan --model gpt-oss-120b --dtype fp8 --link rdma-200
-  pdconn plan --model ./my-model --hit 4096 --link shm --json plan.json --svg plan.svg
+  pdconn plan --model ./my-model --hit 4096 --link shm --json=plan.json --svg plan.svg
   pdconn plan --model gemma-3-27b --decode tp=2 --store --prefill-rate 12000
   pdconn plan --list
 
@@ -97,13 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="order of a request's block ids (default: %(default)s)",
     )  # fmt: skip
     configure_store(parser.add_argument_group("a store"))
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON to FILE; without FILE, print it instead of the table",
-    )
+    configure_json(parser)
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw one block and its descriptors as SVG"
     )
@@ -117,10 +111,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _list(where: str | None) -> int:
     """The built-in shapes and the families: as JSON to ``where``, or as a table."""
-    document = json.dumps(listing(), indent=2)
-    if where not in (None, "-"):
-        Path(where).write_text(document + "\n", encoding="utf-8")
-    print(document if where == "-" else _listing(terminal_width()))
+    if publish_json(where, listing()):
+        print(_listing(terminal_width()))
     return 0
 
 
@@ -153,17 +145,13 @@ def run(args: argparse.Namespace) -> int:
         found = to_json(made, advice)
         if stored is not None:
             found["store"] = store_document(stored)
-        document = json.dumps(found, indent=2, allow_nan=False)
         if args.svg:
             args.svg.write_text(svg, encoding="utf-8")
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(document + "\n", encoding="utf-8")
+        prints_text = publish_json(args.json, found)
     except (BadArgument, ForecastError, PlanningError, StoreError, OSError) as error:
         print(f"pdconn plan: {error}", file=sys.stderr)
         return 2
-    if args.json == "-":
-        print(document)
-    else:
+    if prints_text:
         print(render(made, advice, terminal_width()))
         if stored is not None:
             print(f"\n{render_store(stored)}")

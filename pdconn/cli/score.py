@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdconn.cli.options import BadArgument, check_file, configure_json, publish_json
 from pdconn.router.prefix.snapshot import (
     BadSnapshot,
     Explained,
@@ -63,21 +64,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``pdconn score``."""
     parser.epilog = _EPILOG
     parser.add_argument("snapshot", metavar="SNAPSHOT.json", help="the file; - for stdin")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    configure_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Score a snapshot; 0 or 2 as ``--help`` says."""
     try:
+        check_file("--json", args.json)
         raw = sys.stdin.buffer.read() if args.snapshot == "-" else Path(args.snapshot).read_bytes()
         scored = explain_snapshot(read_snapshot(raw))
     except OSError as error:
         print(f"pdconn score: {args.snapshot}: {error.strerror}", file=sys.stderr)
         return 2
-    except BadSnapshot as error:
+    except (BadArgument, BadSnapshot) as error:
         print(f"pdconn score: {error}", file=sys.stderr)
         return 2
-    print(msgspec.json.encode(scored).decode() if args.json else _table(scored))
+    if publish_json(args.json, msgspec.to_builtins(scored)):
+        print(_table(scored))
     return 0
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
 
 from pdconn.cli.doctor.text import diagnosis_text
-from pdconn.cli.options import configure_guards
+from pdconn.cli.options import (
+    BadArgument,
+    check_file,
+    configure_guards,
+    configure_json,
+    publish_json,
+)
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.examine import Questions, examine
 from pdconn.doctor.fleet.channels import check_channel
@@ -84,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="JSON|FILE|LINE", help="configuration of an engine that runs here")
     add("--no-local", dest="local", action="store_false", help="check running engines alone")
-    add("--json", action="store_true", help="print the diagnosis as JSON")
+    configure_json(parser)
     add(
         "--timeout",
         type=_seconds,
@@ -143,18 +148,17 @@ def run(args: argparse.Namespace) -> int:
     """Examine and print; the exit code is the verdict."""
     progress = _DoctorProgress(shown=sys.stderr.isatty() and not args.json)
     try:
+        check_file("--json", args.json)
         if args.serve is not None:
             return _serve(_place("--serve", args.serve))
         diagnosis = examine(_questions(args), progress.show)
-    except (BadQuestion, BadSetting, ShapeError) as error:
+    except (BadArgument, BadQuestion, BadSetting, ShapeError) as error:
         progress.clear()
         print(f"pdconn doctor: {error}", file=sys.stderr)
         return 2
     finally:
         progress.clear()
-    if args.json:
-        print(json.dumps(diagnosis.to_json(), indent=1))
-    else:
+    if publish_json(args.json, diagnosis.to_json()):
         print(diagnosis_text(diagnosis))
     return 0 if diagnosis.is_healthy else 1
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from pdconn.cli.options import BadArgument
+from pdconn.cli.options import BadArgument, configure_json, publish_json
 from pdconn.cli.store.text import (
     amount_of,
     checks_document,
@@ -121,7 +120,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("root", metavar="ROOT", help="the store's folder")
-        sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        configure_json(sub)
         if name != "stat":
             sub.add_argument("--namespace", metavar="NAME", help="only this namespace")
         sub.set_defaults(store=work, prog=sub.prog)
@@ -158,9 +157,7 @@ def _ls(args: argparse.Namespace) -> int:
                 rows_of(shelf, args.namespace),
                 key=lambda row: (row.namespace, row.name.kind, row.name.index, row.name.key),
             )
-            if args.json:
-                _print_json([row_document(row) for row in rows])
-            else:
+            if publish_json(args.json, [row_document(row) for row in rows]):
                 print(rows_text(rows, time.time()))
             return 0
         if args.namespace is not None:
@@ -170,9 +167,7 @@ def _ls(args: argparse.Namespace) -> int:
             for one in summarize(args.root, shelf).namespaces
             if args.namespace in (None, one.namespace)
         ]
-    if args.json:
-        _print_json([namespace_document(one) for one in found])
-    else:
+    if publish_json(args.json, [namespace_document(one) for one in found]):
         print(namespaces_text(found, time.time()))
     return 0
 
@@ -180,9 +175,7 @@ def _ls(args: argparse.Namespace) -> int:
 def _stat(args: argparse.Namespace) -> int:
     with open_existing(args.root) as shelf:
         found = summarize(args.root, shelf)
-    if args.json:
-        _print_json(root_document(found))
-    else:
+    if publish_json(args.json, root_document(found)):
         print(summary_text(found))
     return 0
 
@@ -204,9 +197,7 @@ def _verify(args: argparse.Namespace) -> int:
         if args.drop_bad:
             damaged = [one.row for one in bad if one.state is RowState.DAMAGED]
             dropped = remove_rows(args.root, shelf, damaged)
-    if args.json:
-        _print_json(checks_document(counts, bad, dropped, problems))
-    else:
+    if publish_json(args.json, checks_document(counts, bad, dropped, problems)):
         print(checks_text(counts, bad, dropped if args.drop_bad else None, problems))
     return 1 if bad else 0
 
@@ -242,17 +233,13 @@ def _drop(args: argparse.Namespace) -> int:
         if not args.yes:
             return _would_drop(args, wanted)
         removed = _removed(args, shelf, rows)
-    if args.json:
-        _print_json({"wanted": amount_of(wanted), "removed": amount_of(removed)})
-    else:
+    if publish_json(args.json, {"wanted": amount_of(wanted), "removed": amount_of(removed)}):
         print(f"removed {removed.rows:,} of {wanted.rows:,} rows, {size(removed.nbytes)}")
     return 0
 
 
 def _would_drop(args: argparse.Namespace, wanted: RowAmount) -> int:
-    if args.json:
-        _print_json({"wanted": amount_of(wanted), "removed": amount_of(RowAmount())})
-    else:
+    if publish_json(args.json, {"wanted": amount_of(wanted), "removed": amount_of(RowAmount())}):
         print(f"would remove {wanted.rows:,} rows, {size(wanted.nbytes)}")
     print(f"{args.prog}: nothing was removed; add --yes to remove them", file=sys.stderr)
     return 2
@@ -279,10 +266,6 @@ def _seconds(text: str) -> float:
     if found is None:
         raise BadArgument("--older", "a time such as 90s, 30m, 36h or 7d", text or "nothing")
     return float(found[1]) * _UNITS_S[found[2]]
-
-
-def _print_json(document: object) -> None:
-    print(json.dumps(document, indent=1, allow_nan=False))
 
 
 class _RowProgress:
