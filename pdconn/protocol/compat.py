@@ -5,6 +5,10 @@ The fields are compared one by one, and all that differ are named, so that an op
 the whole difference and not its first field.  A digest of them travels along, so that a
 message that was put together wrongly is found.
 
+Weights (:data:`WEIGHTS`) are compared by what proves them: texts of which each alone is proof
+enough, such as a commit and a digest of files.  One in common is enough, and where nothing proves
+which weights an engine has (:data:`UNPROVEN`), they are not the same as any others.
+
 Traits of a drafter (:data:`DRAFT`) are of layers that not every engine has.  A reader without a
 drafter may read from a lender that has one; a reader with a drafter needs a lender with the same.
 """
@@ -23,6 +27,12 @@ DRAFT = "speculative_config."
 DRAFT_METHOD = f"{DRAFT}method"
 """Every drafter has one: the only trait that is named where a lender has no drafter."""
 
+WEIGHTS = "weights"
+"""Ends the name of a trait that lists proofs, with a space between them."""
+
+UNPROVEN = "unproven: "
+"""Begins such a trait where there is no proof; why not comes after it."""
+
 NOTHING = "nothing"
 """Shown for a field that one side does not have."""
 
@@ -37,6 +47,11 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.field}: theirs {self.theirs}, ours {self.ours}"
+
+
+def proofs_in(trait: str | None) -> frozenset[str]:
+    """What proves the weights that a trait is of; empty if nothing does."""
+    return frozenset(() if trait is None or trait.startswith(UNPROVEN) else trait.split())
 
 
 def traits_digest(traits: Mapping[str, str]) -> str:
@@ -55,5 +70,12 @@ def trait_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tup
     return tuple(
         Difference(name, theirs.get(name, NOTHING), ours.get(name, NOTHING))
         for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name) and (not name.startswith(DRAFT) or name in needed)
+        if not _agree(name, ours.get(name), theirs.get(name))
+        and (not name.startswith(DRAFT) or name in needed)
     )
+
+
+def _agree(name: str, ours: str | None, theirs: str | None) -> bool:
+    if name in (WEIGHTS, DRAFT + WEIGHTS):
+        return not proofs_in(ours).isdisjoint(proofs_in(theirs))
+    return ours == theirs

@@ -46,7 +46,7 @@ from pdconn.protocol.limits import (
 from pdconn.protocol.proof import ChecksumQuery, PieceSum
 from registration.references import KVCacheReferences
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever an engine of the version before could misread a message."""
 
 
@@ -98,7 +98,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     """The lender's answer: all its ranks, and how to interpret its bytes.
 
     ``traits`` name everything about the content of a block that geometry does
-    not (dtype, packing, model); they must be equal on both sides.  ``digest`` is
+    not (dtype, packing, model, weights); they must agree on both sides.  ``digest`` is
     theirs (:func:`pdconn.protocol.compat.traits_digest`).
     """
 

@@ -80,7 +80,8 @@ class Ticket:
 
     ``prompt`` is a digest of the prompt that the KV was computed from.  Prefill and decode build
     tickets alike, so prefill makes none that decode refuses.  ``cuts``, in ascending order, are for
-    who shares less than all of it.
+    who shares less than all of it.  ``adapter`` is a digest of the adapter's files; empty without
+    one, and where adapters are compared by name alone.
 
     Raises:
         TicketError: a name that is too long or not printable, or a number out of bounds.
@@ -95,6 +96,7 @@ class Ticket:
     prompt: str
     blocks: tuple[BlockList, ...]
     cuts: tuple[TicketCut, ...] = ()
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         for field_name, text in (
@@ -106,6 +108,9 @@ class Ticket:
         ):
             if not 0 < len(text) <= MAX_TEXT or not text.isprintable():
                 raise TicketError(field_name, f"1 to {MAX_TEXT} printable characters", text)
+        if len(self.adapter) > MAX_TEXT or not self.adapter.isprintable():
+            expected = f"at most {MAX_TEXT} printable characters"
+            raise TicketError("pdconn.adapter", expected, self.adapter)
         _check_range("remote_port", self.port, *_PORTS)
         _check_range("remote_num_tokens", self.num_tokens, *_TOKENS)
         check_block_count(sum(len(group.ids) for group in self.blocks))
@@ -120,7 +125,8 @@ class Ticket:
         digest = hashlib.blake2b(block_digest(self.blocks), digest_size=DIGEST_NBYTES)
         promised = (self.incarnation, self.request_id, self.prompt, str(self.num_tokens))
         cuts = (text for cut in self.cuts for text in (str(cut.num_tokens), cut.digest))
-        for text in (*promised, *cuts):
+        adapter = (self.adapter,) if self.adapter else ()
+        for text in (*promised, *cuts, *adapter):
             digest.update(f"{len(text)}:{text}".encode())
         return digest.digest()
 
@@ -144,6 +150,7 @@ class Ticket:
                 "prompt": self.prompt,
                 "first_blocks": [group.first for group in self.blocks],
                 **({"cuts": cuts} if cuts else {}),
+                **({"adapter": self.adapter} if self.adapter else {}),
             },
         }
 
@@ -240,6 +247,7 @@ def parse_ticket(params: object, max_blocks: int = MAX_BLOCKS) -> Ticket:
             for index, (first, ids) in enumerate(zip(firsts, lists, strict=True))
         ),
         cuts=_parse_cuts(ours.get("cuts", [])),
+        adapter=_text(ours, "pdconn.adapter") if "adapter" in ours else "",
     )
 
 

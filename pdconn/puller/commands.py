@@ -61,4 +61,11 @@ class AbandonPull:
     request: str
 
 
-Command = ClaimTicket | ReadBlocks | FailPull | CancelPull | AbandonPull
+@dataclass(frozen=True, slots=True)
+class CompareAnew:
+    """Our weights have changed: lenders must agree with ``traits`` before a pull uses them."""
+
+    traits: dict[str, str]
+
+
+Command = ClaimTicket | ReadBlocks | FailPull | CancelPull | AbandonPull | CompareAnew

@@ -315,6 +315,12 @@ class PeerTable:
         del self._peers[peer.key]
         self._retired[peer] = None
 
+    def compare_anew(self, pair: Callable[[Welcome], Pairing]) -> None:
+        """Let the next pulls greet every lender again, and ``pair`` them."""
+        self._pair = pair
+        for peer in list(self._peers.values()):
+            self.retire(peer, "our weights have changed")
+
     def forget(self, peer: Peer) -> None:
         """Drop a closed peer; call it when no read from it is in flight."""
         for connected in peer.ranks.values():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from pdconn.lifecycle import pull as machine
 from pdconn.lifecycle.peer import PeerState
@@ -35,7 +36,14 @@ from pdconn.protocol.messages import (
     Reader,
 )
 from pdconn.protocol.ticket import check_blocks
-from pdconn.puller.commands import AbandonPull, ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.puller.commands import (
+    AbandonPull,
+    ClaimTicket,
+    Command,
+    CompareAnew,
+    FailPull,
+    ReadBlocks,
+)
 from pdconn.puller.entry import Measured, PullAlarms, PullEntry
 from pdconn.puller.peers import (
     MAX_PEERS,
@@ -121,6 +129,8 @@ class Pulls:
         elif isinstance(command, AbandonPull):
             if (entry := self._entries.get(command.request)) is not None:
                 self._perform(entry, entry.machine.abandon("it took too long", self._clock()))
+        elif isinstance(command, CompareAnew):
+            self.peers.compare_anew(replace(self._me, traits=command.traits).pair)
         else:
             self._cancel(command.request)
         self._drain()

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 
 from pdconn.lifecycle.pull import Patience
-from pdconn.puller.commands import ClaimTicket, Command, FailPull, ReadBlocks
+from pdconn.puller.commands import ClaimTicket, Command, CompareAnew, FailPull, ReadBlocks
 from pdconn.puller.dialer import LookedUp, Resolve, SocketDialer
 from pdconn.puller.peers import MAX_PEERS
 from pdconn.puller.pulls import Pulls
@@ -128,10 +128,11 @@ class Puller:
         """Have ``command`` carried out, after those before it; never blocks."""
         if isinstance(command, _REPORTED):
             self._num_unreported += 1
-        if not isinstance(command, ClaimTicket):
+        if isinstance(command, ClaimTicket):
+            if command.is_awaited:
+                self._awaited.add(command.request)
+        elif not isinstance(command, CompareAnew):
             self._awaited.discard(command.request)
-        elif command.is_awaited:
-            self._awaited.add(command.request)
         self._inbox.put(command)
 
     def collect(self) -> PullResults:

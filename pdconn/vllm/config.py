@@ -303,13 +303,14 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "enforce_handshake_compat", "true, false", "true", flag, "both",
-        "Refuse peers whose model, KV dtype or block content has another name.", _SAME,
+        "Refuse peers of another model, other weights, another KV dtype or block content; see "
+        "`docs/compatibility.md`.", _SAME,
     ),
     Key(
         "weights_id", "letters, digits, `.`, `_`, `-`", "none", name, "both",
         "A name for these very weights, where nothing proves which they are: an object store, "
-        "ModelScope, a loader of your own, see `docs/stores.md`. It is believed, so change it "
-        "whenever they change.",
+        "ModelScope, a loader of your own, see `docs/compatibility.md`. It is believed, so change "
+        "it whenever they change.",
     ),
     Key(
         "description_file", "path", "none", text, "both",

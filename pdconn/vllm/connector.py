@@ -26,10 +26,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pdconn.vllm.config import ConfigError
-from pdconn.vllm.identity.updates import watch_updates
 from pdconn.vllm.memory.layout import wanted_layout
 from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
+from pdconn.vllm.patches.engine_calls import watch_updates
 from pdconn.vllm.plugin import join_vllm_log
 from pdconn.vllm.scheduler import PdScheduler
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -72,7 +72,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             answer_in_tree_keys(vllm_config)
             self._scheduler = PdScheduler(settings, vllm_config, kv_cache_config)
-            watch_updates(self._scheduler)
+            watch_updates(self._scheduler.weights)
 
     # Scheduler side
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 from pdconn.planning.plan import Need
 from pdconn.protocol.errors import TicketError
@@ -46,6 +46,7 @@ from pdconn.puller.commands import (
 from pdconn.puller.peers import PeerKey
 from pdconn.puller.results import ClaimOutcome
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
+from pdconn.vllm.identity.adapters import AdapterReader
 from pdconn.vllm.prompt import parent_of
 from pdconn.vllm.tracked import StartedPulls, Tracked, key_of
 from transport.errors import shown
@@ -68,6 +69,10 @@ class ConsumerScheduler:
             (:mod:`pdconn.vllm.speculation`).
         num_ranks: of this engine.
         is_awaiting: whether every rank must be granted a claim before its ticket is promised.
+
+    Attributes:
+        doubt: why nothing may be pulled; empty if it may.
+        adapters: reads adapters of requests; None where they are compared by name alone.
     """
 
     def __init__(
@@ -90,32 +95,30 @@ class ConsumerScheduler:
         self._num_lookahead = num_lookahead
         self._num_ranks = num_ranks
         self._is_awaiting = is_awaiting
+        self.doubt = ""
+        self.adapters: AdapterReader | None = None
         self._splits = UNSPLIT
         self._is_registered = False
         self._tracked: dict[str, Tracked] = {}
-        self._pulling: dict[tuple[str, str], int] = {}
-        self._started = StartedPulls()
+        self._pulling = StartedPulls()
         self._commands: list[Command] = []
         self._number = 0
         self._counts: Counter[str] = Counter()
 
     @classmethod
-    def of(
-        cls, config: Any, incarnation: str, *, has_states: bool, num_lookahead: int, has_store: bool
-    ) -> ConsumerScheduler:
-        """For an engine of vLLM's ``config``."""
+    def of(cls, config: Any, incarnation: str, *, has_store: bool, **more: Any) -> Self:
+        """For an engine of vLLM's ``config``; ``more`` is what that does not say."""
         recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         parallel = config.parallel_config
         return cls(
             incarnation,
-            recompute=recompute,
-            prefix_caching=bool(config.cache_config.enable_prefix_caching),
-            max_model_len=config.model_config.max_model_len,
-            has_states=has_states,
-            num_lookahead=num_lookahead,
+            recompute,
+            bool(config.cache_config.enable_prefix_caching),
+            config.model_config.max_model_len,
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             # A request whose pull failed is asked about again under the other policy.
             is_awaiting=has_store and not recompute,
+            **more,
         )
 
     def __len__(self) -> int:
@@ -178,10 +181,12 @@ class ConsumerScheduler:
 
     def _track(self, request: Any, tracked: Tracked, ticket: Ticket) -> None:
         self._tracked[request.request_id] = tracked
-        if self._started.has(key_of(ticket), tracked.parent):
+        if self.doubt:
+            self._lost(request.request_id, self.doubt)
+        elif self._pulling.has_begun(ticket, tracked.parent):
             tracked.ticket, tracked.follows = None, key_of(ticket)
-            return
-        self._claim(request.request_id, tracked, ticket)
+        else:
+            self._claim(request.request_id, tracked, ticket)
 
     def matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens after the local hit can be pulled; None to ask again later.
@@ -203,12 +208,14 @@ class ConsumerScheduler:
             # no failure of anything, is computed whatever the policy says of pulls that fail.
             is_computed = self._recompute or tracked.prefix or tracked.mistaken
             return (0, False) if is_computed else (count, True)
+        is_known = self._knows_adapter(request, tracked)
         key = tracked.follows if tracked.ticket is None else key_of(tracked.ticket)
-        if self._prefix_caching and key is not None and self._pulling.get(key):
+        if self._prefix_caching and key in self._pulling:
             return None, False
         if tracked.ticket is None:
             return 0, False
-        return (count, True) if len(tracked.granted) >= tracked.awaited else (None, False)
+        is_promised = is_known and len(tracked.granted) >= tracked.awaited
+        return (count, True) if is_promised else (None, False)
 
     def _until(self, request: Any, tracked: Tracked) -> int:
         """Tokens of the prompt that the pull brings, or the engine holds already."""
@@ -231,9 +238,10 @@ class ConsumerScheduler:
         if tracked is None or not tracked.is_open(request):
             return 0
         self._check(request, tracked)
-        if tracked.ticket is None or tracked.problem is not None:
+        if tracked.problem is not None or not self._knows_adapter(request, tracked):
             return 0
-        if self._prefix_caching and self._pulling.get(key_of(tracked.ticket)):
+        ticket = tracked.ticket
+        if ticket is None or (self._prefix_caching and key_of(ticket) in self._pulling):
             return 0
         is_promised = len(tracked.granted) >= tracked.awaited
         return self._until(request, tracked) if is_promised else 0
@@ -260,9 +268,7 @@ class ConsumerScheduler:
                 self._fail(request.request_id, tracked)
             return
         tracked.pulling = True
-        key = key_of(tracked.ticket)
-        self._pulling[key] = self._pulling.get(key, 0) + 1
-        self._started.add(key, tracked.parent)
+        self._pulling.begin(key_of(tracked.ticket), tracked.parent)
         tracked.blocks = blocks
         until = tracked.num_local + num_external
         starts = (tracked.num_local,) * len(blocks) if held is None else held(tracked.num_local)
@@ -283,7 +289,7 @@ class ConsumerScheduler:
         """The workers reported the pull, received or failed."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
-            self._ended(tracked)
+            self._pulling.end(tracked.ticket)
 
     def finished(self, request: Any) -> None:
         """The request left the engine: finished, aborted, or rejected at its arrival."""
@@ -323,6 +329,12 @@ class ConsumerScheduler:
             self._counts["tickets_gave_way"] += 1
             self._lost(name, "gave way, since nothing moved while blocks were lent")
 
+    def weights_changed(self) -> None:
+        """What tickets are for is of other weights than ours now: go on without them."""
+        for name, tracked in list(self._tracked.items()):
+            if tracked.ticket is not None and not tracked.pulling:
+                self._lost(name, "our weights have changed")
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         if not self._counts:  # asked in every step
@@ -348,6 +360,15 @@ class ConsumerScheduler:
         """
         rejected = getattr(request, "abort_immediately", False)
         return self._max_model_len if rejected else int(request.num_prompt_tokens)
+
+    def _knows_adapter(self, request: Any, tracked: Tracked) -> bool:
+        """Whether it is known if the ticket is of our adapter; one that is not is of no use."""
+        if self.adapters is None or tracked.ticket is None:
+            return True
+        is_read, difference = self.adapters.compare(request, tracked.ticket.adapter)
+        if difference:
+            self._lost(request.request_id, difference)
+        return is_read
 
     def _check(self, request: Any, tracked: Tracked) -> None:
         """Compare ticket and prompt, once, and only if something is to be pulled."""
@@ -390,11 +411,3 @@ class ConsumerScheduler:
         if tracked.ticket is not None:
             self._commands.append(CancelPull(request_id))
             tracked.ticket = None
-
-    def _ended(self, tracked: Tracked) -> None:
-        if tracked.ticket is None:
-            return
-        key = key_of(tracked.ticket)
-        left = self._pulling.pop(key, 1) - 1
-        if left > 0:
-            self._pulling[key] = left

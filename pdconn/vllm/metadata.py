@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pdconn.integrity.lent import LentSums
 from pdconn.integrity.sums import Terms
+from pdconn.protocol.compat import DRAFT, UNPROVEN, WEIGHTS, proofs_in
 from pdconn.protocol.messages import RankGeometry, Welcome
 from pdconn.protocol.ticket import BlockList
 from pdconn.puller.commands import Command
@@ -32,12 +33,14 @@ class PdMetadata(KVConnectorMetadata):
         to_sum: finished requests whose lent blocks are to be summed: terms, lent blocks.
         store: for the ranks' part of the store, in this order.
         is_idle: the step computes nothing.
+        weights: traits of our weights from now on, if they have changed.
     """
 
     commands: list[Command] = field(default_factory=list)
     to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = field(default_factory=list)
     store: list[StoreCommand] = field(default_factory=list)
     is_idle: bool = False
+    weights: dict[str, str] | None = None
 
 
 @dataclass
@@ -107,5 +110,22 @@ def welcome_of(
     """What the engine tells its peers, made of every worker's handshake by (pp, tp) rank."""
     decoder = msgspec.msgpack.Decoder(RankGeometry)
     ranks = tuple(decoder.decode(handshakes[key].geometry) for key in sorted(handshakes))
-    traits = next(iter(handshakes.values())).traits
+    traits = joint_traits([one.traits for one in handshakes.values()])
     return Welcome.of(engine_id, incarnation, traits, ranks)
+
+
+def joint_traits(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The traits of an engine's ranks, which agree; weights are proven by what proves all ranks'.
+
+    Ranks on several machines each load their own files.
+    """
+    traits = dict(ranks[0])
+    for name in (WEIGHTS, DRAFT + WEIGHTS):
+        if name in traits:
+            common = frozenset.intersection(*(proofs_in(rank.get(name)) for rank in ranks))
+            kept = [proof for proof in traits[name].split() if proof in common]
+            if kept:
+                traits[name] = " ".join(kept)
+            elif proofs_in(traits[name]):
+                traits[name] = f"{UNPROVEN}ranks of this engine have loaded other weights"
+    return traits

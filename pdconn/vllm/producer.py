@@ -109,10 +109,9 @@ class ProducerScheduler:
     ) -> None:
         self._settings = settings
         self._host = advertised_host(settings.side_channel_host, settings.advertise_host)
-        self._engine_id = engine_id
-        self._incarnation = incarnation
-        self._sizes = sizes
-        self._has_states = has_states
+        self._engine_id, self._incarnation = engine_id, incarnation
+        self._sizes, self._has_states = sizes, has_states
+        self.proof_of_adapter: Callable[[Any], str] = lambda request: ""
         self._shortened: dict[str, str] = {}
         self.answers = back = LentAnswers.of(settings.lend_back, has_states, has_drafts)
         self._counts: Counter[str] = Counter()
@@ -397,4 +396,5 @@ class ProducerScheduler:
             *prefix,
             blocks,
             cuts,
+            self.proof_of_adapter(request),
         )

@@ -21,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from pdconn.protocol.messages import Described, Welcome
+from pdconn.protocol.messages import Described
 from pdconn.sidechannel.clock import steady
 from pdconn.vllm.blocks.kinds import keeps_states, may_lag
 from pdconn.vllm.blocks.splits import Splits
@@ -33,10 +33,13 @@ from pdconn.vllm.cache.quarantine import Quarantine
 from pdconn.vllm.cache.retention import keep_window_of_last_token
 from pdconn.vllm.config import Settings
 from pdconn.vllm.consumer import ConsumerScheduler
+from pdconn.vllm.identity.adapters import AdapterReader
+from pdconn.vllm.identity.changes import WeightChanges
+from pdconn.vllm.identity.greeting import Greeting
 from pdconn.vllm.lends.lendable import answer_of
 from pdconn.vllm.lends.patience import PrefixPatience
 from pdconn.vllm.lends.waits import BlockWaits
-from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport, welcome_of
+from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.deferred_frees import defer_frees
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler
@@ -45,7 +48,6 @@ from pdconn.vllm.speculation import num_lookahead
 from pdconn.vllm.stats import PdStats
 from pdconn.vllm.store.engine import EngineStore
 from pdconn.vllm.tracing.pulls import PullSpans
-from transport.errors import shown
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -65,6 +67,7 @@ class PdScheduler:
         completes_hits: whether a pull completes a local hit of which some groups have less
             than others.  It brings the states whatever is held; windows it brings from what
             they hold on.
+        weights: hears of calls that may change them.
     """
 
     _waits: BlockWaits | None = None  # where it lends
@@ -75,7 +78,8 @@ class PdScheduler:
     ) -> None:
         self._settings = settings
         self._config = kv_cache_config
-        self._incarnation = incarnation = secrets.token_hex(8)
+        incarnation = secrets.token_hex(8)
+        self._greeting = Greeting(vllm_config, incarnation)
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
         self._store: EngineStore | None = None
@@ -83,18 +87,15 @@ class PdScheduler:
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
         self._spans = PullSpans.of(vllm_config)
-        self._welcome: Welcome | None = None
         self._manager: KVCacheManager | None = None
         self._answers: AnswerWindows | None = None
         self.completes_hits = may_lag(kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         self._block_tokens = max(group.kv_cache_spec.block_size for group in groups)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._engine_id = transfer.engine_id
         if settings.store is not None:
-            self._store = EngineStore(
-                settings.store, vllm_config, incarnation, kv_cache_config, settings.weights_id
-            )
+            self._store = EngineStore(settings.store, vllm_config, incarnation, kv_cache_config)
+        self._adapters = AdapterReader() if settings.enforce_handshake_compat else None
         has_states = any(keeps_states(kv_cache_config))
         self._num_lookahead = num_lookahead(vllm_config, has_states)
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
@@ -109,6 +110,8 @@ class PdScheduler:
                 has_drafts=vllm_config.speculative_config is not None,
                 block_tokens=self._block_tokens,
             )
+            if self._adapters is not None:
+                self._producer.proof_of_adapter = self._adapters.proof_of
             self._drain_s = drain_s(vllm_config)
         if transfer.is_kv_consumer:
             self._consumer = ConsumerScheduler.of(
@@ -118,10 +121,13 @@ class PdScheduler:
                 num_lookahead=self._num_lookahead,
                 has_store=self._store is not None,
             )
+            self._consumer.adapters = self._adapters
         if self._producer is not None:
             self._waits = BlockWaits(self._producer, self._consumer, steady)
         if self._consumer is None and settings.debug_faults:
             log.warning("pdconn: debug_faults has an effect on decode only; this engine only lends")
+        parts = self._producer, self._consumer, self._store
+        self.weights = WeightChanges(self._greeting, *parts, self._serve)
 
     def bind_manager(self, manager: KVCacheManager) -> None:
         """Let prefill keep what decode's last token attends to, and decode hits of its own.
@@ -149,29 +155,38 @@ class PdScheduler:
             self._producer.bind(pool)
         if self._store is not None:  # after the producer, which finds no block pinned by us then
             self._store.bind(pool)
+        self.weights.bind(pool)
 
     def registered(self, handshakes: dict[tuple[int, int], PdHandshake]) -> None:
         """Every worker is registered, anew if the engine has slept: say what our KV looks like."""
-        welcome = welcome_of(self._engine_id, self._incarnation, handshakes)
-        if welcome == self._welcome:
+        if not self._greeting.registered(handshakes):
             return
-        if self._welcome is not None:
-            welcome = welcome_of(self._engine_id, secrets.token_hex(8), handshakes)
-        self._welcome, self._incarnation = welcome, welcome.incarnation
+        ranks = [rank.references for rank in self._greeting.welcome.ranks]
+        if self._store is not None:
+            self._store.open(ranks, self._greeting.content, self._splits())
+        if self._consumer is not None:
+            self._consumer.registered(self._splits())
+            self._consumer.doubt = self._greeting.doubt
+        self._serve()
+
+    def _splits(self) -> Splits:
+        """Which blocks are described."""
+        ranks = [rank.references for rank in self._greeting.welcome.ranks]
+        return Splits.of(self._config.transfer_groups, ranks)
+
+    def _serve(self) -> None:
+        """Say what our KV looks like from now on."""
+        welcome = self._greeting.welcome
         if self._settings.description_file is not None:
             described = msgspec.json.encode(Described.of(welcome))
             Path(self._settings.description_file).write_bytes(msgspec.json.format(described))
-        ranks = [rank.references for rank in welcome.ranks]
-        splits = Splits.of(self._config.transfer_groups, ranks)
-        if self._store is not None:
-            self._store.open(ranks, next(iter(handshakes.values())).content, splits)
-        if self._consumer is not None:
-            self._consumer.registered(splits)
         if self._producer is not None:
-            self._producer.serve(welcome, splits)
+            self._producer.serve(welcome, self._splits())
 
     def arrived(self, request: Request) -> None:
         """Free what is no longer lent, and claim the request's ticket at its arrival."""
+        if self._adapters is not None:
+            self._adapters.arrived(request)
         if self._producer is not None:
             self._producer.unpin_freed()
         if self._consumer is not None:
@@ -241,6 +256,8 @@ class PdScheduler:
         if self._consumer is not None:
             is_prefix = self._consumer.prefix_of(name) > 0
             self._patience.allocated(name, num_external if is_prefix else 0)
+        if num_external:
+            self.weights.computed()
         is_stored = self._store is not None and self._store.allocated(request, ids, num_external)
         if is_stored:
             self._loading_from_store.add(name)
@@ -263,6 +280,9 @@ class PdScheduler:
         metadata = PdMetadata(is_idle=num_tokens == 0)
         if self._waits is not None:
             self._waits.stepped(num_tokens)
+        if num_tokens:
+            self.weights.computed()
+        metadata.weights = self._greeting.take_weights()
         if self._consumer is not None:
             for request_id in self._patience.overdue():
                 self._consumer.abandon(request_id)
@@ -346,7 +366,7 @@ class PdScheduler:
             return None
         ticket = None
         params = request.kv_transfer_params
-        if params and request.status in _PREFILLED:
+        if params and request.status in _PREFILLED and self._greeting.is_proven:
             is_for_decode = params.get("do_remote_decode")
             ticket = (self._lend if is_for_decode else self._lend_back)(request, block_ids)
         self._producer.finished(request)
@@ -376,12 +396,6 @@ class PdScheduler:
         """Blocks of so many tokens, by transferred group."""
         ids = self._config.select_transfer_block_ids(block_ids)
         return without_scratch(self._config.transfer_groups, ids, num_tokens)
-
-    def weights_changed(self, method: str) -> None:
-        """A call by this name may change the weights; see :mod:`pdconn.vllm.identity.updates`."""
-        log.info("pdconn: weights may be others from now on: call=%s", shown(method))
-        if self._store is not None:
-            self._store.weights_changed()
 
     def take_stats(self) -> PdStats | None:
         """Leases and rows since the last call."""

@@ -79,24 +79,34 @@ class Tracked:
 
 
 class StartedPulls:
-    """Pulls of best-of-n requests that have begun, the last few thousand.
-
-    Siblings that come from then on may find the lease consumed.
-    """
+    """Pulls by their tickets: how many are under way, and which siblings have begun."""
 
     def __init__(self) -> None:
-        self._started: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._under_way: dict[tuple[str, str], int] = {}
+        self._begun: OrderedDict[tuple[str, str, str], None] = OrderedDict()
 
-    def add(self, key: tuple[str, str], parent: str | None) -> None:
-        """The pull of a ticket has begun; ``parent`` is that of a best-of-n request."""
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._under_way
+
+    def begin(self, key: tuple[str, str], parent: str | None) -> None:
+        """Siblings that come from now on may find the lease consumed."""
+        self._under_way[key] = self._under_way.get(key, 0) + 1
         if parent is not None:
-            self._started[(*key, parent)] = None
-            while len(self._started) > _REMEMBERED:
-                self._started.popitem(last=False)
+            self._begun[(*key, parent)] = None
+            while len(self._begun) > _REMEMBERED:
+                self._begun.popitem(last=False)
 
-    def has(self, key: tuple[str, str], parent: str | None) -> bool:
-        """Whether a sibling's pull has begun."""
-        return parent is not None and (*key, parent) in self._started
+    def end(self, ticket: Ticket | None) -> None:
+        """A pull was reported; without a ticket there was none."""
+        if ticket is not None and (left := self._under_way.pop(key_of(ticket), 1) - 1) > 0:
+            self._under_way[key_of(ticket)] = left
+
+    def has_begun(self, ticket: Ticket, parent: str | None) -> bool:
+        """Whether a sibling has begun to pull with ``ticket``."""
+        return parent is not None and (*key_of(ticket), parent) in self._begun
 
 
 def key_of(ticket: Ticket) -> tuple[str, str]:

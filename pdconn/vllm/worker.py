@@ -21,6 +21,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
+from pdconn.puller.commands import CompareAnew
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
@@ -37,6 +38,7 @@ from pdconn.vllm.blocks.states import num_groups, state_chunks
 from pdconn.vllm.blocks.traits import block_traits
 from pdconn.vllm.cache.partial import block_tokens, partial_blocks
 from pdconn.vllm.config import Settings
+from pdconn.vllm.identity.weights import engine_weights, started_at
 from pdconn.vllm.memory.layout import report_layout
 from pdconn.vllm.memory.opening import open_nixl, open_transport
 from pdconn.vllm.memory.warm import BackendOptions, network_only, rehearse_pulls, warm_up_of
@@ -72,6 +74,8 @@ class PdWorker:
         self._kv_cache_config = kv_cache_config
         self._kv_caches: dict[str, Any] = {}
         self._is_asleep = False
+        self._content: dict[str, str] = {}
+        self._traits: dict[str, str] = {}
         self._memory: RegisteredKVMemory | None = None
         self._puller: Puller | None = None
         self._handshake: PdHandshake | None = None
@@ -100,8 +104,12 @@ class PdWorker:
         references = self._references(kv_caches, tp_rank)
         layers = self._config.compilation_config.static_forward_context
         specs = transferred_specs(self._kv_cache_config)
-        content = block_traits(self._config, layers, specs, enforce=True)
-        traits = content if self._settings.enforce_handshake_compat else {}
+        if not self._content:  # of the weights as they were loaded: a sleep changes nothing
+            named, since = self._settings.weights_id, started_at()
+            weights = engine_weights(self._config, named=named, since=since)
+            self._content = block_traits(self._config, layers, specs, weights)
+            self._traits = self._content if self._settings.enforce_handshake_compat else {}
+        content, traits = self._content, self._traits
         transfer = self._config.kv_transfer_config
         self._lends = transfer.is_kv_producer
         # vLLM leaves it at 1 where the ranks do not step together, as those of a dense model.
@@ -146,6 +154,10 @@ class PdWorker:
     def apply(self, metadata: PdMetadata) -> None:
         """Begin what the scheduler asks for in this step; only sums are made here."""
         self._is_idle = metadata.is_idle
+        if metadata.weights is not None and self._traits:
+            self._traits = {**self._traits, **metadata.weights}
+            if self._puller is not None:
+                self._puller.post(CompareAnew(self._traits))
         for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
         if self._puller is not None:  # asleep there is none; our scheduler asks again

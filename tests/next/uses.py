@@ -88,7 +88,7 @@ USES: dict[str, str] = {
     "vllm.distributed.kv_events:BlockRemoved": "__init__",
     "vllm.v1.attention.backend:AttentionBackend": "get_name",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "supported_kv_cache_layouts",
-    "vllm.v1.engine.core:EngineCore": "collective_rpc",
+    "vllm.v1.engine.core:EngineCore": "collective_rpc set_weight_version",
     "vllm.platforms.cpu:CpuPlatform": "check_and_update_config",
     "vllm.model_executor.models:registry": "_run_in_subprocess",
     "vllm.utils.ompmultiprocessing:OMPProcessManager": "configure_omp_envs skip_setup cpu_lists",
@@ -101,6 +101,7 @@ USES: dict[str, str] = {
 REPLACED = (
     "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
     "vllm.v1.engine.core:EngineCore.collective_rpc",
+    "vllm.v1.engine.core:EngineCore.set_weight_version",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",
     "vllm.v1.core.single_type_kv_cache_manager:"
     "SingleTypeKVCacheManager.max_admission_blocks_per_request",

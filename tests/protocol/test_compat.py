@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from pdconn.cli.main import main
 from pdconn.lender.server import Lender
 from pdconn.planning.compare import compare
-from pdconn.protocol.compat import trait_differences, traits_digest
-from pdconn.protocol.messages import Described, RankGeometry, Welcome
+from pdconn.protocol.compat import (
+    DRAFT,
+    UNPROVEN,
+    WEIGHTS,
+    trait_differences,
+    traits_digest,
+)
+from pdconn.protocol.messages import PROTOCOL_VERSION, Described, RankGeometry, Welcome
 from pdconn.sidechannel.describe import describe
 from registration.references import AttentionKind, GroupMemory, build_kv_cache_references
 from tests.fakes.layouts import layout_memory
@@ -49,6 +55,34 @@ def test_only_a_reader_with_a_drafter_needs_one() -> None:
         "speculative_config.model: theirs other, ours head"
     ]
     assert [d.field for d in trait_differences({"model": "n"}, drafting)] == ["model"], "control"
+
+
+PROOFS = st.frozensets(st.sampled_from(["commit:a", "commit:b", "files:a", "dummy:0"]), max_size=3)
+
+
+@given(PROOFS, PROOFS, st.sampled_from([WEIGHTS, DRAFT + WEIGHTS]))
+def test_weights_agree_if_they_have_a_proof_in_common_and_never_without_one(
+    ours: frozenset[str], theirs: frozenset[str], name: str
+) -> None:
+    """Not even with themselves; words of a doubt are no proofs."""
+    one, other = (
+        PLAIN | DRAFTER | {name: " ".join(sorted(proofs)) or f"{UNPROVEN}no commit:a"}
+        for proofs in (ours, theirs)
+    )
+    differ = bool(trait_differences(one, other))
+    assert differ == ours.isdisjoint(theirs)
+
+
+def test_a_peer_that_says_nothing_of_its_weights_is_refused_by_name() -> None:
+    """Of a version before, were it not refused for that."""
+    said = PLAIN | {WEIGHTS: "files:a"}
+    assert [str(d) for d in trait_differences(said, PLAIN)] == [
+        "weights: theirs nothing, ours files:a"
+    ]
+    assert [str(d) for d in trait_differences(PLAIN, said)] == [
+        "weights: theirs files:a, ours nothing"
+    ]
+    assert trait_differences(PLAIN, PLAIN) == (), "two of before"
 
 
 def test_a_lender_with_a_drafter_serves_a_reader_without() -> None:
@@ -280,8 +314,9 @@ def test_the_table_tells_what_is_refused_from_what_differs(
 def test_other_versions_cannot_pull() -> None:
     newer = msgspec.structs.replace(engine(), version=99)
     comparison = compare(newer, engine())
-    assert [str(refused) for refused in comparison.b_pulls] == ["version: theirs 99, ours 4"]
-    assert [str(refused) for refused in comparison.a_pulls] == ["version: theirs 4, ours 99"]
+    ours = PROTOCOL_VERSION
+    assert [str(refused) for refused in comparison.b_pulls] == [f"version: theirs 99, ours {ours}"]
+    assert [str(refused) for refused in comparison.a_pulls] == [f"version: theirs {ours}, ours 99"]
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e300"])

@@ -23,6 +23,9 @@ def connector(role: str) -> Any:
     """As it is in the scheduler of an engine of this role, without a side channel."""
     made: Any = PdScheduler.__new__(PdScheduler)
     made._spans = PullSpans()
+    made._adapters = None
+    made._greeting = SimpleNamespace(weights=None, is_proven=True)
+    made.weights = SimpleNamespace(computed=lambda: None)
     made._producer = made._consumer = made._store = made._answers = None
     made._loading_from_store = set()
     if role != "decode":

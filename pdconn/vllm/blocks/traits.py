@@ -1,25 +1,27 @@
 """What the bytes of a block mean, by name: everything that geometry does not say.
 
-Both sides' traits must be equal, or the same bytes would be read as other keys and
+Both sides' traits must agree, or the same bytes would be read as other keys and
 values.  A model is named by the last part of its path, since hosts keep models in
-different places.
+different places; its weights are told by what proves them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from vllm.config import VllmConfig
 
-from pdconn.protocol.compat import DRAFT
+from pdconn.protocol.compat import DRAFT, WEIGHTS
 from pdconn.protocol.limits import MAX_TEXT
 from pdconn.vllm.blocks.arrangement import arrangement_of, state_arrangement
 from pdconn.vllm.blocks.drafts import drafter, num_modules
 from pdconn.vllm.blocks.kinds import is_state
+from pdconn.vllm.identity.weights import Weights
 
 _SHAPE = (
     "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -28,34 +30,38 @@ _SHAPE = (
 )  # fmt: skip
 _DRAFT_SHAPE = (*_SHAPE, "eagle_aux_hidden_state_layer_ids")
 _DIGEST_NBYTES = 8
+_CACHED = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 def block_traits(
-    config: VllmConfig, layers: dict[str, Any], specs: Mapping[str, Any], enforce: bool
+    config: VllmConfig,
+    layers: dict[str, Any],
+    specs: Mapping[str, Any],
+    weights: Mapping[str, Weights],
 ) -> dict[str, str]:
-    """Names to compare at the handshake; none when ``enforce`` is off.
+    """Names to compare at the handshake.
 
     Args:
         config: the engine's configuration.
         layers: layers by name (vLLM's static forward context).
         specs: specification of each layer that has a cache which is transferred.
+        weights: what proves them (:func:`pdconn.vllm.identity.weights.engine_weights`).
     """
-    if not enforce:
-        return {}
     model = config.model_config
     traits = {
         "model": _name(model),
+        WEIGHTS: weights["model"].trait,
         **{f"model.{name}": value for name, value in _shape(model, _SHAPE).items()},
         "kv_dtype": f"{config.cache_config.cache_dtype}/{model.dtype}",
         "block_content": _content(config, layers, specs),
-        **_draft_traits(config),
+        **_draft_traits(config, weights),
     }
     if states := {state_arrangement(spec) for spec in specs.values() if is_state(spec)}:
         traits["states"] = _bounded("; ".join(sorted(states)))
     return traits
 
 
-def _draft_traits(config: VllmConfig) -> dict[str, str]:
+def _draft_traits(config: VllmConfig, weights: Mapping[str, Weights]) -> dict[str, str]:
     """What must be equal where decode has layers of a drafter; nothing without any.
 
     How many tokens are drafted may differ: the prompt's KV is the same.  But for MTP of several
@@ -69,6 +75,7 @@ def _draft_traits(config: VllmConfig) -> dict[str, str]:
     traits = {
         "method": str(speculation.method),
         "model": _name(model),
+        WEIGHTS: weights["draft"].trait,
         **{f"model.{name}": value for name, value in _shape(model, _DRAFT_SHAPE).items()},
         "kv_dtype": f"{cache_dtype}/{model.dtype}",
         "modules": str(num_modules(config)),
@@ -77,7 +84,11 @@ def _draft_traits(config: VllmConfig) -> dict[str, str]:
 
 
 def _name(model: Any) -> str:
-    return os.path.basename(os.path.normpath(str(model.model)))
+    """Of a folder in huggingface_hub's cache, which vLLM names when offline, the repository's."""
+    path = os.path.normpath(str(model.model))
+    if cached := _CACHED.search(path):
+        return cached[1]
+    return os.path.basename(path)
 
 
 def _shape(model: Any, names: Sequence[str]) -> dict[str, str]:

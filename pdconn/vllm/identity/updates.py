@@ -1,94 +1,77 @@
-"""Weights that change under a running engine, as far as that can be seen.
-
-A trainer or an operator changes them in the workers, and reaches those through the engine core::
-
-    /update_weights, /collective_rpc, LLM.collective_rpc, LLM.apply_model
-        └─► EngineCore.collective_rpc(method) ──► every worker
-                       └─► our scheduler: what was computed before is of other weights
-
-vLLM has no hook for it, so we stand in front of that method.  Any call that is not known to leave
-weights alone counts as one that changes them: an extension of workers may call its own what it
-likes.  The engine core's thread makes the call, so no step is scheduled meanwhile.
-
-Not seen is what goes past the engine core: a worker that is held in the same process and changed
-there (``llm_engine.model_executor``).  docs/operations.md says so.
-"""
+"""Which weights an engine has after calls that may have changed them under it."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
-import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
 
-from pdconn.vllm.config import ConfigError
-
-log = logging.getLogger(__name__)
-
-_HARMLESS = frozenset(
-    {
-        "check_health",
-        "compute_weight_checksums",
-        "get_encoder_timing_stats",
-        "get_model_inspection",
-        "get_supported_tasks",
-        "init_weight_transfer_engine",
-        "profile",
-        "release_late_interaction_query_cache",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown_weight_transfer_engine",
-        "supports_draft_weight_updates",
-        "synchronize_device",
-        "update_max_model_len",
-    }
-)
-"""Calls of vLLM that leave weights as they are, in 0.32 and 0.33."""
-
-_TAKES = ["self", "method", "timeout", "args", "kwargs"]
-"""What ``EngineCore.collective_rpc`` takes."""
+from pdconn.protocol.compat import DRAFT, WEIGHTS
+from pdconn.vllm.identity.weights import Weights, weights_of
 
 
-class Watcher(Protocol):
-    """Is told of calls that may change weights."""
+class EngineWeights:
+    """Which weights an engine computes with, and which its KV is of, as traits.
 
-    def weights_changed(self, method: str) -> None:
-        """A call of this name is about to be made."""
+    ::
 
+        loaded ── a call that may change them ──► unproven ── reload_weights ──► files, commit
+                                                         └─── weight_version ──► version
 
-_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+    KV stays what it was: after a change what the engine keeps of before proves nothing, until its
+    prefix cache is reset.  A trainer that pauses with ``clear_cache`` resets it first.
 
-
-def watch_updates(watcher: Watcher) -> None:
-    """Tell ``watcher`` of calls of this process's engine cores, as long as it lives.
-
-    Raises:
-        ConfigError: this vLLM's engine core makes them in another way.
+    Args:
+        config: vLLM's configuration.
+        traits: the engine's, as its ranks loaded it.
     """
-    from vllm.v1.engine.core import EngineCore
 
-    calling = EngineCore.collective_rpc
-    if not hasattr(calling, "pdconn"):
-        if list(inspect.signature(calling).parameters) != _TAKES:
-            seen = str(inspect.signature(calling))
-            hint = "weights that change under an engine would not be seen"
-            raise ConfigError("EngineCore.collective_rpc", ", ".join(_TAKES), seen, hint)
-        EngineCore.collective_rpc = _watched(calling)
-    _watchers.add(watcher)
+    def __init__(self, config: Any, traits: Mapping[str, str]) -> None:
+        self._config = config
+        self._model = config.model_config
+        self._texts = {name: traits[name] for name in (WEIGHTS, DRAFT + WEIGHTS) if name in traits}
+        self._is_empty, self._is_stale = True, False
 
+    def computed(self) -> None:
+        """There is KV of the present weights."""
+        self._is_empty = False
 
-def _watched(calling: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(calling)
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
-        if not (isinstance(method, str) and method in _HARMLESS):
-            for watcher in list(_watchers):
-                watcher.weights_changed(name)
-        return calling(self, method, *args, **kwargs)
+    def was_reset(self) -> None:
+        """Nothing is kept of what was computed before."""
+        self._is_empty, self._is_stale = True, False
 
-    collective_rpc.pdconn = True  # type: ignore[attr-defined]
-    return collective_rpc
+    def changed(self, call: str) -> None:
+        """A call by this name may have changed the weights."""
+        self._is_stale = self._is_stale or not self._is_empty
+        doubt = Weights((), f"{call} may have changed them in place, and named no weight_version")
+        self._texts = dict.fromkeys(self._texts, doubt.trait)
+
+    def reloaded(self, path: str | None, since: float) -> None:
+        """The model's weights, not its drafter's, were read from files after ``since``."""
+        if path is not None:
+            self._model = copy.copy(self._model)
+            self._model.model, self._model.model_weights, self._model.revision = path, "", None
+        found = weights_of(self._model, self._config.load_config, named=None, since=since)
+        self._texts[WEIGHTS] = found.trait
+
+    def named(self, version: str) -> None:
+        """They are what a trainer calls ``version``; its word is one proof more."""
+        proof = f"version:{hashlib.sha256(version.encode()).hexdigest()[:32]}"
+        for name, text in self._texts.items():
+            kept = [one for one in Weights.of(text).proofs if not one.startswith("version:")]
+            self._texts[name] = Weights((proof, *kept)).trait
+
+    @property
+    def of_engine(self) -> dict[str, str]:
+        """Traits of the weights, which those of KV that is read are compared with."""
+        return dict(self._texts)
+
+    @property
+    def of_kv(self) -> dict[str, str]:
+        """Traits of what is lent."""
+        doubt = Weights((), "the prefix cache was not reset when they were changed")
+        return {
+            name: doubt.trait if self._is_stale and Weights.of(text).proofs else text
+            for name, text in self._texts.items()
+        }

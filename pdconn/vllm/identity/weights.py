@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from huggingface_hub import ResolvedRevision, constants
 from vllm.transformers_utils.runai_utils import is_runai_obj_uri
 
+from pdconn.protocol.compat import UNPROVEN
+from pdconn.vllm.blocks.drafts import drafter
 from pdconn.vllm.identity.files import files_of, weights_digest
+from transport.errors import shown
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--.+/snapshots/([0-9a-f]{40})/?$")
@@ -43,11 +47,18 @@ _READ_FROM_MODEL = frozenset(
 memory, ``tensorizer`` a URI, and a plugin what it likes.
 """
 
+_STARTTIME = 19
+"""Among the fields of ``/proc/self/stat`` after the name; field 22 in proc(5)."""
+
 _SPEED = frozenset(
     {"enable_multithread_load", "num_threads", "enable_weights_track", "concurrency",
      "memory_limit", "distributed"}
 )  # fmt: skip
 """Keys of ``model_loader_extra_config`` that change how fast weights are read, and not which."""
+
+
+_DOUBT = 300
+"""Characters of a doubt that are shown."""
 
 
 class _Unproven(Exception):
@@ -66,10 +77,24 @@ class Weights:
     proofs: tuple[str, ...]
     doubt: str = ""
 
+    @classmethod
+    def of(cls, trait: str) -> Weights:
+        """From the text of a trait."""
+        if trait.startswith(UNPROVEN):
+            return cls((), trait.removeprefix(UNPROVEN))
+        return cls(tuple(trait.split()))
+
+    @property
+    def trait(self) -> str:
+        """As a text that :mod:`pdconn.protocol.compat` compares."""
+        return " ".join(self.proofs) if self.proofs else UNPROVEN + shown(self.doubt, _DOUBT)
+
 
 def started_at() -> float:
     """When this process began, in seconds since the epoch: weights are loaded after it."""
-    return float(psutil.Process().create_time())
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    began = int(fields[_STARTTIME]) / os.sysconf("SC_CLK_TCK")  # since the machine started
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + began
 
 
 def is_commit(revision: str | None) -> bool:
@@ -78,15 +103,13 @@ def is_commit(revision: str | None) -> bool:
 
 
 def engine_weights(config: Any, *, named: str | None, since: float) -> dict[str, Weights]:
-    """What proves the weights of an engine's ``model``, and of its ``draft`` if it has one.
+    """What proves the weights of an engine's ``model``, and of its ``draft`` if that keeps KV.
 
     ``config`` is vLLM's; see :func:`weights_of` for the rest.
     """
     found = {"model": weights_of(config.model_config, config.load_config, named=named, since=since)}
-    speculation = config.speculative_config
-    if speculation is not None and speculation.draft_model_config is not None:
-        load = speculation.draft_load_config or config.load_config
-        draft = speculation.draft_model_config
+    if (draft := drafter(config)) is not None:
+        load = config.speculative_config.draft_load_config or config.load_config
         found["draft"] = weights_of(draft, load, named=named, since=since)
     return found
 

@@ -2,4 +2,5 @@
 
 early_check      our configuration is checked before weights are loaded
 deferred_frees   blocks that a step in flight may still write are freed once it is over
+engine_calls     calls that may change weights are told before they are made
 """

@@ -25,7 +25,6 @@ from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.cache.partial import PartialBlocks
-from pdconn.vllm.identity.weights import engine_weights, started_at
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
@@ -47,19 +46,12 @@ class EngineStore:
         config: vLLM's configuration.
         writer: this boot's name.
         kv_cache_config: vLLM's KV cache configuration.
-        weights_id: the operator's name for the weights.
     """
 
     def __init__(
-        self,
-        settings: StoreSettings,
-        config: Any,
-        writer: str,
-        kv_cache_config: Any,
-        weights_id: str | None = None,
+        self, settings: StoreSettings, config: Any, writer: str, kv_cache_config: Any
     ) -> None:
         self._settings, self._config, self._writer = settings, config, writer
-        self._weights_id = weights_id
         self._kv_cache_config = kv_cache_config
         self._events: StoreEvents | None = None
         self._store: StoreScheduler | None = None
@@ -250,8 +242,7 @@ class EngineStore:
 
     def _name(self, traits: dict[str, str], layout: StoreLayout) -> str:
         """Of the namespace; a random one where nothing proves which weights these are."""
-        weights = engine_weights(self._config, named=self._weights_id, since=started_at())
-        found = namespace_of(self._config, traits, layout, weights, salt=secrets.token_hex(8))
+        found = namespace_of(self._config, traits, layout, salt=secrets.token_hex(8))
         if found.doubt:
             log.warning(
                 "pdconn: store: rows are kept for this boot of this engine alone, since nothing "

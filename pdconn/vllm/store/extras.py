@@ -5,32 +5,18 @@ all after it.  A prompt for which that cannot be told has no keys: it is neither
 loaded.  Names are not enough where content may change under them: an adapter is told by its
 files, and media by the digest that vLLM makes of their content.  A name that a client gave them
 is seen by its form, unless it has that of a digest, too.
-
-An adapter whose files change while an engine runs has no keys until the engine is started anew:
-its weights in memory may be the old ones, and so may blocks in the engine's own prefix cache,
-which knows an adapter by its name and path.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from pdconn.vllm.identity.files import weights_digest
-from transport.errors import shown
-
-log = logging.getLogger(__name__)
+from pdconn.vllm.identity.adapters import adapter_digest
 
 _DIGEST = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 """What vLLM's hashers make, after the name of an adapter that changes embeddings."""
-
-_CHANGED = ""
-_seen: dict[tuple[str, str], str] = {}
-"""Adapters by name and path: the digest of their files, or :data:`_CHANGED` once they differed."""
 
 
 def extras_of(request: Any, block_tokens: int) -> list[bytes] | None:
@@ -44,7 +30,7 @@ def extras_of(request: Any, block_tokens: int) -> list[bytes] | None:
     if request.cache_salt:
         found.setdefault(0, []).append(("salt", request.cache_salt))
     if request.lora_request is not None:
-        adapter = _adapter(request.lora_request)
+        adapter = adapter_digest(request.lora_request)
         if adapter is None:
             return None
         found.setdefault(0, []).append(("adapter", adapter))
@@ -72,40 +58,3 @@ def has_keys(request: Any) -> bool:
         and request.pooling_params is None
         and not getattr(request, "resumable", False)
     )
-
-
-def _adapter(lora: Any) -> str | None:
-    """The adapter's digest; None where its files cannot be seen from here, or have changed."""
-    found = _files_digest(lora)
-    if found is None:
-        return None
-    which = str(lora.lora_name), str(lora.lora_path)
-    first = _seen.setdefault(which, found)
-    if first in (found, _CHANGED):
-        return first or None
-    _seen[which] = _CHANGED
-    log.warning(
-        "pdconn: store: files of an adapter have changed under the engine: its prompts are "
-        "neither saved nor loaded any more: adapter=%s",
-        shown(which[0]),
-    )
-    return None
-
-
-def _files_digest(lora: Any) -> str | None:
-    path = Path(lora.lora_path)
-    try:
-        files = tuple(sorted((f.name, f.stat().st_ctime_ns, f.stat().st_size)
-                             for f in path.iterdir() if f.is_file()))  # fmt: skip
-    except OSError:
-        return None
-    return _adapter_digest(str(path), files)
-
-
-@lru_cache(maxsize=1024)
-def _adapter_digest(path: str, files: tuple[tuple[str, int, int], ...]) -> str | None:
-    weights = weights_digest(path)
-    config = Path(path, "adapter_config.json")
-    if weights is None:
-        return None
-    return weights + (config.read_text(encoding="utf-8") if config.is_file() else "")

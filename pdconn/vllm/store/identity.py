@@ -17,10 +17,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from pdconn.protocol.compat import DRAFT, WEIGHTS
 from pdconn.store.format.footer import FORMAT_VERSION
 from pdconn.store.format.layout import StoreLayout
+from pdconn.vllm.blocks.drafts import drafter
 from pdconn.vllm.identity.weights import Weights, is_commit
 
+_WEIGHTS = (WEIGHTS, DRAFT + WEIGHTS)
 _DEPENDS_ON_LENGTH = ('"longrope"', '"dynamic"', '"su"')
 """Rotary embeddings whose tables depend on the engine's maximum length."""
 
@@ -39,31 +42,27 @@ class Namespace:
 
 
 def namespace_of(
-    config: Any,
-    traits: dict[str, str],
-    layout: StoreLayout,
-    weights: Mapping[str, Weights],
-    *,
-    salt: str,
+    config: Any, traits: Mapping[str, str], layout: StoreLayout, *, salt: str
 ) -> Namespace:
     """The namespace of an engine.
 
     Args:
         config: vLLM's configuration.
-        traits: what the bytes of a block mean (:func:`block_traits`).
+        traits: what the bytes of a block mean, and what proves the weights (:func:`block_traits`).
         layout: of whole rows.
-        weights: what proves the weights (:func:`engine_weights`).
         salt: random, for weights that nothing proves: no other engine has the same.
     """
+    weights = {name: Weights.of(traits[name]) for name in _WEIGHTS if name in traits}
+    others = {name: value for name, value in traits.items() if name not in ("model", *_WEIGHTS)}
     facts: dict[str, Any] = {
         "version": FORMAT_VERSION,
-        "traits": {name: value for name, value in traits.items() if name != "model"},
+        "traits": others,
         "layout": layout.encoded().decode(),
         "model": _model(config.model_config),
         "weights": {name: found.proofs[:1] for name, found in weights.items()},
     }
-    if "draft" in weights:
-        facts["draft"] = _model(config.speculative_config.draft_model_config)
+    if (draft := drafter(config)) is not None:
+        facts["draft"] = _model(draft)
     doubts = [f"{name}: {found.doubt}" for name, found in weights.items() if not found.proofs]
     doubts += _foreign_code(config.model_config)
     name = _digest(facts)

@@ -167,7 +167,7 @@ class Engine:
 
         ours.take_stats = take_stats  # type: ignore[method-assign]
         geometry = RankGeometry(0, 0, self.rank.transport.address(), self.rank.memory.references)
-        welcome = Welcome.of(self.name, ours._incarnation, TRAITS, (geometry,))
+        welcome = Welcome.of(self.name, ours._greeting.incarnation, TRAITS, (geometry,))
         if ours._waits is not None:
             ours._waits._clock = self.machine.clock
         if ours._consumer is not None:

@@ -36,6 +36,7 @@ from pdconn.vllm.blocks.geometry import kv_cache_references
 from pdconn.vllm.blocks.pages import Pages
 from pdconn.vllm.blocks.traits import block_traits
 from registration import KVCacheReferences, RegistrationError
+from tests.vllm.identity.known import SAME
 
 
 class Platform:
@@ -89,7 +90,7 @@ def traits(spec: Any, one: Any, layout: str = "LBHNC", **config: Any) -> dict[st
         cache_dtype="auto", get_resolved_kv_cache_layout=lambda: SimpleNamespace(name=layout)
     )
     engine: Any = SimpleNamespace(model_config=model, cache_config=cache)
-    return block_traits(engine, {"layer": one}, {"layer": spec}, enforce=True)
+    return block_traits(engine, {"layer": one}, {"layer": spec}, SAME)
 
 
 DENSE = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")

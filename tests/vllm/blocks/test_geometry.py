@@ -27,6 +27,7 @@ from pdconn.vllm.blocks.geometry import kv_cache_references
 from pdconn.vllm.blocks.heads import first_head, total_kv_heads
 from pdconn.vllm.blocks.traits import block_traits
 from registration import AttentionKind, RegistrationError
+from tests.vllm.identity.known import SAME
 
 ATTENTION: dict[str, Any] = {
     "block_size": 16,
@@ -175,7 +176,7 @@ def traits_of(model: Any) -> dict[str, str]:
     config: Any = SimpleNamespace(
         model_config=model, cache_config=SimpleNamespace(cache_dtype="auto")
     )
-    return block_traits(config, {}, {}, enforce=True)
+    return block_traits(config, {}, {}, SAME)
 
 
 def test_what_differs_between_layers_is_compared_layer_by_layer() -> None:

@@ -174,3 +174,30 @@ def test_weights_are_reloaded_after_hand_overs(
         for prompt in PROMPTS[1:3]
     }
     assert expected.mismatches(answers) == []
+
+
+@RESETTING
+def test_weights_that_a_call_may_have_changed_are_handed_over_once_they_are_known(
+    pair: PdPair, expected: Expected, running_again: None
+) -> None:
+    """By a version that both have, and by the files that they were read from; not before."""
+    prompts = make_prompts([210, 230, 250, 270], seed=907)
+    before = prefill_only(pair.prefill, prompts[0])
+    assert post(pair.prefill, "/pause?clear_cache=true") == {"status": "paused"}
+    change = {"method": "update_config", "kwargs": {"overrides": {}}}
+    post(pair.prefill, "/collective_rpc", dict(change))
+    post(pair.prefill, "/resume")
+    with pytest.raises(RequestRefused):
+        pair.decode.complete(prompts[0], 1, kv_transfer_params=before)
+    assert prefill_only(pair.prefill, prompts[1]) is None, "of weights that nobody knows"
+
+    for engine in (pair.prefill, pair.decode):
+        post(engine, "/update_weight_version", {"new_version": "7"})
+    versioned = prefill_then_decode(pair.prefill, pair.decode, prompts[2], MAX_TOKENS)
+    assert expected.mismatches({prompts[2]: versioned}) == []
+
+    post(pair.prefill, "/collective_rpc", {"method": "reload_weights"})
+    assert prefill_only(pair.prefill, prompts[1]) is None, "its cache has KV of before"
+    assert post(pair.prefill, "/reset_prefix_cache") == {"success": True}
+    read = prefill_then_decode(pair.prefill, pair.decode, prompts[3], MAX_TOKENS)
+    assert expected.mismatches({prompts[3]: read}) == []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from pdconn.vllm.identity import files
 from pdconn.vllm.identity.files import weights_digest
 
 
@@ -75,3 +78,24 @@ def test_a_file_of_several_parts_is_all_of_them(tmp_path: Path) -> None:
         seen.append(weights_digest(str(first)))
     assert seen[0] == seen[1]
     assert len(set(seen)) == 3
+
+
+def test_of_very_many_tensors_some_samples_are_read_and_every_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another training run is seen, and another shape; of single tensors not every one."""
+    from safetensors.numpy import save_file
+
+    def write(value: int, changed: int = -1, **more: Any) -> str | None:
+        tensors = {f"layer.{n}": np.full(4096, value + (n == changed), np.uint8) for n in range(60)}
+        save_file(tensors | more, tmp_path / "model.safetensors")
+        return weights_digest(str(tmp_path))
+
+    def seen() -> int:
+        return sum(write(1, changed) != write(1) for changed in range(0, 60, 3))
+
+    assert seen() == 20
+    whole = write(1)
+    monkeypatch.setattr(files, "_MOST", 20)
+    assert len({whole, write(1), write(2), write(1, extra=np.zeros(9, np.uint8))}) == 4
+    assert 0 < seen() < 20

@@ -1,114 +1,95 @@
-"""Weights that change under an engine are noticed at the call by which vLLM changes them."""
+"""Weights that may have changed under an engine prove nothing, and nor does KV of before."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import warnings
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import vllm
-    from vllm.v1.engine.core import EngineCore
+from pdconn.protocol.compat import DRAFT, UNPROVEN, WEIGHTS, trait_differences
+from pdconn.vllm.identity.updates import EngineWeights
+from tests.vllm.store.configured import config
 
-from pdconn.vllm.config import ConfigError
-from pdconn.vllm.identity.updates import _HARMLESS, watch_updates
-
-CHANGING = (
-    "apply_model", "finish_weight_update", "reload_weights", "reset_weights",
-    "start_draft_weight_update", "start_weight_update", "update_config", "update_weights",
-)  # fmt: skip
-
-
-class Told:
-    """Remembers what it was told of."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def weights_changed(self, method: str) -> None:
-        self.calls.append(method)
+LOADED = {"model": "m", WEIGHTS: "files:a", DRAFT + WEIGHTS: "files:b"}
+KNOWN = {WEIGHTS: "files:a", DRAFT + WEIGHTS: "files:b"}
 
 
 @pytest.fixture
-def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's class as it comes."""
-    calling = inspect.unwrap(EngineCore.collective_rpc)
-    monkeypatch.setattr(EngineCore, "collective_rpc", calling)
+def weights(tmp_path: Path) -> EngineWeights:
+    (tmp_path / "model.safetensors").write_bytes(b"new" * 100)
+    return EngineWeights(config(tmp_path), LOADED)
 
 
-def core() -> Any:
-    """vLLM's engine core, whose workers answer with what was asked of them."""
-    made: Any = EngineCore.__new__(EngineCore)
-    made.model_executor = SimpleNamespace(collective_rpc=lambda *words: [words])
-    return made
+def is_proven(traits: dict[str, str]) -> bool:
+    """Whether a peer with these very traits would agree with them."""
+    return not trait_differences(traits, traits)
 
 
-@pytest.mark.usefixtures("unwatched")
-def test_every_call_but_the_harmless_is_told_and_made() -> None:
-    told, gone = Told(), Told()
-    watch_updates(told)
-    watch_updates(gone)
-    calls = list(gone.calls)
-    del gone
-    engine = core()
-    for name in (*CHANGING, "of_an_extension", *_HARMLESS):
-        assert engine.collective_rpc(name, 7.0, (1,), {"a": 2}) == [(name, 7.0, (1,), {"a": 2})]
-    engine.collective_rpc(test_every_call_but_the_harmless_is_told_and_made)
-    engine.collective_rpc(method="update_weights", kwargs={"update_info": {}})
-    mine = test_every_call_but_the_harmless_is_told_and_made.__name__
-    assert told.calls == [*CHANGING, "of_an_extension", mine, "update_weights"]
-    assert not calls
+def test_weights_are_what_was_loaded_until_they_may_be_others(weights: EngineWeights) -> None:
+    assert weights.of_engine == weights.of_kv == KNOWN
+    weights.computed()
+    weights.was_reset()
+    weights.computed()
+    assert weights.of_engine == weights.of_kv == KNOWN
+    weights.changed("update_weights")
+    for traits in (weights.of_engine, weights.of_kv):
+        assert not is_proven(traits)
+        assert all(text.startswith(f"{UNPROVEN}") for text in traits.values())
+        assert "update_weights" in traits[WEIGHTS]
 
 
-@pytest.mark.usefixtures("unwatched")
-def test_watching_twice_tells_once() -> None:
-    told = Told()
-    watch_updates(told)
-    watch_updates(told)
-    core().collective_rpc("update_weights")
-    assert told.calls == ["update_weights"]
+def test_a_version_proves_them_and_no_update_before_it_does(weights: EngineWeights) -> None:
+    weights.named("1")
+    first = weights.of_engine
+    assert set(first[WEIGHTS].split()) > {"files:a"}
+    weights.changed("update_weights")
+    weights.named("2")
+    other = EngineWeights(weights._config, LOADED)
+    other.changed("update_weights")
+    other.named("2")
+    assert is_proven(weights.of_engine)
+    assert weights.of_engine == other.of_engine != first
+    other.named("3")
+    assert trait_differences(weights.of_engine, other.of_engine)
+    assert len(other.of_engine[WEIGHTS].split()) == 1, "2 is gone"
 
 
-def test_an_engine_core_that_calls_in_another_way_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_is_read_from_files_is_known_again_and_the_drafter_is_not(
+    weights: EngineWeights, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(EngineCore, "collective_rpc", lambda self, call: None)
-    with pytest.raises(ConfigError, match=r"EngineCore\.collective_rpc: expected self, method"):
-        watch_updates(Told())
+    weights.changed("reload_weights")
+    weights.reloaded(None, time.time() + 1)
+    traits = weights.of_engine
+    assert traits[WEIGHTS].startswith("files:")
+    assert traits[DRAFT + WEIGHTS].startswith(UNPROVEN)
+    weights.reloaded(None, 0.0)
+    assert weights.of_engine[WEIGHTS].startswith(UNPROVEN), "written while they were read"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"x")
+    weights.reloaded(str(tmp_path / "other"), time.time() + 1)
+    assert is_proven({WEIGHTS: weights.of_engine[WEIGHTS]})
+    assert weights.of_engine[WEIGHTS] != traits[WEIGHTS]
 
 
-def test_every_call_that_vllm_makes_was_looked_at() -> None:
-    """A new one counts as a change until someone has looked."""
-    named = set(named_calls(Path(vllm.__file__).parent))
-    assert {"update_weights", "reload_weights"} <= named
-    assert named - _HARMLESS <= {*CHANGING, *ELSEWHERE}
+def test_kv_of_before_proves_nothing_until_the_cache_is_reset(weights: EngineWeights) -> None:
+    weights.computed()
+    weights.changed("update_weights")
+    weights.named("2")
+    assert is_proven(weights.of_engine)
+    assert not is_proven(weights.of_kv)
+    weights.changed("update_weights")
+    weights.named("3")
+    assert not is_proven(weights.of_kv), "still that of the first ones"
+    weights.was_reset()
+    assert weights.of_kv == weights.of_engine
 
 
-ELSEWHERE = {
-    "checkpoint_prepare", "checkpoint_restore",  # of a whole process: seen as a change, too
-}  # fmt: skip
-"""Calls that leave weights alone, as far as one can tell, and are not needed in service."""
-
-
-def named_calls(package: Path) -> Iterator[str]:
-    """Names in calls of ``collective_rpc`` that go through the engine core."""
-    executors = ("executor", "worker", "fault_tolerance", "kv_connector")
-    for path in package.rglob("*.py"):
-        if any(part in path.relative_to(package).parts for part in executors):
-            continue
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if ".collective_rpc(" in text else ():
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            is_past = "model_executor" in ast.unparse(node.func)
-            if node.func.attr == "collective_rpc" and not is_past and node.args:
-                first = node.args[0]
-                if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    yield first.value
+def test_an_engine_whose_cache_was_reset_before_keeps_nothing_of_before(
+    weights: EngineWeights,
+) -> None:
+    weights.computed()
+    weights.was_reset()
+    weights.changed("update_weights")
+    weights.named("2")
+    assert is_proven(weights.of_kv)

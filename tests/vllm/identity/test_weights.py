@@ -177,7 +177,9 @@ def test_an_operators_name_goes_first_and_stands_in_for_a_proof(model: Path) -> 
 
 def test_a_draft_is_loaded_in_its_own_way(model: Path) -> None:
     speculation = SimpleNamespace(
-        draft_model_config=configured(model), draft_load_config=loaded("tensorizer")
+        draft_model_config=configured(model),
+        draft_load_config=loaded("tensorizer"),
+        uses_draft_kv_cache=lambda: True,
     )
     drafted = config(model)
     drafted.speculative_config = speculation

@@ -35,7 +35,7 @@ def holder(
     assert cache.admit(told) == 0
     cache.finish(told)
     made: Any = PdScheduler.__new__(PdScheduler)
-    made._spans = PullSpans()
+    made._spans, made._adapters = PullSpans(), None
     made._manager, made._consumer, made._store = cache.manager, None, None
     made._block_tokens = BLOCK
     settings = read_settings({}, "127.0.0.1", 1, 0)

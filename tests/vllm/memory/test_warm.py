@@ -40,7 +40,8 @@ def test_a_rehearsal_is_one_line_of_the_log(
     with caplog.at_level(logging.INFO, "pdconn.vllm"):
         kept = rehearsed(InProcessNetwork(), lends=lends, pulls=pulls)
     assert len(kept) == 1, "our page, which is registered as long as the transport lives"
-    [line] = [each.getMessage() for each in caplog.records if "rehears" in each.getMessage()]
+    said = [each.getMessage() for each in caplog.records]
+    [line] = [each for each in said if each.startswith("pdconn: rehears")]
     assert f"lends={lends} pulls={pulls} partners=2 seconds=" in line
 
 

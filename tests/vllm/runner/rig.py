@@ -274,8 +274,10 @@ def _config(role: str) -> VllmConfig:
         warnings.simplefilter("ignore")
         config: Any = VllmConfig(kv_transfer_config=transfer)
     config.cache_config.kv_cache_layout = "LBHNC"
+    config.load_config.load_format = "dummy"
     config.model_config = SimpleNamespace(
         model="tiny",
+        seed=0,
         dtype=torch.float32,
         use_mla=False,
         enable_sleep_mode=False,

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pdconn.protocol.compat import DRAFT, WEIGHTS
 from pdconn.store.format.layout import store_layout
 from pdconn.vllm.identity.weights import engine_weights
 from pdconn.vllm.store.identity import namespace_of
@@ -38,10 +39,16 @@ def config(model: Path | str, **changes: Any) -> Any:
     return SimpleNamespace(model_config=model_config, load_config=load, speculative_config=None)
 
 
+def proven(config: Any, traits: dict[str, str]) -> dict[str, str]:
+    """Traits with what proves the weights of an engine whose files were written before it began."""
+    found = engine_weights(config, named=None, since=math.inf)
+    names = {"model": WEIGHTS, "draft": DRAFT + WEIGHTS}
+    return traits | {names[one]: weights.trait for one, weights in found.items()}
+
+
 def named(config: Any, traits: dict[str, str], layout: Any, salt: str = "a") -> str:
-    """The namespace of an engine whose files were written before it began."""
-    weights = engine_weights(config, named=None, since=math.inf)
-    return namespace_of(config, traits, layout, weights, salt=salt).name
+    """The namespace of an engine."""
+    return namespace_of(config, proven(config, traits), layout, salt=salt).name
 
 
 def layout(token_nbytes: int = 64) -> Any:

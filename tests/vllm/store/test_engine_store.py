@@ -11,7 +11,7 @@ import pytest
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.engine.requests import Save
 from pdconn.store.settings import StoreSettings
-from tests.vllm.store.configured import TRAITS, config, layout
+from tests.vllm.store.configured import TRAITS, config, layout, proven
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -181,7 +181,7 @@ def test_weights_that_nothing_proves_get_a_namespace_of_their_own_and_one_line_t
         model = config("x", model_weights="s3://models/tiny", **changes)
         model.load_config.load_format = how
         made = EngineStore(StoreSettings("root", 1 << 20), model, "writer", None)
-        return made._name(TRAITS, layout())
+        return made._name(proven(model, TRAITS), layout())
 
     assert named("dummy") == named("dummy")
     assert not caplog.records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,8 @@ import pytest
 
 from pdconn.lab.model import write_model
 from pdconn.vllm.identity.files import weights_digest
-from pdconn.vllm.identity.weights import engine_weights
 from pdconn.vllm.store.identity import namespace_of, salted
-from tests.vllm.store.configured import TRAITS, config, layout, named
+from tests.vllm.store.configured import TRAITS, config, layout, named, proven
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +112,12 @@ def test_a_change_of_a_part_of_a_large_tensor_is_seen_there(tmp_path: Path, at: 
 def test_what_nothing_proves_is_shared_with_nobody(model: Path, changes: dict[str, Any]) -> None:
     """Not with an engine of the same configuration, and not with the next boot."""
     made = config(**{"model": model, **changes})
-    weights = engine_weights(made, named=None, since=math.inf)
-    first, second = (
-        namespace_of(made, TRAITS, layout(), weights, salt=salt) for salt in ("a", "b")
-    )
+    traits = proven(made, TRAITS)
+    first, second = (namespace_of(made, traits, layout(), salt=salt) for salt in ("a", "b"))
     assert first.name != second.name
     assert first.doubt
     sure = config(model)
-    known = namespace_of(
-        sure, TRAITS, layout(), engine_weights(sure, named=None, since=math.inf), salt="a"
-    )
+    known = namespace_of(sure, proven(sure, TRAITS), layout(), salt="a")
     assert not known.doubt
     assert known.name == named(sure, TRAITS, layout(), salt="b")
 
@@ -152,6 +146,8 @@ def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
 def test_a_draft_model_is_part_of_it(model: Path) -> None:
     drafted = config(model)
     drafted.speculative_config = SimpleNamespace(
-        draft_model_config=config(model, dtype="bfloat16").model_config, draft_load_config=None
+        draft_model_config=config(model, dtype="bfloat16").model_config,
+        draft_load_config=None,
+        uses_draft_kv_cache=lambda: True,
     )
     assert named(drafted, TRAITS, layout()) != named(config(model), TRAITS, layout())

@@ -10,7 +10,6 @@ import pytest
 
 from pdconn.lab.client import Client, prefill_only, prefill_then_decode
 from pdconn.lab.compare import compare, make_prompts
-from pdconn.lab.errors import RequestRefused
 from pdconn.lab.model import TINY, write_model
 from pdconn.lab.spec import EngineSpec
 from tests.forked.engines import running
@@ -62,7 +61,11 @@ def test_an_adapter(tmp_path: Path) -> None:
         engine("prefill", GEMMA_3, model, "kv_both", prefix_caching=True),
         engine("decode", GEMMA_3, model, "kv_both", prefix_caching=True),
     ]
-    specs = [replace(spec, args=(*spec.args, *args)) for spec in specs]
+    anew = [f"c={adapters[name]}" for name in "bab"]  # prefill and decode have others of the name
+    specs = [
+        replace(spec, args=(*spec.args, *args, other))
+        for spec, other in zip(specs, anew, strict=True)
+    ]
     prompts = make_prompts([2, 33, 64, 130, 700], seed=41)
     with running(specs, tmp_path, cache=cache_beside(model)) as started:
         seen = set()
@@ -74,11 +77,20 @@ def test_an_adapter(tmp_path: Path) -> None:
                 assert compare(want, answer) is None, (name, len(prompt))
                 seen.add((len(prompt), answer.tokens))
         assert len(seen) == 3 * len(prompts), "adapters differ"
+        prompt = make_prompts([90], seed=43)[0]
+        alone, prefill, decode = (Client(each.url, model="c") for each in started)
+        pulls = decode.metrics()["pdconn:pulls_total"]
+        answer = prefill_then_decode(prefill, decode, prompt, NUM_TOKENS)
+        assert compare(alone.complete(prompt, NUM_TOKENS), answer) is None, "decode's own"
+        assert decode.metrics()["pdconn:pulls_total"] == pulls
         base, other = Client(started[1].url), Client(started[2].url, model="a")
         prompt = make_prompts([100], seed=42)[0]
         ticket = prefill_only(base, prompt)
-        with pytest.raises(RequestRefused, match="500"):  # control: KV of another adapter
-            other.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        pulls = other.metrics()["pdconn:pulls_total"]
+        answer = other.complete(prompt, NUM_TOKENS, kv_transfer_params=ticket)
+        own = Client(started[0].url, model="a").complete(prompt, NUM_TOKENS)
+        assert compare(own, answer) is None, "computed: the ticket is of another adapter"
+        assert other.metrics()["pdconn:pulls_total"] == pulls
         prompt = make_prompts([1000], seed=44)[0]
         prefill_only(Client(started[1].url, model="a"), prompt)
         for name, is_pulled in (("b", False), ("lab", False), ("a", True)):

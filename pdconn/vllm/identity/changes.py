@@ -1,0 +1,89 @@
+"""What follows in an engine's scheduler when its weights may be others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pdconn.vllm.identity.updates import EngineWeights
+from transport.errors import shown
+
+if TYPE_CHECKING:
+    from pdconn.vllm.consumer import ConsumerScheduler
+    from pdconn.vllm.identity.greeting import Greeting
+    from pdconn.vllm.producer import ProducerScheduler
+    from pdconn.vllm.store.engine import EngineStore
+
+log = logging.getLogger(__name__)
+
+
+class WeightChanges:
+    """Hears of changes (:mod:`pdconn.vllm.patches.engine_calls`), and tells the parts of an engine.
+
+    Args:
+        greeting: what peers are told.
+        producer, consumer, store: those parts that there are.
+        serve: tells peers of ``greeting`` as it is then.
+    """
+
+    def __init__(
+        self,
+        greeting: Greeting,
+        producer: ProducerScheduler | None,
+        consumer: ConsumerScheduler | None,
+        store: EngineStore | None,
+        serve: Callable[[], None],
+    ) -> None:
+        self._greeting, self._serve = greeting, serve
+        self._producer, self._consumer, self._store = producer, consumer, store
+
+    def bind(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, to see when nothing is kept of what was computed before."""
+        resetting = block_pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            if is_reset := bool(resetting()):
+                self._compare_anew(EngineWeights.was_reset)
+            return is_reset
+
+        block_pool.reset_prefix_cache = reset_prefix_cache
+
+    def computed(self) -> None:
+        """There is KV of the present weights."""
+        if self._greeting.weights is not None:
+            self._greeting.weights.computed()
+
+    def weights_changed(self, call: str) -> None:
+        """A call by this name may change the weights.
+
+        What is lent was computed with others, and so was what tickets are for that came before.
+        """
+        log.info("pdconn: weights may be others from now on: call=%s", shown(call))
+        if self._store is not None:
+            self._store.weights_changed()
+        if self._consumer is not None:
+            self._consumer.weights_changed()
+        if self._producer is not None:
+            self._producer.take_back()
+        self._compare_anew(lambda weights: weights.changed(call), self._producer is not None)
+
+    def weights_reloaded(self, path: str | None, since: float) -> None:
+        """The model was read from files, of which we know what they are."""
+        self._compare_anew(lambda weights: weights.reloaded(path, since))
+
+    def weights_named(self, version: str) -> None:
+        """A trainer gave the weights a version."""
+        self._compare_anew(lambda weights: weights.named(version))
+
+    def _compare_anew(
+        self, change: Callable[[EngineWeights], None], may_have_lent: bool = False
+    ) -> None:
+        weights = self._greeting.weights
+        if weights is None:  # no worker is registered yet
+            return
+        change(weights)
+        if self._consumer is not None:
+            self._consumer.doubt = self._greeting.doubt
+        if self._greeting.compare_anew(may_have_lent):
+            self._serve()
