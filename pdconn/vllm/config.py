@@ -74,6 +74,7 @@ class Settings:
     verify: Verify = Verify.OFF
     warm_peers: tuple[Place, ...] = ()
     rehearse: bool = True
+    untested_vllm: bool = False
     debug_faults: Faults = field(default_factory=Faults)
     security: Security = field(default_factory=Security)
     store: StoreSettings | None = None
@@ -367,6 +368,11 @@ KEYS: tuple[Key, ...] = (
         "rehearse", "true, false", "true", flag, "both",
         "At the start, pull a page from ourselves, so that the first request's pull does nothing "
         "for the first time. Takes about 0.2 s; a failure is a warning.",
+    ),
+    Key(
+        "untested_vllm", "true, false", "false", flag, "both",
+        "Start with a version of vLLM that pdconn was not tested with, which is refused otherwise. "
+        "What pdconn believes of vLLM's insides is checked in any case.",
     ),
     Key(
         "store", "store settings", "none", None, "both",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,6 +31,7 @@ from pdconn.vllm.memory.layout import wanted_layout
 from pdconn.vllm.memory.sleep import check_sleep
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.engine_calls import watch_updates
+from pdconn.vllm.patches.leans import check_version
 from pdconn.vllm.plugin import join_vllm_log
 from pdconn.vllm.scheduler import PdScheduler
 from pdconn.vllm.stats import PdPromMetrics, PdStats
@@ -65,6 +67,7 @@ class PdconnConnector(KVConnectorBase_V1, SupportsHMA):
         join_vllm_log()
         check_supported(vllm_config)
         settings = settings_of(vllm_config)
+        check_version(vllm.__version__, settings.untested_vllm)
         self._worker: PdWorker | None = None
         self._scheduler: PdScheduler | None = None
         if role is KVConnectorRole.WORKER:

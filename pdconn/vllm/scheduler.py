@@ -41,6 +41,7 @@ from pdconn.vllm.lends.patience import PrefixPatience
 from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.deferred_frees import defer_frees
+from pdconn.vllm.patches.leans import check_leans
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import drop_wrong_params, num_computed
@@ -133,8 +134,10 @@ class PdScheduler:
         """Let prefill keep what decode's last token attends to, and decode hits of its own.
 
         Raises:
-            ConfigError: this vLLM would let us fill blocks that a step still writes.
+            ConfigError: this vLLM would let us fill blocks that a step still writes, or works in
+                another way than those that were tested.
         """
+        check_leans(manager)
         self._manager = manager
         if self._consumer is not None or self._store is not None:
             defer_frees()

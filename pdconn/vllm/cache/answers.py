@@ -70,7 +70,7 @@ class AnswerWindows:
         kinds = tuple(kinds_of(config))
         if not isinstance(coordinator, HybridKVCacheCoordinator) or AttentionKind.STATE in kinds:
             return None
-        if any(uses_eagle for *_, uses_eagle in coordinator.attention_groups):
+        if any(group.use_eagle for group in coordinator.attention_groups):
             return None
         managers = {
             at: coordinator.single_type_managers[group]

@@ -55,7 +55,7 @@ def complete_windows(manager: Any, pulled_until: Callable[[Any], int]) -> bool:
         return False
     if not isinstance(coordinator, HybridKVCacheCoordinator):
         return False
-    if any(uses_eagle for *_, uses_eagle in coordinator.attention_groups):
+    if any(group.use_eagle for group in coordinator.attention_groups):
         return False
     agreed = getattr(manager, _HOOK, None)
     found = None if agreed is None else list(inspect.signature(agreed).parameters)

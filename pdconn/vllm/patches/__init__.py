@@ -1,6 +1,7 @@
 """What pdconn changes in vLLM's insides, one file each: what, why, and the check at the start.
 
 early_check      our configuration is checked before weights are loaded
+leans            what is believed of vLLM, checked at the start; versions not tested are refused
 deferred_frees   blocks that a step in flight may still write are freed once it is over
 engine_calls     calls that may change weights are told before they are made
 """
