@@ -32,13 +32,14 @@ with warnings.catch_warnings():
     )
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
     from vllm.renderers.online_renderer import _reused_prompt_token_ids
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
         SlidingWindowSpec,
     )
-    from vllm.v1.request import RequestStatus
+    from vllm.v1.request import Request, RequestStatus
 
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.metadata import PdHandshake
@@ -156,18 +157,9 @@ class Engine:
         return self.new(tokens, sampling.extra_args, request_id or f"cmpl-{self._number}")
 
     def new(self, tokens: Sequence[int], extra_args: Any, name: str) -> Any:
-        """As vLLM's ``Request``, which reads the parameters from ``extra_args``."""
-        return SimpleNamespace(
-            request_id=name,
-            prompt_token_ids=list(tokens),
-            num_prompt_tokens=len(tokens),
-            num_computed_tokens=len(tokens),
-            num_tokens=len(tokens) + 1,
-            kv_transfer_params=(extra_args or {}).get("kv_transfer_params"),
-            lora_request=None,
-            mm_features=[],
-            status=RequestStatus.FINISHED_LENGTH_CAPPED,
-        )
+        """A request of vLLM's, which reads the parameters from ``extra_args``."""
+        sampling = SamplingParams(max_tokens=1, extra_args=extra_args)
+        return Request(name, list(tokens), sampling, pooling_params=None)
 
     def prefill(self, path: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
         """What ``vllm serve`` answers to a router's request to prefill."""
@@ -177,6 +169,7 @@ class Engine:
     def lend(self, request: Any) -> dict[str, Any] | None:
         """Compute a request's prompt; what the connector returns at its end."""
         self.connector.on_new_request(request)
+        end_prefill(request)
         kept, params = self.connector.request_finished_all_groups(request, LENT)
         assert kept is False, "blocks are pinned, and the request is over"
         return params  # type: ignore[no-any-return]
@@ -197,7 +190,6 @@ class Engine:
 
     def pull(self, request: Any) -> Decoded:
         """Take a request as far as its blocks."""
-        request.num_computed_tokens = 0
         self.connector.on_new_request(request)
         matched, _ = self.connector.get_num_new_matched_tokens(request, 0)
         blocks = SimpleNamespace(get_block_ids=lambda: PULLED, blocks=())
@@ -206,6 +198,13 @@ class Engine:
         commands = self.connector.build_connector_meta(step).commands
         self.decoded.append(Decoded(request.prompt_token_ids, matched, commands))
         return self.decoded[-1]
+
+
+def end_prefill(request: Any) -> None:
+    """Bring a request to where vLLM has computed its prompt, and its one token."""
+    request.num_computed_tokens = request.num_prompt_tokens
+    request.append_output_token_ids(0)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from tests.contracts.engines import (
     Engine,
     cache_config,
     claim,
+    end_prefill,
     engine_config,
     handshake,
 )
@@ -152,6 +153,7 @@ def request(params: Any, name: str = "cmpl-1") -> Any:
 def lent(prefill: Any) -> Any:
     asked = request({"do_remote_decode": True, "cached_token_stats": True}, "cmpl-p")
     prefill.on_new_request(asked)
+    end_prefill(asked)
     return prefill.request_finished_all_groups(asked, LENT)
 
 

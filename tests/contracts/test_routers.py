@@ -174,14 +174,16 @@ def test_with_prefills_tokens_a_chat_is_pulled_even_where_decode_would_render_it
     claim(found.ticket)
 
 
-def test_without_them_such_a_chat_fails_by_the_digest_of_the_prompt(
+def test_without_them_such_a_chat_is_refused_by_the_digest_of_the_prompt_and_computed(
     pair: tuple[Engine, Engine],
 ) -> None:
     """Control."""
     mode = HANDED_OVER[0]
     body, _ = hand_over(pair, mode, CHAT)
     body["messages"] = [{"role": "user", "content": "Is this the prompt that prefill computes?"}]
-    assert pair[1].decode(CHAT, body).failure.startswith("pdconn.prompt: expected ")
+    found = pair[1].decode(CHAT, body)
+    assert found.matched == 0
+    assert not any(type(one) is ReadBlocks for one in found.commands)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

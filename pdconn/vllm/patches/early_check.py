@@ -18,7 +18,7 @@ Source: ``VllmConfig.__post_init__`` in vLLM's ``config/vllm.py`` and
 
 from __future__ import annotations
 
-import sys
+import inspect
 from types import FrameType
 from typing import Any
 
@@ -40,7 +40,7 @@ def check_asked_configuration() -> None:
     Raises:
         ConfigRefused: naming the key, what was expected and what came.
     """
-    found = asked_configuration(sys._getframe(1))
+    found = asked_configuration(inspect.currentframe())
     if found is None:
         return
     from pdconn.vllm.supported import check_reachable, check_supported, read_transfer
