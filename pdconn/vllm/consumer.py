@@ -183,6 +183,10 @@ class ConsumerScheduler:
         self._tracked[request.request_id] = tracked
         if self.doubt:
             self._lost(request.request_id, self.doubt)
+        elif ticket.incarnation == self._incarnation:
+            # A router may choose one engine for both legs.  No transport reads from itself, and
+            # what was computed is in this engine's own cache.
+            self._lost(request.request_id, "this engine lent it itself, and looks in its cache")
         elif self._pulling.has_begun(ticket, tracked.parent):
             tracked.ticket, tracked.follows = None, key_of(ticket)
         else:

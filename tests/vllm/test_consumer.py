@@ -40,6 +40,12 @@ def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) ->
     return made
 
 
+def own_ticket() -> dict[str, Any]:
+    """Parameters of a request whose ticket this engine made itself, in this boot."""
+    params = request().kv_transfer_params["pdconn"]
+    return {"pdconn": {**params, "incarnation": "here"}}
+
+
 def consumer(recompute: bool = False, prefix_caching: bool = False) -> ConsumerScheduler:
     return ConsumerScheduler("here", recompute, prefix_caching, max_model_len=MAX_MODEL_LEN)
 
@@ -242,6 +248,20 @@ def test_another_prompts_ticket_is_given_up_and_its_request_computed(
     assert isinstance(claim, ClaimTicket)
     assert cancel == CancelPull("d")
     assert side.take_counts() == {"tickets_mistaken": 1}
+    assert len(side) == 0
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_ticket_of_this_very_engine_is_left_out_and_its_request_computed(
+    recompute: bool,
+) -> None:
+    """A router that chose one engine for both legs: the pull failed, and so did the request."""
+    side, asked = consumer(recompute), request(**own_ticket())
+    side.arrived(asked)
+    assert side.matched(asked, 32) == (0, False)
+    side.allocated(asked, BLOCKS, 0)
+    assert ClaimTicket not in kinds(side.take_commands())
+    assert side.take_counts() == {"tickets_gone": 1}
     assert len(side) == 0
 
 

@@ -124,6 +124,17 @@ def test_engines_in_both_roles_answer_all_and_none_much_later_than_in_one(
     assert max(slowest) <= 2 * slowest[0]
 
 
+def test_an_engine_that_is_chosen_for_both_legs_answers_from_its_own_cache(
+    engines: tuple[dict[str, Client], Events],
+) -> None:
+    """It cannot read from itself; such requests were answered 500 under the policy fail."""
+    clients, _ = engines
+    prompts = load_of(8, seed=16)
+    load = ask(prompts, [(clients["a"], clients["a"])])
+    assert load.missing() == 0
+    assert wrong(clients["alone"], prompts, load.answers) == []
+
+
 def test_engines_that_give_nothing_up_wait_for_each_other(
     engines: tuple[dict[str, Client], Events],
 ) -> None:
