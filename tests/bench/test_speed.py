@@ -18,7 +18,7 @@ from pdconn.bench.transfer.paths import PATHS
 from pdconn.bench.transfer.rig import OpenCase
 from pdconn.bench.transfer.rounds import MethodResult, take_rounds
 from pdconn.bench.transfer.workload import Workload
-from pdconn.forecast.engine import parse_engine
+from pdconn.forecast.engine import EngineShape
 from pdconn.forecast.shapes import built_in
 
 MODEL = built_in("llama-3.1-8b")
@@ -34,10 +34,9 @@ def lender() -> Iterator[LocalLender]:
 
 
 def measured(
-    lender: LocalLender, path: str, prefill: str, decode: str, tokens: int
+    lender: LocalLender, path: str, prefill: EngineShape, decode: EngineShape, tokens: int
 ) -> dict[Method, MethodResult]:
-    engines = [parse_engine(text, MODEL) for text in (prefill, decode)]
-    with OpenCase(Workload(*engines, tokens), PATHS[path], lender.control) as rig:
+    with OpenCase(Workload(prefill, decode, tokens), PATHS[path], lender.control) as rig:
         return {one.method: one for one in take_rounds(rig, 5, random.Random(1), lambda _: None)}
 
 
@@ -58,7 +57,7 @@ def is_slow(methods: dict[Method, MethodResult]) -> list[str]:
 def test_random_blocks_keep_up_with_one_read_and_beat_layer_by_layer(
     lender: LocalLender, path: str
 ) -> None:
-    small = "layout=BLHNC,block=2"
+    small = EngineShape(MODEL, layout="BLHNC", block_tokens=2)
     seen = []
     for _ in range(TRIES):
         methods = measured(lender, path, small, small, 256)
@@ -72,6 +71,6 @@ def test_random_blocks_keep_up_with_one_read_and_beat_layer_by_layer(
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_a_plan_in_pieces_of_a_token_and_head_is_noticed(lender: LocalLender, path: str) -> None:
     """Negative control: memory orders that share no larger piece."""
-    methods = measured(lender, path, "layout=BLNHC", "layout=BHLNC", 128)
+    methods = measured(lender, path, EngineShape(MODEL, "BLNHC"), EngineShape(MODEL, "BHLNC"), 128)
     assert methods[Method.PDCONN].runs > 10_000
     assert len(is_slow(methods)) == 2

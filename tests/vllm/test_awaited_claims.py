@@ -23,6 +23,8 @@ from tests.vllm.test_consumer import BLOCKS, MAX_MODEL_LEN, PROMPT, kinds, reque
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from vllm.v1.outputs import KVConnectorOutput
+
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.scheduler import PdScheduler
     from pdconn.vllm.tracing.pulls import PullSpans
@@ -263,7 +265,7 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
     ]
     assert not any(report.is_empty for report in reports)
     joined = reports[0].aggregate(reports[1])
-    scheduler.reported(SimpleNamespace(kv_connector_worker_meta=joined, finished_recving=None))
+    scheduler.reported(KVConnectorOutput(kv_connector_worker_meta=joined))
     assert scheduler.matched(asked, 0) == (32, True)
     assert asked_of_store == [0]
 

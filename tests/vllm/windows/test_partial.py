@@ -15,6 +15,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
+    from vllm.v1.outputs import KVConnectorOutput
+
     from pdconn.vllm.cache.partial import partial_blocks
     from pdconn.vllm.metadata import PdWorkerReport
     from pdconn.vllm.scheduler import PdScheduler
@@ -108,7 +110,7 @@ def test_what_a_rank_wrote_in_part_reaches_vllms_manager_and_the_store() -> None
     scheduler._manager, scheduler._config = cache.manager, cache.shape.config()
     report = PdWorkerReport(partial={request.request_id: {1: 4}, "aborted": {1: 2}})
     scheduler.reported(
-        SimpleNamespace(kv_connector_worker_meta=report, finished_recving={request.request_id})
+        KVConnectorOutput(kv_connector_worker_meta=report, finished_recving={request.request_id})
     )
     cache.manager.cache_blocks(request, 499)
     full, window = cache.manager.get_blocks(request.request_id).blocks
