@@ -73,6 +73,7 @@ class ConsumerScheduler:
     Attributes:
         doubt: why nothing may be pulled; empty if it may.
         adapters: reads adapters of requests; None where they are compared by name alone.
+        take_back_own: ends the lease of a ticket that this engine made itself.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ConsumerScheduler:
         self._is_awaiting = is_awaiting
         self.doubt = ""
         self.adapters: AdapterReader | None = None
+        self.take_back_own: Callable[[Ticket], None] | None = None
         self._splits = UNSPLIT
         self._is_registered = False
         self._tracked: dict[str, Tracked] = {}
@@ -186,6 +188,8 @@ class ConsumerScheduler:
         elif ticket.incarnation == self._incarnation:
             # A router may choose one engine for both legs.  No transport reads from itself, and
             # what was computed is in this engine's own cache.
+            if self.take_back_own is not None:
+                self.take_back_own(ticket)
             self._lost(request.request_id, "this engine lent it itself, and looks in its cache")
         elif self._pulling.has_begun(ticket, tracked.parent):
             tracked.ticket, tracked.follows = None, key_of(ticket)

@@ -124,6 +124,7 @@ class ProducerScheduler:
         answers = {} if back is None else {LeaseKind.ANSWER: LentShare(back.settings.share)}
         self.pins = LeasePins({LeaseKind.PREFIX: PREFIXES, **answers})
         self._shared = SharedTickets()
+        self._lent: dict[str, bytes] = {}
         self._to_sum: list[tuple[Terms, tuple[BlockList, ...]]] = []
 
     def bind(self, block_pool: Any) -> None:
@@ -169,7 +170,7 @@ class ProducerScheduler:
         self._lender.close()
         self.unpin_freed()
         self.pins.unpin_all()
-        self._shared, self._to_sum = SharedTickets(), []
+        self._shared, self._to_sum, self._lent = SharedTickets(), [], {}
 
     def arrived(self, request: Any) -> None:
         """A request entered the engine: leave its last prompt token to decode, if it must be.
@@ -271,10 +272,19 @@ class ProducerScheduler:
             if self._lender is not None:
                 self._lender.abort(request_id, if_unclaimed=if_unclaimed)
 
+    def take_back_own(self, ticket: Ticket) -> None:
+        """Decode's half of this engine was given a ticket of ours, and needs nothing lent for it.
+
+        Clients can change a ticket: only one that says what was lent ends its lease.
+        """
+        if self._lender is not None and self._lent.get(ticket.request_id) == ticket.digest():
+            self._lender.abort(ticket.request_id)
+
     def _lend(self, ticket: Ticket, block_ids: BlockIds, ttl_s: float, kind: LeaseKind) -> None:
         """Pin what a ticket is for, and lend it."""
         assert self._lender is not None
         self._give_up(self.pins.pin(ticket.request_id, block_ids, kind, self._clock()))
+        self._lent[ticket.request_id] = ticket.digest()
         self._lender.lend(ticket.request_id, ticket.digest(), ttl_s)
         verify = self._settings.verify
         if verify is not Verify.OFF:
@@ -288,6 +298,7 @@ class ProducerScheduler:
         for lease in self._lender.collect():
             log.debug("pdconn: unpinned: request=%s why=%s", lease.request, lease.why)
             self.pins.unpin(lease.request)
+            self._lent.pop(lease.request, None)
             self._shared.forget(lease.request)
 
     def take_back(self) -> None:

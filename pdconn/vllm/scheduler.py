@@ -123,6 +123,8 @@ class PdScheduler:
                 has_store=self._store is not None,
             )
             self._consumer.adapters = self._adapters
+            if self._producer is not None:
+                self._consumer.take_back_own = self._producer.take_back_own
         if self._producer is not None:
             self._waits = BlockWaits(self._producer, self._consumer, steady)
         if self._consumer is None and settings.debug_faults:

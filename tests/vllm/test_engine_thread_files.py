@@ -77,8 +77,12 @@ class StoredEngine:
         found, ids = self._matched(request), self._blocks(request)
         with touches_nothing():
             self.store.allocated(request, ids, found)
-        for _ in range(3):  # an adapter's files are looked at between two steps
+        stored, end = self.ranks.store._tracked[request.request_id], time.monotonic() + PATIENCE_S
+        is_known = False
+        while not is_known:  # an adapter's files are looked at between two steps
             self._step(request, ids, request.num_tokens - found)
+            is_known = stored.known_extras is not None
+            assert time.monotonic() < end
             time.sleep(0.02)
         request.num_computed_tokens = len(request.all_token_ids)
         request.all_token_ids += prompt(99, 100)  # the answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,20 @@ def test_a_lease_that_is_given_up_is_unpinned_long_before_its_time(
         settle(lending, pool)
     assert pool.freed == [3]
     assert time.monotonic() - began < lease_s / 2
+
+
+@pytest.mark.parametrize("lease_s", [60.0])
+def test_a_ticket_that_comes_back_to_its_engine_ends_its_lease_and_an_altered_one_does_not(
+    lending: ProducerScheduler, pool: Pool, lease_s: float
+) -> None:
+    """A client can write another request's name into a ticket."""
+    ticket = parse_ticket(lending.lend(request("r"), ([3],)))
+    lending.take_back_own(replace(ticket, num_tokens=ticket.num_tokens - 1))
+    settle(lending, pool, seconds=0.2)
+    assert pool.pinned() == [3]
+    lending.take_back_own(ticket)
+    settle(lending, pool, seconds=lease_s / 2)
+    assert pool.freed == [3]
 
 
 def test_nothing_to_lend_is_no_ticket(lending: ProducerScheduler, pool: Pool) -> None:
