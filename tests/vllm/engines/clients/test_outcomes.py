@@ -54,7 +54,7 @@ def completion(client: openai.OpenAI, model: str, text: str, stream: bool, **mor
     answer = client.completions.create(
         model=model, prompt=text, max_tokens=6, stream=stream, **more
     )
-    assert not stream or len(list(answer)) > 1
+    assert not stream or list(answer)  # vLLM joins tokens that a busy client has not taken yet
 
 
 def chat(client: openai.OpenAI, model: str, text: str, stream: bool, **more: Any) -> None:
@@ -65,7 +65,7 @@ def chat(client: openai.OpenAI, model: str, text: str, stream: bool, **more: Any
         stream=stream,
         **more,
     )
-    assert not stream or len(list(answer)) > 1
+    assert not stream or list(answer)  # vLLM joins tokens that a busy client has not taken yet
 
 
 @ONE_PAIR

@@ -58,10 +58,12 @@ def test_a_state_that_has_seen_the_last_token_is_noticed(granite: Handover) -> N
     assert len(wrong) == 6
 
 
-def test_a_decode_engine_refuses_states_of_the_whole_prompt(granite: Handover) -> None:
-    prompt = PROMPTS[5]
-    with pytest.raises(Exception, match="500"):
-        granite.mismatches([prompt], "whole-prefill", "decode")
+def test_a_decode_engine_refuses_states_of_the_whole_prompt_and_computes(
+    granite: Handover,
+) -> None:
+    before = granite.metric("tickets_mistaken_total")
+    assert granite.mismatches([PROMPTS[5]], "whole-prefill", "decode") == []
+    assert granite.metric("tickets_mistaken_total") == before + 1
 
 
 def test_a_flipped_bit_of_a_state_is_noticed(granite: Handover) -> None:
