@@ -16,11 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pdconn.store.breaker import Breaker
 from pdconn.store.errors import ShelfFailure, StoreError
+from transport.errors import TransportError
 
 _CONNECT_S, _ANSWER_S = 2, 4
 _PAUSE_S = 5.0
@@ -171,36 +172,74 @@ class Bucket:
         return self.place.prefix + key
 
     @contextmanager
-    def _failures(self, action: str, key: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError
-        from urllib3.exceptions import HTTPError
+    def moved_by_nixl(self, action: Literal["make", "read"], key: str) -> Iterator[None]:
+        """Around a transfer of objects that NIXL makes: refused as a call of ours would be.
 
+        NIXL does not tell why a transfer failed, so a read, whose object may be missing, is no
+        sign of a server that is down.
+
+        Raises:
+            ShelfFailure: the last call failed a moment ago, or the transfer fails.
+        """
+        where = self._tries(action, key)
+        try:
+            yield
+            self._breaker.succeeded()
+        except TransportError as error:
+            if action == "make":
+                self._failed()
+            raise ShelfFailure(f"{where}: {error}") from error
+
+    def _tries(self, action: str, key: str) -> str:
+        """What is tried now.
+
+        Raises:
+            ShelfFailure: the last call failed, and it is too early for another.
+        """
         where = f"cannot {action} {self.place}{key}"
         now = time.monotonic()
         if not self._breaker.allows(now):
             left_s = self._breaker.left_s(now)
             raise ShelfFailure(f"{where}: the last call failed; next try in {left_s:.1f} s")
+        return where
+
+    @contextmanager
+    def _failures(self, action: str, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+        from urllib3.exceptions import HTTPError
+
+        where = self._tries(action, key)
         try:
             yield
             self._breaker.succeeded()
         except ClientError as error:
             if _status(error) >= 500:
-                self.failed()
+                self._failed()
             else:  # it answers
                 self._breaker.succeeded()
             raise ShelfFailure(f"{where}: {_code(error)}") from error
         except (BotoCoreError, HTTPError, OSError, ValueError) as error:
-            self.failed()
+            self._failed()
             raise ShelfFailure(f"{where}: {type(error).__name__}: {error}") from error
 
-    def failed(self) -> None:
+    def _failed(self) -> None:
         """The network or the server failed: no call for a few seconds."""
         self._breaker.failed(time.monotonic())
 
     def nixl_options(self) -> dict[str, str]:
-        """Parameters of NIXL's back end, with the credentials as they are now."""
-        with self._failures("get credentials for", ""):
+        """Parameters of NIXL's back end, with the credentials as they are now.
+
+        No call of the bucket: it neither waits for the server nor shows that it answers.
+
+        Raises:
+            ShelfFailure: there are no credentials now.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
             found = self._session.get_credentials().get_frozen_credentials()
+        except (BotoCoreError, ClientError, OSError) as error:
+            raise ShelfFailure(f"cannot get credentials for {self.place}: {error}") from error
         options = {
             "bucket": self.place.bucket,
             "region": self.region,

@@ -11,8 +11,7 @@ import functools
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 from pdconn.store.errors import ShelfFailure
@@ -70,12 +69,7 @@ class BucketData:
         Raises:
             ShelfFailure: it is not known to be there.
         """
-        try:
-            with self._failures("make", key):
-                self._opened().put(key, pieces)
-        except ShelfFailure:
-            self._bucket.failed()
-            raise
+        self._opened().put(key, pieces)
 
     def get(self, reads: list[tuple[str, int, memoryview]]) -> None:
         """Fill each buffer from its offset in an object.
@@ -83,8 +77,7 @@ class BucketData:
         Raises:
             ShelfFailure: an object is missing, or cannot be read now.
         """
-        with self._failures("read", reads[0][0]):
-            self._opened().get(reads)
+        self._opened().get(reads)
 
     def close(self) -> None:
         """Let the agent go."""
@@ -103,31 +96,29 @@ class BucketData:
     def _made(self, options: dict[str, str]) -> Objects:
         name = f"pdconn-obj-{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            return _Prefixed(NixlObjects(name, options, _TRANSFER_S), self._bucket.place.prefix)
+            return _BucketObjects(NixlObjects(name, options, _TRANSFER_S), self._bucket)
         except TransportUnavailable as error:
             _say_once(str(error))
             return Boto3Objects(self._bucket)
-
-    @contextmanager
-    def _failures(self, action: str, key: str) -> Iterator[None]:
-        try:
-            yield
         except TransportError as error:
-            raise ShelfFailure(f"cannot {action} {self._bucket.place}{key}: {error}") from error
+            raise ShelfFailure(f"cannot reach {self._bucket.place}: {error}") from error
 
 
-class _Prefixed:
-    """NIXL's objects, whose keys are those of the whole bucket."""
+class _BucketObjects:
+    """NIXL's objects of a bucket, by their keys below its prefix."""
 
-    def __init__(self, objects: NixlObjects, prefix: str) -> None:
+    def __init__(self, objects: NixlObjects, bucket: Bucket) -> None:
         self._objects = objects
-        self._prefix = prefix
+        self._bucket = bucket
+        self._prefix = bucket.place.prefix
 
     def put(self, key: str, pieces: Sequence[memoryview]) -> None:
-        self._objects.put(self._prefix + key, pieces)
+        with self._bucket.moved_by_nixl("make", key):
+            self._objects.put(self._prefix + key, pieces)
 
     def get(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
-        self._objects.get([(self._prefix + key, at, into) for key, at, into in reads])
+        with self._bucket.moved_by_nixl("read", reads[0][0]):
+            self._objects.get([(self._prefix + key, at, into) for key, at, into in reads])
 
     def close(self) -> None:
         self._objects.close()

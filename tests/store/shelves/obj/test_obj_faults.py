@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
@@ -101,6 +102,26 @@ def test_while_a_server_is_down_calls_fail_at_once(
             with pytest.raises(ShelfFailure, match="next try in"):
                 shelf.write("writer", "p", [(0, pages(BIG))])
         assert len(relay.seen) == num_seen
+
+
+def test_a_server_that_answers_again_is_found_by_calls_that_never_pause(
+    root: Path, place: BucketPlace, relay: Relay
+) -> None:
+    """Calls that are refused before the next try do not put that try off."""
+    with ObjShelf(root, _through(relay, place)) as shelf:
+        shelf.begin("writer", "p", BIG)
+        relay.answers = {"*": 503}
+        with pytest.raises(ShelfFailure):
+            shelf.write("writer", "p", [(0, pages(BIG))])
+        relay.answers = {}
+        with pytest.raises(ShelfFailure, match="next try in"):
+            shelf.write("writer", "p", [(0, pages(BIG))])
+        until, written = time.monotonic() + 20 * bucket_module._PAUSE_S, False
+        while not written and time.monotonic() < until:
+            with contextlib.suppress(ShelfFailure):
+                shelf.write("writer", "p", [(0, pages(BIG))])
+                written = True
+        assert written
 
 
 def test_a_commit_whose_answer_was_lost_is_a_commit(
