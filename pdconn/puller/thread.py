@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import selectors
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdconn.lifecycle.pull import Patience
 from pdconn.puller.commands import ClaimTicket, Command, CompareAnew, FailPull, ReadBlocks
@@ -34,6 +36,7 @@ from pdconn.sidechannel.dial import resolve
 from pdconn.sidechannel.security import Security
 from pdconn.sidechannel.thread_queues import Outbox, WakeupQueue
 from transport import Transport
+from transport.streams import StreamPoint
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,18 @@ class PullerBroken(RuntimeError):
     """A thread of ours died; what is in flight is unknown, so the engine must stop."""
 
 
-_Posted = Command | LookedUp | ReaderStopped | JobResult
+@dataclass(frozen=True, slots=True)
+class _Delayed:
+    """A command for when the GPU has come to ``after``."""
+
+    command: Command
+    after: StreamPoint | None
+
+
+_Posted = Command | _Delayed | LookedUp | ReaderStopped | JobResult
+
+_GPU_POLL_S = 0.0002
+"""How often a command that waits for the GPU is looked at; no GPU wakes a thread of ours."""
 
 _REPORTED = (ReadBlocks, FailPull)
 """Commands that are answered by a report."""
@@ -86,6 +100,7 @@ class Puller:
         self._has_news = threading.Event()
         self._num_unreported = 0
         self._awaited: set[str] = set()
+        self._delayed: deque[_Delayed] = deque()
         self._broken: str | None = None
         self._stopping = False
         self._may_read_now = False
@@ -124,8 +139,12 @@ class Puller:
         else:
             self._inbox.put(result)
 
-    def post(self, command: Command) -> None:
-        """Have ``command`` carried out, after those before it; never blocks."""
+    def post(self, command: Command, after: StreamPoint | None = None) -> None:
+        """Have ``command`` carried out, after those before it; never blocks.
+
+        Args:
+            after: what the GPU must have done before, such as writing to blocks to be read into.
+        """
         if isinstance(command, _REPORTED):
             self._num_unreported += 1
         if isinstance(command, ClaimTicket):
@@ -133,7 +152,7 @@ class Puller:
                 self._awaited.add(command.request)
         elif not isinstance(command, CompareAnew):
             self._awaited.discard(command.request)
-        self._inbox.put(command)
+        self._inbox.put(command if after is None else _Delayed(command, after))
 
     def collect(self) -> PullResults:
         """What was received, what failed, what came of claims since the last call; never blocks.
@@ -206,6 +225,8 @@ class Puller:
         """Wait until ``wake_at`` for something to do, and do it; returns when to wake next."""
         pulls, self._may_read_now = self._pulls, True
         timeout_s = None if wake_at is None else max(0.0, wake_at - self._clock())
+        if self._delayed:
+            timeout_s = _GPU_POLL_S if timeout_s is None else min(timeout_s, _GPU_POLL_S)
         has_work = pulls.unplanned or self._inbox.items
         for key, events in self._selector.select(0.0 if has_work else timeout_s):
             if key.data is None:
@@ -216,6 +237,7 @@ class Puller:
             if events & selectors.EVENT_WRITE:
                 pulls.flush(key.data)
         self._take_items()
+        self._take_delayed()
         pulls.tick(self._clock())
         if pulls.reports or pulls.counts:
             self._hand_over()  # before the lenders hear of it: the engine may be waiting
@@ -229,14 +251,27 @@ class Puller:
         pulls = self._pulls
         while items := self._inbox.take():
             for item in items:
-                if isinstance(item, Command):
+                if isinstance(item, Command) and not self._delayed:
                     pulls.apply(item)
+                elif isinstance(item, Command):
+                    self._delayed.append(_Delayed(item, None))
+                elif isinstance(item, _Delayed):
+                    self._delayed.append(item)
                 elif isinstance(item, JobResult):
                     pulls.handle(item)
                 elif isinstance(item, LookedUp):
                     self._dialer.looked_up(item, pulls.peers)
                 else:
                     self._break(item.error)
+
+    def _take_delayed(self) -> None:
+        """Carry out what waited for the GPU, up to the first command that still does."""
+        while self._delayed:
+            first = self._delayed[0]
+            if first.after is not None and not first.after.query():
+                return
+            self._delayed.popleft()
+            self._pulls.apply(first.command)
 
     def _hand_over(self) -> None:
         """Let the engine have what the pulls report and count."""

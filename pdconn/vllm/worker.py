@@ -21,7 +21,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.lifecycle.pull import Patience
 from pdconn.protocol.messages import RankGeometry
 from pdconn.protocol.ticket import BlockList
-from pdconn.puller.commands import CompareAnew
+from pdconn.puller.commands import CompareAnew, ReadBlocks
 from pdconn.puller.rank import Rank
 from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
@@ -50,6 +50,7 @@ from registration.references import KVCacheReferences
 from registration.scratch import Scratch
 from transport import Transport
 from transport.faulty import FaultyTransport
+from transport.streams import StreamPoint, stream_point
 
 log = logging.getLogger(__name__)
 
@@ -160,13 +161,14 @@ class PdWorker:
                 self._puller.post(CompareAnew(self._traits))
         for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
+        after = self._drafted()
         if self._puller is not None:  # asleep there is none; our scheduler asks again
             for command in metadata.commands:
-                self._puller.post(command)
+                self._puller.post(command, after if isinstance(command, ReadBlocks) else None)
         if self._store is not None:
             for asked in metadata.store:
                 self._num_fetching += isinstance(asked, Fetch | LoadRows)
-                self._store.post(asked)
+                self._store.post(asked, after)
 
     def after_pass(self) -> None:
         """The step's forward pass has written its KV: what is to be saved may be read."""
@@ -249,6 +251,17 @@ class PdWorker:
         if self._is_asleep:
             self.register(self._kv_caches)
             self._is_asleep = False
+
+    def _drafted(self) -> StreamPoint | None:
+        """What the GPU must have done before blocks of this step are written to.
+
+        vLLM's model runner V2 reports a step's tokens before its drafter has run, so blocks may be
+        freed, and given to another request, which the drafter still writes.  The step's own pass
+        comes after this point.
+        """
+        if self._memory is None or self._config.speculative_config is None:
+            return None
+        return stream_point(self._memory.references.tensors[0].device)
 
     def _end_transfers(self) -> None:
         if self._puller is not None:

@@ -1,4 +1,4 @@
-"""A thread that connects and reads has the CUDA context of its memory; UCX reads directly."""
+"""Threads beside the engine's: their CUDA context, how UCX reads, and points in the GPU's work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from tests.gpu.bytes_on import BytesOn
 from tests.gpu.rigs import DeviceLender, settled_reads
 from transport import Device, Spans
 from transport.nixl.cuda import load_driver
 from transport.nixl.transport import NixlTransport
+from transport.streams import stream_point
 
 NBYTES = 1 << 20
 DIRECT = {"cpu": ("cma", "tcp"), "cuda": ("cuda_ipc",)}
@@ -59,3 +61,22 @@ def test_a_new_thread_is_bound_and_reads_directly(
     assert any(name in chosen for name in DIRECT[device.kind]), chosen
     possible = caplog.text.partition("UCX may connect by: ")[2].splitlines()[0]
     assert all(f"{name}/" in possible for name in DIRECT[device.kind]), possible
+
+
+def test_a_point_is_reached_after_the_work_before_it(device: Device) -> None:
+    if device.kind != "cuda":
+        assert stream_point(device) is None
+        return
+    factor = torch.rand(8192, 8192, device="cuda")
+    idle = stream_point(device)
+    assert idle is not None
+    idle.synchronize()
+    assert idle.query(), "the control: a point with nothing before it"
+    for _ in range(20):
+        factor = (factor @ factor).clamp_(0, 1)
+    busy = stream_point(device)
+    assert busy is not None
+    if busy.query():
+        pytest.fail("expected 20 products of 8192 x 8192 to take longer than to ask")
+    busy.synchronize()
+    assert busy.query()

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
-from pdconn.puller.commands import ClaimTicket
+from pdconn.planning.plan import Need
+from pdconn.protocol.ticket import BlockList
+from pdconn.puller.commands import ClaimTicket, Command, ReadBlocks
+from pdconn.store.commands import LoadRows
 from pdconn.vllm.config import read_settings
 from tests.fakes.pair import Pair
-from transport import BackendFailure
+from tests.fakes.stream_points import Point
+from transport import BackendFailure, Device
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
+    from pdconn.vllm import worker as worker_module
     from pdconn.vllm.metadata import PdMetadata
     from pdconn.vllm.worker import PdWorker
 
@@ -67,3 +72,33 @@ def test_what_came_of_claims_is_reported_while_the_engine_idles() -> None:
         assert told["granted"] is None
         assert "refused, unknown" in str(told["gone"])
         assert steps < 1000, "it spins"
+
+
+class Posted:
+    """A puller or a store that keeps what a worker posts."""
+
+    def __init__(self) -> None:
+        self.after: dict[str, Any] = {}
+
+    def post(self, command: Command, after: Any = None) -> None:
+        self.after[type(command).__name__] = after
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_an_engine_that_drafts_waits_for_its_drafter(
+    speculates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, point = Device("cuda", 3), Point()
+    monkeypatch.setattr(worker_module, "stream_point", {gpu: point}.get)
+    config: Any = SimpleNamespace(speculative_config=SimpleNamespace() if speculates else None)
+    worker: Any = PdWorker(read_settings({}, "127.0.0.1", 1, 0), config, None)
+    tensor = SimpleNamespace(device=gpu)
+    worker._memory = SimpleNamespace(references=SimpleNamespace(tensors=(tensor,)))
+    worker._puller, worker._store = pulled, loaded = Posted(), Posted()
+    need = Need.of(0, 12, (BlockList(0, (6, 7, 8)),))
+    with Pair() as pair:
+        claim = ClaimTicket("r", "here/1", pair.lend("lent"))
+    worker.apply(PdMetadata([claim, ReadBlocks("r", need)], store=[LoadRows(1, "s", need)]))
+    expected = point if speculates else None
+    assert pulled.after == {"ClaimTicket": None, "ReadBlocks": expected}
+    assert loaded.after == {"LoadRows": expected}

@@ -28,6 +28,7 @@ from pdconn.store.rank.reports import StoreReports
 from pdconn.store.rank.staging import HostArea
 from pdconn.store.shelf.base import Shelf
 from transport import Spans
+from transport.streams import StreamPoint
 
 
 class Problem(Enum):
@@ -66,7 +67,15 @@ class RowRead:
     offset: int
 
 
-ReadTask = FetchUnderWay | RowRead | LoadRows
+@dataclass(frozen=True, slots=True)
+class LoadUnderWay:
+    """A load, which writes to its blocks once the GPU has come to ``after``."""
+
+    load: LoadRows
+    after: StreamPoint | None
+
+
+ReadTask = FetchUnderWay | RowRead | LoadUnderWay
 
 
 class FetchTable:
@@ -173,7 +182,9 @@ class RowReader:
         elif isinstance(task, FetchUnderWay):
             self._begin(task)
         else:
-            self._load(task)
+            if task.after is not None:
+                task.after.synchronize()
+            self._load(task.load)
 
     def _begin(self, fetch: FetchUnderWay) -> None:
         """Put the fetch's rows before other fetches; all are missing where there is no room."""

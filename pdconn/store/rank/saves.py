@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from pdconn.planning.errors import PlanningError
 from pdconn.store.commands import SaveFailed, SaveResult, SaveRow, SaveRows
@@ -27,20 +26,18 @@ from pdconn.store.rank.reports import StoreReports
 from pdconn.store.rank.shares import OwnSlab, RowShare, joined_runs
 from pdconn.store.rank.staging import HostArea
 from pdconn.store.shelf.base import Shelf
-
-
-class PassEvent(Protocol):
-    """A point in a GPU's stream: :meth:`synchronize` returns when all before it is done."""
-
-    def synchronize(self) -> object: ...
+from transport.streams import StreamPoint
 
 
 @dataclass(slots=True, eq=False)
 class SaveUnderWay:
-    """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed."""
+    """A save: ``noted`` rows have their note, ``is_read`` once the blocks may be freed.
+
+    It begins when the GPU has come to ``after``, the end of the pass that wrote the blocks.
+    """
 
     save: SaveRows
-    event: PassEvent | None
+    after: StreamPoint | None
     noted: int = 0
     is_read: bool = False
 
@@ -76,8 +73,8 @@ class RowWriter:
 
     def work(self, task: SaveUnderWay) -> None:
         """Save all rows of a task, and report when its blocks have been read."""
-        if task.event is not None:
-            task.event.synchronize()
+        if task.after is not None:
+            task.after.synchronize()
         for place, row in enumerate(task.save.rows):
             is_last = place + 1 == len(task.save.rows)
             note = self._saved(task, row, is_last)

@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import (
@@ -38,6 +37,7 @@ from pdconn.store.rank.copies import copies_of
 from pdconn.store.rank.fetches import (
     FetchTable,
     FetchUnderWay,
+    LoadUnderWay,
     Problem,
     ReadTask,
     RowRead,
@@ -45,12 +45,14 @@ from pdconn.store.rank.fetches import (
 )
 from pdconn.store.rank.opened import OpenedRank
 from pdconn.store.rank.reports import StoreReports
-from pdconn.store.rank.saves import PassEvent, RowWriter, SaveUnderWay, answer, refuse_save
+from pdconn.store.rank.saves import RowWriter, SaveUnderWay, answer, refuse_save
 from pdconn.store.rank.staging import HostArea
 from pdconn.store.rank.task_threads import TaskThreads
 from pdconn.store.settings import StoreSettings
 from pdconn.store.shelf.base import Shelf
 from registration.references import KVCacheReferences
+from transport import Device
+from transport.streams import StreamPoint, stream_point
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +103,17 @@ class RankStore:
         )
 
     @property
-    def _on_gpu(self) -> bool:
-        return any(tensor.device.kind == "cuda" for tensor in self._references.tensors)
+    def _device(self) -> Device:
+        return self._references.tensors[0].device
 
     # The engine's thread
 
-    def post(self, command: StoreCommand) -> None:
-        """Begin a command; saves wait for :meth:`after_pass`.  Commands keep their order."""
+    def post(self, command: StoreCommand, after: StreamPoint | None = None) -> None:
+        """Begin a command; saves wait for :meth:`after_pass`.  Commands keep their order.
+
+        Args:
+            after: a load writes to its blocks once the GPU has come to this point.
+        """
         if self._is_closed:
             return
         if isinstance(command, OpenStore):
@@ -120,7 +126,7 @@ class RankStore:
             else:
                 self._readers.put(fetch)
         elif isinstance(command, LoadRows):
-            self._readers.put_first([command])
+            self._readers.put_first([LoadUnderWay(command, after)])
         elif isinstance(command, DropFetch):
             self._fetches.drop(command.number)
         else:
@@ -131,9 +137,9 @@ class RankStore:
         if not self._held:
             return
         held, self._held = self._held, []
-        event = self._pass_event()
+        after = stream_point(self._device)
         for save in held:
-            self._writers.put(SaveUnderWay(save, event))
+            self._writers.put(SaveUnderWay(save, after))
 
     def has_results(self) -> bool:
         """Whether there is something to take: answers, or requests that were loaded or failed."""
@@ -186,17 +192,6 @@ class RankStore:
         else:
             log.error("pdconn: store: opened again with another layout or writer: ignored")
 
-    def _pass_event(self) -> PassEvent | None:
-        if not self._on_gpu:
-            return None
-        import torch
-
-        cuda: Any = torch.cuda
-        event = cuda.Event()
-        event.record()
-        made: PassEvent = event
-        return made
-
     # The store's threads
 
     def _begin_reader(self) -> tuple[Callable[[ReadTask], None], Callable[[], None]]:
@@ -246,7 +241,7 @@ class RankStore:
 
     def _new_area(self, nbytes: int) -> HostArea:
         area = HostArea(nbytes)
-        if self._on_gpu:
+        if self._device.kind == "cuda":
             area.pin()
         self._areas.append(area)
         return area
@@ -257,7 +252,7 @@ class RankStore:
         elif isinstance(task, FetchUnderWay):
             self._fetches.all_missing(task)
         else:
-            self._reports.load_failed(task.request)
+            self._reports.load_failed(task.load.request)
 
     def _refuse_save(self, task: SaveUnderWay) -> None:
         if self._opening is None:
