@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import ast
 import statistics
+import tokenize
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.structure.classes import read_classes, share_of_shared
+
 PACKAGES = ("pdconn", "transport", "registration")
+MOST_ATTRIBUTES = 12
+_OF_TOOLS = ("# type:", "# noqa", "# fmt:", "# ruff:", "# mypy:")
 WIRE_MESSAGES = "pdconn/protocol/messages.py"
 """Its classes may share a name with another class, so they are not counted."""
 
@@ -101,6 +107,28 @@ def read_tree(root: Path, folders: Sequence[str]) -> Tree:
     return Tree(files, functions, classes)
 
 
+def comment_share(root: Path, folders: Sequence[str]) -> float:
+    """Share of all lines that are a comment for readers, and none for a tool."""
+    num_lines = num_comments = 0
+    for path in sorted(p for folder in folders for p in (root / folder).rglob("*.py")):
+        with path.open("rb") as file:
+            found = list(tokenize.tokenize(file.readline))
+        num_lines += path.read_bytes().count(b"\n")
+        num_comments += sum(
+            token.type == tokenize.COMMENT
+            and token.line.lstrip().startswith("#")
+            and not token.string.startswith(_OF_TOOLS)
+            for token in found
+        )
+    return num_comments / num_lines if num_lines else 0.0
+
+
+def num_contracts(root: Path) -> int:
+    """Contracts of imports in ``pyproject.toml``."""
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    return len(tomllib.loads(text)["tool"]["importlinter"]["contracts"])
+
+
 def facts(root: Path) -> dict[str, object]:
     """What ``python -m tests.structure`` prints of a checkout."""
     source, tests = read_tree(root, PACKAGES), read_tree(root, ["tests"])
@@ -115,7 +143,15 @@ def facts(root: Path) -> dict[str, object]:
             f"{name}: largest function, lines": str(tree.largest_functions[0]),
             f"{name}: files in the largest folder": str(tree.folders[0]),
         }
+    classes = read_classes(root, PACKAGES)
+    wide = [each for each in classes if len(each.attributes) > MOST_ATTRIBUTES]
     return found | {
+        "source: lines that are comments, %": round(100 * comment_share(root, PACKAGES), 1),
+        "public methods whose name 2 other classes have, %": round(
+            100 * share_of_shared(classes), 1
+        ),
+        f"classes of more than {MOST_ATTRIBUTES} attributes": len(wide),
+        "import contracts": num_contracts(root),
         "class names defined more than once, public": len(public),
         "class names defined more than once, private": len(private),
         "README.md, lines": len((root / "README.md").read_text(encoding="utf-8").splitlines()),

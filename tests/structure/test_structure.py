@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.structure.__main__ import ROOT
-from tests.structure.measure import GOALS, PACKAGES, WIRE_MESSAGES, Goals, read_tree, violations
+from tests.structure.classes import read_classes, share_of_shared, shared_names
+from tests.structure.measure import (
+    GOALS,
+    PACKAGES,
+    WIRE_MESSAGES,
+    Goals,
+    comment_share,
+    read_tree,
+    violations,
+)
 from tests.structure.traced import summed
 
 SMALL = Goals(files_in_a_folder=2, lines_of_a_file=9, lines_of_a_function=4, lines_of_the_readme=1)
@@ -91,6 +100,61 @@ def test_tests_have_limits_for_folders_and_files(small: Path) -> None:
     assert violations(small, SMALL) == ["tests: 3 files, at most 2", too_long]
 
 
+CLASSES = """
+class Interface(Protocol):
+    def put(self): ...
+    def poll(self): ...
+
+class A:
+    def __init__(self): self.one = self._two = 1
+    def put(self): ...
+    def poll(self): ...
+    def add(self): ...
+    def close(self): ...
+
+class B:
+    three: int
+    def put(self): ...
+    def poll(self): ...
+    def add(self): ...
+    def close(self): ...
+
+class C:
+    @property
+    def add(self): ...
+    def close(self): ...
+    def put(self): ...
+
+class D:
+    def add(self): ...
+    def close(self): ...
+
+class E(D):
+    def add(self): ...
+"""
+
+
+def test_methods_of_one_interface_share_their_name(small: Path) -> None:
+    (small / "pdconn/classes.py").write_text(CLASSES, encoding="utf-8")
+    classes = read_classes(small, PACKAGES)
+    by_name = {each.place.partition(":")[2]: each for each in classes}
+    assert by_name["A"].attributes == {"one", "_two"}
+    assert by_name["B"].attributes == {"three"}
+    assert by_name["C"].methods == {"close", "put"}, "a property is an attribute to its readers"
+    shared = shared_names(classes)
+    assert list(shared) == ["add"], "put is the interface's and one other's, close is Python's"
+    assert len(shared["add"]) == 4, "of three families: A, B, and D with what derives from it"
+    assert share_of_shared(classes) == 4 / (2 + 4 + 4 + 2 + 2 + 1)
+
+
+def test_comments_for_readers_are_counted(small: Path) -> None:
+    path = small / "pdconn/comments.py"
+    path.write_text("# why\nx = 1  # beside code\n# noqa: E501\ny = 2\n", encoding="utf-8")
+    for name in ("messages.py", "claims.py"):
+        (small / "pdconn/protocol" / name).unlink()
+    assert comment_share(small, PACKAGES) == 1 / 4
+
+
 def test_changes_of_file_are_counted_thread_by_thread() -> None:
     found = summed([["a", "a", "b", "a"], ["b"], ["b", "c"], []])
     assert (found["files"], found["changes"]) == (3, 3)
@@ -98,11 +162,11 @@ def test_changes_of_file_are_counted_thread_by_thread() -> None:
     assert found["most"] == {"a -> b": 1, "b -> a": 1, "b -> c": 1}
 
 
-def test_a_pull_and_a_routed_request_are_traced() -> None:
+def test_traces_of_all_kinds_of_request_have_files() -> None:
     command = [sys.executable, "-m", "tests.structure.traced", "--runs", "1", "--json"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
     found = json.loads(printed.stdout)
-    assert list(found) == ["first pull", "next pull", "routed request"]
+    assert list(found) == ["first pull", "next pull", "routed request", "store save", "store load"]
     for each in found.values():
         assert len(each["names"]) == each["files"] <= each["changes"]
         assert 0 < sum(each["most"].values()) <= each["changes"]

@@ -1,4 +1,4 @@
-"""Which source files one pull, and one routed request, run through, and how often they change.
+"""Which source files a request runs through, and how often it changes from one to another.
 
     python -m tests.structure.traced [--root DIR] [--runs N] [--json]
 
@@ -15,6 +15,11 @@ next pull
 routed request
     One completion through the router: prefill, then decode, which are fake engines, after one
     that is not counted.
+store save
+    A prompt of two rows, from its arrival until both are committed to a folder: the scheduler's
+    half and one rank, with a budget.  A prompt saved before is not counted.
+store load
+    The same prompt again, from its arrival until its rows are in the blocks.
 
 This file runs inside the checkout that ``--root`` names, so it imports nothing beside itself
 from ``tests.structure``, and knows old and new names of what drives a request.
@@ -31,6 +36,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -40,6 +46,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pdconn", "transport", "registration")
 PAIRS = ("tests.fakes.pair", "tests.pair")
+STORES = ("tests.store.joined.rig",)
 FAKE_ENGINES = ("tests.fakes.deployment", "tests.fakes.fake_engine", "tests.unit.fake_engine")
 SETTLE_S = 0.1
 MOST = 20
@@ -129,10 +136,39 @@ async def trace_request(recorder: CallRecorder) -> dict[str, dict[str, Any]]:
     return {"routed request": found}
 
 
+def trace_store(recorder: CallRecorder) -> dict[str, dict[str, Any]]:
+    """A save to a folder after another one, and a load of it."""
+    rig = imported(STORES)
+    prompts = [[seed * 1000 + token for token in range(80)] for seed in (1, 2)]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = imported(("pdconn.store.settings",)).StoreSettings(
+            root=f"{folder}/root", capacity=1 << 30, staging=8 << 20, block_tokens=64, min_tokens=1
+        )
+        engine = rig.FakeEngine(settings, budget=None)
+        try:
+            rig.until_ready(engine)
+            engine.run(prompts[0])
+            engine.settle()
+            recorder.start()
+            engine.run(prompts[1])
+            engine.settle()
+            saved = recorder.stop()
+            recorder.start()
+            assert engine.run(prompts[1]).loaded == 64
+            loaded = recorder.stop()
+        finally:
+            engine.close()
+    return {"store save": saved, "store load": loaded}
+
+
 def trace(root: Path) -> dict[str, dict[str, Any]]:
     """Each kind once."""
     with CallRecorder(root) as recorder:
-        return {**trace_pulls(recorder), **asyncio.run(trace_request(recorder))}
+        return {
+            **trace_pulls(recorder),
+            **asyncio.run(trace_request(recorder)),
+            **trace_store(recorder),
+        }
 
 
 def medians(run: Callable[[], dict[str, dict[str, Any]]], runs: int) -> dict[str, dict[str, Any]]:
