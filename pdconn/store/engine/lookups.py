@@ -18,6 +18,7 @@ from pdconn.store.errors import StoreError
 from pdconn.store.format.boundaries import Has, find_boundary, rows_needed
 from pdconn.store.format.layout import StoreLayout, aligned
 from pdconn.store.format.names import Chain, RowKind, RowName
+from pdconn.store.repeated import RepeatedWarnings
 from pdconn.store.shelf.base import Shelf
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class LookupThread:
     def __init__(self, finder: Finder, shelf: Callable[[], Shelf]) -> None:
         self._finder, self._open_shelf = finder, shelf
         self._has_told_of_cuts = False
+        self._warnings = RepeatedWarnings(log)
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pdconn-store-lookup", daemon=True)
         self._thread.start()
@@ -205,7 +207,7 @@ class LookupThread:
                     self._finder.answer(lookup, shelf)
                     self._tell_of_cut(lookup)
             except StoreError as error:
-                log.warning("pdconn: store: look-up failed: %s", error)
+                self._warnings.warn("pdconn: store: look-up failed: %s", error)
             except Exception:  # the thread must answer the next one
                 log.exception("pdconn: store: look-up failed")
             lookup.done.set()

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdconn.store.commands import StoreResult
+from pdconn.store.repeated import RepeatedWarnings
 
 log = logging.getLogger(__name__)
-
-_PAUSE_S = 10.0
 
 
 class StoreReports:
@@ -26,13 +25,13 @@ class StoreReports:
     def __init__(
         self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._wake, self._clock = wake, clock
+        self._wake = wake
+        self._warnings = RepeatedWarnings(log, clock)
         self._lock = threading.Lock()
         self._results: list[StoreResult] = []
         self._loaded: list[str] = []
         self._failed: list[str] = []
         self._counts: Counter[str] = Counter()
-        self._quiet: dict[str, tuple[float, int]] = {}
 
     @property
     def has_any(self) -> bool:
@@ -63,18 +62,8 @@ class StoreReports:
             self._counts.update(counts)
 
     def warn(self, text: str, *values: object) -> None:
-        """Log a warning, each text at most once in 10 s, then with how many were suppressed."""
-        now = self._clock()
-        with self._lock:
-            until, suppressed = self._quiet.get(text, (now, 0))
-            if now < until:
-                self._quiet[text] = until, suppressed + 1
-                return
-            self._quiet[text] = now + _PAUSE_S, 0
-        line = f"pdconn: store: {text}"
-        if suppressed:
-            line += f" ({suppressed} similar warnings suppressed)"
-        log.warning(line, *values)
+        """Log a warning; see ``RepeatedWarnings``."""
+        self._warnings.warn(f"pdconn: store: {text}", *values)
 
     def _awake(self) -> None:
         try:

@@ -1,7 +1,9 @@
-"""A root that is emptied or replaced under a running engine is filled again, without a restart."""
+"""A root that is emptied, replaced or full under a running engine is filled again, by itself."""
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 import subprocess
 import time
@@ -196,6 +198,29 @@ def test_a_file_system_that_is_mounted_anew_is_filled_again(tmp_path: Path) -> N
             subprocess.run(again, check=True)
             until(lambda: settled_after(engine, root))
             check_works(engine, root, 2)
+        finally:
+            engine.close()
+
+
+def test_a_full_file_system_costs_a_few_lines_of_log_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of a few prompts fit.  Each row that was not saved cost a line, 120 for 12 prompts."""
+    caplog.set_level(logging.WARNING)
+    with mounted(tmp_path / "root", "tmpfs", "size=1m") as root:
+        engine = opened(root)
+        try:
+            for seed in range(20):
+                assert engine.run(prompt(seed, 300)).wrong == 0
+                engine.settle()
+            failures = engine.store.take_counts()["store_save_failures"]
+            texts = [re.sub(r"row=\S+", "", one.getMessage()) for one in caplog.records]
+            assert failures > 20
+            assert any("No space left on device" in text for text in texts)
+            assert sum("not saved: " in text for text in texts) < failures / 4, texts
+            emptied(root)
+            until(lambda: settled_after(engine, root))
+            check_works(engine, root, 100)
         finally:
             engine.close()
 
