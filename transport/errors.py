@@ -7,6 +7,7 @@ the transport needs to import nixl or ucxx.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar, Self
 
@@ -37,15 +38,33 @@ class FieldError(Exception):
         return type(self)(f"{owner}{self.field}", self.expected, self.seen, self.hint)
 
 
-def did_you_mean(key: str, known: Iterable[str], cutoff: float = 0.6, what: str = "keys") -> str:
-    """The hint for an unknown key: the nearest of ``known``, or all of them if none is near.
+_NEAR = 0.7
+"""Below this a likeness is of letters: 'rehearse' for 'lease', '--store' for '--picture'."""
+
+
+def did_you_mean(key: str, known: Iterable[str], what: str = "keys") -> str:
+    """The hint for an unknown key: the one of ``known`` that is meant, or all if none is near.
+
+    It is near in spelling, or the only one with all words of ``key``.
 
     >>> did_you_mean("backend", ["backends", "verify"])
     "did you mean 'backends'?"
+    >>> did_you_mean("lease", ["rehearse", "kv_lease_duration"])
+    "did you mean 'kv_lease_duration'?"
+    >>> did_you_mean("foo", ["block", "tp"])
+    'known keys: block, tp'
     """
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+    wanted = _words(key)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=_NEAR)
+    if not near and wanted:
+        having = [name for name in names if wanted <= _words(name)]
+        near = having if len(having) == 1 else []
     return f"did you mean {near[0]!r}?" if near else f"known {what}: {', '.join(names)}"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def shown(value: object, limit: int = 80) -> str:

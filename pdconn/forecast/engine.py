@@ -263,8 +263,7 @@ def parse_engine(text: str, model: ModelShape) -> EngineShape:
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
         if key not in _KEYS or not equals:
-            hint = did_you_mean(key, _KEYS, cutoff=0.0)
-            raise ShapeError("key", f"one of {', '.join(_KEYS)}", part, hint)
+            raise ShapeError("key", "a known key with =VALUE", part, did_you_mean(key, _KEYS))
         if _KEYS[key] in given:
             raise ShapeError(key, "one value", part)
         if key == "block" and _whole(key, value) % KERNEL_BLOCK_TOKENS:

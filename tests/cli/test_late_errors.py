@@ -256,6 +256,7 @@ def test_a_prompt_that_is_no_number_is_one_line(
         (["porxy"], "did you mean 'proxy'?"),
         (["score", "a.json", "b.json"], "unknown argument b.json"),
         (["plan", "--model", "m", "--zzzzzz"], "unknown argument --zzzzzz (see"),
+        (["plan", "--model", "m", "--picture"], "unknown argument --picture (see"),
     ],
 )
 def test_an_unknown_word_is_one_line_with_the_nearest_known_one(

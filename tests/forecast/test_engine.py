@@ -155,6 +155,7 @@ def test_every_rank_holds_its_stage_and_its_heads(shape):
         ("layot=LBHNC", "key", "did you mean 'layout'?"),
         ("bloc=16", "key", "did you mean 'block'?"),
         ("tp", "key", "did you mean 'tp'?"),
+        ("dtype=fp8", "key", "known keys: tp, pp, layout, block, backend"),
         ("tp=2,tp=4", "tp", "one value"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What was seen, in an error's text: short, and cheap whatever it is."""
+"""An error's text: what was seen, short and cheap whatever it is, and what may have been meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transport.errors import shown
+from transport.errors import did_you_mean, shown
 
 DEEP: list[Any] = []
 for _ in range(100_000):
@@ -56,3 +56,21 @@ def _least_s(call: Callable[[object], str], value: object) -> float:
 def test_what_is_shown_costs_no_more_for_what_is_not() -> None:
     huge = [list(range(1000))] * 1000
     assert _least_s(shown, huge) < _least_s(repr, huge) / 20
+
+
+KEYS = ("kv_lease_duration", "claim_timeout", "read_timeout", "rehearse", "block", "tp")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("rehears", "did you mean 'rehearse'?"),
+        ("lease", "did you mean 'kv_lease_duration'?"),  # was: did you mean 'rehearse'?
+        ("lease-duration", "did you mean 'kv_lease_duration'?"),
+        ("foo", "known keys: "),  # was: did you mean 'block'?
+        ("", "known keys: "),
+        ("-", "known keys: "),
+    ],
+)
+def test_a_key_is_proposed_only_where_it_is_near(key: str, hint: str) -> None:
+    assert did_you_mean(key, KEYS).startswith(hint)

@@ -84,8 +84,7 @@ def _member(where: str, table: object) -> Member:
         raise BadSetting(where, "a table", table)
     for key, value in table.items():
         if key not in _KINDS:
-            expected = f"one of {', '.join(_KINDS)}"
-            raise BadSetting(f"{where}: {key}", expected, key, did_you_mean(key, _KINDS, 0.0))
+            raise BadSetting(f"{where}: {key}", "a known key", key, did_you_mean(key, _KINDS))
         kind, expected = _KINDS[key]
         if type(value) is not kind:  # isinstance would let true be a number
             raise BadSetting(f"{where}: {key}", expected, value)

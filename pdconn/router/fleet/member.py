@@ -155,9 +155,7 @@ def parse_member(option: str, word: str, roles: Iterable[Role]) -> Member:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if key not in _KEYS:
-            raise BadSetting(
-                option, f"one of {', '.join(_KEYS)}", key, did_you_mean(key, _KEYS, 0.0)
-            )
+            raise BadSetting(option, "a known key", key, did_you_mean(key, _KEYS))
         if not equals or key in given:
             raise BadSetting(option, f"one {key}=VALUE", pair)
         given[key] = value

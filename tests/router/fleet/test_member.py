@@ -45,7 +45,7 @@ def test_an_engine_without_events_has_no_endpoints():
     [
         ("http://a:1,evnts=tcp://a:1", "did you mean 'events'"),
         ("http://a:1,rank=2", "did you mean 'ranks'"),
-        ("http://a:1,", "did you mean"),
+        ("http://a:1,", "known keys: events, replay, ranks"),
         ("http://a:1,ranks", "one ranks=VALUE"),
         ("http://a:1,ranks=1,ranks=1", "one ranks=VALUE"),
         ("http://a:1,ranks=0", "ranks: a whole number from 1"),
