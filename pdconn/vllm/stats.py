@@ -82,8 +82,8 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "tickets_gave_way": (
         "pdconn:tickets_gave_way",
-        "Of these, tickets whose claims were given up while their requests waited for blocks and "
-        "blocks were lent, so that no engines wait for each other: computed.",
+        "Of pdconn:tickets_gone_total, tickets whose claims were given up while their requests "
+        "waited for blocks and blocks were lent, so that no engines wait for each other: computed.",
     ),
     "pulls_unauthenticated": (
         "pdconn:pulls_unauthenticated",

@@ -17,7 +17,8 @@ def decode(page: str) -> EngineFacts:
 def test_the_cause_of_failed_pulls_is_the_one_that_the_counter_names(cause: PullCause) -> None:
     """Decode alone with ``verify: always`` was sent to read its log."""
     other = next(one for one in PULL_CAUSES if one != cause)
-    page = f"{PULLS} 0\n{FAILED} 7\n{cause.metric} 6\n{other.metric} 1\n"
+    begun = 7 - 6 * cause.is_apart - other.is_apart
+    page = f"{PULLS} 0\n{FAILED} {begun}\n{cause.metric} 6\n{other.metric} 1\n"
     (found,) = [f for f in judge_traffic([decode(page)]) if "failed" in f.id]
     assert f"7 of 7 pulls have failed (6 {cause.words}, 1 {other.words})" in found.message
     assert found.remedy == cause.remedy

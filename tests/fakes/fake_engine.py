@@ -20,9 +20,12 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from pdconn.lab.ports import free_ports
-from pdconn.router.fleet.pull_counts import FAILED, PULLS
+from pdconn.router.fleet.pull_counts import FAILED, PULL_CAUSES, PULLS
 
 MODEL = "m"
+
+NOT_BEGUN = {one.metric for one in PULL_CAUSES if one.is_apart}
+"""Counters of tickets that came to no pull."""
 
 #: Written oddly, so that a ticket which is parsed and written anew differs.
 TICKET = (
@@ -262,7 +265,8 @@ class FakeEngine:
         if cause is None:
             self.counts[PULLS] += 1
         else:
-            self.counts.update((FAILED, cause))
+            self.counts[cause] += 1
+            self.counts[FAILED] += cause not in NOT_BEGUN
 
     def prefill_answer(self) -> web.Response:
         ticket = self.leases.grant() if self.lends else "null"

@@ -21,11 +21,16 @@ READS = "vllm:nixl_xfer_time_seconds_count"
 
 @dataclass(frozen=True, slots=True)
 class PullCause:
-    """A counter of failed pulls: what it counts, in words after a number, and a remedy."""
+    """A counter of failed pulls: what it counts, in words after a number, and a remedy.
+
+    Attributes:
+        is_apart: of tickets of which no pull has begun, so that ``FAILED`` does not count them.
+    """
 
     metric: str
     words: str
     remedy: str
+    is_apart: bool = False
 
 
 _REFUSED = {
@@ -78,6 +83,19 @@ PULL_CAUSES = (
         PullCause(f"pdconn:pulls_unconfirmed_{why.value}_total", f"read too late: {words}", remedy)
         for why, (words, remedy) in _REFUSED.items()
     ),
+    PullCause(
+        "pdconn:tickets_mistaken_total",
+        "for another prompt, which decode computed",
+        "both engines need the same tokenizer and chat template; of one that asks for the time, "
+        "--reuse-tokens hands prefill's tokens over",
+        is_apart=True,
+    ),
+    PullCause(
+        "pdconn:tickets_gone_total",
+        "whose claim failed, and the store or decode took over",
+        "is prefill there, and reached by decode? decode's log names each reason",
+        is_apart=True,
+    ),
 )
 """Most failed pulls are of exactly one of them; some (a plan that cannot be made) of none."""
 
@@ -91,7 +109,7 @@ class PullCounts:
 
     Attributes:
         received: pulls whose KV arrived and was proven.
-        failed: that failed.
+        failed: that failed, and tickets of which no pull began.
         causes: by metric, of those of ``PULL_CAUSES`` that are not 0.
     """
 
@@ -105,9 +123,10 @@ class PullCounts:
         if PULLS not in totals and READS not in totals:
             return None
         causes = {one.metric: totals.get(one.metric, 0) for one in PULL_CAUSES}
+        not_begun = sum(causes[one.metric] for one in PULL_CAUSES if one.is_apart)
         return cls(
             totals.get(PULLS, totals.get(READS, 0)),
-            totals.get(FAILED, 0),
+            totals.get(FAILED, 0) + not_begun,
             {metric: number for metric, number in causes.items() if number},
         )
 

@@ -23,6 +23,9 @@ from tests.fakes.event_loop import in_loop
 
 UNVERIFIED = "pdconn:pulls_unverified_total"
 REFUSED = "pdconn:pulls_refused_expired_total"
+MISTAKEN = "pdconn:tickets_mistaken_total"
+"""A chat template that asks for the time: every prompt was computed twice, and nothing said so."""
+GONE = "pdconn:tickets_gone_total"
 
 
 def test_counts_are_summed_over_ranks_and_named_by_their_cause() -> None:
@@ -68,16 +71,16 @@ def test_what_failed_long_ago_is_not_lately() -> None:
     assert not recent._seen
 
 
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("fails", [UNVERIFIED, MISTAKEN, GONE, None])
 @in_loop
 async def test_pulls_that_fail_are_in_the_log_and_on_the_page_though_every_answer_is_good(
-    fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fails: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loads, "INTERVAL_S", 60.0)
     async with deployment() as d:
         poller = d.proxy.router.loads
         await poller.poll_now()
-        d.decode[0].pull_fails = UNVERIFIED if fails else None
+        d.decode[0].pull_fails = fails
         for _ in range(3):
             assert (await d.complete()).status == 200
         assert d.metric("handed_over_requests_total") == 3, "that is all the router itself knows"
@@ -88,14 +91,15 @@ async def test_pulls_that_fail_are_in_the_log_and_on_the_page_though_every_answe
         history = json.loads((await d.send("/debug/history", method="GET")).body)
         (shown,) = [one["pulls"] for one in state["engines"] if one["engine"] == d.decode[0].url]
         assert shown["tried"] == 3
-        if not fails:
+        if fails is None:
             assert (complaints, shown["failed"]) == ([], 0)
             return
         (line,) = complaints
         assert f"engine={d.decode[0].url} failed=3 of=3" in line
-        assert "without checksums to compare" in line
+        (words,) = [one.words for one in PULL_CAUSES if one.metric == fails]
+        assert words in line
         assert shown["failed"] == 3
-        assert "without checksums" in shown["why"]
+        assert words in shown["why"]
         assert all("pulls_failed" in one for one in history["samples"])
 
 
