@@ -272,12 +272,7 @@ async def _fleet(
             found = await engines.read_engines(members, session)
             judged = [*engines.judge_engines(found), *engines.judge_agreement(found)]
             made.append(checked("engines", judged, *engines.seen_engines(found)))
-            lines = [
-                traffic.seen_traffic(one.url, traffic.traffic_of(one.metrics))
-                for one in found
-                if one.error is None
-            ]
-            made.append(checked("traffic", traffic.judge_traffic(found), *lines))
+            made.append(_traffic(found))
             made.append(await _events(members, questions, say))
         tried: Sequence[golden.GoldenFacts] = ()
         if questions.asks_golden:
@@ -286,6 +281,14 @@ async def _fleet(
     lengths = [m.max_model_len for one in found for m in one.models if m.max_model_len is not None]
     times = _times(questions, settings, max(lengths, default=None), measured)
     return made + _channels(questions, tried, times, say)
+
+
+def _traffic(found: Sequence[engines.EngineFacts]) -> Checked:
+    up = [one for one in found if one.error is None]
+    if not up:
+        return Checked("traffic", skipped="no engine answers")
+    lines = [traffic.seen_traffic(one.url, traffic.traffic_of(one.metrics)) for one in up]
+    return checked("traffic", traffic.judge_traffic(up), *lines)
 
 
 def _times(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pdconn.cli.main import main
 from pdconn.doctor import examine
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.fleet.channels import PairFacts, PullTimes, judge_pairs, judge_times
@@ -347,6 +348,16 @@ async def test_a_decode_engine_that_counts_no_pulls_cannot_be_told(
         pair.decode.count()
         code, document = await pair.ask(capsys)
         assert (code, sorted(ids(document))) == (0, ["golden.uncounted", "traffic.no-connector"])
+
+
+def test_nothing_is_said_of_engines_that_do_not_answer(capsys: Any) -> None:
+    """ "ok traffic" was, and "ssl:default" of an engine without TLS."""
+    gone = [f"http://127.0.0.1:{port}" for port in free_ports(2)]
+    assert main(["doctor", "--no-local", "--prefill", gone[0], "--decode", gone[1]]) == 1
+    said = capsys.readouterr().out
+    assert f"engine.unreachable: {gone[0]}: Connection refused" in said
+    assert "skipped  traffic   no engine answers" in said
+    assert "ssl" not in said
 
 
 @in_loop

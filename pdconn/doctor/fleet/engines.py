@@ -15,6 +15,7 @@ import aiohttp
 
 from pdconn.doctor.errors import BadQuestion
 from pdconn.doctor.findings import Finding, fault, one_line, warning
+from pdconn.router.fleet.client import reason_of
 from pdconn.router.fleet.member import Member
 from pdconn.router.routing.policy import Role
 
@@ -122,7 +123,7 @@ async def _engine(member: Member, session: aiohttp.ClientSession) -> EngineFacts
         why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
         return EngineFacts(member.url, roles, one_line(f"{_UNTRUSTED}: {why}"))
     except (aiohttp.ClientError, OSError) as error:
-        return EngineFacts(member.url, roles, reason_of(error))
+        return EngineFacts(member.url, roles, one_line(reason_of(error)))
     told = _json(version.body).get("version") if version.status == _OK else None
     return EngineFacts(
         member.url,
@@ -173,11 +174,6 @@ def drift_of(date: str | None, asked: float, answered: float) -> float | None:
     if told > answered:
         return told - answered
     return min(0.0, told + _DATE_STEP_S - asked)
-
-
-def reason_of(error: BaseException) -> str:
-    """One line; some of aiohttp's errors have no text."""
-    return one_line(str(error) or type(error).__name__)
 
 
 def _json(body: bytes) -> Mapping[str, Any]:

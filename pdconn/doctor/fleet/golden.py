@@ -23,8 +23,9 @@ from typing import Any
 import aiohttp
 
 from pdconn.doctor.findings import Finding, fault, one_line, warning
-from pdconn.doctor.fleet.engines import EngineFacts, reason_of
+from pdconn.doctor.fleet.engines import EngineFacts
 from pdconn.doctor.fleet.traffic import traffic_of
+from pdconn.router.fleet.client import reason_of
 
 NUM_TOKENS = 16
 MOST_PAIRS = 16
@@ -157,7 +158,7 @@ async def read_golden(
             waited += _METRIC_STEP_S
             after = traffic_of(await _metrics(session, decode.url))
     except (aiohttp.ClientError, OSError, GoldenRefused) as error:
-        return GoldenFacts(prefill.url, decode.url, reason_of(error))
+        return GoldenFacts(prefill.url, decode.url, one_line(reason_of(error)))
     return GoldenFacts(
         prefill.url,
         decode.url,
@@ -218,7 +219,9 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
     try:
         return answer_of(json.loads(raw))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise GoldenRefused(f"{url} gave no answer of vLLM's form: {reason_of(error)}") from error
+        raise GoldenRefused(
+            f"{url} gave no answer of vLLM's form: {one_line(reason_of(error))}"
+        ) from error
 
 
 def answer_of(page: Mapping[str, Any]) -> GoldenAnswer:

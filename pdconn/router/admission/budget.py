@@ -13,7 +13,7 @@ from typing import Self
 from pdconn.router.errors import Busy
 
 MAX_NBYTES = 256 << 20
-"""Of all bodies together.  While an engine is asked a body takes two to three times its length."""
+"""Of all bodies together.  While an engine is asked a body takes about three times its length."""
 
 
 class BodyBudget:
@@ -34,7 +34,9 @@ class BodyBudget:
             Busy: there is no room for them; they are not counted.
         """
         if self.nbytes + nbytes > self._max_nbytes:
-            raise Busy(f"request bodies of {self._max_nbytes} bytes are held")
+            raise Busy(
+                f"request bodies of {self.nbytes} bytes are held, at most {self._max_nbytes}"
+            )
         self.nbytes += nbytes
 
 

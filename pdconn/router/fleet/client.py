@@ -147,7 +147,7 @@ class EngineAnswer:
             return await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             self.close()
-            raise ConnectionLost(_reason(error)) from error
+            raise ConnectionLost(reason_of(error)) from error
 
     def when_closed(self, act: Callable[[], object]) -> None:
         """Call ``act`` when the answer is closed; replaces an earlier ``act``."""
@@ -285,10 +285,10 @@ class EngineClient:
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if _is_our_fault(error):
-                raise OutOfResources(f"it cannot open a connection ({_reason(error)})") from error
-            raise ConnectFailed(_reason(error)) from error
+                raise OutOfResources(f"it cannot open a connection ({reason_of(error)})") from error
+            raise ConnectFailed(reason_of(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLost(_reason(error)) from error
+            raise ConnectionLost(reason_of(error)) from error
 
     async def close(self) -> None:
         """Close every connection."""
@@ -346,7 +346,7 @@ def _can_open_a_file() -> bool:
     return True
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """One line for logs and errors; some of aiohttp's have no text."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, ssl.SSLCertVerificationError):

@@ -167,7 +167,7 @@ def test_bytes_are_given_back_by_the_last_user_and_once() -> None:
     with HeldBody(budget) as held:
         held.when_free = lambda: dropped.append(1)
         held.grow(6)
-        with pytest.raises(Busy, match="10 bytes"):
+        with pytest.raises(Busy, match="6 bytes are held, at most 10"):
             held.grow(5)
         held.use()
     assert (budget.nbytes, dropped) == (6, [])
