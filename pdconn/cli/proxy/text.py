@@ -5,7 +5,8 @@ An OpenAI-compatible router for disaggregated serving. It sends each request to 
 prefill engine for one token, then with the ticket of that answer
 (kv_transfer_params) to a decode engine, and passes decode's answer to the client
 byte for byte. If an engine cannot be reached, the router retries on another one and
-probes the failed one's /health after 1, 2, 4, 8, 15, 15, ... seconds.
+probes the failed one's /health after 1, 2, 4, 8, 15, 15, ... seconds, or every 2
+while no other engine of its role is up.
 
 policies:
   prefix       the lowest cost in tokens: uncached prompt tokens + tokens queued

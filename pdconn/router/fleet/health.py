@@ -8,7 +8,7 @@ A request that fails otherwise than for want of a connection may have failed for
 that of its connection; ``/health`` says whether the engine has.  vLLM answers 503 there when its
 engine core has died, and so it does when its API server goes on living
 (``VLLM_KEEP_ALIVE_ON_ENGINE_DEATH``).  While an engine is down a task probes it, with growing
-pauses.
+pauses, or short ones while no engine of its role is up.
 """
 
 from __future__ import annotations
@@ -125,13 +125,25 @@ class Health:
     async def _probe_until_up(self, engine: str, outage: Outage) -> None:
         """Probe until this outage ends: the engine is up, replaced by another outage, or gone."""
         while True:
-            await asyncio.sleep(outage.backoff_s)
+            await self._pause(engine, outage)
             why = await self.probe(engine)
             if self._engines.outage(engine) is not outage:
                 return
             if why is None:
                 return self._report_up(engine)
             outage = self._engines.mark_down(engine, why)
+
+    async def _pause(self, engine: str, outage: Outage) -> None:
+        """Wait for the next probe: less where a role has no other engine, and requests wait, too.
+
+        The last one may have gone meanwhile, so it is looked at again and again.
+        """
+        left_s, step_s = outage.backoff_s, 2 * outage.first_backoff_s
+        while left_s > 0:
+            await asyncio.sleep(min(left_s, step_s))
+            left_s -= step_s
+            if any(not self._engines.live(role) for role in self._engines.roles(engine)):
+                return
 
     def _report_up(self, engine: str) -> None:
         if self._engines.mark_up(engine):

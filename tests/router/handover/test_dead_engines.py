@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from functools import partial
 
 import aiohttp
@@ -266,3 +267,26 @@ async def test_an_engine_that_is_busy_is_not_down():
         d.decode[0].script = slow
         assert (await d.complete()).status == 429
         assert d.metric("engine_up", role="decode", engine=d.decode[0].url) == 1
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@in_loop
+async def test_the_only_engine_of_a_role_is_found_up_soon(others):
+    """For up to 15 s after decode was up again each request was refused, and no engine was left."""
+    async with deployment(num_decode=1 + others, limits=Limits(first_backoff_s=0.05)) as d:
+        gone = d.decode[0]
+        await gone.stop()
+        for _ in range(2):
+            await d.complete()
+        outage = partial(d.proxy.router.engines.outage, gone.url)
+        await until(lambda: outage().num_failures >= 6)
+        pause_s = outage().backoff_s
+        began = time.monotonic()
+        await gone.start()
+        await until(lambda: outage() is None)
+        took_s = time.monotonic() - began
+        if others:  # the control: there is no hurry
+            assert took_s > pause_s / 2
+        else:
+            assert took_s < pause_s / 4
+            assert (await d.complete()).status == 200
