@@ -3,6 +3,7 @@
 Commands go to all ranks alike with a step's metadata; each rank does its share of them::
 
     OpenStore ─► Fetch ─► FetchResult ─► LoadRows ─► (vLLM: received)      or  DropFetch
+                                         FailLoad ─► (vLLM: failed)
               ─► SaveRows ─► SaveResult (blocks may be reused), notes beside the parts
                          ─► SaveFailed, for each part without a note
 """
@@ -71,6 +72,13 @@ class LoadRows:
 
 
 @dataclass(frozen=True, slots=True)
+class FailLoad:
+    """Report ``request`` as failed: the rows that it waits for will not be loaded."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropFetch:
     """The fetch's bytes are not needed: its reads may be left out.
 
@@ -116,5 +124,5 @@ class SaveFailed:
     part: str
 
 
-StoreCommand = OpenStore | Fetch | LoadRows | DropFetch | SaveRows
+StoreCommand = OpenStore | Fetch | LoadRows | FailLoad | DropFetch | SaveRows
 StoreResult = FetchResult | SaveResult | SaveFailed

@@ -321,6 +321,11 @@ class ConsumerScheduler:
         tracked = self._tracked.get(request_id)
         return 0 if tracked is None or tracked.ticket is None else tracked.prefix
 
+    def is_of_prefix(self, request_id: str) -> bool:
+        """Whether what a request pulls, or was to pull, is a prefix, and not its whole prompt."""
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.prefix > 0
+
     def abandon(self, request_id: str) -> None:
         """A prefix takes too long: its request computes, though a read of it may still run."""
         tracked = self._tracked.get(request_id)

@@ -41,6 +41,7 @@ from pdconn.vllm.lends.patience import PrefixPatience
 from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.deferred_frees import defer_frees
+from pdconn.vllm.patches.failed_loads import compute_failed_loads
 from pdconn.vllm.patches.leans import check_leans
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler
@@ -84,6 +85,7 @@ class PdScheduler:
         self._producer: ProducerScheduler | None = None
         self._consumer: ConsumerScheduler | None = None
         self._store: EngineStore | None = None
+        self._promised_by_store: set[str] = set()
         self._loading_from_store: set[str] = set()
         self._quarantine = Quarantine()
         self._shutdown = ShutdownSignal()
@@ -143,6 +145,7 @@ class PdScheduler:
         self._manager = manager
         if self._consumer is not None or self._store is not None:
             defer_frees()
+            compute_failed_loads(self._is_to_save_time)
         if self._waits is not None:
             self._waits.bind(manager)
         if self._producer is not None:
@@ -233,8 +236,11 @@ class PdScheduler:
                 self._patience.misses(request, request.num_tokens - num_local - count)
             elif prefix := self._consumer.prefix_of(name):
                 self._patience.awaits(name, prefix)
+        self._promised_by_store.discard(request.request_id)
         if found[0] == 0 and self._store is not None:
             stored = self._store.matched(request, num_local)
+            if stored:
+                self._promised_by_store.add(request.request_id)
             return stored, bool(stored)
         return found
 
@@ -263,7 +269,9 @@ class PdScheduler:
             self._patience.allocated(name, num_external if is_prefix else 0)
         if num_external:
             self.weights.computed()
-        is_stored = self._store is not None and self._store.allocated(request, ids, num_external)
+        promised = num_external if name in self._promised_by_store else 0
+        self._promised_by_store.discard(name)
+        is_stored = self._store is not None and self._store.allocated(request, ids, promised)
         if is_stored:
             self._loading_from_store.add(name)
         if self._consumer is not None:
@@ -271,6 +279,12 @@ class PdScheduler:
             if self.completes_hits:
                 held = partial(held_tokens, self._config, blocks.blocks)
             self._consumer.allocated(request, ids, 0 if is_stored else num_external, held)
+
+    def _is_to_save_time(self, request_id: str) -> bool:
+        """Whether what a request waits for is a store's, or a prefix lent, and no whole prompt."""
+        if request_id in self._loading_from_store:
+            return True
+        return self._consumer is not None and self._consumer.is_of_prefix(request_id)
 
     def hit_sources(self, request: Request, num_external: int) -> dict[CacheHitSource, int]:
         """Tokens loaded come from the store, or from a peer."""
@@ -363,6 +377,7 @@ class PdScheduler:
             self._consumer.finished(request)
             self._spans.finished(request.request_id)
         if self._store is not None:
+            self._promised_by_store.discard(request.request_id)
             self._store.finished(request)
         if self._waits is not None:
             self._waits.finished(request.request_id)

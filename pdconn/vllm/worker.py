@@ -27,7 +27,7 @@ from pdconn.puller.results import NO_RESULTS, PullResults
 from pdconn.puller.thread import Puller
 from pdconn.sidechannel.affinity import wider_affinity
 from pdconn.store.budget.locks import HeldWriter
-from pdconn.store.commands import Fetch, FetchResult, LoadRows
+from pdconn.store.commands import FailLoad, Fetch, FetchResult, LoadRows
 from pdconn.store.rank.store import RankStore
 from pdconn.store.shelf.open import open_shelf
 from pdconn.vllm.blocks.arrangement import arrangement_of
@@ -167,7 +167,7 @@ class PdWorker:
                 self._puller.post(command, after if isinstance(command, ReadBlocks) else None)
         if self._store is not None:
             for asked in metadata.store:
-                self._num_fetching += isinstance(asked, Fetch | LoadRows)
+                self._num_fetching += isinstance(asked, Fetch | LoadRows | FailLoad)
                 self._store.post(asked, after)
 
     def after_pass(self) -> None:

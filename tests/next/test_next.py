@@ -23,6 +23,7 @@ from tests.next.tree import NotHad, download, environment, installed_vllm, obtai
 from tests.next.uses import REPLACED, USES
 
 ASKED = os.environ.get("PDCONN_CHECK_NEXT")
+WRITTEN = ("block_pool", "manager", "registry", "scheduler")
 LISTED = {name for names in USES.values() for name in names.split()}
 
 
@@ -236,11 +237,11 @@ def test_private_names_of_vllm_are_listed() -> None:
 
 
 def test_what_is_replaced_is_listed() -> None:
-    """Everything that is assigned on a class, a module, a block pool or a manager."""
+    """Everything that is assigned on a class, a module, a block pool, a manager or a scheduler."""
     replaced = {
         name
         for owner, name, is_written in _attributes()
-        if is_written and (owner[0].isupper() or owner in ("block_pool", "manager", "registry"))
+        if is_written and (owner[0].isupper() or owner in WRITTEN)
     }
     assert replaced == {path.rpartition(".")[2] for path in REPLACED}
 

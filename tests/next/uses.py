@@ -55,7 +55,8 @@ USES: dict[str, str] = {
     "vllm.v1.core.single_type_kv_cache_manager:ChunkedLocalAttentionManager": ""
     " get_num_skipped_tokens remove_skipped_blocks max_admission_blocks_per_request",
     "vllm.v1.core.sched.scheduler:Scheduler": "schedule update_from_output _update_after_schedule"
-    " _request_blocks_can_be_freed _free_request_blocks _free_blocks _preempt_request",
+    " _request_blocks_can_be_freed _free_request_blocks _free_blocks _preempt_request"
+    " _handle_failed_recving _update_waiting_for_remote_kv",
     "vllm.v1.core.sched.output:SchedulerOutput": "total_num_scheduled_tokens num_scheduled_tokens"
     " kv_connector_block_state",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids boundary_state_offloads",
@@ -99,6 +100,7 @@ USES: dict[str, str] = {
 """By ``module:class``, or ``package:module``: its names that ``pdconn.vllm`` uses or replaces."""
 
 REPLACED = (
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving",
     "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
     "vllm.v1.engine.core:EngineCore.collective_rpc",
     "vllm.v1.engine.core:EngineCore.set_weight_version",

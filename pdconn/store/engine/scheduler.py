@@ -23,6 +23,7 @@ from pdconn.planning.plan import Need
 from pdconn.protocol.ticket import BlockList
 from pdconn.store.commands import (
     DropFetch,
+    FailLoad,
     Fetch,
     FetchResult,
     LoadRows,
@@ -154,6 +155,10 @@ class StoreScheduler:
         self.counts["store_hit_tokens"] += len(need)
         self._keeper.touch(fetch.rows)
         return True
+
+    def fail(self, request: str) -> None:
+        """What was offered is gone, and the engine waits for it: every rank reports a failure."""
+        self._commands.append(FailLoad(request))
 
     def junction(self, request: str) -> int:
         """Tokens after which the prompt parts from those saved before; 0 if it is not known."""

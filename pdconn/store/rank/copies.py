@@ -131,17 +131,20 @@ class TorchCopies:
         import torch
 
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for gathered in self._memories.gathers(spans):
-                grains = self._grains(gathered)
-                most = min(_PIECE_NBYTES // gathered.grain, _PIECE_GRAINS)
-                for part, segments in gathered.pieces(most):
-                    count = part.stop - part.start
-                    index = self._index[:count]
-                    index.copy_(torch.from_numpy(gathered.index[part]))
-                    found = self._buffer[: count * gathered.grain].view(grains.dtype)
-                    move(grains, index, found.view(count, -1), segments)
-            if self._stream is not None:
-                self._stream.synchronize()
+            try:
+                for gathered in self._memories.gathers(spans):
+                    grains = self._grains(gathered)
+                    most = min(_PIECE_NBYTES // gathered.grain, _PIECE_GRAINS)
+                    for part, segments in gathered.pieces(most):
+                        count = part.stop - part.start
+                        index = self._index[:count]
+                        index.copy_(torch.from_numpy(gathered.index[part]))
+                        found = self._buffer[: count * gathered.grain].view(grains.dtype)
+                        move(grains, index, found.view(count, -1), segments)
+            finally:
+                # Also where it fails: the engine gives the blocks to another request then.
+                if self._stream is not None:
+                    self._stream.synchronize()
 
     @staticmethod
     def _out(grains: Any, index: Any, found: Any, segments: Sequence[_Segment]) -> None:

@@ -251,7 +251,9 @@ class RowReader:
                 self._copies.copy_in(spans)
             for gaps in self._opened.gaps(load.need):
                 fill_with_zeros(gaps)
-        except (StoreError, PlanningError) as error:
+        except (StoreError, PlanningError, MemoryError, RuntimeError) as error:
+            # Torch says RuntimeError where a GPU has no memory: that is no error of ours, of which
+            # the third would switch the store off.
             self._reports.warn("a load failed: request=%s: %s", load.request, error)
             self.fail(load)
             return

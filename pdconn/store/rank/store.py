@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pdconn.store.budget.locks import HeldWriter
 from pdconn.store.commands import (
     DropFetch,
+    FailLoad,
     Fetch,
     LoadRows,
     OpenStore,
@@ -129,6 +130,8 @@ class RankStore:
             self._readers.put_first([LoadUnderWay(command, after)])
         elif isinstance(command, DropFetch):
             self._fetches.drop(command.number)
+        elif isinstance(command, FailLoad):
+            self._fail(command.request)
         else:
             self._held.append(command)
 
@@ -252,7 +255,11 @@ class RankStore:
         elif isinstance(task, FetchUnderWay):
             self._fetches.all_missing(task)
         else:
-            self._reports.load_failed(task.load.request)
+            self._fail(task.load.request)
+
+    def _fail(self, request: str) -> None:
+        self._reports.count(load_failures=1)
+        self._reports.load_failed(request)
 
     def _refuse_save(self, task: SaveUnderWay) -> None:
         if self._opening is None:

@@ -2,6 +2,8 @@
 
 early_check      our configuration is checked before weights are loaded
 leans            what is believed of vLLM, checked at the start; versions not tested are refused
+built            the scheduler that binds us is found, and what its methods use
 deferred_frees   blocks that a step in flight may still write are freed once it is over
+failed_loads     what was only to save time and fails is computed, whatever the policy says
 engine_calls     calls that may change weights are told before they are made
 """

@@ -14,22 +14,14 @@ kv_both alone, of the outermost connector.  A store loads under any role, and be
 the role of the outer one need not be ours.  So an engine of which we fill blocks raises the fence
 itself.  Where steps do not overlap it frees at once, so it is raised in any mode.
 
-The scheduler hands itself to no hook of a connector.  But it binds its block manager in its own
-constructor, and is found there, up the stack.
-
 Source: ``Scheduler.__init__``, ``_free_request_blocks`` and ``update_from_output`` in vLLM's
 ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
 """
 
 from __future__ import annotations
 
-import inspect
-from types import FrameType
-from typing import Any
-
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from pdconn.vllm.config import ConfigError
+from pdconn.vllm.patches.built import scheduler_being_built, unused_name
 
 _FENCE = "defer_block_free"
 
@@ -51,7 +43,7 @@ def defer_frees() -> None:
     Raises:
         ConfigError: no scheduler of vLLM's is being built, or it has no such fence.
     """
-    scheduler = _being_built(inspect.currentframe())
+    scheduler = scheduler_being_built()
     seen = "none that binds us" if scheduler is None else missing(type(scheduler))
     if seen is None and _FENCE not in vars(scheduler):
         seen = f"one that has not set it when it binds connectors: {type(scheduler).__name__}"
@@ -63,18 +55,4 @@ def defer_frees() -> None:
 
 def missing(made: type) -> str | None:
     """What of the fence a class of schedulers has not got, or None."""
-    for method, name in _USES:
-        defined = [vars(base)[method] for base in made.__mro__ if method in vars(base)]
-        if not any(name in inspect.unwrap(one).__code__.co_names for one in defined):
-            return f"{made.__name__}.{method} does not use {name}"
-    return None
-
-
-def _being_built(frame: FrameType | None) -> Any:
-    """The scheduler whose constructor has called us; None if there is none."""
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(found, Scheduler):
-            return found
-        frame = frame.f_back
-    return None
+    return unused_name(made, _USES)

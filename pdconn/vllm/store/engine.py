@@ -143,14 +143,21 @@ class EngineStore:
         return found
 
     def allocated(self, request: Any, ids: tuple[list[int], ...], num_external: int) -> bool:
-        """See :meth:`StoreScheduler.allocated`."""
+        """The request has blocks, of which the store has promised to fill ``num_external`` tokens.
+
+        Returns:
+            Whether it will report them, loaded or failed: an offer may be gone by now.
+        """
         if self._store is None:
             return False
         blocks = tuple(trimmed(group) for group in self._splits.described(ids))
-        is_ours = self._store.allocated(request.request_id, blocks, num_external)
-        if is_ours and self._events is not None:
+        if not self._store.allocated(request.request_id, blocks, num_external):
+            if num_external:
+                self._store.fail(request.request_id)
+            return num_external > 0
+        if self._events is not None:
             self._events.serving(request, self._store.served(request.request_id))
-        return is_ours
+        return True
 
     def scheduled(self, output: Any, select: Any) -> list[StoreCommand]:
         """What the ranks are to do in this step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,6 +121,35 @@ def test_a_copy_takes_no_memory_but_what_is_held(monkeypatch: pytest.MonkeyPatch
     assert most_allocated(lambda: copies.copy_out(arena.spans())) < 1 << 16
     assert most_allocated(lambda: copies.copy_in(arena.spans())) < 1 << 16
     assert most_allocated(lambda: torch.empty(1 << 20, dtype=torch.uint8)) >= 1 << 20  # control
+
+
+class Stream:
+    """Of a GPU: what is asked of it runs on until somebody waits for it."""
+
+    is_running = False
+
+    def synchronize(self) -> None:
+        self.is_running = False
+
+
+def test_a_copy_that_fails_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are another request's a step later."""
+    kv = np.zeros(8192, dtype=np.uint8)
+    runs = [(0, 0, 4096, 4096), (0, 4096, 0, 4096)]
+    arena = Arena([kv], np.ones(8192, dtype=np.uint8), runs)
+    copies, stream = TorchCopies(arena.memories()), Stream()
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    copies._stream = stream
+
+    def fail(*_: object) -> None:
+        stream.is_running = True
+        raise RuntimeError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchCopies, "_in", staticmethod(fail))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            copies.copy_in(arena.spans())
+    assert not stream.is_running
 
 
 def most_allocated(run: Callable[[], object]) -> int:

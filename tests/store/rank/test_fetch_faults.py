@@ -9,10 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdconn.store.commands import DropFetch, Fetch, FetchResult, LoadRows
+from pdconn.store.commands import DropFetch, FailLoad, Fetch, FetchResult, LoadRows
 from pdconn.store.errors import RowMissing, ShelfFailure
 from pdconn.store.format.footer import decode_footer, encode_footer
 from pdconn.store.format.names import RowName
+from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
 from tests.store.rank.engines import (
     BLANK,
@@ -251,6 +252,32 @@ def test_a_load_of_a_dropped_fetch_fails(ours: StoredEngine) -> None:
 def test_a_load_whose_rows_do_not_cover_it_fails(ours: StoredEngine) -> None:
     ours.fetch(ours.names()[1:])
     refused(ours)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), MemoryError()])
+def test_loads_that_find_no_memory_fail_and_switch_nothing_off(
+    ours: StoredEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A GPU's memory is vLLM's, and comes and goes; a third such load ended the store for ever."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCopies, "copy_in", fail)
+        for _ in range(4):
+            ours.fetch(ours.names())
+            refused(ours)
+    assert not any(store._readers.is_refusing for store in ours.stores)
+    ours.fetch(ours.names())
+    ours.load(ours.need())
+    ours.check(ours.need())
+
+
+def test_a_load_that_the_scheduler_gives_up_is_reported_by_every_rank(ours: StoredEngine) -> None:
+    ours.post(FailLoad("gone"))
+    assert [store.take_load_failures() for store in ours.stores] == [["gone"]] * 2
+    assert all(store.take_counts()["load_failures"] == 1 for store in ours.stores)
 
 
 # Errors that no shelf should raise

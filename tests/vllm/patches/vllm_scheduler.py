@@ -18,6 +18,7 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -25,23 +26,25 @@ with warnings.catch_warnings():
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
     from pdconn.vllm.connector import PdconnConnector
-    from pdconn.vllm.patches import deferred_frees
+    from pdconn.vllm.patches import deferred_frees, failed_loads
+    from pdconn.vllm.worker import PdWorker
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 9
 """One of them is the null block."""
 
 
-def transfer_config(role: str, **extra: Any) -> KVTransferConfig:
+def transfer_config(role: str, *, policy: str = "fail", **extra: Any) -> KVTransferConfig:
     """As ``--kv-transfer-config`` would make it."""
     return KVTransferConfig(
         kv_connector="PdconnConnector",
         kv_connector_module_path="pdconn.vllm",
         kv_role=role,
+        kv_load_failure_policy=policy,
         kv_connector_extra_config=extra,
     )
 
@@ -87,7 +90,10 @@ class Engine:
 
     def __init__(self, config: Any) -> None:
         made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-        self.scheduler: Any = made(config, cache_config(), SimpleNamespace(), BLOCK_TOKENS)
+        grammars: Any = SimpleNamespace(
+            accept_tokens=lambda request, tokens: True, should_advance=lambda request: False
+        )
+        self.scheduler: Any = made(config, cache_config(), grammars, BLOCK_TOKENS)
         self.connector: Any = _ours(self.scheduler.connector)
         self.in_flight: list[Any] = []
         self._numbers = itertools.count()
@@ -104,32 +110,45 @@ class Engine:
         # What a store or a ticket would promise; the blocks for it are vLLM's to choose.
         self.connector.get_num_new_matched_tokens = matched
 
-    def add(self, num_tokens: int, *, loads: int = 0) -> str:
-        """A request arrives, of which ``loads`` tokens will be brought."""
+    def add(
+        self, num_tokens: int, *, loads: int = 0, first: int | None = None, **params: Any
+    ) -> str:
+        """A request arrives, of which ``loads`` tokens will be brought.
+
+        ``first`` is its first token, and the others count on; requests differ without it.
+        ``params`` are its ``kv_transfer_params``.
+        """
         name = f"r{next(self._numbers)}"
-        first = 1000 * int(name[1:])
+        first = 1000 * int(name[1:]) if first is None else first
         tokens = list(range(first, first + num_tokens))
-        request = Request(
-            name, tokens, SamplingParams(max_tokens=8), None, block_hasher=self._hasher
-        )
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = self.sampling(extra_args=extra)
+        request = Request(name, tokens, sampling, None, block_hasher=self._hasher)
         self._promised[name] = loads
         self.scheduler.add_request(request)
         return name
+
+    @staticmethod
+    def sampling(**more: Any) -> SamplingParams:
+        """Of an answer of 8 tokens."""
+        return SamplingParams(max_tokens=8, **more)
 
     def schedule(self) -> None:
         """One step more is in flight."""
         self.in_flight.append(self.scheduler.schedule())
 
-    def process(self) -> None:
-        """The oldest step in flight has run."""
+    def process(self, reports: KVConnectorOutput | None = None) -> list[Any]:
+        """The oldest step in flight has run, and workers report; returns what clients get."""
         step = self.in_flight.pop(0)
         names = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[[7] for _ in names],
+            kv_connector_output=reports,
         )
-        self.scheduler.update_from_output(step, output)
+        answered = self.scheduler.update_from_output(step, output)
+        return [one for outputs in answered.values() for one in outputs.outputs]
 
     def abort(self, name: str) -> None:
         """The client has left."""
@@ -154,7 +173,8 @@ def _ours(connector: Any) -> Any:
 
 
 __all__ = [
-    "BLOCK_TOKENS", "Engine", "KVTransferConfig", "Scheduler", "deferred_frees", "engine_config",
-    "store_in", "transfer_config",
+    "BLOCK_TOKENS", "Engine", "KVConnectorOutput", "KVOutputAggregator", "KVTransferConfig",
+    "ModelRunnerOutput", "PdWorker", "Request", "Scheduler", "cache_config", "deferred_frees",
+    "engine_config", "failed_loads", "store_in", "transfer_config",
 ]  # fmt: skip
 """Imported here once, where the warnings of torch and others are caught."""
