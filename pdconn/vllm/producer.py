@@ -56,6 +56,7 @@ from pdconn.vllm.lends.pins import (
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.lends.shared_tickets import SharedTickets
 from pdconn.vllm.memory.card import kv_card, why_unreachable
+from pdconn.vllm.patches.cache_resets import watch_resets
 from pdconn.vllm.prompt import (
     EMBEDDINGS,
     has_embeddings,
@@ -131,13 +132,7 @@ class ProducerScheduler:
         """Take vLLM's block pool, to pin blocks in, and take them back before it is reset."""
         self._pool = block_pool
         self.pins.bind(block_pool)
-        resetting = block_pool.reset_prefix_cache
-
-        def reset_prefix_cache() -> bool:
-            self.take_back()
-            return bool(resetting())
-
-        block_pool.reset_prefix_cache = reset_prefix_cache
+        watch_resets(block_pool, before=self.take_back)
 
     def serve(self, welcome: Welcome, splits: Splits = UNSPLIT) -> None:
         """Start the side channel, once every worker is registered; anew after a sleep.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pdconn.vllm.identity.updates import EngineWeights
+from pdconn.vllm.patches.cache_resets import watch_resets
 from transport.errors import shown
 
 if TYPE_CHECKING:
@@ -40,14 +41,11 @@ class WeightChanges:
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to see when nothing is kept of what was computed before."""
-        resetting = block_pool.reset_prefix_cache
+        watch_resets(block_pool, after=self._was_reset)
 
-        def reset_prefix_cache() -> bool:
-            if is_reset := bool(resetting()):
-                self._compare_anew(EngineWeights.was_reset)
-            return is_reset
-
-        block_pool.reset_prefix_cache = reset_prefix_cache
+    def _was_reset(self, is_reset: bool) -> None:
+        if is_reset:
+            self._compare_anew(EngineWeights.was_reset)
 
     def computed(self) -> None:
         """There is KV of the present weights."""

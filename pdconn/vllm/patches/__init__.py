@@ -5,5 +5,6 @@ leans            what is believed of vLLM, checked at the start; versions not te
 built            the scheduler that binds us is found, and what its methods use
 deferred_frees   blocks that a step in flight may still write are freed once it is over
 failed_loads     what was only to save time and fails is computed, whatever the policy says
+cache_resets     resets of the prefix cache are seen by all that keep something of it
 engine_calls     calls that may change weights are told before they are made
 """

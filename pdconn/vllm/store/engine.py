@@ -25,6 +25,7 @@ from pdconn.store.format.layout import StoreLayout, store_layout
 from pdconn.store.settings import StoreSettings
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.cache.partial import PartialBlocks
+from pdconn.vllm.patches.cache_resets import watch_resets
 from pdconn.vllm.store.events import StoreEvents, event_groups
 from pdconn.vllm.store.extras import extras_of, has_keys
 from pdconn.vllm.store.identity import namespace_of, salted
@@ -69,16 +70,7 @@ class EngineStore:
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to pin blocks in, and see when it is reset."""
         self._pool = block_pool
-        resetting = block_pool.reset_prefix_cache
-
-        def reset_prefix_cache() -> bool:
-            self.cleared()
-            is_reset = bool(resetting())
-            if self._events is not None:
-                self._events.cleared(engine_told=is_reset)
-            return is_reset
-
-        block_pool.reset_prefix_cache = reset_prefix_cache
+        watch_resets(block_pool, before=self.cleared, after=self._was_reset)
 
     def open(
         self,
@@ -215,6 +207,10 @@ class EngineStore:
             self._unpin(number)
         if self._store is not None:
             self._store.cleared(salted(self._namespace, secrets.token_hex(8)))
+
+    def _was_reset(self, is_reset: bool) -> None:
+        if self._events is not None:
+            self._events.cleared(engine_told=is_reset)
 
     def weights_changed(self) -> None:
         """The engine's weights may be others from now on: so are the rows of what it computes.

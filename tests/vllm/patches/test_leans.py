@@ -70,10 +70,6 @@ WRONG: dict[str, tuple[str, Changes]] = {
             one.coordinator, "attention_groups", [SimpleNamespace(eagle="no")]
         ),
     ),
-    "a reset takes arguments": (
-        "reset_prefix_cache",
-        lambda patch, one: patch.setattr(one.block_pool, "reset_prefix_cache", lambda groups: True),
-    ),
     "a reset does not reach the pool": (
         "reset_prefix_cache",
         lambda patch, one: patch.setattr(KVCacheManager, "reset_prefix_cache", other_reset),
