@@ -371,8 +371,9 @@ class ConsumerScheduler:
         For a request that the frontend rejected vLLM sends one of a single token, with the
         ticket, so that it is given back.
         """
-        rejected = getattr(request, "abort_immediately", False)
-        return self._max_model_len if rejected else int(request.num_prompt_tokens)
+        if request.abort_immediately:
+            return self._max_model_len
+        return int(request.num_prompt_tokens)
 
     def _knows_adapter(self, request: Any, tracked: Tracked) -> bool:
         """Whether it is known if the ticket is of our adapter; one that is not is of no use."""

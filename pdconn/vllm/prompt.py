@@ -34,7 +34,7 @@ EMBEDDINGS = "prompts given as embeddings are not handed over"
 
 def has_embeddings(request: Any) -> bool:
     """Whether a part of the prompt is no tokens, so that the digest would not tell it."""
-    return getattr(request, "prompt_embeds", None) is not None
+    return request.prompt_embeds is not None
 
 
 def prompt_digest(request: Any) -> str:
@@ -44,7 +44,7 @@ def prompt_digest(request: Any) -> str:
     are encoded by msgpack, three times as fast as into an array, and SHA-256 has
     instructions of its own on today's processors.
     """
-    return _digest(request, request.prompt_token_ids or (), getattr(request, "mm_features", None))
+    return _digest(request, request.prompt_token_ids or (), request.mm_features)
 
 
 def prefix_digest(request: Any, num_tokens: int) -> str:
@@ -58,8 +58,8 @@ def prefix_digest(request: Any, num_tokens: int) -> str:
 def prefix_digests(request: Any, ends: Sequence[int]) -> list[str]:
     """:func:`prefix_digest` of several prefixes, in ascending order, of prompt and answer."""
     tokens = request._all_token_ids
-    features = getattr(request, "mm_features", None) or ()
-    salt = getattr(request, "cache_salt", None)
+    features = request.mm_features or ()
+    salt = request.cache_salt
     digest, digests, begin = hashlib.sha256(), [], 0
     for end in ends:
         for at in range(begin, end, _PIECE):
@@ -80,7 +80,7 @@ def _digest(request: Any, tokens: Any, features: Any) -> str:
 
 
 def _closed(digest: Any, request: Any, features: Any, more: str = "") -> str:
-    adapter = getattr(request, "lora_request", None)
+    adapter = request.lora_request
     digest.update(f"|{adapter.lora_name if adapter else ''}".encode())
     for feature in features or ():
         digest.update(f"|{feature.identifier}".encode())
@@ -104,7 +104,7 @@ def num_computed(request: Any) -> int:
     Where a drafter's tokens are accepted and the answer ends before the last of them, vLLM counts
     the others as computed, too, although the request never got them.
     """
-    settled = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+    settled = request.num_computed_tokens - request.num_in_flight_tokens
     return max(0, min(int(settled), int(request.num_tokens)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 
@@ -78,10 +78,24 @@ def check_supported(config: VllmConfig, transfer: KVTransferConfig | None = None
     """
     _check_blocks(config)
     _check_memory(config, transfer or config.kv_transfer_config)
-    outputs = getattr(config, "aux_output_config", None)
-    if getattr(outputs, "enable_return_routed_experts", False):
+    if _set_in(config, "aux_output_config", "enable_return_routed_experts"):
         hint = "decode does not compute the prompt, so it cannot tell its experts"
         raise ConfigError("enable_return_routed_experts", False, True, hint)
+
+
+def _set_in(config: VllmConfig, part: str, name: str) -> Any:
+    """A setting of vLLM's that decides whether an engine is served.
+
+    Raises:
+        ConfigError: there is none by this name: under another one it would be overlooked.
+    """
+    found: Any = config
+    for owner, each in (("VllmConfig", part), (part, name)):
+        if not hasattr(found, each):
+            hint = "this vLLM works in another way, and pdconn does not know it yet"
+            raise ConfigError(f"vLLM's {owner}", f"one with {each}", "none by this name", hint)
+        found = getattr(found, each)
+    return found
 
 
 def _check_blocks(config: VllmConfig) -> None:
@@ -92,21 +106,20 @@ def _check_blocks(config: VllmConfig) -> None:
     source blocks in a pool of its own on the host.
     """
     for name in _CONTEXT_PARALLEL:
-        size = getattr(config.parallel_config, name, 1)
+        size = _set_in(config, "parallel_config", name)
         if size != 1:
             hint = "pdconn cannot tell yet which rank holds which token of a block"
             raise ConfigError(name, 1, size, hint)
-    attention = getattr(config, "attention_config", None)
-    if getattr(attention, "hisparse_config", None) is not None:
+    if _set_in(config, "attention_config", "hisparse_config") is not None:
         hint = "pdconn cannot lend blocks of its host pool yet"
         raise ConfigError("attention_config.hisparse_config", "none", "one", hint)
 
 
 def _check_memory(config: VllmConfig, transfer: KVTransferConfig) -> None:
     """Whether KV memory is registered where it is, and stays where it was registered."""
-    if config.model_config.enable_sleep_mode:
+    if _set_in(config, "model_config", "enable_sleep_mode"):
         check_sleep(transfer)
-    device, buffer = config.device_config.device_type, transfer.kv_buffer_device
+    device, buffer = _set_in(config, "device_config", "device_type"), transfer.kv_buffer_device
     if buffer == "cpu" != device:
         hint = "pdconn registers KV memory where it is, without buffers on the host"
         raise ConfigError("kv_buffer_device", device, buffer, hint)

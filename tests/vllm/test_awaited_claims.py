@@ -252,6 +252,7 @@ def test_what_ranks_tell_reaches_the_scheduler_and_the_store_is_asked() -> None:
     scheduler._spans = PullSpans()
     scheduler._answers = None
     scheduler._producer, scheduler._quarantine, scheduler._loading_from_store = None, None, set()
+    scheduler._promised_by_store = set()
     engine, asked = Asked(), request()
     scheduler._consumer = engine.side
     scheduler._store = SimpleNamespace(matched=matched, note=lambda results: None)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdconn.vllm.consumer import ConsumerScheduler
+from tests.fakes.simulated.requests import vllm_request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -48,7 +49,7 @@ def connector(role: str) -> Any:
 def test_vllm_finds_a_dict_or_nothing_after_a_request_arrived(role: str, params: object) -> None:
     """Its scheduler asks ``params.get`` next: anything else ended the engine."""
     side = connector(role)
-    request = SimpleNamespace(request_id="r", num_prompt_tokens=40, status=RequestStatus.RUNNING)
+    request = vllm_request(request_id="r", num_prompt_tokens=40, status=RequestStatus.RUNNING)
     request.kv_transfer_params = params
     side.on_new_request(request)
     after: Any = request.kv_transfer_params

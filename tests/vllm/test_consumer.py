@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from pdconn.puller.commands import CancelPull, ClaimTicket, Command, FailPull, R
 from pdconn.vllm.blocks.splits import UNSPLIT, Splits
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
+from tests.fakes.simulated.requests import vllm_request
 
 PROMPT = list(range(100, 140))
 MAX_MODEL_LEN = 100_000
@@ -23,7 +23,7 @@ BLOCKS = ([1, 2, 3], [0, 5, 6])
 def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) -> Any:
     """A decode request with a ticket for ``prompt``; ``changes`` alter its parameters."""
     tokens = PROMPT if prompt is None else prompt
-    made = SimpleNamespace(
+    made = vllm_request(
         request_id=name,
         prompt_token_ids=list(tokens),
         num_prompt_tokens=len(tokens),
@@ -33,7 +33,7 @@ def request(name: str = "d", prompt: list[int] | None = None, **changes: Any) ->
     )
     ticket = Ticket(
         "p", "boot", "r", "localhost", 5600, 40,
-        prompt_digest(SimpleNamespace(prompt_token_ids=PROMPT)),
+        prompt_digest(vllm_request(prompt_token_ids=PROMPT)),
         (BlockList(0, (7, 8, 9)), BlockList(1, (3, 4))),
     )  # fmt: skip
     made.kv_transfer_params = {**ticket.to_params(1, 1), **changes}

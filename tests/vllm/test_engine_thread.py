@@ -20,6 +20,7 @@ from pdconn.vllm.config import read_settings
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.prompt import prompt_digest
 from tests.fakes.pair import NUM_BLOCKS, Pair
+from tests.fakes.simulated.requests import vllm_request
 from transport.inprocess.faults import Held
 from transport.inprocess.network import InProcessNetwork
 
@@ -37,7 +38,7 @@ _ROUNDS = 3
 
 def request(name: str, port: int) -> Any:
     """A decode request with a ticket of its own name, from the lender at ``port``."""
-    made = SimpleNamespace(
+    made = vllm_request(
         request_id=name,
         prompt_token_ids=PROMPT,
         num_prompt_tokens=len(PROMPT),

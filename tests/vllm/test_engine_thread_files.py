@@ -19,6 +19,7 @@ import pytest
 
 from pdconn.store.settings import StoreSettings
 from tests.fakes.engine_thread import FileTouched, touches_nothing
+from tests.fakes.simulated.requests import vllm_request
 from tests.store.joined.rig import FakeEngine, until_ready
 from tests.store.joined.test_joined import prompt
 
@@ -63,7 +64,7 @@ class StoredEngine:
         self.store._store, self.store._namespace = self.ranks.store, "ns"
 
     def request(self, name: str, tokens: list[int], lora: Any, **more: Any) -> Any:
-        made = SimpleNamespace(
+        made = vllm_request(
             request_id=name, prompt_token_ids=tokens, prompt_embeds=None, pooling_params=None,
             resumable=False, all_token_ids=tokens, num_prompt_tokens=len(tokens),
             num_tokens=len(tokens), num_computed_tokens=0, skip_reading_prefix_cache=False,

@@ -116,3 +116,26 @@ def test_vllm_has_these_settings_under_these_names() -> None:
     parallel = {field.name for field in fields(ParallelConfig)}
     assert {"prefill_context_parallel_size", "decode_context_parallel_size"} <= parallel
     assert "hisparse_config" in {field.name for field in fields(AttentionConfig)}
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("parallel_config", "prefill_context_parallel_size"),
+        ("parallel_config", "decode_context_parallel_size"),
+        ("attention_config", "hisparse_config"),
+        ("aux_output_config", "enable_return_routed_experts"),
+        ("model_config", "enable_sleep_mode"),
+        ("device_config", "device_type"),
+    ],
+)
+def test_a_setting_that_vllm_has_no_more_is_refused(part: str, name: str) -> None:
+    """It may have another name, and was read as switched off."""
+    check_supported(config())
+    without = config()
+    delattr(getattr(without, part), name)
+    with pytest.raises(ConfigError, match=f"vLLM's {part}: expected one with {name}, got none"):
+        check_supported(without)
+    delattr(without, part)
+    with pytest.raises(ConfigError, match=f"vLLM's VllmConfig: expected one with {part}, got none"):
+        check_supported(without)

@@ -105,7 +105,7 @@ def arrangement_of(spec: Any, layer: Any, layout: str) -> Arrangement:
 
 def _of_its_own(spec: Any, layer: Any, layout: str, backend: str, plain: bool) -> Arrangement:
     if backend == "CPU_ATTN":
-        return Arrangement(f"CPU_ATTN:{getattr(layer, 'isa', '')}", Unit.HEAD)
+        return Arrangement(f"CPU_ATTN:{layer.isa}", Unit.HEAD)
     name = backend if plain else f"{backend}:{spec.kv_quant_mode.name}"
     if spec.num_head_slots is not None:
         if backend == "B12X":

@@ -28,7 +28,7 @@ def compress_ratio(layers: Mapping[str, Any], names: Iterable[str], spec: Any) -
         spec: of any of them, a ``SlidingWindowSpec``.
     """
     ratios = {_ratio_of(layers, name) for name in names if name in layers}
-    if len(ratios) != 1 or getattr(spec, "extra_retained_tokens", 0) > 0:
+    if len(ratios) != 1 or spec.extra_retained_tokens > 0:
         return 1
     (ratio,) = ratios
     return ratio if spec.sliding_window % ratio == 0 else 1

@@ -23,7 +23,7 @@ _OWN_NAMES = frozenset({_PREFIX, "mtp"})
 
 def drafter(config: Any) -> Any:
     """The configuration of the model that drafts, if it keeps KV; else None."""
-    speculation = getattr(config, "speculative_config", None)
+    speculation = config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
         return None
     return speculation.draft_model_config

@@ -40,7 +40,7 @@ def total_kv_heads(model: Any, layer: str) -> int | None:
     if model.use_mla:
         return 1
     arch = model.model_arch_config
-    if getattr(arch, "per_layer_overrides", None) is not None:
+    if arch.per_layer_overrides is not None:
         index = next(int(part) for part in layer.split(".") if part.isdecimal())
         of_the_model = index < arch.total_num_hidden_layers
         return int(arch[index].total_num_kv_heads) if of_the_model else None
@@ -65,5 +65,5 @@ def first_head(spec: Any, total_kv_heads: int | None, tp_rank: int, tp_size: int
             f"in the model: which of its heads they are is not known, so that the layer needs "
             f"tensor_parallel_size 1"
         )
-    shards = getattr(spec, "max_tp_shards", None) or total_kv_heads // heads
+    shards = spec.max_tp_shards or total_kv_heads // heads
     return int(tp_rank * min(tp_size, shards) // tp_size * heads)

@@ -71,7 +71,7 @@ def _draft_traits(config: VllmConfig, weights: Mapping[str, Weights]) -> dict[st
     if model is None:
         return {}
     speculation: Any = config.speculative_config
-    cache_dtype = getattr(speculation, "kv_cache_dtype", None) or config.cache_config.cache_dtype
+    cache_dtype = speculation.kv_cache_dtype or config.cache_config.cache_dtype
     traits = {
         "method": str(speculation.method),
         "model": _name(model),

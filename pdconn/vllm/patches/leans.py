@@ -28,6 +28,13 @@ _ORDER = ("_build_kv_connector_meta", "kv_connector_block_state", "_update_after
 """What a step does: connectors are asked, blocks are no longer told, tokens count as computed."""
 
 
+_OF_REQUESTS = frozenset(
+    ("abort_immediately", "cache_salt", "lora_request", "mm_features", "num_in_flight_tokens",
+     "prompt_embeds", "resumable", "skip_reading_prefix_cache")
+)  # fmt: skip
+"""What requests have, and what of a prompt or of its progress would be overlooked without."""
+
+
 def check_version(version: str, is_allowed: bool) -> None:
     """Refuse a vLLM that was not tested, unless the user asks for it.
 
@@ -61,8 +68,8 @@ def check_leans(manager: Any) -> None:
                 raise _changed("attention_groups", "groups with use_eagle", repr(group)[:80])
     if "reset_prefix_cache" not in _names(type(manager), "reset_prefix_cache"):
         raise _changed("reset_prefix_cache", "the pool's", "another")
-    if "num_in_flight_tokens" not in _names(Request, "__init__"):
-        raise _changed("Request", "num_in_flight_tokens", "none")
+    if lacking := sorted(_OF_REQUESTS - set(_names(Request, "__init__"))):
+        raise _changed("Request", ", ".join(lacking), "none")
     used = _names(Scheduler, "schedule")
     if [name for name in used if name in _ORDER] != list(_ORDER):
         raise _changed("schedule", ", ".join(_ORDER), "another order")

@@ -54,7 +54,7 @@ def has_keys(request: Any) -> bool:
     """Whether the prompt is one of tokens that stay, for an answer in tokens."""
     return (
         request.prompt_token_ids is not None
-        and getattr(request, "prompt_embeds", None) is None
+        and request.prompt_embeds is None
         and request.pooling_params is None
-        and not getattr(request, "resumable", False)
+        and not request.resumable
     )

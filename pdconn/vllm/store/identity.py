@@ -85,8 +85,8 @@ def _model(model: Any) -> dict[str, Any]:
         "text": _plain(model.hf_text_config.to_dict()),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "quantization_config": _plain(getattr(model, "quantization_config", None)),
-        "media": _media(getattr(model, "multimodal_config", None)),
+        "quantization_config": _plain(model.quantization_config),
+        "media": _media(model.multimodal_config),
         "code": _code(model),
     }
     if any(word in json.dumps(facts["config"]) for word in _DEPENDS_ON_LENGTH):
@@ -118,8 +118,10 @@ def _media(config: Any) -> Any:
         "mm_processor_kwargs", "video_pruning_rate", "video_pruning_method",
         "mm_device_do_normalize", "mm_encoder_attn_dtype",
     )  # fmt: skip
-    facts = {name: _plain(getattr(config, name, None)) for name in names}
-    if scales := getattr(config, "mm_encoder_fp8_scale_path", None):
+    if config is None:
+        return None
+    facts = {name: _plain(getattr(config, name)) for name in names}
+    if scales := config.mm_encoder_fp8_scale_path:
         facts["scales"] = Path(scales).read_text(encoding="utf-8")
     return facts
 

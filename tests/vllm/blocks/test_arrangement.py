@@ -89,7 +89,7 @@ def traits(spec: Any, one: Any, layout: str = "LBHNC", **config: Any) -> dict[st
     cache = SimpleNamespace(
         cache_dtype="auto", get_resolved_kv_cache_layout=lambda: SimpleNamespace(name=layout)
     )
-    engine: Any = SimpleNamespace(model_config=model, cache_config=cache)
+    engine: Any = SimpleNamespace(model_config=model, cache_config=cache, speculative_config=None)
     return block_traits(engine, {"layer": one}, {"layer": spec}, SAME)
 
 

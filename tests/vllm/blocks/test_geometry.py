@@ -174,7 +174,9 @@ def test_layers_that_differ_in_their_heads_are_split_over_ranks(rank: int) -> No
 
 def traits_of(model: Any) -> dict[str, str]:
     config: Any = SimpleNamespace(
-        model_config=model, cache_config=SimpleNamespace(cache_dtype="auto")
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
     )
     return block_traits(config, {}, {}, SAME)
 

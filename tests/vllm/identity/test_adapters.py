@@ -16,6 +16,7 @@ from pdconn.protocol.ticket import BlockList, Ticket, parse_ticket
 from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.identity.adapters import NO_ADAPTER, PATIENCE_S, Adapter, AdapterReader
 from pdconn.vllm.prompt import prompt_digest
+from tests.fakes.simulated.requests import vllm_request
 
 PROMPT = list(range(100, 140))
 
@@ -50,7 +51,7 @@ def until(ask: Callable[[], Adapter], is_it: Callable[[Adapter], bool]) -> Adapt
 
 def request(path: str | None = "a", name: str = "d", **changes: Any) -> Any:
     lora = None if path is None else SimpleNamespace(lora_name="tuned", lora_path=path)
-    made = SimpleNamespace(
+    made = vllm_request(
         request_id=name, prompt_token_ids=list(PROMPT), num_prompt_tokens=len(PROMPT),
         lora_request=lora, mm_features=[],
     )  # fmt: skip

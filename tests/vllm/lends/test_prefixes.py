@@ -16,6 +16,7 @@ from pdconn.vllm.consumer import ConsumerScheduler
 from pdconn.vllm.lends.prefixes import PrefixLends
 from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest, shorten
+from tests.fakes.simulated.requests import vllm_request
 from tests.vllm.producer.scheduler import Pool
 from tests.vllm.test_consumer import kinds
 
@@ -33,17 +34,10 @@ def request(tokens: list[int], params: dict[str, Any], name: str = "r", **change
         "num_prompt_tokens": len(tokens),
         "num_tokens": len(tokens),
         "num_computed_tokens": len(tokens),
-        "num_in_flight_tokens": 0,
         "kv_transfer_params": params,
         "max_tokens": 9,
-        "lora_request": None,
-        "mm_features": [],
-        "cache_salt": None,
-        "prompt_embeds": None,
-        "resumable": False,
-        "skip_reading_prefix_cache": False,
     }
-    return SimpleNamespace(**made | changes)
+    return vllm_request(**made | changes)
 
 
 def asking(tokens: list[int], lend: object, **changes: Any) -> Any:

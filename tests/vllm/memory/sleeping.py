@@ -10,6 +10,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+from tests.fakes.simulated.requests import vllm_request
 from tests.vllm.producer.scheduler import Pool
 from tests.vllm.runner.rig import LENT, PROMPT, PULLED, Cache, Steps
 from transport.inprocess.network import InProcessNetwork
@@ -44,7 +45,7 @@ class Engines:
 
     def lent(self, name: str) -> Any:
         """A request that prefill has finished and lent, as decode gets it."""
-        made = SimpleNamespace(
+        made = vllm_request(
             request_id=name,
             prompt_token_ids=PROMPT,
             num_prompt_tokens=len(PROMPT),

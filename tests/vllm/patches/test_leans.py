@@ -15,11 +15,13 @@ from pdconn.vllm.config import ConfigError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's and others', about each other
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from pdconn.vllm.patches import leans
+    from tests.fakes.simulated.requests import vllm_request
     from tests.fakes.simulated.sim_cache import CacheShape, GroupShape, SimCache
 
 Changes = Callable[[pytest.MonkeyPatch, Any], object]
@@ -47,6 +49,10 @@ def other_schedule(self: Any) -> None:
 
 def other_reset(self: Any) -> None:
     self.clear()
+
+
+def without(name: str, names: Callable[..., tuple[str, ...]]) -> Callable[..., tuple[str, ...]]:
+    return lambda owner, method: tuple(one for one in names(owner, method) if one != name)
 
 
 WRONG: dict[str, tuple[str, Changes]] = {
@@ -78,6 +84,10 @@ WRONG: dict[str, tuple[str, Changes]] = {
         "num_in_flight_tokens",
         lambda patch, one: patch.setattr(Request, "__init__", other_reset),
     ),
+    "requests have no salt": (
+        "cache_salt",
+        lambda patch, one: patch.setattr(leans, "_names", without("cache_salt", leans._names)),
+    ),
     "connectors are asked later": (
         "schedule",
         lambda patch, one: patch.setattr(Scheduler, "schedule", other_schedule),
@@ -104,3 +114,11 @@ def test_others_are_refused_unless_the_user_asks_for_them(version: str) -> None:
     with pytest.raises(ConfigError, match="untested_vllm"):
         leans.check_version(version, is_allowed=False)
     leans.check_version(version, is_allowed=True)
+
+
+def test_our_fake_of_a_request_has_what_vllms_has() -> None:
+    """Of what decides: one that had less was read by a default."""
+    real = Request("r", [1, 2], SamplingParams(max_tokens=1), None)
+    fake = vars(vllm_request())
+    assert set(fake) == leans._OF_REQUESTS
+    assert {name: getattr(real, name) for name in fake} == fake

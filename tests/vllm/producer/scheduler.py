@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from pdconn.lab.ports import free_ports
 from pdconn.vllm.config import read_settings
 from pdconn.vllm.producer import ProducerScheduler
+from tests.fakes.simulated.requests import vllm_request
 
 
 class Block:
@@ -55,7 +55,7 @@ class Clock:
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2, 3)) -> Any:
-    return SimpleNamespace(
+    return vllm_request(
         request_id=name,
         prompt_token_ids=list(prompt),
         num_prompt_tokens=len(prompt),

@@ -46,6 +46,7 @@ from pdconn.integrity.sums import Terms
 from pdconn.lender.server import Lender
 from pdconn.protocol.ticket import BlockList, Ticket
 from pdconn.vllm.prompt import prompt_digest
+from tests.fakes.simulated.requests import vllm_request
 from transport.inprocess.network import InProcessNetwork
 from transport.inprocess.transport import InProcessTransport
 
@@ -198,7 +199,7 @@ class Rig:
 
     def request(self, name: str, lent: bool = True) -> Any:
         """A decode request with a ticket; one that is not lent will be refused."""
-        made = SimpleNamespace(
+        made = vllm_request(
             request_id=name,
             prompt_token_ids=PROMPT,
             num_prompt_tokens=len(PROMPT),

@@ -32,7 +32,8 @@ def config(model: Path | str, **changes: Any) -> Any:
     model_config = SimpleNamespace(
         model=str(model), hf_config=hf, hf_text_config=hf, dtype="float32",
         quantization=None, revision=None, seed=0, max_model_len=2048, model_weights="",
-        trust_remote_code=False, code_revision=None,
+        trust_remote_code=False, code_revision=None, quantization_config=None,
+        multimodal_config=None,
     )  # fmt: skip
     vars(model_config).update(changes)
     load = SimpleNamespace(load_format="auto", model_loader_extra_config={}, download_dir=None)

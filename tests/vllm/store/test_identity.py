@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("vllm")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.config import MultiModalConfig
 
 from pdconn.lab.model import write_model
 from pdconn.vllm.identity.files import weights_digest
@@ -45,7 +52,7 @@ CHANGES: dict[str, Callable[[Path], str]] = {
         config(m, quantization_config={"ignore": ["lm_head"]}), TRAITS, layout()
     ),
     "how media are processed": lambda m: named(
-        config(m, multimodal_config=SimpleNamespace(mm_processor_kwargs={"num_crops": 4})),
+        config(m, multimodal_config=MultiModalConfig(mm_processor_kwargs={"num_crops": 4})),
         TRAITS,
         layout(),
     ),
