@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pdconn.protocol.compat import DRAFT, WEIGHTS
 from pdconn.store.format.footer import FORMAT_VERSION
@@ -26,6 +29,10 @@ from pdconn.vllm.identity.weights import Weights, is_commit
 _WEIGHTS = (WEIGHTS, DRAFT + WEIGHTS)
 _DEPENDS_ON_LENGTH = ('"longrope"', '"dynamic"', '"su"')
 """Rotary embeddings whose tables depend on the engine's maximum length."""
+
+
+_ELSEWHERE = ("_name_or_path", "transformers_version", "_commit_hash")
+"""What a configuration says of where it comes from, and not of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +61,19 @@ def namespace_of(
     """
     weights = {name: Weights.of(traits[name]) for name in _WEIGHTS if name in traits}
     others = {name: value for name, value in traits.items() if name not in ("model", *_WEIGHTS)}
+    plain = _Plain()
     facts: dict[str, Any] = {
         "version": FORMAT_VERSION,
         "traits": others,
         "layout": layout.encoded().decode(),
-        "model": _model(config.model_config),
+        "model": _model(config.model_config, plain),
         "weights": {name: found.proofs[:1] for name, found in weights.items()},
     }
     if (draft := drafter(config)) is not None:
-        facts["draft"] = _model(draft)
+        facts["draft"] = _model(draft, plain)
     doubts = [f"{name}: {found.doubt}" for name, found in weights.items() if not found.proofs]
     doubts += _foreign_code(config.model_config)
+    doubts += [f"{where} is no plain data" for where in plain.others]
     name = _digest(facts)
     return Namespace(salted(name, salt) if doubts else name, "; ".join(doubts))
 
@@ -78,15 +87,15 @@ def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _model(model: Any) -> dict[str, Any]:
+def _model(model: Any, plain: _Plain) -> dict[str, Any]:
     hf = model.hf_config
     facts = {
-        "config": _plain(hf.to_dict()),
-        "text": _plain(model.hf_text_config.to_dict()),
+        "config": plain.of(hf.to_dict(), "hf_config"),
+        "text": plain.of(model.hf_text_config.to_dict(), "hf_text_config"),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "quantization_config": _plain(model.quantization_config),
-        "media": _media(model.multimodal_config),
+        "quantization_config": plain.of(model.quantization_config, "quantization_config"),
+        "media": _media(model.multimodal_config, plain),
         "code": _code(model),
     }
     if any(word in json.dumps(facts["config"]) for word in _DEPENDS_ON_LENGTH):
@@ -112,7 +121,7 @@ def _foreign_code(model: Any) -> list[str]:
     return [f"code of {where} at no commit (code_revision)" for where in foreign]
 
 
-def _media(config: Any) -> Any:
+def _media(config: Any, plain: _Plain) -> Any:
     """What changes the embeddings of media, and is not in the digests that vLLM makes of them."""
     names = (
         "mm_processor_kwargs", "video_pruning_rate", "video_pruning_method",
@@ -120,24 +129,49 @@ def _media(config: Any) -> Any:
     )  # fmt: skip
     if config is None:
         return None
-    facts = {name: _plain(getattr(config, name)) for name in names}
+    facts = {name: plain.of(getattr(config, name), name) for name in names}
     if scales := config.mm_encoder_fp8_scale_path:
         facts["scales"] = Path(scales).read_text(encoding="utf-8")
     return facts
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it, the same for equal configurations."""
-    if isinstance(value, dict):
-        return {
-            str(key): _plain(each)
-            for key, each in value.items()
-            if key not in ("_name_or_path", "transformers_version", "_commit_hash")
-        }
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, set | frozenset):  # as text, their order differs from boot to boot
-        return sorted(json.dumps(_plain(each), sort_keys=True) for each in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+class _Plain:
+    """Values as JSON can hold them, the same for equal configurations and for no others.
+
+    Of any other object its text may be the same though it is not, or another in each process.
+
+    Attributes:
+        others: where such objects were met, and of which type.
+    """
+
+    def __init__(self) -> None:
+        self.others: list[str] = []
+
+    def of(self, value: Any, where: str) -> Any:
+        """``value``, which is at ``where``."""
+        if isinstance(value, dict):
+            kept = {key: each for key, each in value.items() if key not in _ELSEWHERE}
+            if all(isinstance(key, str) for key in kept):
+                return {key: self.of(each, f"{where}.{key}") for key, each in kept.items()}
+            return ["by key", self._unordered(list(kept.items()), where)]
+        if isinstance(value, list | tuple):
+            return [self.of(each, where) for each in value]
+        if isinstance(value, set | frozenset):  # their order differs from boot to boot
+            return self._unordered(value, where)
+        if is_dataclass(value) and not isinstance(value, type):
+            found = {each.name: getattr(value, each.name) for each in fields(value)}
+            return self.of(found, where)
+        return self._single(value, where)
+
+    def _single(self, value: Any, where: str) -> Any:
+        if isinstance(value, Enum):
+            return [type(value).__name__, value.name]
+        if isinstance(value, bytes | torch.dtype):
+            return [type(value).__name__, str(value)]
+        if isinstance(value, str | int | float | bool | None):
+            return value
+        self.others.append(f"{where} (a {type(value).__name__})")
+        return None
+
+    def _unordered(self, values: Iterable[Any], where: str) -> list[str]:
+        return sorted(json.dumps(self.of(each, where), sort_keys=True) for each in values)

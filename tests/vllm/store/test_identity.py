@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -144,6 +147,63 @@ def test_equal_sets_in_a_configuration_are_equal_whatever_their_order(model: Pat
     assert str(one) != str(other)
     found = [named(config(model, hf={"x": each}), TRAITS, layout()) for each in (one, other)]
     assert found[0] == found[1]
+
+
+class Scale:
+    """Of an override in Python; its text does not tell it from others."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        return "Scale()"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Scale(2.0), object(), [{"rope": Scale(2.0)}], {1: Scale(2.0)}, print, torch.zeros(2)],
+    ids=["equal text", "address", "nested", "by number", "function", "tensor"],
+)
+@pytest.mark.parametrize("where", ["hf", "quantization_config", "multimodal_config"])
+def test_what_is_no_plain_data_is_shared_with_nobody(model: Path, value: Any, where: str) -> None:
+    """Scales of 2 and 4 shared rows; an object with an address had none that anybody found."""
+    given: Any = {"x": value}
+    if where == "multimodal_config":
+        given = MultiModalConfig(mm_processor_kwargs=given)
+    made = config(model, **{where: given})
+    traits = proven(made, TRAITS)
+    first, second = (namespace_of(made, traits, layout(), salt=salt) for salt in ("a", "b"))
+    assert first.name != second.name
+    assert "is no plain data" in first.doubt
+
+
+class Kind(Enum):
+    LINEAR = object()
+    YARN = object()
+
+
+@dataclass
+class Args:
+    dtype: torch.dtype
+    kind: Kind
+    path: tuple[int, ...] = ()
+
+
+def test_types_enumerations_and_records_are_plain(model: Path) -> None:
+    def of(value: Any) -> Any:
+        made = config(model, quantization_config=value)
+        found = namespace_of(made, proven(made, TRAITS), layout(), salt="a")
+        assert not found.doubt
+        return found.name
+
+    args = Args(torch.bfloat16, Kind.YARN, (1, 2))
+    assert of(args) == of(Args(torch.bfloat16, Kind.YARN, (1, 2)))
+    others = [
+        Args(torch.float16, Kind.YARN, (1, 2)), Args(torch.bfloat16, Kind.LINEAR, (1, 2)),
+        Args(torch.bfloat16, Kind.YARN, (2, 1)), {1: "a", "1": "b"}, {1: "b", "1": "a"},
+        {1: "a"}, {"1": "a"}, {True: "a"}, None, "None", b"a",
+    ]  # fmt: skip
+    assert len({of(value) for value in (args, *others)}) == 1 + len(others)
 
 
 def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
