@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from pdconn.vllm.memory.opening import open_nixl
     from pdconn.vllm.memory.sleep import IS_TOLD, check_sleep, options_for_sleep
     from pdconn.vllm.supported import check_supported
+    from tests.vllm.test_supported import config
 
 
 def transfer(role: str = "kv_both", **extra: Any) -> KVTransferConfig:
@@ -87,16 +88,12 @@ def test_what_stands_against_sleep_is_named(
 
 @pytest.mark.usefixtures("told")
 def test_the_engines_start_checks_it_too() -> None:
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(),
-        model_config=SimpleNamespace(enable_sleep_mode=True),
-        device_config=SimpleNamespace(device_type="cpu"),
-        kv_transfer_config=transfer(backends=["UCX"]),
-    )
-    check_supported(config)
-    config.kv_transfer_config = transfer(store={"root": "/kv"})
+    engine = config(sleeps=True, device="cpu")
+    engine.kv_transfer_config = transfer(backends=["UCX"])
+    check_supported(engine)
+    engine.kv_transfer_config = transfer(store={"root": "/kv"})
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        check_supported(config)
+        check_supported(engine)
 
 
 def test_a_lender_that_may_sleep_offers_no_mappings_of_its_memory() -> None:
