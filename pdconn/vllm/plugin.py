@@ -220,7 +220,7 @@ def drain_s(config: Any) -> float:
     Args:
         config: vLLM's configuration; without ``--shutdown-timeout`` nothing is waited for.
     """
-    return max(0.0, getattr(config, "shutdown_timeout", 0) - _TEARDOWN_S)
+    return max(0.0, config.shutdown_timeout - _TEARDOWN_S)
 
 
 class ShutdownSignal:

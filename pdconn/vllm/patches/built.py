@@ -1,6 +1,7 @@
-"""vLLM's scheduler, which hands itself to no hook of a connector.
+"""Finds the scheduler that binds our connector, and checks what its methods use.
 
-It binds its block manager to connectors in its own constructor, and is found there, up the stack::
+vLLM passes its scheduler to no hook of a connector.  But the scheduler binds its block manager to
+connectors in its own constructor, and is found there, up the stack::
 
     Scheduler.__init__ ─► bind_kv_cache_manager(manager) ─► ours
 
@@ -27,12 +28,21 @@ def scheduler_being_built() -> Any:
 
 
 def unused_name(made: type, uses: tuple[tuple[str, str], ...]) -> str | None:
-    """The first of methods and names in ``uses`` of which a class's method does not use its name.
+    """The first pair of a method and a name in ``uses`` where the method does not use the name.
 
-    With methods that another stands before, and below what wraps one.
+    An override that calls the method of its base class uses what that one uses.
     """
     for method, name in uses:
-        defined = [vars(base)[method] for base in made.__mro__ if method in vars(base)]
-        if not any(name in inspect.unwrap(one).__code__.co_names for one in defined):
+        if not _is_used(made, method, name):
             return f"{made.__name__}.{method} does not use {name}"
     return None
+
+
+def _is_used(made: type, method: str, name: str) -> bool:
+    for one in [vars(base)[method] for base in made.__mro__ if method in vars(base)]:
+        names = inspect.unwrap(one).__code__.co_names
+        if name in names:
+            return True
+        if method not in names:  # it does not call the one that it overrides
+            return False
+    return False

@@ -136,9 +136,11 @@ def _media(config: Any, plain: _Plain) -> Any:
 
 
 class _Plain:
-    """Values as JSON can hold them, the same for equal configurations and for no others.
+    """Values as JSON holds them, the same for equal configurations and for no others.
 
-    Of any other object its text may be the same though it is not, or another in each process.
+    Lists stay lists; mappings, sets, records, enumerations, bytes and dtypes become objects of one
+    key, their kind, so that values of two kinds are never written alike.  Objects of other types
+    are not written, but listed: their text may equal another's, or differ in each process.
 
     Attributes:
         others: where such objects were met, and of which type.
@@ -152,22 +154,23 @@ class _Plain:
         if isinstance(value, dict):
             kept = {key: each for key, each in value.items() if key not in _ELSEWHERE}
             if all(isinstance(key, str) for key in kept):
-                return {key: self.of(each, f"{where}.{key}") for key, each in kept.items()}
-            return ["by key", self._unordered(list(kept.items()), where)]
+                found = {key: self.of(each, f"{where}.{key}") for key, each in kept.items()}
+                return {"mapping": found}
+            return {"pairs": self._unordered(list(kept.items()), where)}
         if isinstance(value, list | tuple):
             return [self.of(each, where) for each in value]
         if isinstance(value, set | frozenset):  # their order differs from boot to boot
-            return self._unordered(value, where)
+            return {"set": self._unordered(value, where)}
         if is_dataclass(value) and not isinstance(value, type):
             found = {each.name: getattr(value, each.name) for each in fields(value)}
-            return self.of(found, where)
+            return {f"record {type(value).__qualname__}": self.of(found, where)}
         return self._single(value, where)
 
     def _single(self, value: Any, where: str) -> Any:
         if isinstance(value, Enum):
-            return [type(value).__name__, value.name]
+            return {f"enumeration {type(value).__qualname__}": value.name}
         if isinstance(value, bytes | torch.dtype):
-            return [type(value).__name__, str(value)]
+            return {type(value).__name__: str(value)}
         if isinstance(value, str | int | float | bool | None):
             return value
         self.others.append(f"{where} (a {type(value).__name__})")

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.config import MultiModalConfig
 
+    from pdconn.vllm.store.identity import _Plain
+
 from pdconn.lab.model import write_model
 from pdconn.vllm.identity.files import weights_digest
 from pdconn.vllm.store.identity import namespace_of, salted
@@ -189,13 +191,24 @@ class Args:
     path: tuple[int, ...] = ()
 
 
-def test_types_enumerations_and_records_are_plain(model: Path) -> None:
-    def of(value: Any) -> Any:
+class OtherArgs(Args):
+    """Of the same fields."""
+
+
+@pytest.fixture
+def of(model: Path) -> Callable[[Any], str]:
+    """The namespace of an engine with this value in its configuration."""
+
+    def named_by(value: Any) -> str:
         made = config(model, quantization_config=value)
         found = namespace_of(made, proven(made, TRAITS), layout(), salt="a")
         assert not found.doubt
         return found.name
 
+    return named_by
+
+
+def test_types_enumerations_and_records_are_plain(of: Callable[[Any], str]) -> None:
     args = Args(torch.bfloat16, Kind.YARN, (1, 2))
     assert of(args) == of(Args(torch.bfloat16, Kind.YARN, (1, 2)))
     others = [
@@ -203,7 +216,21 @@ def test_types_enumerations_and_records_are_plain(model: Path) -> None:
         Args(torch.bfloat16, Kind.YARN, (2, 1)), {1: "a", "1": "b"}, {1: "b", "1": "a"},
         {1: "a"}, {"1": "a"}, {True: "a"}, None, "None", b"a",
     ]  # fmt: skip
+    others += [vars(args), OtherArgs(**vars(args))]
     assert len({of(value) for value in (args, *others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"a"}, {1: "a"}, b"a", Kind.YARN, torch.float16, Args(torch.float16, Kind.YARN)],
+)
+def test_no_value_is_named_as_what_another_is_written_as(
+    of: Callable[[Any], str], value: Any
+) -> None:
+    """A set was written as a list is, and an enumeration's member too."""
+    written = _Plain().of(value, "x")
+    assert of(value) != of(written)
+    assert of(value) == of(value)
 
 
 def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
