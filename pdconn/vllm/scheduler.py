@@ -41,7 +41,7 @@ from pdconn.vllm.lends.patience import PrefixPatience
 from pdconn.vllm.lends.waits import BlockWaits
 from pdconn.vllm.metadata import PdHandshake, PdMetadata, PdWorkerReport
 from pdconn.vllm.patches.deferred_frees import defer_frees
-from pdconn.vllm.patches.failed_loads import compute_failed_loads
+from pdconn.vllm.patches.failed_loads import recompute_failed_loads
 from pdconn.vllm.patches.leans import check_leans
 from pdconn.vllm.plugin import ShutdownSignal, drain_s
 from pdconn.vllm.producer import ProducerScheduler
@@ -145,7 +145,7 @@ class PdScheduler:
         self._manager = manager
         if self._consumer is not None or self._store is not None:
             defer_frees()
-            compute_failed_loads(self._is_to_save_time)
+            recompute_failed_loads(self._is_load_optional)
         if self._waits is not None:
             self._waits.bind(manager)
         if self._producer is not None:
@@ -280,8 +280,8 @@ class PdScheduler:
                 held = partial(held_tokens, self._config, blocks.blocks)
             self._consumer.allocated(request, ids, 0 if is_stored else num_external, held)
 
-    def _is_to_save_time(self, request_id: str) -> bool:
-        """Whether what a request waits for is a store's, or a prefix lent, and no whole prompt."""
+    def _is_load_optional(self, request_id: str) -> bool:
+        """Whether a request waits for its store, or for a lent prefix: not for a whole prompt."""
         if request_id in self._loading_from_store:
             return True
         return self._consumer is not None and self._consumer.is_of_prefix(request_id)

@@ -257,7 +257,14 @@ def test_a_ticket_of_this_very_engine_is_left_out_and_its_request_computed(
 ) -> None:
     """A router that chose one engine for both legs: the pull failed, and so did the request."""
     side, asked = consumer(recompute), request(**own_ticket())
+    taken_back: list[Ticket] = []
+    side.take_back_own = taken_back.append
+    side.arrived(request("other"))
+    assert not taken_back, "it is another engine's"
+    side.finished(request("other"))
+    side.take_commands()
     side.arrived(asked)
+    assert [ticket.incarnation for ticket in taken_back] == ["here"]
     assert side.matched(asked, 32) == (0, False)
     side.allocated(asked, BLOCKS, 0)
     assert ClaimTicket not in kinds(side.take_commands())

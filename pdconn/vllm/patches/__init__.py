@@ -2,9 +2,9 @@
 
 early_check      our configuration is checked before weights are loaded
 leans            what is believed of vLLM, checked at the start; versions not tested are refused
-built            the scheduler that binds us is found, and what its methods use
+built            the scheduler that binds us is found, and what its methods use is checked
 deferred_frees   blocks that a step in flight may still write are freed once it is over
-failed_loads     what was only to save time and fails is computed, whatever the policy says
+failed_loads     optional loads that fail are recomputed, whatever the policy says
 cache_resets     resets of the prefix cache are seen by all that keep something of it
 engine_calls     calls that may change weights are told before they are made
 """

@@ -24,7 +24,7 @@ from pdconn.vllm.config import ConfigError
 
 
 class _Resets:
-    """What stands in front of a pool's method."""
+    """Replaces a pool's method, and calls it between its watchers."""
 
     def __init__(self, resetting: Callable[[], Any]) -> None:
         self._resetting = resetting
@@ -35,8 +35,8 @@ class _Resets:
         for call in reversed(self.before):
             call()
         is_reset = bool(self._resetting())
-        for told in self.after:
-            told(is_reset)
+        for call_with in self.after:
+            call_with(is_reset)
         return is_reset
 
 

@@ -1,16 +1,16 @@
-"""A load that fails and was not asked for is computed, whatever ``kv_load_failure_policy`` says.
+"""Optional loads that fail are recomputed, whatever ``kv_load_failure_policy`` says.
 
-A whole prompt is pulled since its client, or a router, said so with a ticket; what follows when
-that fails is vLLM's policy.  A store, and a prefix that another engine has lent, only save time,
-so a request never fails because of them.  But vLLM has one policy for all of an engine::
+A whole prompt is pulled because the request's ticket asks for it; what follows a failure is the
+policy's choice.  Loads from a store, and pulls of a prefix that another engine lends, are optional:
+they only save time, so no request fails because of them.  But vLLM has one policy per engine::
 
     update_from_output ─► _handle_failed_recving(names)
                               fail        the client's error, before any connector is asked
                               recompute   no token is computed; the next step frees the blocks,
                                           and looks up the request anew
 
-So we stand in front of that method, on the scheduler that binds us, and have it decide about the
-names that are only to save time as it does under ``recompute``.
+So we wrap that method, on the scheduler that binds us: for requests whose load is optional it
+decides as it does under ``recompute``.
 
 Source: ``Scheduler._handle_failed_recving``, ``update_from_output`` and
 ``_update_waiting_for_remote_kv`` in vLLM's ``v1/core/sched/scheduler.py``, 0.32 and 0.33.
@@ -40,11 +40,11 @@ _USES = (
 _TAKES = ["self", "failed_req_ids"]
 
 
-def compute_failed_loads(is_to_save_time: Callable[[str], bool]) -> None:
-    """Have the scheduler that is being built compute such requests when their loads have failed.
+def recompute_failed_loads(is_optional: Callable[[str], bool]) -> None:
+    """Have the scheduler under construction recompute requests whose optional load has failed.
 
     Args:
-        is_to_save_time: whether what the request of this name waits for is only to save time.
+        is_optional: whether the load that the request of this id waits for is optional.
 
     Raises:
         ConfigError: no scheduler of vLLM's is being built, or it decides in another way.
@@ -54,19 +54,19 @@ def compute_failed_loads(is_to_save_time: Callable[[str], bool]) -> None:
     if seen is None and not isinstance(vars(scheduler).get(_POLICY), bool):
         seen = f"one that has not set it when it binds connectors: {type(scheduler).__name__}"
     if seen is not None:
-        hint = "without it a request would fail because of a store, or of a prefix lent"
+        hint = "without it a request would fail because of a store, or of a lent prefix"
         raise ConfigError("vLLM's scheduler", f"one that decides by {_POLICY}", seen, hint)
     deciding = scheduler._handle_failed_recving
 
     def handle_failed_recving(failed_req_ids: set[str]) -> set[str]:
-        computed = {name for name in failed_req_ids if is_to_save_time(name)}
+        optional = {name for name in failed_req_ids if is_optional(name)}
         policy = getattr(scheduler, _POLICY)
         setattr(scheduler, _POLICY, True)
         try:
-            rescheduled: set[str] = deciding(computed)
+            rescheduled: set[str] = deciding(optional)
         finally:
             setattr(scheduler, _POLICY, policy)
-        return rescheduled | deciding(failed_req_ids - computed)
+        return rescheduled | deciding(failed_req_ids - optional)
 
     scheduler._handle_failed_recving = handle_failed_recving
 

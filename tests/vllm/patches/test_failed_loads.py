@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pdconn.puller.results import NO_RESULTS, ClaimOutcome, FailedPull, PullResu
 from pdconn.store.rank.copies import HostCopies
 from pdconn.store.shelf.memory import MemoryRows, MemoryShelf
 from pdconn.vllm.config import ConfigError
+from pdconn.vllm.producer import ProducerScheduler
 from pdconn.vllm.prompt import prefix_digest, prompt_digest
 from tests.store.joined.rig import FakeEngine, Model, Shape
 from tests.store.joined.test_joined import SETTINGS
@@ -32,6 +34,7 @@ from tests.vllm.patches.vllm_scheduler import (
     cache_config,
     engine_config,
     failed_loads,
+    our_scheduler,
     store_in,
     transfer_config,
 )
@@ -229,6 +232,24 @@ def test_a_load_that_fails_on_a_rank_is_computed(
     assert cached(ranks) == PROMPT - 1
 
 
+@pytest.mark.parametrize(("policy", "end"), [("fail", "error"), ("recompute", "length")])
+def test_such_a_load_would_end_as_the_policy_says_without_us(
+    started: Callable[..., Ranks],
+    stored: Callable[[Ranks], FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    end: str,
+) -> None:
+    """Negative control: vLLM's scheduler decides alone."""
+    monkeypatch.setattr(our_scheduler, "recompute_failed_loads", lambda is_optional: None)
+    ranks = started("kv_producer", policy)
+    stored(ranks)
+    breaks(monkeypatch)
+    name = ranks.engine.add(PROMPT, first=FIRST)
+    finish(ranks, name)
+    assert str(ranks.of(name)[-1].finish_reason) == end
+
+
 def test_a_load_that_does_not_fail_is_used(
     started: Callable[..., Ranks], stored: Callable[[Ranks], FakeEngine]
 ) -> None:
@@ -324,6 +345,26 @@ def test_a_whole_prompts_pull_ends_as_the_policy_says(
     assert str(ranks.of(name)[-1].finish_reason) == end
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("is_prefix", [False, True])
+def test_an_engines_own_ticket_is_taken_back_and_its_prompt_computed(
+    started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, policy: str, is_prefix: bool
+) -> None:
+    """Nothing is promised for it, so neither policy is asked."""
+    taken: list[Ticket] = []
+    monkeypatch.setattr(ProducerScheduler, "take_back_own", lambda _, ticket: taken.append(ticket))
+    ranks = started("kv_both", policy)
+    boot = ranks.engine.connector._scheduler._consumer._incarnation
+    ticket = replace(lent(STORED if is_prefix else PROMPT, is_prefix=is_prefix), incarnation=boot)
+    given = ticket.to_params(1, 1)
+    params = {"do_remote_prefill": False, "pdconn": {"from": given}} if is_prefix else given
+    name = ranks.engine.add(PROMPT, first=FIRST, **params)
+    finish(ranks, name)
+    assert str(ranks.of(name)[-1].finish_reason) == "length"
+    assert ranks.computed[name] == [0]
+    assert taken == [ticket]
+
+
 def test_an_offer_that_is_gone_when_there_are_blocks_is_computed(
     started: Callable[..., Ranks],
     stored: Callable[[Ranks], FakeEngine],
@@ -368,6 +409,26 @@ def test_a_scheduler_that_decides_in_another_way_is_refused(
     monkeypatch.setattr(Scheduler, "_handle_failed_recving", changed)
     with pytest.raises(ConfigError, match=seen):
         started("kv_producer", "fail")
+
+
+class Calls(Scheduler):
+    """Decides as vLLM's does, and something else besides."""
+
+    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+        return super()._handle_failed_recving(failed_req_ids)
+
+
+class Replaces(Scheduler):
+    """Decides by itself."""
+
+    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+        return failed_req_ids
+
+
+def test_an_override_counts_by_whether_it_calls_the_method_that_it_overrides() -> None:
+    assert failed_loads.missing(Calls) is None
+    seen = "Replaces._handle_failed_recving does not use recompute_kv_load_failures"
+    assert failed_loads.missing(Replaces) == seen
 
 
 def test_a_policy_that_is_not_known_yet_is_refused(

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
+    from pdconn.vllm import scheduler as our_scheduler
     from pdconn.vllm.connector import PdconnConnector
     from pdconn.vllm.patches import deferred_frees, failed_loads
     from pdconn.vllm.worker import PdWorker
@@ -175,6 +176,6 @@ def _ours(connector: Any) -> Any:
 __all__ = [
     "BLOCK_TOKENS", "Engine", "KVConnectorOutput", "KVOutputAggregator", "KVTransferConfig",
     "ModelRunnerOutput", "PdWorker", "Request", "Scheduler", "cache_config", "deferred_frees",
-    "engine_config", "failed_loads", "store_in", "transfer_config",
+    "engine_config", "failed_loads", "our_scheduler", "store_in", "transfer_config",
 ]  # fmt: skip
 """Imported here once, where the warnings of torch and others are caught."""

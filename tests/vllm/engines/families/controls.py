@@ -5,15 +5,19 @@ Named by ``kv_connector_module_path``.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pdconn.puller.commands import CancelPull, FailPull, ReadBlocks
+from pdconn.store.rank.copies import HostCopies
 from pdconn.store.rank.shares import RowShare
 from pdconn.vllm import scheduler, tracked
 from pdconn.vllm.connector import PdconnConnector
 from pdconn.vllm.metadata import PdMetadata
+from tests.vllm.engines.store.stores import breaks
+from transport import Spans
 
 
 class WholePrompt(PdconnConnector):
@@ -65,6 +69,25 @@ class TrustingStore(PdconnConnector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         RowShare.check = lambda *args: None  # type: ignore[method-assign]
+
+
+class BreakableLoads(PdconnConnector):
+    """Right.  A copy from its store fails, and writes nothing, for each file at ``breaks``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._worker is None:
+            return
+        asked, copying = breaks(Path(self._worker._settings.store.root)), HostCopies.copy_in
+
+        def copy_in(copies: HostCopies, spans: Spans) -> None:
+            try:
+                asked.unlink()  # of several ranks one finds it
+            except FileNotFoundError:
+                return copying(copies, spans)
+            raise RuntimeError("CUDA out of memory")
+
+        HostCopies.copy_in = copy_in  # type: ignore[method-assign]
 
 
 class FlippedDraft(PdconnConnector):

@@ -1,7 +1,8 @@
 """The holder of a prefix forgets it, stalls, dies or starts again between its ticket and the read.
 
-``other`` computes what does not come; its reads are late and over TCP, so that faults come while
-they run.  ``hasty`` takes every pull for received, and shows what the comparisons notice.
+``other`` computes what does not come, though vLLM's policy is its default, ``fail``; its reads are
+late and over TCP, so that faults come while they run.  ``hasty`` takes every pull for received, and
+shows what the comparisons notice.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             name, GPT_OSS, model, "kv_consumer", prefix_caching=True, connector=connector,
             debug_faults=late, claim_timeout=CLAIM_TIMEOUT_S, read_timeout=4.0,
         )  # fmt: skip
-        transfer = {**(spec.kv_transfer_config or {}), "kv_load_failure_policy": "recompute"}
-        return replace(spec, kv_transfer_config=transfer, env={**spec.env, "UCX_TLS": "tcp"})
+        return replace(spec, env={**spec.env, "UCX_TLS": "tcp"})
 
     specs = [
         engine("alone", GPT_OSS, model, None, prefix_caching=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,24 @@ def store_engine(
     ranks: int = 1,
     role: str = "kv_both",
     policy: str = "fail",
+    connector: str | None = None,
     **store: Any,
 ) -> EngineSpec:
-    """An engine with a store; ``store`` are further settings.  ``policy`` is vLLM's default."""
+    """An engine with a store; ``store`` are further settings.  ``policy`` is vLLM's default.
+
+    ``connector`` is a class of :mod:`tests.vllm.engines.families.controls`.
+    """
     configuration = Configuration(layout, caching, one_process=True, policy=policy)
     settings = {
         "root": str(root), "capacity": "512MiB", "block_tokens": TOKENS, "min_tokens": 1,
         "staging": "64MiB", **store,
     }  # fmt: skip
-    return engine(name, model, configuration, role, 0, ranks=ranks, store=settings)
+    spec = engine(name, model, configuration, role, 0, ranks=ranks, store=settings)
+    if connector is None:
+        return spec
+    module = "tests.vllm.engines.families.controls"
+    named = {"kv_connector": connector, "kv_connector_module_path": module}
+    return replace(spec, kv_transfer_config={**(spec.kv_transfer_config or {}), **named})
 
 
 def prompts(seed: int, lengths: Sequence[int]) -> list[Prompt]:
@@ -52,6 +62,16 @@ def asked(client: Client, wanted: Sequence[Prompt]) -> dict[Prompt, Answer]:
 def hit_tokens(client: Client) -> int:
     """Tokens that the engine had from its connector and did not compute, as vLLM counts them."""
     return int(client.metrics().get("vllm:external_prefix_cache_hits_total", 0))
+
+
+def load_failures(client: Client) -> int:
+    """Loads that failed, by rank."""
+    return int(client.metrics().get("pdconn:store_load_failures_total", 0))
+
+
+def breaks(root: Path) -> Path:
+    """A file here makes a load from the store at ``root`` fail once: see ``BreakableLoads``."""
+    return root.with_name(f"{root.name}.breaks")
 
 
 def rows(root: Path, kind: str) -> list[Path]:

@@ -26,7 +26,9 @@ from tests.vllm.engines.store.stores import (
     NUM_TOKENS,
     TOKENS,
     asked,
+    breaks,
     hit_tokens,
+    load_failures,
     num_rows,
     prompts,
     resumable,
@@ -77,7 +79,7 @@ def fleet(model: Path, work: Path, expected: Expected) -> Iterator[Fleet]:
     few = store_engine("few", model, root, layout="LBHNC", caching=True)
     specs = [
         store_engine("one", model, root, layout="BHLNC"),
-        store_engine("two", model, root, layout="LBHNC", ranks=2),
+        store_engine("two", model, root, layout="LBHNC", ranks=2, connector="BreakableLoads"),
         store_engine("all", model, root, layout="BLHNC", save="all", window_every="all"),
         replace(few, num_blocks=FEW_BLOCKS),
     ]
@@ -172,6 +174,25 @@ def test_two_ranks_pull_with_a_ticket_and_load_when_it_is_consumed(
         assert _stored_tokens(two) - before == stored
         assert two.metrics().get("pdconn:tickets_gone_total", 0) == gone
     assert two.metrics()["pdconn:pulls_total"] == 2, "one of each rank"
+
+
+def test_a_load_that_fails_on_one_of_two_ranks_is_computed(
+    fleet: Fleet, expected: Expected
+) -> None:
+    """The other rank's is right; the policy is vLLM's default."""
+    [prompt] = prompts(49, (5 * TOKENS + 1,))
+    saved, two = fleet.saved(), fleet["two"]
+    asked(fleet["one"], [prompt])
+    wait_for_rows(fleet.root, saved + num_rows([prompt]))
+    failures = load_failures(two)
+    breaks(fleet.root).touch()
+    assert not expected.mismatches(asked(two, [prompt]))
+    assert not breaks(fleet.root).exists(), "a load was begun"
+    assert load_failures(two) - failures == 1
+    before = hit_tokens(two)
+    assert not expected.mismatches(asked(two, [prompt]))
+    assert hit_tokens(two) - before == resumable(prompt)
+    assert load_failures(two) - failures == 1
 
 
 def test_few_blocks_are_filled_from_the_store_again_and_again(

@@ -28,7 +28,9 @@ from tests.vllm.engines.store.stores import (
     NUM_TOKENS,
     TOKENS,
     asked,
+    breaks,
     hit_tokens,
+    load_failures,
     num_rows,
     prompts,
     resumable,
@@ -121,7 +123,7 @@ def survivors(first: Rooted, model: Path, work: Path) -> Iterator[Survivors]:
     whole = set(rows(first.root, "fa"))
     alone = Configuration("LBHNC", False, one_process=True, policy="fail")
     specs = [
-        store_engine("second", model, first.root, layout="LBHNC"),
+        store_engine("second", model, first.root, layout="LBHNC", connector="BreakableLoads"),
         engine("storeless", model, alone, "kv_consumer", 0),
     ]
     with running(specs, work / "second", cache=cache_beside(model)) as (second, storeless):
@@ -148,6 +150,26 @@ def test_tickets_of_a_killed_engine_are_answered_from_the_store(
     assert survivors.storeless.metrics()["vllm:nixl_num_failed_transfers_total"] == len(
         survivors.tickets
     )
+
+
+def test_a_load_that_fails_is_computed_and_the_next_one_is_used(
+    survivors: Survivors, expected: Expected
+) -> None:
+    """Under vLLM's default policy, by which it was the client's error."""
+    [prompt] = prompts(35, (5 * TOKENS + 1,))
+    client, root = survivors.second, survivors.root
+    saved = len(rows(root, "fa"))
+    asked(client, [prompt])
+    wait_for_rows(root, saved + num_rows([prompt]))
+    failures, marker = load_failures(client), breaks(root)
+    marker.touch()
+    assert not expected.mismatches(asked(client, [prompt]))
+    assert not marker.exists(), "a load was begun"
+    assert load_failures(client) - failures == 1
+    before = hit_tokens(client)
+    assert not expected.mismatches(asked(client, [prompt]))
+    assert hit_tokens(client) - before == resumable(prompt)
+    assert load_failures(client) - failures == 1
 
 
 def test_a_killed_engine_leaves_what_it_committed_to_one_of_another_layout(
