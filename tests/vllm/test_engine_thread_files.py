@@ -81,8 +81,8 @@ class StoredEngine:
         stored, end = self.ranks.store._tracked[request.request_id], time.monotonic() + PATIENCE_S
         is_known = False
         while not is_known:  # an adapter's files are looked at between two steps
+            is_known = stored.known_extras is not None  # before the step, which saves only then
             self._step(request, ids, request.num_tokens - found)
-            is_known = stored.known_extras is not None
             assert time.monotonic() < end
             time.sleep(0.02)
         request.num_computed_tokens = len(request.all_token_ids)
