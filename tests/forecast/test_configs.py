@@ -19,6 +19,7 @@ from pdconn.forecast.hf import geometry
 from pdconn.forecast.hf.config import model_shape
 from pdconn.forecast.hf.families import FAMILIES, Windows
 from pdconn.forecast.model import ModelShape
+from tests.forecast.published import PUBLISHED
 
 FOLDER = Path(__file__).parent / "configs"
 EXPECTED: dict[str, Any] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
@@ -120,7 +121,8 @@ _MORE: dict[str, Json] = {
                     "head_dim": 64, "qk_head_dim": 192},
     "kimi_k2": {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
                 "use_unified_vision_chunk": True},
-    "kimi_linear": {"mla_use_nope": True, "moe_layer_freq": 1, "model_max_length": 1048576},
+    "kimi_linear": {**PUBLISHED["moonshotai/Kimi-Linear-48B-A3B-Instruct"], "mla_use_nope": True,
+                    "moe_layer_freq": 1, "model_max_length": 1048576},
     "qwen3_next": {"full_attention_interval": 4, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen3_moe": {"max_window_layers": 48, "use_sliding_window": False, "sliding_window": None},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4,

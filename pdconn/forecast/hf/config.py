@@ -17,7 +17,7 @@ from typing import Any
 
 from pdconn.forecast.errors import UnreadableConfig, shown
 from pdconn.forecast.hf.families import FAMILIES, UNNAMED, ModelFamily
-from pdconn.forecast.hf.geometry import check_geometry
+from pdconn.forecast.hf.geometry import BASE, check_geometry
 from pdconn.forecast.hf.heads import GEMMA_4, KvHeads, heads_by_kind, plain_heads, with_indexer
 from pdconn.forecast.hf.keys import Keys, dtype_name, item_nbytes, number, optional, text_keys
 from pdconn.forecast.hf.kinds import layer_kinds
@@ -54,9 +54,8 @@ def model_shape(
         UnreadableConfig: a key is missing, wrong or not supported.
         ShapeError: there is no such ``dtype``.
     """
-    keys = text_keys(config)
-    family, known = _family_of(keys)
-    keys = {**known.defaults, **keys}
+    family, known = _family_of(text_keys(config))
+    keys = {**known.defaults, **text_keys(config, lambda key: key in BASE or known.is_read(key))}
     _refuse_foreign(keys, family)
     check_geometry(keys, family, known)
     layers = number(keys, "num_hidden_layers", MAX_LAYERS)
@@ -133,7 +132,7 @@ def _attention_sorts(keys: Keys, family: str, known: ModelFamily, layers: int) -
     if shared >= layers:
         raise UnreadableConfig("num_kv_shared_layers", f"below {layers}", shared)
     kinds = kinds[: layers - shared]
-    heads = heads_by_kind(keys, family, known, dict.fromkeys(kinds))
+    heads = heads_by_kind(keys, family, known, kinds)
     return tuple(
         _sort(
             keys,

@@ -95,7 +95,8 @@ _SWITCH_OFF: Mapping[str, int | bool] = {"use_sliding_window": False, "sliding_w
 """Qwen's: windows from a layer on, and only if they are switched on."""
 
 _SHARED = frozenset({"num_kv_shared_layers"})
-_PATTERN = frozenset({"sliding_window_pattern", "_sliding_window_pattern"})
+_PATTERN = frozenset({"sliding_window_pattern"})
+_WRITTEN = frozenset({"_sliding_window_pattern"})  # by transformers, which does not read it back
 _OF_LATENTS = frozenset({"kv_lora_rank", "qk_rope_head_dim"})
 _BESIDE_LATENTS = frozenset({"qk_nope_head_dim", "v_head_dim", "qk_head_dim"})
 _OF_INDEXERS = frozenset({"index_head_dim", "index_topk_freq", "index_skip_topk_offset",
@@ -135,8 +136,14 @@ def _indexed(defaults: Defaults) -> ModelFamily:
     )
 
 
-def _switched(defaults: Defaults, *, divided: bool = False, is_fixed: bool = False) -> ModelFamily:
-    return ModelFamily(defaults, Windows.SWITCHED, heads_divide_hidden=divided, is_fixed=is_fixed)
+def _switched(
+    defaults: Defaults, *, divided: bool = False, is_fixed: bool = False, names: bool = False
+) -> ModelFamily:
+    """``names``: layers that ``layer_types`` names have windows whatever the switch says."""
+    reads = frozenset({"layer_types"} if names else ())
+    return ModelFamily(
+        defaults, Windows.SWITCHED, reads=reads, heads_divide_hidden=divided, is_fixed=is_fixed
+    )
 
 
 def _states(defaults: Defaults, *reads: str, **more: Any) -> ModelFamily:
@@ -148,7 +155,9 @@ _LLAMA = _uniform(_family(32, 4096, 32, None), names=True)
 _QWEN_VL = _switched(_family(80, 8192, 64, 8, max_window_layers=80, **_SWITCH_OFF), divided=True)
 _QWEN3_VL = _uniform(_family(32, 4096, 32, 32, 128))
 _QWEN3_VL_MOE = _uniform(_family(24, 2048, 16, 16))
-_GEMMA3 = _every(6, _family(26, 2304, 8, 4, 256, sliding_window=4096), reads=_PATTERN)
+_GEMMA3 = _every(
+    6, _family(26, 2304, 8, 4, 256, sliding_window=4096), reads=_PATTERN, ignores=_WRITTEN
+)
 _GEMMA3N = _every(
     5,
     _family(35, 2048, 8, 2, 256, sliding_window=512, num_kv_shared_layers=15),
@@ -164,9 +173,15 @@ _GEMMA4_UNIFIED = _every(
 )
 _LLAMA4 = ModelFamily(_family(48, 5120, 40, 8, 128, attention_chunk_size=8192), Windows.CHUNKED)
 _GLM = _uniform(_family(40, 4096, 32, 2, 128))
-_EXAONE4 = _every(4, _family(32, 4096, 32, 32, sliding_window=4096), reads=_PATTERN)
+_EXAONE4 = _every(
+    4, _family(32, 4096, 32, 32, sliding_window=4096), reads=_PATTERN, ignores=_WRITTEN
+)
 _COHERE2 = _every(
-    4, _family(40, 8192, 64, None, sliding_window=4096), reads=_PATTERN, extra_window=1
+    4,
+    _family(40, 8192, 64, None, sliding_window=4096),
+    reads=_PATTERN,
+    ignores=_WRITTEN,
+    extra_window=1,
 )
 _MIMO_V2 = ModelFamily(
     MappingProxyType({}),
@@ -249,8 +264,9 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             _family(32, 4096, 32, None, mamba_d_state=256, **_MAMBA),
             *_MAMBA2_KEYS,
             "layers_block_type",
+            heads_divide_hidden=True,
         ),
-        "hunyuan_v1_dense": _uniform(_family(32, 4096, 32, None)),
+        "hunyuan_v1_dense": _uniform(_family(32, 4096, 32, None), names=True),
         "internlm2": _uniform(_GIVEN, divided=True),
         "internlm3": _uniform(_GIVEN, names=True),
         "jamba": _states(
@@ -275,31 +291,23 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         ),
         "kimi_k2": _latent(_GIVEN),
         "kimi_linear": _states(
-            _family(
-                27,
-                2304,
-                32,
-                32,
-                kv_lora_rank=512,
-                qk_rope_head_dim=64,
-                linear_head_dim=128,
-                linear_num_heads=32,
-                linear_conv_kernel_dim=4,
-            ),
+            _GIVEN,  # vLLM reads it with a class of its own, and not with that of transformers
             "linear_attn_config",
-            "linear_head_dim",
-            "linear_num_heads",
-            "linear_conv_kernel_dim",
             *_OF_LATENTS,
             ignores=_BESIDE_LATENTS,
             is_latent=True,
         ),
         "lfm2": _states(_family(32, 2560, 32, 8, conv_L_cache=3), *_LFM2_KEYS),
-        "lfm2_moe": _states(_family(32, 2048, 32, 8, conv_L_cache=3), *_LFM2_KEYS),
+        "lfm2_moe": _states(
+            _family(32, 2048, 32, 8, conv_L_cache=3),
+            "conv_L_cache",
+            "full_attn_idxs",
+            ignores=frozenset({"conv_dim"}),
+        ),
         "llama": _LLAMA,
         "llama4": _LLAMA4,
         "llama4_text": _LLAMA4,
-        "mimo": _switched(_GIVEN),
+        "mimo": _switched(_GIVEN, divided=True),
         "mimo_v2": _MIMO_V2,
         "mimo_v2_flash": _MIMO_V2,
         "minimax_m2": _uniform(_family(62, 3072, 48, 8, 128)),
@@ -360,7 +368,9 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         "qwen3_vl_moe_text": _QWEN3_VL_MOE,
         "qwen3_vl_text": _QWEN3_VL,
         "seed_oss": _uniform(_family(64, 4096, 80, 8, 128), names=True),
-        "smollm3": _switched(_family(36, 2048, 16, 4, use_sliding_window=False), is_fixed=True),
+        "smollm3": _switched(
+            _family(36, 2048, 16, 4, use_sliding_window=False), is_fixed=True, names=True
+        ),
         "stablelm": _uniform(_family(32, 2560, 32, 32), divided=True),
         "starcoder2": _uniform(_family(30, 3072, 24, 2), names=True),
         "step3p5": _STEP3P5,

@@ -9,8 +9,9 @@ Most families have one number and size of heads.  Others have two::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import structs
 
@@ -23,6 +24,7 @@ from registration.references import AttentionKind
 GEMMA_4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 MIMO_V2 = ("mimo_v2", "mimo_v2_flash")
 STEP_3 = ("step3p5", "step3p7")
+FULL = AttentionKind.FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +37,24 @@ class KvHeads:
 
 
 def heads_by_kind(
-    keys: Keys, family: str, known: ModelFamily, kinds: Iterable[AttentionKind]
+    keys: Keys, family: str, known: ModelFamily, kinds: Sequence[AttentionKind]
 ) -> dict[AttentionKind, KvHeads]:
     """The heads of each kind of layers.
+
+    Args:
+        kinds: of layer 0, 1, 2 and so on.
 
     Raises:
         UnreadableConfig: a key is missing, wrong or not supported.
     """
     if family in MIMO_V2:
-        return {kind: _mimo_v2(keys, kind) for kind in kinds}
+        return {kind: _mimo_v2(keys, kind) for kind in set(kinds)}
     if family in STEP_3:
-        return {kind: _step_3(keys, kind) for kind in kinds}
+        return {kind: _step_3(keys, kind) for kind in set(kinds)}
     one = plain_heads(keys, known)
     found = dict.fromkeys(kinds, one)
     if family in GEMMA_4:
-        found[AttentionKind.FULL] = _gemma_4_full(keys, one)
+        found[FULL] = _gemma_4_full(keys, one, kinds)
     return found
 
 
@@ -58,8 +63,9 @@ def plain_heads(keys: Keys, known: ModelFamily) -> KvHeads:
     if known.is_latent:
         row_items = number(keys, "kv_lora_rank") + number(keys, "qk_rope_head_dim")
         return KvHeads(1, row_items, is_latent=True)
-    grouped = keys.get("num_key_value_heads") is not None
-    heads = number(keys, "num_key_value_heads" if grouped else "num_attention_heads")
+    # A null says: as many as heads of queries.  A missing key says nothing: classes differ.
+    is_null = "num_key_value_heads" in keys and keys["num_key_value_heads"] is None
+    heads = number(keys, "num_attention_heads" if is_null else "num_key_value_heads")
     given = keys.get("head_dim") is not None
     if given and not known.heads_divide_hidden:
         return KvHeads(heads, 2 * number(keys, "head_dim"))
@@ -95,18 +101,17 @@ def _step_3(keys: Keys, kind: AttentionKind) -> KvHeads:
 
 
 _NAMES = {
-    AttentionKind.FULL: "full_attention",
+    FULL: "full_attention",
     AttentionKind.SLIDING_WINDOW: "sliding_attention",
     AttentionKind.CHUNKED_LOCAL: "chunked_attention",
 }
 
 
-def _gemma_4_full(keys: Keys, others: KvHeads) -> KvHeads:
-    listed = keys.get("per_layer_config")
-    if listed is not None:
-        if not isinstance(listed, Mapping) or _several(listed):
-            raise UnreadableConfig("per_layer_config", "the same for every layer", shown(listed))
-        keys = {**keys, **next(iter(listed.values()), {})}
+def _gemma_4_full(keys: Keys, others: KvHeads, kinds: Sequence[AttentionKind]) -> KvHeads:
+    # Where it is given, a null too, the class of Gemma 4 adds nothing to it: a layer that it does
+    # not name has the heads of all.
+    if "per_layer_config" in keys:
+        keys = {**keys, **_of_full_layers(keys["per_layer_config"], kinds)}
         return KvHeads(number(keys, "num_key_value_heads"), 2 * number(keys, "head_dim"))
     count = others.count
     if keys.get("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None:
@@ -114,9 +119,18 @@ def _gemma_4_full(keys: Keys, others: KvHeads) -> KvHeads:
     return KvHeads(count, 2 * number(keys, "global_head_dim"))
 
 
-def _several(listed: Mapping[str, object]) -> bool:
-    values = list(listed.values())
-    return any(one != values[0] for one in values)
+def _of_full_layers(given: object, kinds: Sequence[AttentionKind]) -> Keys:
+    """What ``per_layer_config`` says of every layer of full attention, and of no other."""
+    listed = given if isinstance(given, Mapping) else {} if given is None else {"": given}
+    layers = dict(enumerate(kinds))
+    # "05" and "5" are layer 5; layers that share another one's cache do not count.
+    named = {int(n) if str(n).isdecimal() else -1: one for n, one in listed.items()}
+    of_full: list[Any] = [named.pop(n, {}) for n, one in layers.items() if one is FULL]
+    same = all(isinstance(one, Mapping) and one == of_full[0] for one in of_full)
+    if not same or any(n == -1 or n in layers for n in named):
+        expected = "the same for every layer of full attention, and no other layers"
+        raise UnreadableConfig("per_layer_config", expected, shown(given))
+    return of_full[0] if of_full else {}
 
 
 INDEXER_BLOCK = 64
@@ -149,7 +163,7 @@ def with_indexer(sorts: Iterable[Sort], keys: Keys, layers: int) -> tuple[Sort, 
     nbytes = size + 4 * (size // _QUANTIZED_TOGETHER)
     latents = (structs.replace(sort, block_tokens=INDEXER_BLOCK) for sort in sorts)
     indexer = LayerSort(
-        _with_own_indexer(keys, layers), AttentionKind.FULL, None, 1, nbytes,
+        _with_own_indexer(keys, layers), FULL, None, 1, nbytes,
         block_tokens=INDEXER_BLOCK, part="indexer", is_latent=True,
     )  # fmt: skip
     return (*latents, indexer)

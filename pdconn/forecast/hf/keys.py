@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdconn.forecast.errors import UnreadableConfig, shown
@@ -18,11 +18,15 @@ _ITEM_NBYTES = {
 }  # fmt: skip
 
 
-def text_keys(config: Keys) -> dict[str, Any]:
+def text_keys(config: Keys, is_inner: Callable[[str], bool] = lambda _: False) -> dict[str, Any]:
     """The language model's keys, over those of the outer level (such as its dtype).
 
     A null of the inner level gives way to a value of the outer one, and is kept without one:
     it says "none", where a missing key says "the default".
+
+    Args:
+        is_inner: whether a class of nested configurations takes this key from the inner level
+            alone, as all do for what a layer caches.
     """
     if not isinstance(config, Mapping):
         raise UnreadableConfig("config", "a JSON object", type(config).__name__)
@@ -31,8 +35,9 @@ def text_keys(config: Keys) -> dict[str, Any]:
         if inner is not None:
             if not isinstance(inner, Mapping):
                 raise UnreadableConfig(key, "an object", shown(inner))
-            kept = {k: v for k, v in inner.items() if v is not None or k not in config}
-            return {**config, **kept}
+            outer = {k: v for k, v in config.items() if not is_inner(k)}
+            kept = {k: v for k, v in inner.items() if v is not None or k not in outer}
+            return {**outer, **kept}
     return dict(config)
 
 

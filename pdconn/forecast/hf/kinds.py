@@ -5,7 +5,7 @@ The first of these that a configuration has, and that its family reads, decides:
     attention_chunk_size      Llama 4: local where no_rope_layers is 1
     hybrid_layer_pattern      MiMo V2: 1 is a window
     layer_types               a kind per layer, by name
-    use_sliding_window        Qwen: windows in all layers, if it is true
+    use_sliding_window        Qwen: windows in all layers, if it is true; SmolLM 3: none
     sliding_window            all layers, or all but every n-th
     none of these             full attention everywhere
 """
@@ -27,7 +27,7 @@ _KINDS = {
     "chunked_attention": CHUNK,
 }
 _LATENT_KINDS = {"full_attention": FULL, "deepseek_sparse_attention": FULL}
-_EVERY = ("_sliding_window_pattern", "sliding_window_pattern", "global_attn_every_n_layers")
+_EVERY = ("sliding_window_pattern", "global_attn_every_n_layers")
 
 
 def layer_kinds(
@@ -97,6 +97,8 @@ def _derived(keys: Keys, known: ModelFamily, layers: int) -> list[AttentionKind]
 def _switched(
     keys: Keys, known: ModelFamily, listed: list[AttentionKind] | None, layers: int
 ) -> list[AttentionKind]:
+    if listed is not None and known.names_layers:
+        return listed
     if not (keys.get("use_sliding_window") and keys.get("sliding_window")):
         return [FULL] * layers
     if known.is_fixed:

@@ -133,12 +133,18 @@ def _bamba(keys: Keys) -> list[str]:
 
 
 def _kimi(keys: Keys) -> list[str]:
+    """vLLM's class of this family knows no other way, and asks for both lists."""
+    listed, layers = _linear_attention(keys), _num_layers(keys)
+    linear = indices(listed, "kda_layers", 1, layers)
+    indices(listed, "full_attn_layers", 1, layers)
+    return _with_attention(keys, set(range(layers)) - linear)
+
+
+def _linear_attention(keys: Keys) -> Keys:
     listed = keys.get("linear_attn_config")
-    if isinstance(listed, Mapping):
-        return _with_attention(keys, indices(listed, "full_attn_layers", 1, _num_layers(keys)))
-    if keys.get("layer_types") is not None:
-        return named_layers(keys, "layer_types", _num_layers(keys), _KINDS)
-    return _with_attention(keys, set(range(4, _num_layers(keys), 4)))
+    if not isinstance(listed, Mapping):
+        raise UnreadableConfig("linear_attn_config", "an object", shown(listed))
+    return listed
 
 
 def _every_layer(keys: Keys) -> list[str]:
@@ -189,10 +195,8 @@ def _qwen3_next(keys: Keys) -> LayerState:
 
 def _kda(keys: Keys) -> LayerState:
     """vLLM keeps its states in 32 bits."""
-    listed = keys.get("linear_attn_config")
+    listed = _linear_attention(keys)
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
-    if not isinstance(listed, Mapping):
-        listed, names = keys, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     heads, head_dim, kernel = (number(listed, name) for name in names)
     sizes = ItemSizes(item_nbytes(keys), 4)
     return gated_delta_net((heads, head_dim), (heads, head_dim), kernel, sizes)
@@ -206,8 +210,17 @@ def _mamba1(keys: Keys) -> LayerState:
 
 
 def _short_convolution(keys: Keys) -> LayerState:
+    return _convolved(keys, "hidden_size" if keys.get("conv_dim") is None else "conv_dim")
+
+
+def _convolved_hidden(keys: Keys) -> LayerState:
+    """vLLM's model of LFM2 with experts does not look at ``conv_dim``."""
+    return _convolved(keys, "hidden_size")
+
+
+def _convolved(keys: Keys, channels_key: str) -> LayerState:
     size = item_nbytes(keys)
-    channels = number(keys, "hidden_size" if keys.get("conv_dim") is None else "conv_dim")
+    channels = number(keys, channels_key)
     return short_convolution(channels, number(keys, "conv_L_cache"), ItemSizes(size, size))
 
 
@@ -233,7 +246,7 @@ STATE_FAMILIES: Mapping[str, _Reader] = MappingProxyType(
         "jamba": (_jamba, _mamba1),
         "kimi_linear": (_kimi, _kda),
         "lfm2": (_lfm2, _short_convolution),
-        "lfm2_moe": (_lfm2, _short_convolution),
+        "lfm2_moe": (_lfm2, _convolved_hidden),
         "nemotron_h": (_nemotron, _nemotron_mamba2),
         "qwen3_5": _QWEN3_5,
         "qwen3_5_moe": _QWEN3_5,

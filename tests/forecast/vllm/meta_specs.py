@@ -5,8 +5,9 @@
 A case is ``{"config": …, "quantization": …, "dtype": …}``; the answer has, for each, the groups of
 layers of equal specs, or the error with which vLLM or this process could not build it.  Nothing of
 a model is loaded or run.  What stands in for a card and for kernels is in ``tests.gpu.kit``; here
-are besides: names of operations that layers look up as they are built, ``torchvision``, and
-configurations of a few families whose class comes with their weights.
+are besides: names of operations that layers look up as they are built, packages for cards, and
+configurations of a few families whose class comes with their weights.  Towers for pictures and
+sounds are left out (``language_model_only``).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from tests.gpu.kit.on_meta import pretend_h100, start_groups
 _COMPILED = ("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch", "_flashmla_C",
              "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")  # fmt: skip
 # Of published configurations: what their class has besides, and a model needs to be built.
-_CLASSES = {"mimo": "Qwen2Config"}
+_CLASSES = {"mimo": "Qwen2Config", "mimo_v2": "MiMoV2FlashConfig"}
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """``torchvision``, of which modules of language models import the names alone."""
+    """Packages of which modules of language models import the names alone."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.partition(".")[0] == "torchvision":
+        if name.partition(".")[0] in ("torchvision", "cutlass", "cuda"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -56,7 +57,7 @@ class _Name(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return f"{cls.__name__}.{name}"
+        return _Name(name, (_Anything,), {})
 
 
 class _Names(types.ModuleType):
@@ -65,7 +66,16 @@ class _Names(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Name(name, (), {})
+        return _Name(name, (_Anything,), {})
+
+
+class _Anything:
+    """Decorates, is called, and is asked for attributes, as the names of kernels' languages are."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
 
 
 class _Op:
@@ -84,11 +94,17 @@ class _Stream:
 
 def pretend() -> None:
     """A machine with an H100, before vLLM looks."""
+    from triton.backends import backends
+
+    # vLLM for CPUs takes Triton for absent without it, and defines no kernels of state layers.
+    backends["cpu"] = types.SimpleNamespace(driver=None)
     for name in _COMPILED:
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
     stand_in()
     pretend_h100()
     item = torch.Tensor.item
+    cpu = torch.Tensor.cpu
+    torch.Tensor.cpu = lambda self: self if self.is_meta else cpu(self)  # type: ignore[method-assign,assignment]
     torch.Tensor.item = lambda self: 1.0 if self.is_meta else item(self)  # type: ignore[method-assign,assignment,return-value]
     card = types.SimpleNamespace(multi_processor_count=132, total_memory=80 << 30, name="H100",
                                  major=9, minor=0)  # fmt: skip
@@ -99,10 +115,14 @@ def pretend() -> None:
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
     time.sleep = lambda _: None  # vLLM waits before it reads a configuration again
+    import xgrammar  # noqa: F401 - asks for ``cuda``, which is absent
+    from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     sys.meta_path.insert(0, _Absent())  # after transformers has looked for it
+    TimmWrapperModel._from_config = classmethod(lambda *_, **__: torch.nn.Module())  # Gemma 3n's
+    type(current_platform).current_device = staticmethod(lambda: torch.device("meta"))
     type(current_platform).device_type = "meta"  # layers make small tensors "on the card"
     # vLLM inspects classes in a process of their own, which would not pretend.
     from vllm.model_executor.layers import sparse_attn_indexer
@@ -158,6 +178,7 @@ def specs(case: dict[str, Any], *, starts: bool) -> dict[str, Any]:
             model=folder,
             skip_tokenizer_init=True,
             enforce_eager=True,
+            language_model_only=True,
             max_model_len=2048,
             kv_cache_dtype=case.get("dtype", "auto"),
             compilation_config={"mode": 0, "custom_ops": ["none"]},
@@ -169,11 +190,14 @@ def specs(case: dict[str, Any], *, starts: bool) -> dict[str, Any]:
                 initialize_model(config)
             layers = get_layers_from_vllm_config(config, AttentionLayerBase)
             found = {name: _described(layer, config) for name, layer in layers.items()}
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[int]] = {}
+    num_layers = config.model_config.hf_text_config.num_hidden_layers
     for name, one in found.items():
         if one is not None:
-            groups.setdefault(json.dumps(one), []).append(name)
-    said = [{**json.loads(one), "layers": names} for one, names in groups.items()]
+            # Falcon-H1 numbers its states on from its attention.
+            layer = next(int(part) for part in name.split(".") if part.isdecimal()) % num_layers
+            groups.setdefault(json.dumps(one), []).append(layer)
+    said = [{**json.loads(one), "layers": layers} for one, layers in groups.items()]
     return {"dtype": config.cache_config.cache_dtype, "groups": said}
 
 
