@@ -196,6 +196,90 @@ def test_step_3_names_its_heads_in_two_ways() -> None:
         assert groups_of(shape) == [(12, 8, 512, None, 1), (33, 8, 512, 512, 1)]
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [{"num_key_value_heads": 2}, {"head_dim": 64}, {"sliding_window": 99},
+     {"layer_types": ["full_attention"] * 8}],
+    ids=lambda one: next(iter(one)),
+)  # fmt: skip
+def test_the_level_around_a_language_model_decides_nothing_of_it(outer: Json) -> None:
+    """Before: 2 KV heads of another level, or its window, were those of every layer."""
+    text = {"num_hidden_layers": 8}
+    config = {"model_type": "gemma3", "text_config": text}
+    assert model_shape({**config, **outer}) == model_shape(config)
+    assert model_shape({**config, "text_config": {**text, **outer}}) != model_shape(config)
+    switched = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 77}
+    qwen = {"model_type": "qwen2_5_vl", **switched, "text_config": text}
+    assert model_shape(qwen).token_bytes.windows == 0
+
+
+def test_a_missing_number_of_kv_heads_is_not_one_for_each_query() -> None:
+    """GLM-4.5 without the key has 8 in vLLM, of its class, and had 96 here."""
+    for family in ("glm4_moe", "internlm2", "internlm3", "mimo"):
+        text = {**DENSE, "model_type": family, "head_dim": 128}
+        assert model_shape(text).attention[0].heads == 8
+        del text["num_key_value_heads"]
+        with pytest.raises(UnreadableConfig, match=r"num_key_value_heads: .*got nothing"):
+            model_shape(text)
+        assert model_shape({**text, "num_key_value_heads": None}).attention[0].heads == 32
+
+
+def test_smollm3_has_the_windows_that_it_names_whatever_its_switch_says() -> None:
+    named = ["sliding_attention", "full_attention"] * 18
+    text = {"model_type": "smollm3", "sliding_window": 512, "use_sliding_window": False}
+    assert groups_of(model_shape(text)) == [(36, 4, 512, None, 1)]
+    found = groups_of(model_shape({**text, "layer_types": named}))
+    assert found == [(18, 4, 512, 512, 1), (18, 4, 512, None, 1)]
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "mimo"])
+def test_a_size_of_heads_that_vllms_class_passes_over_is_refused(family: str) -> None:
+    text = {**DENSE, "model_type": family, "head_dim": 128, "layer_types": ["full_attention"] * 32}
+    model_shape(text)
+    with pytest.raises(UnreadableConfig, match="head_dim: expected hidden_size over heads, 128"):
+        model_shape({**text, "head_dim": 64})
+
+
+def test_layers_of_gemma_4_that_differ_are_refused() -> None:
+    """``per_layer_config`` was taken from its first entry, for every layer of full attention."""
+    text = {"model_type": "gemma4_text", "num_hidden_layers": 12}
+    full = {"num_key_value_heads": 2, "head_dim": 128}
+    every = {"05": full, "11": full}
+    for one in (every, {5: full, 11: full}):
+        assert groups_of(model_shape({**text, "per_layer_config": one}))[1] == (2, 2, 512, None, 1)
+    for none in (None, {}):  # then its class adds none of its own
+        assert groups_of(model_shape({**text, "per_layer_config": none}))[1][1:3] == (4, 1024)
+    assert groups_of(model_shape(text))[1][1:3] == (4, 2048)
+    for wrong in ({"5": full}, {"0": full}, {**every, "0": full}, {"x": full}, [full], 7,
+                  {"5": 1, "11": 1}):  # fmt: skip
+        with pytest.raises(UnreadableConfig, match="per_layer_config"):
+            model_shape({**text, "per_layer_config": wrong})
+
+
+def test_kimi_linear_is_read_by_the_lists_that_vllms_class_reads() -> None:
+    """Transformers' class has other keys, which vLLM's passes over: all layers are MLA there."""
+    kimi = PUBLISHED["moonshotai/Kimi-Linear-48B-A3B-Instruct"]
+    listed = kimi["linear_attn_config"]
+    some = model_shape({**kimi, "linear_attn_config": {**listed, "kda_layers": [1, 2, 3]}})
+    assert (len(some.attention[0].layers), some.states[0].layers) == (24, (0, 1, 2))
+    of_transformers = {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
+    alone = {key: value for key, value in kimi.items() if key != "linear_attn_config"}
+    for wrong in (alone, {**alone, **of_transformers}, {**kimi, "linear_attn_config": None}):
+        with pytest.raises(UnreadableConfig, match="linear_"):
+            model_shape(wrong)
+    for key in ("kda_layers", "full_attn_layers"):
+        fewer = {name: value for name, value in listed.items() if name != key}
+        with pytest.raises(UnreadableConfig, match=key):
+            model_shape({**kimi, "linear_attn_config": fewer})
+
+
+def test_lfm2_with_experts_convolves_its_hidden_size() -> None:
+    moe = PUBLISHED["LiquidAI/LFM2-8B-A1B"]
+    assert model_shape({**moe, "conv_dim": 1024}) == model_shape(moe)
+    dense = PUBLISHED["LiquidAI/LFM2-1.2B"]
+    assert model_shape({**dense, "conv_dim": 1024}) != model_shape(dense)
+
+
 def test_layers_of_unequal_heads_are_planned_as_pdconn_serves_them() -> None:
     """A rank's heads are known of Gemma 4 alone: the connector refuses the others above TP 1."""
     mimo = model_shape(read("mimo-v2-flash"))
