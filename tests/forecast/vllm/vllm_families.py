@@ -24,11 +24,19 @@ def _nested(outer: str, inner: str, architecture: str, text: Json, **more: Any) 
     return {outer: config, inner: {**config, "text_config": {**text, "model_type": inner}}}
 
 
+def _seeing(config: Json, **text: Any) -> Json:
+    """Gemma 4 is built with a small tower alone."""
+    return {**config, "text_config": {**config["text_config"], **text},
+            "vision_config": {"num_hidden_layers": 1}}  # fmt: skip
+
+
 def _with(name: str, **more: Any) -> Json:
     return {**PUBLISHED[name], **more}
 
 
 _LAYERS = {"num_hidden_layers": 8}
+_GEMMA_4 = GEMMA_4["google/gemma-4-26B-A4B-it"]
+_KIMI_LINEAR = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 _QWEN3_VL_MOE = {**_LAYERS, "num_experts": 8, **EXPERTS}
 _QWEN_2_VL = {**_GQA, **_LAYERS, "intermediate_size": 18944, "use_sliding_window": False,
               "sliding_window": 32768, "max_window_layers": 28}  # fmt: skip
@@ -82,12 +90,12 @@ NESTED: dict[str, Json] = {
                      text_config={"num_hidden_layers": 20}),
     **_nested("gemma4_unified", "gemma4_unified_text", "Gemma4Unified", _LAYERS,
               vision_config={}, audio_config={}),
-    "gemma4": {**GEMMA_4["google/gemma-4-26B-A4B-it"], "vision_config": {"num_hidden_layers": 1},
-               "text_config": {key: value for key, value in
-                               GEMMA_4["google/gemma-4-26B-A4B-it"]["text_config"].items()
-                               if key != "model_type"}},
-    **{name: {**config, "vision_config": {"num_hidden_layers": 1}}
-       for name, config in GEMMA_4.items()},
+    "gemma4": _seeing({**_GEMMA_4, "text_config": {
+        key: value for key, value in _GEMMA_4["text_config"].items() if key != "model_type"}}),
+    **{name: _seeing(config) for name, config in GEMMA_4.items()},
+    "gemma4, by layer": _seeing(_GEMMA_4, per_layer_config={
+        str(n): {"head_dim": 128, "num_key_value_heads": 4} for n in range(5, 30, 6)}),
+    "gemma4, nothing by layer": _seeing(_GEMMA_4, per_layer_config=None),
     **_nested("llama4", "llama4_text", "Llama4", {**_LAYERS, "num_local_experts": 4}),
     **_nested("qwen2_vl", "qwen2_vl_text", "Qwen2VL", _LAYERS),
     **_nested("qwen2_5_vl", "qwen2_5_vl_text", "Qwen2_5_VL", _LAYERS),
@@ -109,7 +117,7 @@ NESTED: dict[str, Json] = {
 
 _NEEDED: dict[str, Json] = {
     "LiquidAI/LFM2-1.2B": {"block_dim": 2048, "block_ff_dim": 12288},
-    "moonshotai/Kimi-Linear-48B-A3B-Instruct": _KIMI,
+    _KIMI_LINEAR: _KIMI,
 }
 """What published files have besides, and only building needs."""
 
@@ -117,6 +125,8 @@ HYBRIDS: dict[str, Json] = {
     **{name: _with(name, **_NEEDED.get(name, {}))
        for name, config in PUBLISHED.items() if config["model_type"] != "bamba"},
     "lfm2_moe, channels": _with("LiquidAI/LFM2-8B-A1B", conv_dim=1024),
+    "kimi_linear, fewer linear": _with(_KIMI_LINEAR, **_KIMI, linear_attn_config={
+        **PUBLISHED[_KIMI_LINEAR]["linear_attn_config"], "kda_layers": [1, 2, 3]}),
 }  # fmt: skip
 """Models whose layers keep states."""
 
