@@ -210,9 +210,13 @@ class Keeper:
 
     def _begin(self) -> Shelf:
         shelf = self._open_shelf()
+        listing = None
         if self._budget is not None:
             self._budget.open(shelf)
-        self._catalogue.add(row.name for row in shelf.rows(self._namespace))
+            # Taken now: rows that are committed before the first step are not in it.
+            listing = self._budget.take_listing()
+        rows = shelf.rows(self._namespace) if listing is None else listing
+        self._catalogue.add(row.name for row in rows if row.namespace == self._namespace)
         self._is_open = True
         return shelf
 
