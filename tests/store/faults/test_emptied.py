@@ -56,13 +56,19 @@ def without_this_namespace(root: Path) -> None:
     rm(root / "rows" / "ns")
 
 
+def without_parts(root: Path) -> None:
+    for path in (root / "parts").iterdir():
+        rm(path)
+
+
 def without_parts_and_budget(root: Path) -> None:
     rm(root / "parts")
     rm(root / "budget")
 
 
 LOSSES = [
-    emptied, removed, replaced, without_rows, without_this_namespace, without_parts_and_budget,
+    emptied, removed, replaced, without_rows, without_this_namespace, without_parts,
+    without_parts_and_budget,
 ]  # fmt: skip
 
 
