@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import closing
 
 import pytest
@@ -31,4 +32,8 @@ def test_a_reader_that_kv_cannot_reach_is_refused(why: str) -> None:
             with pytest.raises(TimeoutError):  # the control: it waits for the reader's greeting
                 reader.recv(1)
         assert asked == ["127.0.0.1"]
+        until = time.monotonic() + 10.0
+        while why and not lender.counts["connections_refused"]:  # counted once it is closed
+            assert time.monotonic() < until
+            time.sleep(0.01)
         assert lender.counts["connections_refused"] == bool(why)
