@@ -14,7 +14,7 @@ from pdconn.router.openai.bodies import (
     return_body,
     with_tokens,
 )
-from pdconn.router.openai.requests import Direct, Route, parse_body
+from pdconn.router.openai.requests import Direct, Route, count_ids, parse_body
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 LEND = {
@@ -270,3 +270,14 @@ def test_tokens_stand_beside_a_ticket_whose_other_fields_stay_as_prefill_wrote_t
 def test_without_tokens_the_ticket_stays_as_it_is(answer: bytes) -> None:
     ticket = Raw(b'{"x":  1}')
     assert with_tokens(ticket, answer) is ticket
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_ids"),
+    [
+        (b"[]", 0), (b"[ ]", 0), (b"[\n]", 0), (b"[[]]", 0), (b"[1]", 1), (b"[ 1 ,\t2 ]", 2),
+        (b"[[1, 2], [3]]", 3), (b"[[], [1]]", 1), (b'["1"]', None), (b"1", None), (b"[-1]", None),
+    ],
+)  # fmt: skip
+def test_ids_of_a_prompt_are_counted_unread(prompt: bytes, num_ids: int | None) -> None:
+    assert count_ids(memoryview(prompt)) == num_ids
