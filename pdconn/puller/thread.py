@@ -251,12 +251,13 @@ class Puller:
         pulls = self._pulls
         while items := self._inbox.take():
             for item in items:
-                if isinstance(item, Command) and not self._delayed:
-                    pulls.apply(item)
-                elif isinstance(item, Command):
-                    self._delayed.append(_Delayed(item, None))
-                elif isinstance(item, _Delayed):
+                if isinstance(item, _Delayed):
                     self._delayed.append(item)
+                elif isinstance(item, Command):
+                    if self._delayed:  # commands keep their order
+                        self._delayed.append(_Delayed(item, None))
+                    else:
+                        pulls.apply(item)
                 elif isinstance(item, JobResult):
                     pulls.handle(item)
                 elif isinstance(item, LookedUp):

@@ -1,30 +1,42 @@
-"""Warnings that any host can cause as often as it likes: few of them are logged."""
+"""Warnings that a host, or a device that refuses, can cause at any rate: few of them are logged."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
-_PAUSE_S = 1.0
-
 
 class QuietLog:
-    """Logs at most one warning a second, and how many were suppressed before it."""
+    """Logs each text at most once in a while, then with how many were suppressed.  Any thread.
 
-    def __init__(self, to: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        pause_s: how long; texts are few, the values in them differ.
+    """
+
+    def __init__(
+        self,
+        to: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        pause_s: float = 1.0,
+    ) -> None:
         self._to = to
         self._clock = clock
-        self._quiet_until = float("-inf")
-        self._num_suppressed = 0
+        self._pause_s = pause_s
+        self._lock = threading.Lock()
+        self._quiet: dict[str, tuple[float, int]] = {}
 
     def warning(self, text: str, *values: object) -> None:
         """Log a line, or count it."""
         now = self._clock()
-        if now < self._quiet_until:
-            self._num_suppressed += 1
-            return
-        if self._num_suppressed:
-            text += f" ({self._num_suppressed} similar warnings suppressed)"
+        with self._lock:
+            until, num_suppressed = self._quiet.get(text, (now, 0))
+            if now < until:
+                self._quiet[text] = until, num_suppressed + 1
+                return
+            self._quiet[text] = now + self._pause_s, 0
+        if num_suppressed:
+            text += f" ({num_suppressed} similar warnings suppressed)"
         self._to.warning(text, *values)
-        self._quiet_until, self._num_suppressed = now + _PAUSE_S, 0

@@ -16,6 +16,8 @@ WINDOW_EVERY = ("auto", "all", "last")
 SHELVES = ("files", "posix", "obj")
 OF_OBJ = ("bucket", "endpoint", "region")
 """Keys that have a meaning with the shelf ``obj`` alone."""
+REPEAT_S = 10.0
+"""How often a warning is logged that each row repeats while a device refuses."""
 SAVE = ("prompt", "all")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}){0,8}")
 _ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:]{2,45}\])(?::\d{1,5})?/?")

@@ -161,7 +161,7 @@ class PdWorker:
                 self._puller.post(CompareAnew(self._traits))
         for terms, blocks in metadata.to_sum:
             self._sum(terms, blocks)
-        after = self._drafted()
+        after = self._drafted(metadata)
         if self._puller is not None:  # asleep there is none; our scheduler asks again
             for command in metadata.commands:
                 self._puller.post(command, after if isinstance(command, ReadBlocks) else None)
@@ -252,13 +252,16 @@ class PdWorker:
             self.register(self._kv_caches)
             self._is_asleep = False
 
-    def _drafted(self) -> StreamPoint | None:
-        """What the GPU must have done before blocks of this step are written to.
+    def _drafted(self, metadata: PdMetadata) -> StreamPoint | None:
+        """What the GPU must have done before blocks are written to that this step asks for.
 
         vLLM's model runner V2 reports a step's tokens before its drafter has run, so blocks may be
         freed, and given to another request, which the drafter still writes.  The step's own pass
         comes after this point.
         """
+        asked = (*metadata.commands, *metadata.store)
+        if not any(isinstance(one, ReadBlocks | LoadRows) for one in asked):
+            return None
         if self._memory is None or self._config.speculative_config is None:
             return None
         return stream_point(self._memory.references.tensors[0].device)

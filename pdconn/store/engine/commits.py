@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.commands import SaveRow
 from pdconn.store.engine.catalogue import Catalogue
 from pdconn.store.errors import RowDamaged, StoreError
 from pdconn.store.format.footer import Footer, decode_note, encode_footer, joined, row_nbytes
 from pdconn.store.format.layout import StoreLayout
 from pdconn.store.format.names import RowKind, RowName
-from pdconn.store.repeated import RepeatedWarnings
+from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf, StoredPart
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Committer:
         self._added: list[_Unnoted] = []
         self._last_note: float | None = None
         self._failures = 0
-        self._warnings = RepeatedWarnings(log)
+        self._warnings = QuietLog(log, pause_s=REPEAT_S)
         self._not_saved: set[str] = set()
         self._given_up: dict[str, float] = {}
         self._discarded_at = float("-inf")
@@ -168,7 +169,7 @@ class Committer:
                     made = self._commit(shelf, batch, row, [notes[rank] for rank in notes])
             except StoreError as error:
                 self._failures += 1
-                self._warnings.warn(
+                self._warnings.warning(
                     "pdconn: store: not saved: row=%s: %s", row.name.file_name, error
                 )
             if made is None:
@@ -220,7 +221,7 @@ class Committer:
             try:
                 shelf.discard(self._writer, part)
             except StoreError as error:
-                self._warnings.warn("pdconn: store: part not removed: part=%s: %s", part, error)
+                self._warnings.warning("pdconn: store: part not removed: part=%s: %s", part, error)
 
     def _give_up(self, shelf: Shelf, row: SaveRow, now: float) -> None:
         self._given_up[row.part] = now
@@ -229,7 +230,7 @@ class Committer:
         try:
             shelf.discard(self._writer, row.part)
         except StoreError as error:
-            self._warnings.warn("pdconn: store: part not removed: part=%s: %s", row.part, error)
+            self._warnings.warning("pdconn: store: part not removed: part=%s: %s", row.part, error)
             return  # its bytes are there, and stay reserved
         if self._budget is not None:
             self._budget.release(self._nbytes[row.name.kind])

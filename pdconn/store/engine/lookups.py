@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.engine.catalogue import Catalogue
 from pdconn.store.errors import StoreError
 from pdconn.store.format.boundaries import Has, find_boundary, rows_needed
 from pdconn.store.format.layout import StoreLayout, aligned
 from pdconn.store.format.names import Chain, RowKind, RowName
-from pdconn.store.repeated import RepeatedWarnings
+from pdconn.store.settings import REPEAT_S
 from pdconn.store.shelf.base import Shelf
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class LookupThread:
     def __init__(self, finder: Finder, shelf: Callable[[], Shelf]) -> None:
         self._finder, self._open_shelf = finder, shelf
         self._has_told_of_cuts = False
-        self._warnings = RepeatedWarnings(log)
+        self._warnings = QuietLog(log, pause_s=REPEAT_S)
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pdconn-store-lookup", daemon=True)
         self._thread.start()
@@ -207,7 +208,7 @@ class LookupThread:
                     self._finder.answer(lookup, shelf)
                     self._tell_of_cut(lookup)
             except StoreError as error:
-                self._warnings.warn("pdconn: store: look-up failed: %s", error)
+                self._warnings.warning("pdconn: store: look-up failed: %s", error)
             except Exception:  # the thread must answer the next one
                 log.exception("pdconn: store: look-up failed")
             lookup.done.set()

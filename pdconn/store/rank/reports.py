@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from pdconn.sidechannel.quiet_log import QuietLog
 from pdconn.store.commands import StoreResult
-from pdconn.store.repeated import RepeatedWarnings
+from pdconn.store.settings import REPEAT_S
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class StoreReports:
         self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._wake = wake
-        self._warnings = RepeatedWarnings(log, clock)
+        self._warnings = QuietLog(log, clock, pause_s=REPEAT_S)
         self._lock = threading.Lock()
         self._results: list[StoreResult] = []
         self._loaded: list[str] = []
@@ -62,8 +63,8 @@ class StoreReports:
             self._counts.update(counts)
 
     def warn(self, text: str, *values: object) -> None:
-        """Log a warning; see ``RepeatedWarnings``."""
-        self._warnings.warn(f"pdconn: store: {text}", *values)
+        """Log a warning; each text at most once in ``REPEAT_S``."""
+        self._warnings.warning(f"pdconn: store: {text}", *values)
 
     def _awake(self) -> None:
         try:
